@@ -225,7 +225,7 @@ class _Tail:
                 del self._finished[path]
 
     async def _grown(self, *, thoroughly: bool) -> list[tuple[_Application, EventLog]]:
-        """The applications whose log is not as it was published; unless thoroughly, of those that are awake."""
+        """Return the applications whose log is not as it was published; unless thoroughly, of those that are awake."""
         awake_since = -math.inf if thoroughly else anyio.current_time() - REST_SECONDS
         asked = [each for each in self._followed.values() if not each.busy and each.grew_at >= awake_since]
         if not asked:
@@ -420,7 +420,7 @@ class _Application:
             self._left_out, self._left_out_at = reason, anyio.current_time()
 
     def overdue(self, log: EventLog) -> bool:
-        """Whether it is to be called lost."""
+        """Return whether it is to be called lost."""
         after = self._settings.lost_after_seconds
         silent = 0 < after < time.time() - log.modified - self._writers_clock_behind
         return silent and not log.complete and not self._stored.lost and self._stored != Checkpoint()
@@ -487,7 +487,9 @@ class _Application:
         self._held &= self._recalled  # all else is read: a log of years would fill the memory with it
 
     def _level_at(self, log: EventLog) -> float:
-        """When all that had happened was in the log: when it was looked at, or last written to if that is earlier."""
+        """Return when all that had happened was in the log: when it was looked at, or last written to if that is
+        earlier.
+        """
         return min(self._looked_at, anyio.current_time() - (time.time() - log.modified))
 
     async def _notify_of_loss(self, grown: EventLog) -> None:
@@ -527,12 +529,12 @@ class _Application:
             self._known_at = now
 
     async def _recall(self, log: EventLog, *, since: float) -> set[str]:
-        """The ids that the stream holds of the application, from a little before `since` on."""
+        """Return the ids that the stream holds of the application, from a little before `since` on."""
         replayed = self._replay(Application.of_log(log.name), since=since - SLACK_SECONDS)
         return {notification.headers.get("Nats-Msg-Id", "") async for notification in replayed}
 
     async def _replay(self, application: Application, *, since: float) -> AsyncIterator[Published]:
-        """What the stream holds of an application from this time on, seconds since 1970."""
+        """Yield what the stream holds of an application from this time on, seconds since 1970."""
         where = {"cluster": self._settings.cluster, "application": application.id}
         start = datetime.fromtimestamp(max(0, since), UTC)
         try:
@@ -570,11 +572,16 @@ class _Application:
 
 
 def _finished(published: EventLog) -> bool:
-    """Whether nothing more is expected. Spark has closed it, but a program that copies logs may still be writing."""
+    """Return whether nothing more is expected.
+
+    Spark has closed it, but a program that copies logs may still be writing.
+    """
     return published.complete and time.time() - published.modified > REST_SECONDS
 
 
 def _key(cluster: str, name: str) -> str:
-    """The key of an application's position: KV takes letters, digits and `-_=./`, so others are written as `=XX`."""
+    """Return the key of an application's position: KV takes letters, digits and `-_=./`, so others are written as
+    `=XX`.
+    """
     escaped = re.sub(rb"[^A-Za-z0-9_-]", lambda match: b"=%02X" % match[0][0], name.encode())
     return f"{cluster}/{escaped.decode()}"

@@ -127,8 +127,8 @@ class App(Router):
         self._routers.append(router)
 
     def settings(self, router: Router) -> Any:
-        """What the configuration tells a router under `workers.agents.<name>`, over what it was included with, as the
-        router's settings Struct.
+        """Return what the configuration tells a router under `workers.agents.<name>`, over what it was included with,
+        as the router's settings Struct.
 
         Raises `ConfigError`.
         """
@@ -155,7 +155,7 @@ class App(Router):
             raise ConfigError([self._mistake(path + inside.rstrip("`"), problem, config)]) from error
 
     def mistakes(self) -> list[str]:
-        """Every mistake that shows without connecting: in the configuration, the agents and the routers."""
+        """Return every mistake that shows without connecting: in the configuration, the agents and the routers."""
         try:
             examined = self._examined()
         except ConfigError as error:
@@ -197,9 +197,10 @@ class App(Router):
         return examine(self._config, context=self._nats_context)
 
     def warnings(self) -> list[str]:
-        """What is no mistake and may lose something: what the configuration looks like, what an agent returns although
-        nothing is done with it, and each agent whose stream keeps the newest notification of a subject only, without
-        anybody having said that it is enough."""
+        """Return what is no mistake and may lose something: what the configuration looks like, what an agent returns
+        although nothing is done with it, and each agent whose stream keeps the newest notification of a subject only,
+        without anybody having said that it is enough.
+        """
         ignored = {agent.name: outputs.ignored_return(agent) for agent in self.agents}
         return [
             *self.config.warnings,
@@ -319,7 +320,7 @@ class App(Router):
                 yield notification
 
     async def key_value(self, bucket: str) -> KeyValue:
-        """A bucket of JetStream KV, created where it is missing. Raises `BackendError`."""
+        """Return a bucket of JetStream KV, created where it is missing. Raises `BackendError`."""
         return await self.session.backend.key_value(bucket)
 
     def measure(self, name: str, help: str, *, labels: Sequence[str], values: Mapping[tuple[str, ...], float]) -> None:

@@ -463,7 +463,7 @@ WARNINGS = (
 
 
 def warning(event: Event) -> str:
-    """What people should hear of the event where nobody listens to it; empty where it is not a warning."""
+    """Return what people should hear of the event where nobody listens to it; empty where it is not a warning."""
     match event:
         case StreamProvisioned(refused=refused) if refused:
             return f"stream {event.stream} is used as it is ({'; '.join(event.differences)}): {refused}"

@@ -87,7 +87,7 @@ _WITHIN_CODE: ContextVar[bool] = ContextVar("within_code", default=False)
 
 
 def harness(app: App, *, server: str | None = None, workers: int = 1) -> Harness:
-    """The app with its agents at work: `async with harness(app) as t:`.
+    """Return the app with its agents at work: `async with harness(app) as t:`.
 
     `server` is the URL of a real nats-server that is there for tests: it must not have the app's streams yet, and
     they are removed at the end. Without, no server is needed. `workers` is how many worker processes are played. Of
@@ -167,21 +167,21 @@ class Harness:
         self._code.faults.setdefault(self._name(agent), deque()).extend([error] * times)
 
     def settled(self, agent: Agent[Any, Any] | str) -> list[Settled]:
-        """How the agent's deliveries ended, in order."""
+        """Return how the agent's deliveries ended, in order."""
         name = self._name(agent)
         return [fact for fact in self._settled if fact.agent == name]
 
     def outcomes(self, agent: Agent[Any, Any] | str) -> list[str]:
-        """The same in one word each: `acked`, `retried` or `dead_lettered`."""
+        """Return the same in one word each: `acked`, `retried` or `dead_lettered`."""
         return [fact.outcome for fact in self.settled(agent)]
 
     def ticks(self, timer: Timer[Any, Any] | str) -> list[Ticked]:
-        """How the timer's ticks ended, in order; `advance` lets the time come for them."""
+        """Return how the timer's ticks ended, in order; `advance` lets the time come for them."""
         name = timer if isinstance(timer, str) else timer.name
         return [fact for fact in self._ticks if fact.timer == name]
 
     def windows(self, agent: Agent[Any, Any] | str) -> list[WindowDone]:
-        """How the agent's runs for windows that are over ended, in order."""
+        """Return how the agent's runs for windows that are over ended, in order."""
         name = self._name(agent)
         return [fact for fact in self._windows if fact.agent == name]
 
@@ -353,7 +353,10 @@ class Harness:
         return seconds < CODE_PATIENCE_SECONDS
 
     async def _is_unsettled(self) -> bool:
-        """Whether any agent has something left. In virtual time this is asked after every call that falls due."""
+        """Return whether any agent has something left.
+
+        In virtual time this is asked after every call that falls due.
+        """
         if self._clock:
             await at_rest()
         if any(buffer for agent in self.app.agents for buffer in self._buffers(agent)):
@@ -365,7 +368,7 @@ class Harness:
         return bool(left)
 
     def _buffers(self, agent: Agent[Any, Any]) -> list[Buffer]:
-        """What each worker holds for the agent."""
+        """Return what each worker holds for the agent."""
         return [worker.session.runs[agent.name].buffer for worker in self._workers if worker.session.runs]
 
     async def _left(self) -> list[str]:
@@ -601,7 +604,7 @@ class _Code:
         return time.monotonic() - min(began) if len(began) > self._asleep else None
 
     def watched(self, agent: Agent[Any, Any]) -> Agent[Any, Any]:
-        """The agent with its function called from here."""
+        """Return the agent with its function called from here."""
         watched = copy.copy(agent)
         call = in_thread(agent) if agent.in_thread else agent.function
 
@@ -683,7 +686,7 @@ class _Source:
 
 
 def _config(config: Config, server: str | None) -> Config:
-    """What the app is configured with, for a server with nothing but what a test brings."""
+    """Return what the app is configured with, for a server with nothing but what a test brings."""
     backend, workers = config.notification_backend, config.workers
     jetstream = structs.replace(
         backend.jetstream,

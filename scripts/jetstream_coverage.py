@@ -28,7 +28,7 @@ HEAD = (
 
 
 def items() -> dict[str, dict[str, str]]:
-    """By number, such as 002-52: what it says, and where it is here."""
+    """Return what each number, such as 002-52, says, and where it is here."""
     documents: dict[str, Any] = yaml.safe_load(ITEMS.read_text())
     return {
         f"{document}-{number}": item
@@ -38,7 +38,7 @@ def items() -> dict[str, dict[str, str]]:
 
 
 def tests() -> dict[str, list[str]]:
-    """By number, the tests that cover it, as `tests/ops/test_inventory.py::test_gaps_are_shown_as_runs`."""
+    """Return the tests that cover each number, as `tests/ops/test_inventory.py::test_gaps_are_shown_as_runs`."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for name, number in _covered(ast.parse(path.read_text())):
@@ -47,7 +47,7 @@ def tests() -> dict[str, list[str]]:
 
 
 def _covered(tree: ast.Module | ast.ClassDef, within: str = "") -> Iterator[tuple[str, str]]:
-    """Each marked test or class of tests, once for each of its numbers."""
+    """Yield each marked test or class of tests, once for each of its numbers."""
     for node in tree.body:
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -60,7 +60,7 @@ def _covered(tree: ast.Module | ast.ClassDef, within: str = "") -> Iterator[tupl
 
 
 def page() -> str:
-    """The page as it should be."""
+    """Return the page as it should be."""
     documents: dict[str, Any] = yaml.safe_load(ITEMS.read_text())
     covered = tests()
     lines = [HEAD]

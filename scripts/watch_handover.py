@@ -34,7 +34,7 @@ def notifications(count: int) -> Iterator[Notify]:
 
 
 async def play_round(app: App, count: int, after: int) -> list[str]:
-    """What is wrong with a watch that begins when `after` notifications are stored; empty if nothing is."""
+    """Return what is wrong with a watch that begins when `after` notifications are stored; empty if nothing is."""
     first = (await app.session.backend.stream_info("MARS")).last_sequence + 1
     begin = anyio.Event()
     seen: list[int] = []

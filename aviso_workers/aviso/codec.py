@@ -97,12 +97,14 @@ class Message(Struct, frozen=True, kw_only=True, gc=False):
 
 
 def store_time(message: Message) -> datetime:
-    """When the stream stored it, UTC, cut to whole microseconds: a replay from this time begins with it."""
+    """Return when the stream stored it, UTC, cut to whole microseconds: a replay from this time begins with it."""
     return datetime.fromtimestamp(message.timestamp_ns // 1000 / 1e6, UTC)  # a float holds microseconds until 2255
 
 
 def is_marker(message: Message) -> bool:
-    """Whether the server has stored it to say that the last message of its subject is gone: it is no notification."""
+    """Return whether the server has stored it to say that the last message of its subject is gone: it is no
+    notification.
+    """
     return not message.data and message.headers is not None and MARKER_HEADER in message.headers
 
 
@@ -127,7 +129,7 @@ def read_number(text: str) -> int:
 
 
 def encode(name: str, event_type: EventType, identifier: Mapping[str, str], payload: Any) -> Message:
-    """The message for a canonical identifier (see `schema.canonical_identifier`) and a payload.
+    """Return the message for a canonical identifier (see `schema.canonical_identifier`) and a payload.
 
     The payload is any JSON value, or anything that msgspec turns into one; None counts as absent. Raises
     `InvalidPayloadError`, or `InvalidNotificationError` where a value cannot stand in a subject.
@@ -138,7 +140,10 @@ def encode(name: str, event_type: EventType, identifier: Mapping[str, str], payl
 
 
 def addressed(name: str, event_type: EventType, identifier: Mapping[str, str], data: bytes) -> Message:
-    """The message of this body for a canonical identifier. Raises `InvalidNotificationError` as `encode` does."""
+    """Return the message of this body for a canonical identifier.
+
+    Raises `InvalidNotificationError` as `encode` does.
+    """
     return Message(
         subject=topics.topic(name, event_type, identifier),
         data=data,
@@ -147,7 +152,7 @@ def addressed(name: str, event_type: EventType, identifier: Mapping[str, str], d
 
 
 def encode_texts(name: str, texts: Iterable[str]) -> list[bytes]:
-    """The bodies of payloads that are JSON already. Raises `InvalidPayloadError`."""
+    """Return the bodies of payloads that are JSON already. Raises `InvalidPayloadError`."""
     decode, encode = _decode_json, _encoder.encode
     try:
         return [encode(decode(text)) for text in texts]
@@ -156,7 +161,7 @@ def encode_texts(name: str, texts: Iterable[str]) -> list[bytes]:
 
 
 def encode_payload(name: str, payload: Any) -> bytes:
-    """The body of a message. Raises `InvalidPayloadError`."""
+    """Return the body of a message. Raises `InvalidPayloadError`."""
     try:
         data = _encoder.encode(payload)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -180,7 +185,7 @@ def _holds_non_finite(value: Any) -> bool:
 
 
 def _spatial_headers(event_type: EventType, identifier: Mapping[str, str]) -> dict[str, str] | None:
-    """Where a notification lies; None where its event type says no place."""
+    """Return where a notification lies; None where its event type says no place."""
     for field, rule in event_type.identifier.items():
         match rule:
             case PolygonHandler():
@@ -261,14 +266,14 @@ class NotificationReader:
         self._decode_payload = _payload_decoder(payload_type)
 
     def matches(self, message: Message) -> bool:
-        """Whether the filter lets the message through, whatever its payload, and also where it `is_marker`."""
+        """Return whether the filter lets the message through, whatever its payload, and also where it `is_marker`."""
         try:
             return self._lets_through(self._tokens(message.subject), message)
         except UndecodableError:
             return False
 
     def notification(self, message: Message, *, num_delivered: int = 1) -> Notification[Any] | None:
-        """The notification; None where the filter does not let it through, or the message is a server's marker.
+        """Return the notification; None where the filter does not let it through, or the message is a server's marker.
 
         Raises `UndecodableError`, with the path of the mistake where the payload does not fit its type.
         """
@@ -354,7 +359,7 @@ def _footprint(message: Message) -> spatial.Footprint:
 
 
 def _payload_decoder(payload_type: Any) -> Callable[[bytes], Any]:
-    """An empty body is null, JSON is its value, anything else is its text, as an aviso-server reads it."""
+    """Return the value of a body as an aviso-server reads it: null where it is empty, its JSON, or else its text."""
     decoder = msgspec.json.Decoder(payload_type)
 
     def decode(data: bytes) -> Any:

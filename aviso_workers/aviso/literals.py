@@ -54,7 +54,7 @@ class Duration(int):
         return cls(seconds)
 
     def literal(self) -> str:
-        """The shortest text that `parse` reads back as this duration, such as `7d`."""
+        """Return the shortest text that `parse` reads back as this duration, such as `7d`."""
         return _shortest(self, _SECONDS)
 
     __str__ = literal
@@ -75,7 +75,7 @@ class Size(int):
         return cls(size)
 
     def literal(self) -> str:
-        """The shortest text that `parse` reads back as this size, such as `2Gi`.
+        """Return the shortest text that `parse` reads back as this size, such as `2Gi`.
 
         A size that is no multiple of 1000 or 1024 has no literal and is given as plain digits.
         """
@@ -124,7 +124,7 @@ def parse_float(text: str) -> float:
 
 
 def float_text(number: float) -> str:
-    """The shortest digits that give `number` back, without exponent and without a trailing `.0`.
+    """Return the shortest digits that give `number` back, without exponent and without a trailing `.0`.
 
     Where two spellings are as short and as near, it is the one farther from nought, as Rust writes it.
     """
@@ -135,7 +135,7 @@ def float_text(number: float) -> str:
 
 
 def _half_a_digit(number: float, shortest: Decimal) -> Decimal:
-    """One of the last digit of the spelling, where the number is exactly half of it farther from nought; else 0."""
+    """Return one of the last digit of the spelling where the number is exactly half of it farther from zero, else 0."""
     with localcontext(prec=_ALL_DIGITS):
         exponent = shortest.as_tuple().exponent
         digit = Decimal((0 if number > 0 else 1, (1,), int(exponent)))
@@ -143,7 +143,7 @@ def _half_a_digit(number: float, shortest: Decimal) -> Decimal:
 
 
 def _split(text: str, units: Mapping[str, int], kind: str) -> tuple[int, str]:
-    """The number and the unit of a literal, in the order in which an aviso-server finds fault with them."""
+    """Return the number and the unit of a literal, in the order in which an aviso-server finds fault with them."""
     stripped = text.strip()
     if not stripped:
         raise ValueError(f"{kind} must not be empty")
@@ -169,7 +169,7 @@ def _shortest(value: int, units: Mapping[str, int]) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with what could steer a terminal spelled out: it may be anybody's."""
+    """Return the text with what could steer a terminal spelled out: it may be anybody's."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

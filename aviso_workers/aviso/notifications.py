@@ -45,7 +45,7 @@ class Notification(Struct, Generic[T], frozen=True, kw_only=True):
         return f"{self.event_type}@{self.sequence}"
 
     def cloud_event(self, base_url: str, *, spatial_arrays: bool = False) -> dict[str, Any]:
-        """The CloudEvent 1.0 that an aviso-server with this `application.base_url` sends for it.
+        """Return the CloudEvent 1.0 that an aviso-server with this `application.base_url` sends for it.
 
         With `spatial_arrays`, polygons and point clouds are arrays of [latitude, longitude], as an aviso-server from
         0.10 on has them; else they are text, as before.

@@ -32,7 +32,7 @@ def position(
     *,
     names: tuple[str, str] = ("from_id", "from_date"),
 ) -> Position:
-    """The position that one of the two gives. `names` are what the caller calls them.
+    """Return the position that one of the two gives. `names` are what the caller calls them.
 
     Raises `InvalidPositionError` where both are given or one cannot be read.
     """
@@ -44,7 +44,7 @@ def position(
 
 
 def parse_start(value: int | str | datetime) -> str:
-    """Where an agent starts, in one spelling: `all`, `new`, a sequence, or an ISO time in UTC.
+    """Return where an agent starts, in one spelling: `all`, `new`, a sequence, or an ISO time in UTC.
 
     Digits are a sequence, not a time. Raises `InvalidPositionError`.
     """
@@ -59,7 +59,7 @@ def parse_start(value: int | str | datetime) -> str:
 
 
 def parse_id(value: int | str, *, name: str = "from_id") -> int:
-    """A stream sequence; 0 is the beginning. Raises `InvalidPositionError`."""
+    """Return a stream sequence; 0 is the beginning. Raises `InvalidPositionError`."""
     text = str(value)
     if not re.fullmatch(r"\+?[0-9]+", text, re.ASCII):
         raise InvalidPositionError(f"{name} must be a sequence number, found {text!r}")
@@ -70,7 +70,7 @@ def parse_id(value: int | str, *, name: str = "from_id") -> int:
 
 
 def parse_date(value: datetime | str, *, name: str = "from_date") -> datetime:
-    """A point in time, UTC: a datetime, seconds or milliseconds since 1970, or an ISO date with a time.
+    """Return a point in time, UTC: a datetime, seconds or milliseconds since 1970, or an ISO date with a time.
 
     A time without an offset is UTC. A date alone is refused, because it says no time. Raises `InvalidPositionError`.
     """
@@ -100,5 +100,5 @@ def _unix_time(digits: str) -> datetime:
 
 
 def _microseconds(text: str) -> str:
-    """A fraction of any length, cut to the six digits that Python keeps."""
+    """Return a fraction of any length, cut to the six digits that Python keeps."""
     return re.sub(r"\.(\d{6})\d+", r".\1", text)

@@ -103,11 +103,11 @@ class IdentifierRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     description: str | None = None
 
     def canonical(self, value: str) -> str:
-        """The one spelling of `value`. Raises ValueError saying what was expected."""
+        """Return the one spelling of `value`. Raises ValueError saying what was expected."""
         raise NotImplementedError
 
     def condition(self, operator: str, operand: object) -> Condition:
-        """What `{operator: operand}` accepts. Raises ValueError saying what was expected."""
+        """Return what `{operator: operand}` accepts. Raises ValueError saying what was expected."""
         raise ValueError(f"takes a value or a list of values; a {type(self).__name__} has no operators")
 
     def mistakes(self) -> Iterator[tuple[str, str]]:
@@ -238,7 +238,7 @@ class PolygonHandler(IdentifierRule, frozen=True, kw_only=True):
     """A closed ring `(lat,lon,...)`; it travels in headers, and its text stays as it was written."""
 
     def canonical(self, value: object) -> str:
-        """The text of a polygon given as text or as an array of pairs. Raises ValueError."""
+        """Return the text of a polygon given as text or as an array of pairs. Raises ValueError."""
         try:
             return spatial.canonical_polygon(value)
         except ValueError as problem:
@@ -251,7 +251,7 @@ class PointCloudHandler(IdentifierRule, frozen=True, kw_only=True):
     max_points: Annotated[int, msgspec.Meta(ge=1, le=spatial.MOST_POINTS)] = spatial.MOST_POINTS
 
     def canonical(self, value: object) -> str:
-        """The JSON text of a point cloud given as such or as an array of pairs. Raises ValueError."""
+        """Return the JSON text of a point cloud given as such or as an array of pairs. Raises ValueError."""
         try:
             return spatial.canonical_cloud(value, self.max_points)
         except ValueError as problem:
@@ -323,7 +323,7 @@ class Where(msgspec.Struct, frozen=True, kw_only=True):
     place: spatial.Filter | None = None
 
     def matches(self, tokens: Sequence[str], footprint: spatial.Footprint | None = None) -> bool:
-        """Whether a notification passes: `tokens` are those of its subject, decoded.
+        """Return whether a notification passes: `tokens` are those of its subject, decoded.
 
         `footprint` is looked at only if `place` is set; without one, such a filter lets nothing through.
         """
@@ -336,7 +336,7 @@ class Where(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def topic_of(event_type_name: str, event_type: EventType) -> Topic:
-    """The topic of an event type; one that states none has its name as base and all fields, sorted."""
+    """Return the topic of an event type; one that states none has its name as base and all fields, sorted."""
     if event_type.topic is not None:
         return event_type.topic
     return Topic(base=event_type_name, key_order=tuple(sorted(event_type.identifier)))
@@ -404,7 +404,7 @@ def parse_where(event_type_name: str, event_type: EventType, where: Mapping[str,
 
 
 def mistakes(event_type_name: str, event_type: EventType) -> list[tuple[str, str]]:
-    """What cannot work in an event type: (key path, what is wrong), empty if all is well.
+    """Return what cannot work in an event type: (key path, what is wrong), empty if all is well.
 
     For bases that clash with each other's see `check_bases_unique`.
     """
@@ -470,7 +470,7 @@ def _canonical(rule: Rule, value: object) -> str:
 
 
 def _scalar_text(value: object) -> str:
-    """A JSON scalar as the text that an aviso-server has for it: an exponent has its sign."""
+    """Return a JSON scalar as the text that an aviso-server has for it: an exponent has its sign."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
@@ -509,7 +509,7 @@ def _position(topic: Topic, field: str) -> int:
 
 
 def _place_filters(event_type: EventType) -> tuple[str, ...]:
-    """The names of the spatial filters that an event type knows."""
+    """Return the names of the spatial filters that an event type knows."""
     if isinstance(event_type.identifier.get(_POLYGON), PolygonHandler):
         return (_POLYGON, _POINT)
     if isinstance(event_type.identifier.get(_POINT_CLOUD), PointCloudHandler):
@@ -589,7 +589,7 @@ def _storage_mistakes(event_type_name: str, event_type: EventType) -> Iterator[t
 
 
 def _operands(operator: str, operand: object, *, known: Sequence[str]) -> Sequence[object]:
-    """The operands of one operator, in a sequence of the right length."""
+    """Return the operands of one operator, in a sequence of the right length."""
     if operator not in known:
         raise ValueError(f"takes the operators {', '.join(known)}; not {operator!r}")
     if operator not in ("in", "between"):
@@ -604,7 +604,7 @@ def _operands(operator: str, operand: object, *, known: Sequence[str]) -> Sequen
 def _span(
     operator: str, numbers: Sequence[_Number], *, read: Callable[[str], _Number], step: Callable[..., _Number]
 ) -> Span:
-    """The numbers that a comparison lets through; `step` gives the neighbour above (1) or below (-1)."""
+    """Return the numbers that a comparison lets through; `step` gives the neighbour above (1) or below (-1)."""
     first, last = numbers[0], numbers[-1]
     if first > last:
         raise ValueError(f"needs [min, max] after 'between', not [{first}, {last}]")

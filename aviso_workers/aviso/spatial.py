@@ -65,7 +65,7 @@ class Box(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def around(cls, points: Iterable[Point]) -> Self:
-        """The smallest box that holds all of at least one point."""
+        """Return the smallest box that holds all of at least one point."""
         latitudes, longitudes = zip(*points, strict=True)
         return cls(south=min(latitudes), west=min(longitudes), north=max(latitudes), east=max(longitudes))
 
@@ -81,15 +81,15 @@ class Box(msgspec.Struct, frozen=True, kw_only=True):
         return cls(south=south, west=west, north=north, east=east)
 
     def header(self) -> str:
-        """The value of the `spatial_bbox` header: `min_lat,min_lon,max_lat,max_lon`."""
+        """Return the value of the `spatial_bbox` header: `min_lat,min_lon,max_lat,max_lon`."""
         return ",".join(map(literals.float_text, (self.south, self.west, self.north, self.east)))
 
     def contains(self, point: Point) -> bool:
-        """Whether `point` lies in the box or on its edge."""
+        """Return whether `point` lies in the box or on its edge."""
         return self.south <= point[0] <= self.north and self.west <= point[1] <= self.east
 
     def intersects(self, other: Box) -> bool:
-        """Whether the boxes share at least a point."""
+        """Return whether the boxes share at least a point."""
         return (
             self.south <= other.north
             and other.south <= self.north
@@ -105,15 +105,15 @@ class Polygon(msgspec.Struct, frozen=True):
     box: Box
 
     def contains(self, point: Point) -> bool:
-        """Whether `point` lies inside; on the boundary is not inside."""
+        """Return whether `point` lies inside; on the boundary is not inside."""
         return self.box.contains(point) and _side(self.ring, point) > 0
 
     def covers(self, point: Point) -> bool:
-        """Whether `point` lies inside or on the boundary."""
+        """Return whether `point` lies inside or on the boundary."""
         return self.box.contains(point) and _side(self.ring, point) >= 0
 
     def intersects(self, other: Polygon) -> bool:
-        """Whether the polygons share at least a point; touching counts.
+        """Return whether the polygons share at least a point; touching counts.
 
         Compares every edge of one with every edge of the other inside the box that both share.
         """
@@ -143,14 +143,14 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     point_cloud: str | None = None
 
     def box(self) -> Box | None:
-        """The bounding box; None if it is missing or cannot be read."""
+        """Return the bounding box; None if it is missing or cannot be read."""
         try:
             return None if self.bbox is None else Box.parse(self.bbox)
         except ValueError:
             return None
 
     def polygon(self) -> Polygon | None:
-        """The polygon; None if it is missing or cannot be read."""
+        """Return the polygon; None if it is missing or cannot be read."""
         try:
             if isinstance(self.geometry, Mapping):
                 return _parse_geojson(self.geometry)
@@ -159,7 +159,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
             return None
 
     def cloud(self) -> list[Point]:
-        """The point cloud; empty if it is missing or cannot be read."""
+        """Return the point cloud; empty if it is missing or cannot be read."""
         try:
             return parse_cloud(self.point_cloud)
         except ValueError:
@@ -172,7 +172,7 @@ class Intersecting(msgspec.Struct, frozen=True):
     area: Polygon
 
     def matches(self, footprint: Footprint) -> bool:
-        """Whether the message's place is known and meets the area; a missing bounding box is unknown."""
+        """Return whether the message's place is known and meets the area; a missing bounding box is unknown."""
         box = footprint.box()
         if box is None or not box.intersects(self.area.box):
             return False
@@ -188,7 +188,7 @@ class Containing(msgspec.Struct, frozen=True):
     point: Point
 
     def matches(self, footprint: Footprint) -> bool:
-        """Whether the message's polygon is known and contains the point."""
+        """Return whether the message's polygon is known and contains the point."""
         box = footprint.box()
         if box is not None and not box.contains(self.point):
             return False
@@ -216,7 +216,7 @@ def parse_polygon(value: object) -> Polygon:
 
 
 def canonical_polygon(value: object) -> str:
-    """The identifier text of a polygon: as it was written, or `(lat,lon,...)` if that was an array.
+    """Return the identifier text of a polygon: as it was written, or `(lat,lon,...)` if that was an array.
 
     Blanks other than spaces are taken out, because the text becomes a header, where a line break would
     start the next one. Raises ValueError as `parse_polygon`.
@@ -257,7 +257,7 @@ def with_arrays(identifier: Mapping[str, str]) -> dict[str, Any]:
 
 
 def canonical_cloud(value: object, max_points: int = MOST_POINTS) -> str:
-    """The identifier text of a point cloud: `[[lat,lon],...]`, in the order given.
+    """Return the identifier text of a point cloud: `[[lat,lon],...]`, in the order given.
 
     Raises ValueError as `parse_cloud`, and for more than 60 KiB, which is aviso-server's limit.
     """
@@ -272,7 +272,7 @@ def _polygon(points: list[Point]) -> Polygon:
 
 
 def _parse_geojson(value: Mapping[str, Any]) -> Polygon:
-    """The outer ring of a GeoJSON Polygon, closed if it is open."""
+    """Return the outer ring of a GeoJSON Polygon, closed if it is open."""
     rings = _array(value.get("coordinates"), list[list[Point]]) if value.get("type") == "Polygon" else []
     if not rings or not 3 <= len(rings[0]) < MOST_POINTS:
         raise ValueError(f"no GeoJSON Polygon with an outer ring of 3 pairs or more, and less than {MOST_POINTS}")
@@ -335,12 +335,12 @@ def _side(ring: tuple[Point, ...], point: Point) -> int:
 
 
 def _segments_meet(a: Point, b: Point, c: Point, d: Point) -> bool:
-    """Whether the segments ab and cd, whose boxes intersect, share at least a point."""
+    """Return whether the segments ab and cd, whose boxes intersect, share at least a point."""
     return _turn(a, b, c) * _turn(a, b, d) <= 0 and _turn(c, d, a) * _turn(c, d, b) <= 0
 
 
 def _turn(a: Point, b: Point, c: Point) -> int:
-    """Which way the path from `a` over `b` to `c` turns: 1 or -1, or 0 if it goes straight on.
+    """Return which way the path from `a` over `b` to `c` turns: 1 or -1, or 0 if it goes straight on.
 
     Exact: the float determinant is trusted only where rounding cannot have changed its sign.
     """

@@ -72,7 +72,7 @@ def encode_subject(tokens: Sequence[str]) -> str:
 
 
 def decode_subject(subject: str) -> tuple[str, ...]:
-    """The tokens of a subject, base first; empty ones are kept. Raises UndecodableError."""
+    """Return the tokens of a subject, base first; empty ones are kept. Raises UndecodableError."""
     if "%" not in subject:
         return tuple(subject.split("."))
     return tuple([decode_token(token) if "%" in token else token for token in subject.split(".")])
@@ -93,19 +93,19 @@ def check_subject(subject: str) -> None:
 
 
 def stream_name(base: str) -> str:
-    """The name of the stream of a base. Raises InvalidNotificationError if there is no base."""
+    """Return the name of the stream of a base. Raises InvalidNotificationError if there is no base."""
     if not base:
         raise InvalidNotificationError("an empty topic base names no stream")
     return base.upper()
 
 
 def binding(base: str) -> str:
-    """The one subject that the stream of a base listens to."""
+    """Return the one subject that the stream of a base listens to."""
     return f"{base}.>"
 
 
 def topic(event_type_name: str, event_type: EventType, identifier: Mapping[str, str]) -> str:
-    """The subject of a notification, from its canonical identifier.
+    """Return the subject of a notification, from its canonical identifier.
 
     Raises InvalidIdentifierError for a field that is missing or that NATS cannot carry, and
     InvalidNotificationError for a subject that is too long, or an event type without fields: no stream takes its
@@ -149,7 +149,7 @@ def key_of(topic: schema.Topic, fields: Sequence[str]) -> Callable[[str], tuple[
 
 
 def filter_subjects(where: Where) -> tuple[str, ...]:
-    """The filters for a consumer: they leave out what NATS can leave out, and nothing that `where` wants.
+    """Return the filters for a consumer: they leave out what NATS can leave out, and nothing that `where` wants.
 
     A field with listed values gives one subject per value as long as there are at most eight in all,
     shortest lists first; every other field becomes `*`, and those at the end become one `>`. Any two of

@@ -82,11 +82,11 @@ class OutgoingChunk(Struct, frozen=True, kw_only=True):
         return len(self.data)
 
     def part(self, first: int, end: int) -> OutgoingChunk:
-        """Those from `first` on, and before `end`."""
+        """Return the messages from `first` on and before `end`."""
         return OutgoingChunk(**{name: getattr(self, name)[first:end] for name in self.__struct_fields__})
 
     def each(self, stream: str) -> Iterator[Outgoing]:
-        """One by one."""
+        """Yield the messages one by one."""
         rows = zip(self.subjects, self.data, self.headers, self.message_ids, strict=True)
         for subject, data, headers, message_id in rows:
             yield Outgoing(Message(subject=subject, data=data, headers=headers), message_id, stream)
@@ -562,7 +562,7 @@ class Admin(Backend, Management, Protocol):
 def open_backend(
     config: Config, *, on_connection: ConnectionListener | None = None
 ) -> AbstractAsyncContextManager[Admin]:
-    """The backend that the configuration names, connected while the `async with` block runs. The engine
+    """Return the backend that the configuration names, connected while the `async with` block runs. The engine
     takes it for a `Backend`.
 
     Raises `UnavailableError` where no server is reached, `RefusedError` where one turns us away.

@@ -180,7 +180,7 @@ def main() -> None:
 
 
 def _goes_on(thread: threading.Thread) -> bool:
-    """An idle one has been told to end, and does in a moment."""
+    """Return whether a thread is at work still. An idle one has been told to end, and does in a moment."""
     thread.join(IDLE_SECONDS)
     return thread.is_alive()
 

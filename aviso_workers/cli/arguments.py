@@ -68,7 +68,7 @@ def parse_payload(text: str | None) -> Any:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, Line]]:
-    """The numbered lines of a notifications file. Raises `InvalidNotificationError` that names file and line."""
+    """Yield the numbered lines of a notifications file. Raises `InvalidNotificationError` that names file and line."""
     if path.is_fifo():
         raise InvalidNotificationError(f"{path} is a pipe: give a file, because it is read twice")
     decoder = msgspec.json.Decoder(Line)

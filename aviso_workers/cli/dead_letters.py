@@ -175,7 +175,7 @@ def _act(
 
 
 async def _found(stored: StoredDeadLetters, wanted: Selection) -> frozenset[int]:
-    """The selected dead letters that are there, which are shown, counted."""
+    """Return the selected dead letters that are there, which are shown, counted."""
     found: set[int] = set()
     counts = Counter[tuple[str, str, str]]()
     async with aclosing(stored.select(wanted)) as dead_letters:

@@ -229,7 +229,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _sparkline(values: Iterable[float]) -> str:
-    """The values beside one another; the highest one has the highest bar."""
+    """Return the values beside one another; the highest one has the highest bar."""
     known = list(values)
     highest = max(known) or 1
     return "".join(BARS[round(value / highest * (len(BARS) - 1))] for value in known)

@@ -170,7 +170,7 @@ def _permissions(role: permissions.Role, app: str | None, config: ConfigSource |
 
 
 def _as_yaml(granted: Permissions) -> str:
-    """For `server.accounts.<account>.users.<user>`; JSON's texts are YAML's."""
+    """Return the permissions as YAML for `server.accounts.<account>.users.<user>`; JSON's texts are YAML's."""
     lines = ["permissions:"]
     for side in ("publish", "subscribe"):
         subjects: Subjects = getattr(granted, side)

@@ -136,7 +136,7 @@ def report(
 
 
 def _position(text: str) -> dict[str, str] | None:
-    """Where to begin in a stream, as options; None where the text is a path."""
+    """Return where to begin in a stream, as options; None where the text is a path."""
     if text.isdecimal():
         return {"startingOffsets": text}
     if not re.match(r"\d{4}-\d{2}-\d{2}", text):
@@ -146,7 +146,7 @@ def _position(text: str) -> dict[str, str] | None:
 
 
 def _source(event: str, where: Sequence[str] | None, config: ConfigSource | None) -> dict[str, str | int]:
-    """The options of the data source."""
+    """Return the options of the data source."""
     options: dict[str, str | int] = {f"where.{field}": value for field, value in parse_pairs(where or []).items()}
     return options | {"event": event} | ({"config": str(config.path)} if config else {})
 

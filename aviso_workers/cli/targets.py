@@ -98,7 +98,10 @@ def add_context_option(command: Any) -> None:
 
 
 def find_app(target: str | None, *, agent: str | None, config: ConfigSource | None) -> App:
-    """The app that MODULE:APP names, or one that runs the installed router `agent`. Raises `DeclarationError`."""
+    """Return the app that MODULE:APP names, or one that runs the installed router `agent`.
+
+    Raises `DeclarationError`.
+    """
     if (target is None) == (agent is None):
         raise DeclarationError("say what to run: MODULE:APP, or --agent NAME")
     if target is not None:
@@ -111,12 +114,12 @@ def find_app(target: str | None, *, agent: str | None, config: ConfigSource | No
 
 
 def connected_app(config: ConfigSource | None) -> App:
-    """An app without agents, for a command that publishes or reads."""
+    """Return an app without agents, for a command that publishes or reads."""
     return _configured(App("aviso-workers-cli"), config)
 
 
 def load(config: ConfigSource | None) -> Config:
-    """The configuration by itself. Raises `ConfigError`."""
+    """Return the configuration by itself. Raises `ConfigError`."""
     source = config or ConfigSource()
     return load_config(source.path, context=source.context)
 
@@ -137,7 +140,7 @@ async def opened(config: Config | ConfigSource | None) -> AsyncIterator[Opened]:
 
 
 def run_connected(app: App, run: Callable[[App], Awaitable[T]]) -> T:
-    """What `run` returns of the app, which is connected meanwhile."""
+    """Return what `run` returns of the app, which is connected meanwhile."""
 
     async def connect() -> T:
         async with app:
@@ -147,7 +150,7 @@ def run_connected(app: App, run: Callable[[App], Awaitable[T]]) -> T:
 
 
 def connected(config: Config | ConfigSource | None, run: Callable[[Opened], Awaitable[T]]) -> T:
-    """What `run` returns of the server, which is connected meanwhile."""
+    """Return what `run` returns of the server, which is connected meanwhile."""
 
     async def connect() -> T:
         async with opened(config) as server:

@@ -96,7 +96,7 @@ def dev(
 
 
 def _worker(target: str | None, agent: str | None, config: ConfigSource | None, **limits: object) -> tuple[str, ...]:
-    """The command that runs one process of a fleet."""
+    """Return the command that runs one process of a fleet."""
     source = config or ConfigSource()
     options = {"agent": agent, "config": source.path, "context": source.context, **limits}
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]

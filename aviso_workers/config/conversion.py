@@ -68,7 +68,7 @@ class Reader:
         self._wrong: list[str] = []
 
     def place(self, path: str) -> Place:
-        """Where a key path was written, or what is around it."""
+        """Return where a key path was written, or what is around it."""
         while path not in self.places:
             path = path.rpartition(".")[0]
         return self.places[path]
@@ -83,7 +83,7 @@ class Reader:
         self.warnings.append((place, f"{path}: {text}"))
 
     def is_wrong(self, path: str) -> bool:
-        """Whether there is a mistake at a key path or below."""
+        """Return whether there is a mistake at a key path or below."""
         return any(wrong == path or wrong.startswith(f"{path}.") for wrong in self._wrong)
 
     def struct(self, node: Node, wanted: inspect.StructType, path: str) -> Any:
@@ -92,7 +92,7 @@ class Reader:
         return wanted.cls(**values) if required <= values.keys() else _BAD
 
     def fields(self, node: Node, wanted: inspect.StructType, path: str) -> dict[str, Any]:
-        """The fields that are given and can be read."""
+        """Return the fields that are given and can be read."""
         self.places[path] = node.place
         nodes = _mapping(node)
         self._check_keys(nodes, wanted, path)
@@ -205,7 +205,7 @@ class Reader:
 
 
 def _sentence(path: str, problem: str) -> str:
-    """A key path and what is wrong with it, in the words that aviso-server's documentation has for it."""
+    """Return a key path and what is wrong with it, in the words that aviso-server's documentation has for it."""
     if problem.startswith(("expected", "Unknown", "Schema")):
         return f"{path}: {problem}"
     if policy := _POLICY.fullmatch(path):
@@ -214,7 +214,7 @@ def _sentence(path: str, problem: str) -> str:
 
 
 def near(name: str, known: Iterable[str], *, cutoff: float = 0.6, among: bool = False) -> str:
-    """A question for the nearest known name; where none is near, all of them (`among`) or nothing."""
+    """Return a question for the nearest known name; where none is near, all of them (`among`) or nothing."""
     names = list(known)
     if nearest := _nearest(name, names, cutoff=cutoff):
         return f"did you mean {nearest!r}?"
@@ -237,12 +237,12 @@ def _section_of(key: str, wanted: inspect.StructType) -> str:
 
 
 def _is_ours(type_: inspect.Type) -> bool:
-    """Whether a field is one that aviso-server does not know."""
+    """Return whether a field is one that aviso-server does not know."""
     return isinstance(type_, inspect.Metadata) and bool((type_.extra or {}).get("ours"))
 
 
 def without_none(wanted: inspect.Type) -> inspect.Type:
-    """A type without what surrounds it: its metadata, and that it may be None."""
+    """Return a type without what surrounds it: its metadata, and that it may be None."""
     if isinstance(wanted, inspect.Metadata):
         return without_none(wanted.type)
     if isinstance(wanted, inspect.UnionType):

@@ -33,7 +33,7 @@ _ADDRESSES = re.compile(r"server\.(cluster\.routes|gateways\.remotes\.|leafnodes
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a configuration file."""
+    """Return the JSON Schema (draft 2020-12) of a configuration file."""
     written = msgspec.json.schema(Document, schema_hook=_LITERALS.__getitem__)
     written = msgspec.json.decode(msgspec.json.encode(written))  # a default that is a tuple is a list
     return {

@@ -102,7 +102,7 @@ def parse(text: str, place: Place) -> tuple[Node | None, list[tuple[Place, str]]
 
 
 def overlay(below: Node, above: Node) -> Node:
-    """Two nodes as one: mappings key by key, and of everything else the one above."""
+    """Return two nodes as one: mappings key by key, and of everything else the one above."""
     if not isinstance(below.value, dict) or not isinstance(above.value, dict):
         return above
     merged = dict(below.value)
@@ -112,7 +112,7 @@ def overlay(below: Node, above: Node) -> Node:
 
 
 def resolved(text: str) -> Any:
-    """None, a boolean, a number or the text itself, as YAML's core schema reads a scalar without quotes."""
+    """Return None, a boolean, a number or the text itself, as YAML's core schema reads a scalar without quotes."""
     if text in _NAMED:
         return _NAMED[text]
     if len(text) > _LONGEST_NUMBER:
@@ -123,7 +123,7 @@ def resolved(text: str) -> Any:
 
 
 def is_text(text: str) -> bool:
-    """Whether all of it are characters: text from an escape, or from the environment, may hold half of one."""
+    """Return whether all of it are characters: text from an escape, or from the environment, may hold half of one."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -132,7 +132,7 @@ def is_text(text: str) -> bool:
 
 
 def _reason(error: yaml.MarkedYAMLError) -> str:
-    """What PyYAML found, without the piece of text that it offers to show: that may hold a password."""
+    """Return what PyYAML found, without the piece of text that it offers to show: that may hold a password."""
     if "tag handle" in str(error.problem):
         return "a tag that nobody declared; put quotes around text that starts with '!'"
     return " ".join(str(part) for part in (error.context, error.problem) if part)
@@ -248,5 +248,5 @@ class _Builder:
         return UnreadableError()
 
     def _place(self, line: int) -> Place:
-        """A line of the text, counted from 0 as PyYAML does."""
+        """Return a line of the text, counted from 0 as PyYAML does."""
         return structs.replace(self._start, line=self._start.line + line) if self._start.line else self._start

@@ -59,7 +59,7 @@ def overrides(
 
 
 def _find(parts: list[str], root: Node, wanted: inspect.Type) -> tuple[list[str], inspect.Type]:
-    """The keys that the parts of a variable's name stand for, and the type of what is there."""
+    """Return the keys that the parts of a variable's name stand for, and the type of what is there."""
     keys: list[str] = []
     node: Node | None = root
     for part in parts:
@@ -78,7 +78,7 @@ def _find(parts: list[str], root: Node, wanted: inspect.Type) -> tuple[list[str]
 
 
 def _inside(wanted: inspect.Type) -> tuple[dict[str, inspect.Type], inspect.Type | None]:
-    """The known keys below a type, and the type of all other keys, if there may be others."""
+    """Return the known keys below a type, and the type of all other keys, if there may be others."""
     match wanted:
         case inspect.StructType(fields=fields, tag_field=tag_field):
             tag: dict[str, inspect.Type] = {tag_field: inspect.StrType()} if tag_field else {}
@@ -94,7 +94,9 @@ def _inside(wanted: inspect.Type) -> tuple[dict[str, inspect.Type], inspect.Type
 
 
 def _value(text: str, wanted: inspect.Type, place: Place) -> tuple[Node | None, list[tuple[Place, str]]]:
-    """The text of a variable as a node: text for a scalar, and for what holds several values also YAML's flow style."""
+    """Return the text of a variable as a node: text for a scalar, and for what holds several values also YAML's flow
+    style.
+    """
     wanted = without_none(wanted)
     is_list = isinstance(wanted, inspect.VarTupleType | inspect.TupleType)
     holds_several = is_list or isinstance(

@@ -20,7 +20,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
 def about(description: str, *, ours: bool = False, **reasons: str) -> Meta:
-    """What a field means, which is also shown in editors.
+    """Return what a field means, which is also shown in editors.
 
     A field is `ours` where aviso-server, whose section it stands in, does not know it.
 

@@ -161,7 +161,7 @@ def _file(named_by: str, path: str | Path) -> Path:
 
 
 def _read(files: Sequence[Path]) -> tuple[Node, list[tuple[Place, str]]]:
-    """The files as one mapping, and the mistakes as (place, what is wrong).
+    """Return the files as one mapping, and the mistakes as (place, what is wrong).
 
     Raises ConfigError where a file cannot be made sense of.
     """
@@ -195,7 +195,7 @@ def _read_one(file: Path, start: Place) -> tuple[Node | None, list[tuple[Place, 
 
 
 def _unused(root: Node) -> str:
-    """The key path of the backend that is not used."""
+    """Return the key path of the backend that is not used."""
     return _UNUSED.get(_kind(root), "")
 
 
@@ -243,7 +243,7 @@ def _ways_to_authenticate(jetstream: JetStream) -> list[str]:
 
 
 def _token(jetstream: JetStream, environ: Mapping[str, str]) -> str:
-    """The token of the environment, where no other way to authenticate is configured."""
+    """Return the token of the environment, where no other way to authenticate is configured."""
     return "" if _ways_to_authenticate(jetstream) else environ.get(TOKEN, "").strip()
 
 
@@ -291,7 +291,7 @@ def _jetstream_mistakes(jetstream: JetStream, reader: Reader) -> Iterator[tuple[
 
 
 def _schema_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tuple[str, str]]:
-    """What is wrong with event types, as far as they could be read: no mistake is told twice."""
+    """Yield what is wrong with event types, as far as they could be read: no mistake is told twice."""
     event_types: dict[str, EventType] = values.get("notification_schema", {})
     whole = {}
     for name, event_type in event_types.items():
@@ -333,7 +333,7 @@ def _unclear(root: Node, config: Config, reader: Reader) -> Iterator[str]:
 
 
 def _stream_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tuple[str, str]]:
-    """What is wrong with declared streams, as far as they, and what they may contradict, could be read."""
+    """Yield what is wrong with declared streams, as far as they, and what they may contradict, could be read."""
     streams: dict[str, DeclaredStream] = values.get("streams", {})
     if not streams or reader.is_wrong("notification_backend") or reader.is_wrong("notification_schema"):
         return

@@ -124,7 +124,7 @@ def _fields(file: Path) -> dict[str, Any]:
 
 
 def _problems(given: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The fields that cannot be used, and why."""
+    """Yield the fields that cannot be used, and why."""
     for field, value in given.items():
         if field in ABOUT_NO_CONNECTION:
             continue

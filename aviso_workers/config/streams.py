@@ -48,12 +48,12 @@ SHOWN = {
 
 
 def event_streams(event_types: Mapping[str, EventType]) -> dict[str, str]:
-    """The event type of each stream that one has."""
+    """Return the event type of each stream that one has."""
     return {topics.stream_name(schema.topic_of(name, each).base): name for name, each in event_types.items()}
 
 
 def stated_by_aviso(name: str, event_type: EventType, jetstream: JetStream) -> dict[str, tuple[Any, str]]:
-    """What Aviso's own keys say about an event type's stream: by JetStream's field, its value and the key.
+    """Return what Aviso's own keys say about an event type's stream: by JetStream's field, its value and the key.
 
     Precedence: the schema's storage policy, then the backend's default, then the server's (Aviso's JetStream backend,
     "Precedence"). `allow_duplicates` unset means one message per subject, as Aviso creates it.
@@ -87,7 +87,7 @@ def stated_by_aviso(name: str, event_type: EventType, jetstream: JetStream) -> d
 
 
 def event_stream(name: str, event_type: EventType, config: Config) -> StreamSpec:
-    """The stream of an event type's base: as Aviso's keys state it, and the section `streams` beyond them."""
+    """Return the stream of an event type's base: as Aviso's keys state it, and the section `streams` beyond them."""
     of_aviso = stated_by_aviso(name, event_type, config.notification_backend.jetstream)
     stream = topics.stream_name(schema.topic_of(name, event_type).base)
     further = as_jetstream(config.streams.get(stream))
@@ -105,7 +105,7 @@ def event_stream(name: str, event_type: EventType, config: Config) -> StreamSpec
 
 
 def declared(config: Config) -> list[StreamSpec]:
-    """The streams of the section `streams` that no event type has."""
+    """Return the streams of the section `streams` that no event type has."""
     of_events = event_streams(config.notification_schema)
     found = {name: as_jetstream(stream) for name, stream in config.streams.items() if name not in of_events}
     return [
@@ -115,7 +115,7 @@ def declared(config: Config) -> list[StreamSpec]:
 
 
 def own_stream(name: str, subject: str, config: Config, **stated: Any) -> StreamSpec:
-    """A stream of our own state: kept by limits, stored and copied as the configuration says."""
+    """Return a stream of our own state: kept by limits, stored and copied as the configuration says."""
     jetstream = config.notification_backend.jetstream
     return StreamSpec(
         name=name,
@@ -134,7 +134,7 @@ def _first(above: tuple[Any, str], below: tuple[Any, str]) -> tuple[Any, str]:
 def mistakes(
     streams: Mapping[str, DeclaredStream], event_types: Mapping[str, EventType], jetstream: JetStream
 ) -> Iterator[tuple[str, str]]:
-    """What types cannot say, as (key path, what is wrong)."""
+    """Yield what types cannot say, as (key path, what is wrong)."""
     of_events = event_streams(event_types)
     for name, stream in streams.items():
         path = f"streams.{name}"

@@ -344,19 +344,19 @@ def _start(name: str | None, start: int | str | datetime) -> str:
 
 
 def durable_name(app: str, agent: str) -> str:
-    """The durable consumer that all workers of the app share for this agent."""
+    """Return the durable consumer that all workers of the app share for this agent."""
     return f"{app}__{agent}"
 
 
 def check_name(kind: str, name: str) -> str:
-    """The name, if a NATS consumer can carry it. Raises `DeclarationError`."""
+    """Return the name, if a NATS consumer can carry it. Raises `DeclarationError`."""
     if not NAME.fullmatch(name):
         raise DeclarationError(f"{kind} name {name!r}: use 1 to 64 letters, digits, '-' and '_'")
     return name
 
 
 def _call_form(name: str, function: Callable[..., Any]) -> tuple[type, Any]:
-    """Which of Notification, Batch, Stream and Window the function takes, and the T of it (`Any` for none)."""
+    """Return which of Notification, Batch, Stream and Window the function takes, and the T of it (`Any` for none)."""
     wanted = "a function whose first argument is annotated Notification[T], Batch[T], Stream[T] or Window[A]"
     if not callable(function) or isinstance(function, Agent):
         raise DeclarationError(f"agent {name!r}: must be {wanted}")
@@ -373,7 +373,7 @@ def _call_form(name: str, function: Callable[..., Any]) -> tuple[type, Any]:
 
 
 def _folded_type(name: str, window: Windowing[Any, Any], value_type: Any) -> Any:
-    """The T of the `Notification[T]` that is folded into windows of this type of values (`Any` for none)."""
+    """Return the T of the `Notification[T]` that is folded into windows of this type of values (`Any` for none)."""
     try:
         msgspec.json.decode(msgspec.json.encode(window.initial), type=value_type)
     except (TypeError, ValueError) as error:
@@ -390,7 +390,7 @@ def _folded_type(name: str, window: Windowing[Any, Any], value_type: Any) -> Any
 
 
 def _hint(name: str, function: Callable[..., Any], parameter: str) -> Any:
-    """The annotation, resolved; None for none."""
+    """Return the annotation, resolved; None for none."""
     try:
         return typing.get_type_hints(function).get(parameter)
     except (AttributeError, NameError, SyntaxError, TypeError) as error:
@@ -401,7 +401,7 @@ def _hint(name: str, function: Callable[..., Any], parameter: str) -> Any:
 
 
 def _holds_instruction_class(annotation: Any) -> bool:
-    """Whether `type[Retry]` or `type[Reject]` is a part of the annotation."""
+    """Return whether `type[Retry]` or `type[Reject]` is a part of the annotation."""
     parts = typing.get_args(annotation)
     if typing.get_origin(annotation) is type:
         return bool({Retry, Reject}.intersection(parts))

@@ -86,7 +86,7 @@ class Stream(Generic[T]):
         return self._each()
 
     def filter(self, only: Callable[[Notification[T]], bool]) -> Stream[T]:
-        """The notifications for which `only` is true; the others are done."""
+        """Return the notifications for which `only` is true; the others are done."""
         before = self._only
         return Stream(self._source, only=lambda one: (before is None or before(one)) and only(one))
 

@@ -25,7 +25,7 @@ UNIONS = (Union, types.UnionType)
 
 
 def publishes(agent: Agent[Any, Any]) -> bool:
-    """Whether the agent's annotation says that it returns or yields notifications."""
+    """Return whether the agent's annotation says that it returns or yields notifications."""
     return Notify in _inside(_returned(agent))
 
 

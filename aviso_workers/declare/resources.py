@@ -44,7 +44,7 @@ class Resource(Struct, frozen=True, kw_only=True):
 
 
 def declare(function: Callable[..., AsyncIterator[Any]]) -> Resource:
-    """The resource that the function is. Raises `DeclarationError`."""
+    """Return the resource that the function is. Raises `DeclarationError`."""
     name = str(getattr(function, "__name__", ""))
     wanted = "must be an async generator function, annotated `-> AsyncIterator[Type]`"
     if not inspect.isasyncgenfunction(function):
@@ -59,7 +59,7 @@ def declare(function: Callable[..., AsyncIterator[Any]]) -> Resource:
 
 
 def needs_of(what: str, function: Callable[..., Any], *, without: Collection[str] = ()) -> dict[str, Any]:
-    """The types of its arguments, but for some. Raises `DeclarationError` where one is not annotated."""
+    """Return the types of its arguments, but for some. Raises `DeclarationError` where one is not annotated."""
     hints = hints_of(what, function)
     names = [name for name in inspect.signature(function).parameters if name not in without]
     if bare := [name for name in names if not isinstance(hints.get(name), type)]:
@@ -78,7 +78,7 @@ def hints_of(what: str, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def mistakes(resources: Sequence[Resource], needing: Mapping[str, Mapping[str, Any]], *, app: type) -> list[str]:
-    """A sentence for each need that nobody meets, and for resources that need each other.
+    """Return a sentence for each need that nobody meets, and for resources that need each other.
 
     `needing` is what is needed, by who needs it.
     """
@@ -99,7 +99,7 @@ def mistakes(resources: Sequence[Resource], needing: Mapping[str, Mapping[str, A
 
 
 def in_order(resources: Sequence[Resource]) -> list[Resource]:
-    """What is needed before what needs it. Raises `DeclarationError` where there is no such order."""
+    """Return what is needed before what needs it. Raises `DeclarationError` where there is no such order."""
     by_type = {resource.gives: resource for resource in resources}
     needs = {each.gives: [wanted for wanted in each.needs.values() if wanted in by_type] for each in resources}
     try:
@@ -110,7 +110,7 @@ def in_order(resources: Sequence[Resource]) -> list[Resource]:
 
 
 def bound(needing: N, values: Mapping[type, Any]) -> N:
-    """The same, with a function that is given what it needs."""
+    """Return the same, with a function that is given what it needs."""
     if not needing.needs:
         return needing
     filled = copy.copy(needing)

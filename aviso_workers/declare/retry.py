@@ -46,7 +46,7 @@ class Backoff(Struct, frozen=True, kw_only=True):
                 raise DeclarationError(f"Backoff: {name} must be from {least} to {most}, found {found}")
 
     def delay_seconds(self, failures: int) -> float:
-        """The wait after this many failures, jitter included."""
+        """Return the wait after this many failures, jitter included."""
         # The exponent is capped so that a forever-retrying policy cannot overflow a float.
         plain = min(self.max, self.first * self.factor ** min(failures - 1, 64))
         return plain * random.uniform(1 - self.jitter, 1 + self.jitter)

@@ -65,7 +65,7 @@ class Table(Generic[T]):
             raise DeclarationError(f"table {name!r}: history must be from 1 to {MOST_HISTORY}, found {history}")
 
     async def get(self, key: str) -> T:
-        """The value; where there is none, the table's default (None where it has no default either).
+        """Return the value; where there is none, the table's default (None where it has no default either).
 
         Of a table that is cached, without asking the server. Raises `UndecodableError` where what is stored does not
         fit the table's type.
@@ -112,18 +112,18 @@ class Table(Generic[T]):
         await self._kept.delete(encode_key(key))
 
     async def items(self) -> AsyncGenerator[tuple[str, T], None]:
-        """All keys with their values, those that changed last at the end."""
+        """Yield all keys with their values, those that changed last at the end."""
         for entry in await self._kept.entries():
             yield decode_key(entry.key), self._value(entry)
 
     async def history(self, key: str) -> list[Change[T]]:
-        """The last values of a key, as many as the table keeps, the newest at the end."""
+        """Return the last values of a key, as many as the table keeps, the newest at the end."""
         kept = self._kept
         async with aclosing(kept.changes(encode_key(key), until=await kept.revision())) as changes:
             return [self._change(entry) async for entry in changes]
 
     async def watch(self, key: str | None = None) -> AsyncGenerator[Change[T], None]:
-        """What there is of a key, or of all, and then what changes, without end.
+        """Yield what there is of a key, or of all, and then what changes, without end.
 
         Of changes in quick succession, and of those while the connection is lost, the newest may be all that is seen.
         """
@@ -238,6 +238,6 @@ def encode_key(key: str) -> str:
 
 
 def decode_key(spelled: str) -> str:
-    """The text that `encode_key` spelled so."""
+    """Return the text that `encode_key` spelled so."""
     raw = re.sub(rb"=([0-9A-F]{2})", lambda found: bytes([int(found[1], 16)]), spelled.encode())
     return raw.decode("utf-8", "replace")

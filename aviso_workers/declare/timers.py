@@ -42,7 +42,7 @@ class Tick(Struct, frozen=True, kw_only=True):
 
 class Schedule(Protocol):
     def after(self, time: datetime) -> datetime:
-        """The first tick after this time, UTC."""
+        """Return the first tick after this time, UTC."""
 
 
 class Every(Struct, frozen=True):
@@ -123,7 +123,7 @@ def cron(expression: str, timezone: str) -> Cron:
 
 
 def next_tick(schedule: Schedule, last: datetime, *, now: datetime, catch_up: bool) -> datetime:
-    """The tick to run after `last`; one that is not later than `now` is to be run at once.
+    """Return the tick to run after `last`; one that is not later than `now` is to be run at once.
 
     To catch up is to run all that were missed, the oldest first. Otherwise of those that were missed the newest is run,
     if it is not late by more than `LATE_SECONDS`.

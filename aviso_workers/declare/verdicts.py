@@ -145,7 +145,7 @@ class FinalError(Exception):
 def before_handling(
     record: Record, *, num_delivered: int, attempts: int
 ) -> Literal["run", "run_recorded", "run_alone", "worker_died", "give_up"]:
-    """What to do with a notification that is delivered again, before its handler is run.
+    """Return what to do with a notification that is delivered again, before its handler is run.
 
     `run_recorded` is after a record that it begins. `worker_died` counts as a failed attempt, `give_up` is the end of
     what cannot be counted.
@@ -161,7 +161,7 @@ def before_handling(
 
 
 def failure_returned(output: object) -> Failure | None:
-    """The failure that a handler returned or yielded; None where it is something else."""
+    """Return the failure that a handler returned or yielded; None where it is something else."""
     if isinstance(output, type) and issubclass(output, Retry | Reject):
         call = 'Reject("no such field")' if issubclass(output, Reject) else "Retry()"
         return Failure(DeclarationError(f"the handler returned the class {output.__name__}: return {call} instead"))
@@ -171,7 +171,7 @@ def failure_returned(output: object) -> Failure | None:
 
 
 def classify(failure: Failure, classifiers: Sequence[tuple[type[Exception], Classifier]]) -> Failure | Ack:
-    """The failure with what the author says of it, or `Ack` where it is done all the same.
+    """Return the failure with what the author says of it, or `Ack` where it is done all the same.
 
     Those of `classifiers` whose exception type fits are asked in turn, until one answers. `Retry` and `Reject` from the
     handler are answers already. A classifier that fails, or answers something else, is a failure instead of this one.
@@ -188,7 +188,7 @@ def classify(failure: Failure, classifiers: Sequence[tuple[type[Exception], Clas
 
 
 def decide(failure: Failure, *, failures: int, retry: Backoff) -> Verdict:
-    """The verdict on a failure. `failures` is how often the notification failed before."""
+    """Return the verdict on a failure. `failures` is how often the notification failed before."""
     if isinstance(failure.instruction, Reject):
         return DeadLetter(reason="rejected")
     if failure.final and failure.instruction is None:
@@ -202,7 +202,7 @@ def decide(failure: Failure, *, failures: int, retry: Backoff) -> Verdict:
 
 
 def _answer(classifier: Classifier, error: Exception) -> Ack | BaseException | None:
-    """What the classifier returns or raises."""
+    """Return what the classifier returns or raises."""
     try:
         answer: object = classifier(error)
     except BaseException as raised:

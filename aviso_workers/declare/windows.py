@@ -140,7 +140,7 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
         return list(range(last, int(time // 1) - self.size_seconds, -every))
 
     def ended(self, time: float) -> int:
-        """A number that grows when one more window has ended by then."""
+        """Return a number that grows when one more window has ended by then."""
         return int((time - self.size_seconds) // self.every_seconds)
 
     def window(self, key: str, start: int, value: A) -> Window[A]:
@@ -183,7 +183,7 @@ class Settled(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """When the server said so. What was stored later is of a stream that was made anew."""
 
     def covers(self, sequence: int, stored: float) -> bool:
-        """Whether the message of this sequence and store time is settled."""
+        """Return whether the message of this sequence and store time is settled."""
         return sequence <= self.sequence and stored <= self.time
 
 
@@ -210,15 +210,15 @@ class Page(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"count
     """As `State.missed`."""
 
     def has(self, sequence: int, stored: float) -> bool:
-        """Whether the message of this sequence and store time was counted."""
+        """Return whether the message of this sequence and store time was counted."""
         return self.created <= stored <= self.newest and _bit(self.counted, sequence)
 
     def has_missed(self, sequence: int) -> bool:
-        """Whether one that it `has` came too late for one of its windows."""
+        """Return whether one that it `has` came too late for one of its windows."""
         return _bit(self.missed, sequence)
 
     def plus(self, counted: Mapping[int, float], missed: Iterable[int]) -> Page:
-        """The page with these as well: store times by sequence, and those of them that were late for a window."""
+        """Return the page with these as well: store times by sequence, and which of them were late for a window."""
         return structs.replace(
             self,
             newest=max([self.newest, *counted.values()]),
@@ -227,12 +227,12 @@ class Page(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"count
         )
 
     def is_settled(self, number: int, settled: Settled) -> bool:
-        """Whether all that was counted on the page of this number is settled."""
+        """Return whether all that was counted on the page of this number is settled."""
         return settled.covers((number + 1) * PAGE_SEQUENCES - 1, self.newest)
 
 
 def newest(states: Iterable[State[Any]]) -> tuple[float, int]:
-    """When the newest notification happened that was counted, and its sequence."""
+    """Return when the newest notification happened that was counted, and its sequence."""
     return max(((state.time, state.sequence) for state in states), default=(NEVER, 0))
 
 
@@ -245,7 +245,8 @@ def add(
     passed: int = NEVER,
     retry: str = "",
 ) -> State[A]:
-    """The state with the notification counted in each of its windows that is open; as it was, where it had been before.
+    """Return the state with the notification counted in each of its windows that is open; as it was, where it had been
+    before.
 
     `time` is when it happened. Windows that end by `passed` are closed, whatever the key. `retry` is the id of the dead
     dead letter that it was, if it was one. Raises `FinalError` where none of its windows is open.
@@ -277,17 +278,17 @@ def add(
 
 
 def late(text: str) -> FinalError:
-    """The error of a notification that came too late: it would be late again."""
+    """Return the error of a notification that came too late: it would be late again."""
     return FinalError(LateError(text), reason="late")
 
 
 def has_missed(state: State[Any], notification: Notification[Any]) -> bool:
-    """Whether it was counted, and came too late for one of its windows."""
+    """Return whether it was counted, and came too late for one of its windows."""
     return state.missed.get(notification.sequence) == notification.time.timestamp()
 
 
 def adopted(state: State[A]) -> State[A]:
-    """The state as this version writes it.
+    """Return the state as this version writes it.
 
     An older version that runs beside this one drops `left_out` where it changes a state. Any notification that was
     stored before its last one may then be on a page.
@@ -299,19 +300,19 @@ def adopted(state: State[A]) -> State[A]:
 
 
 def prune(state: State[A], settled: Settled) -> State[A]:
-    """The state without those listed as counted that are settled."""
+    """Return the state without those listed as counted that are settled."""
     return leave_out(
         state, [sequence for sequence, stored in state.counted.items() if settled.covers(sequence, stored)]
     )
 
 
 def oldest(state: State[Any]) -> dict[int, float]:
-    """The older half of those listed as counted: what comes next is rarely older than that."""
+    """Return the older half of those listed as counted: what comes next is rarely older than that."""
     return {sequence: state.counted[sequence] for sequence in sorted(state.counted)[: len(state.counted) // 2]}
 
 
 def leave_out(state: State[A], gone: Iterable[int]) -> State[A]:
-    """The state that does not list these sequences as counted any more; as it was, where there are none."""
+    """Return the state that does not list these sequences as counted any more; as it was, where there are none."""
     left_out = {sequence: state.counted[sequence] for sequence in gone}
     if not left_out:
         return state
@@ -325,32 +326,33 @@ def leave_out(state: State[A], gone: Iterable[int]) -> State[A]:
 
 
 def is_older(state: State[Any], sequence: int, stored: float) -> bool:
-    """Whether the state alone cannot tell that a message was not counted, because it may have been left out."""
+    """Return whether the state alone cannot tell that a message was not counted, because it may have been left out."""
     greatest, newest = state.left_out
     return sequence <= greatest and stored <= newest and state.counted.get(sequence) != stored
 
 
 def close(state: State[A], until: float, windowing: Windowing[A, Any]) -> State[A]:
-    """The state with the windows closed that end by then; as it was, where there are none."""
+    """Return the state with the windows closed that end by then; as it was, where there are none."""
     if not any(state.closed < start + windowing.size_seconds <= until for start in state.open):
         return state
     return structs.replace(state, closed=int(until // 1))
 
 
 def first_end(state: State[Any], windowing: Windowing[Any, Any]) -> float:
-    """When its first open window ends, as a time to close it by: before every time where one is closed and not done,
-    after every time where none is open."""
+    """Return when its first open window ends, as a time to close it by: before every time where one is closed and not
+    done, after every time where none is open.
+    """
     end = min(state.open, default=math.inf) + windowing.size_seconds
     return NEVER if end <= state.closed else end
 
 
 def due(state: State[A], windowing: Windowing[A, Any]) -> list[int]:
-    """The starts of the windows that are closed and not done, the oldest first."""
+    """Return the starts of the windows that are closed and not done, the oldest first."""
     return sorted(start for start in state.open if start + windowing.size_seconds <= state.closed)
 
 
 def without(state: State[A], start: int) -> State[A]:
-    """The state when this window is done; as it was, where it was done before."""
+    """Return the state when this window is done; as it was, where it was done before."""
     if start not in state.open:
         return state
     values = {known: value for known, value in state.open.items() if known != start}
@@ -362,7 +364,7 @@ def _is_counted(state: State[Any], sequence: int, stored: float, retry: str) -> 
 
 
 def page_number(sequence: int) -> int:
-    """The number of the page that a sequence is on."""
+    """Return the number of the page that a sequence is on."""
     return sequence // PAGE_SEQUENCES
 
 

@@ -303,7 +303,7 @@ class _Storing:
     async def store(
         self, delivery: Delivery, verdict: DeadLetter, *, attempts: int, error: BaseException
     ) -> DeadLettersRefused | None:
-        """None where it is stored; else why not, which may be why another one was not, a moment ago."""
+        """Return why it was not stored, which may be why another one was not a moment ago; None where it was."""
         now = self._clock.monotonic()
         if self._refusal is not None and now < self._again_at:
             return self._refused(self._refusal, self._again_at - now)

@@ -199,7 +199,7 @@ class AgentSubscriptions:
         run: Run,
         repeats: Repeats,
     ) -> Sequence[Feed]:
-        """The stream of the event type, and what is tried again of the agent's dead letters."""
+        """Return the stream of the event type, and what is tried again of the agent's dead letters."""
         policy = agent.policy
         consumer = consumer_spec(shared.consumer.durable_name, (retry_subject(self._app, agent.name),), policy.ack_wait)
         retries_consumer = _served(consumer, singleton=policy.singleton)
@@ -255,7 +255,7 @@ def _prefetch(agent: Agent[Any, Any]) -> int:
 
 
 def _served(consumer: ConsumerSpec, *, singleton: bool, priority: int = 0) -> ConsumerSpec:
-    """The consumer, with which of its readers are served first."""
+    """Return the consumer, with which of its readers are served first."""
     if singleton:
         # One at a time, for whoever is pinned: so what follows waits on the server until this one has come to its end,
         # also while it waits to be tried again, and while it is given to another worker.

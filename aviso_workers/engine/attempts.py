@@ -69,7 +69,10 @@ class Failures:
         """Whether the last failure could be stored."""
 
     def recall(self, delivery: Delivery) -> Record | None:
-        """What is known without a request: of what failed here the last time that it was delivered. Else None."""
+        """Return what is known without a request: of what failed here the last time that it was delivered.
+
+        Else None.
+        """
         key = _key(delivery)
         failures, last_delivered = self._given_back.pop(key, (0, 0))
         if not failures or delivery.num_delivered != last_delivered + 1:
@@ -78,7 +81,7 @@ class Failures:
         return Record(failures=failures, stored=self._stored)
 
     async def look(self, delivery: Delivery) -> Record:
-        """What is known of a notification that was delivered before. `count` says the same from then on."""
+        """Return what is known of a notification that was delivered before. `count` says the same from then on."""
         if (record := self.recall(delivery)) is not None:
             return record
         key = _key(delivery)
@@ -96,7 +99,7 @@ class Failures:
         return Record(failures=failures, began=how, stored=self._stored)
 
     def count(self, delivery: Delivery) -> int:
-        """How often one that is held here failed before."""
+        """Return how often one that is held here failed before."""
         return self._counts.get(_key(delivery), 0)
 
     async def begin(self, delivery: Delivery, *, alone: bool) -> None:
@@ -181,13 +184,13 @@ class Failures:
         return await self._write(lambda values: _put_many(values, counts))
 
     async def _write(self, deed: Callable[[BulkKeyValue], Awaitable[int]]) -> bool:
-        """Whether it was done."""
+        """Return whether it was done."""
         done = await self._try(deed) is not None
         self._stored = self._stored or done
         return done
 
     async def _try(self, deed: Callable[[BulkKeyValue], Awaitable[T]]) -> T | None:
-        """None where the bucket cannot be used, which is said once, until something can be stored again."""
+        """Return what `deed` returns of the bucket, None where it cannot be used, which is logged once."""
         asked_at = self._backend.clock.monotonic()
         if asked_at < self._silent_until:
             return None
@@ -206,17 +209,17 @@ class Failures:
             return None
 
     def _name(self, key: Key) -> str:
-        """The key of the count in the bucket."""
+        """Return the key of the count in the bucket."""
         sequence, timestamp_ns = key
         return f"{self._prefix}.{sequence}.{timestamp_ns}"
 
     def _began(self, key: Key) -> str:
-        """The key of the record that a handler began, which is not the count: older versions read that too."""
+        """Return the key of the record that a handler began, which is not the count: older versions read that too."""
         return f"{self._name(key)}.began"
 
 
 def app_of(stream: str) -> str:
-    """The app whose bucket of failure counts is kept in that stream; empty where it is none."""
+    """Return the app whose bucket of failure counts is kept in that stream; empty where it is none."""
     is_one = stream.startswith("KV_") and stream.endswith(BUCKET_SUFFIX)
     return stream.removeprefix("KV_").removesuffix(BUCKET_SUFFIX) if is_one else ""
 

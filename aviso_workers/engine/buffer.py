@@ -167,7 +167,7 @@ class Buffer:
         return max(0.0, (self._clock.time_ns() - oldest_ns) / 1e9)
 
     def waited_seconds(self, delivery: Delivery) -> float | None:
-        """How long one that runs waited, for its turn in its key and for a free worker; None for one not held."""
+        """Return the seconds that a delivery has waited for its turn in its key and a free worker; None: not held."""
         place = self._entry(delivery)
         return place.waited or 0.0 if place is not None else None
 
@@ -213,7 +213,7 @@ class Buffer:
             self._offer(delivery)
 
     async def take(self) -> Delivery | None:
-        """The next delivery; None when the buffer is closed."""
+        """Return the next delivery; None when the buffer is closed."""
         if self._taken_at >= self._turn_ends:  # handlers that never wait must not stop the loop
             await checkpoint()
             self._turn_ends = self._clock.monotonic() + TURN_SECONDS
@@ -235,7 +235,7 @@ class Buffer:
         return place.delivery
 
     async def take_redelivered(self) -> Delivery | None:
-        """The next that was delivered before, for whoever decides whether it may be taken; None when closed."""
+        """Return the next that was delivered before, for whoever decides whether it may be taken; None when closed."""
         while not self.closed:
             if self._redelivered:
                 return self._redelivered.popleft()
@@ -259,7 +259,7 @@ class Buffer:
             self._wake()
 
     def alone(self, delivery: Delivery) -> bool:
-        """Whether it is to be handled by itself, and not together with others."""
+        """Return whether it is to be handled by itself, and not together with others."""
         return delivery is self._isolation.alone
 
     def wake(self) -> None:
@@ -343,7 +343,7 @@ class Buffer:
                 await checkpoint()
 
     def is_bodiless(self, delivery: Delivery) -> bool:
-        """Whether the body of its message was left out, to be read again when its turn has come."""
+        """Return whether the body of its message was left out, to be read again when its turn has come."""
         place = self._entry(delivery)
         return place is not None and place.bodiless
 
@@ -402,7 +402,7 @@ class Buffer:
         return True
 
     def _recall(self, head: Delivery) -> bool:
-        """Whether it could be kept from being handed out: it waits for a worker and for nothing else."""
+        """Return whether it could be kept from being handed out: it waits for a worker and for nothing else."""
         if head not in self._ready or self.alone(head):
             return False
         self._ready.remove(head)

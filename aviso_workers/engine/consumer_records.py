@@ -259,7 +259,7 @@ async def move(backend: Backend, *, app: str, agent: str, stream: str, ack_floor
 
 
 async def _exists(backend: Backend) -> bool:
-    """Whether there is the bucket: who only reads makes none."""
+    """Return whether there is the bucket: who only reads makes none."""
     try:
         await backend.stream_info(f"KV_{BUCKET}")
     except NotFoundError:

@@ -201,7 +201,7 @@ class Requeued:
 
 
 def stream_spec(config: Config) -> StreamSpec:
-    """The stream of the dead letters."""
+    """Return the stream of the dead letters."""
     max_bytes = config.workers.dead_letters.max_bytes
     return streams.own_stream(
         STREAM, f"{SUBJECT}.>", config, discard="new", max_bytes=int(max_bytes) if max_bytes else -1
@@ -209,7 +209,7 @@ def stream_spec(config: Config) -> StreamSpec:
 
 
 def retries_spec(config: Config) -> StreamSpec:
-    """The stream of the dead letters that are tried again."""
+    """Return the stream of the dead letters that are tried again."""
     return streams.own_stream(
         RETRIES,
         f"{RETRIES_SUBJECT}.>",
@@ -220,7 +220,7 @@ def retries_spec(config: Config) -> StreamSpec:
 
 
 def retry_subject(app: str, agent: str) -> str:
-    """Where only this agent reads."""
+    """Return where only this agent reads."""
     return f"{RETRIES_SUBJECT}.{app}.{agent}"
 
 
@@ -234,7 +234,7 @@ def retry_of(dead_letter: DeadLetter) -> tuple[Message, str]:
 
 
 def unwrap(retry: Message) -> tuple[Message, str]:
-    """The original that a message of the retries carries, and its stream."""
+    """Return the original that a message of the retries carries, and its stream."""
     headers = retry.headers or {}
     try:
         return _original(retry, headers), headers["Aviso-Stream"]
@@ -260,7 +260,7 @@ def _original(message: Message, headers: Mapping[str, str]) -> Message:
 
 
 def _digest(error: BaseException | None) -> str:
-    """Where it was raised, the innermost place last, in one line."""
+    """Return where it was raised, the innermost place last, in one line."""
     frames = traceback.extract_tb(error.__traceback__) if error else []
     return " > ".join(f"{Path(at.filename).name}:{at.lineno} {at.name}" for at in frames[-DEEPEST_FRAMES:])
 

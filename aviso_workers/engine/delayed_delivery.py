@@ -123,7 +123,10 @@ class _DelayedDelivery:
         return "duplicate" if ack.duplicate else "stored"
 
     async def _is_stored(self, outgoing: Outgoing, *, due: datetime) -> bool:
-        """Whether an earlier delivery has stored it. The stream may not remember message ids for as long as that."""
+        """Return whether an earlier delivery has stored it.
+
+        The stream may not remember message ids for as long as that.
+        """
         subject, stream = outgoing.message.subject, outgoing.stream
         try:
             last = (await self._backend.stream_info(stream)).last_sequence

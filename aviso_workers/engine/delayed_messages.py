@@ -59,7 +59,7 @@ def require_server(backend: Backend) -> None:
 
 
 def is_served(backend: Backend) -> bool:
-    """Whether the server can keep what is to be delivered later."""
+    """Return whether the server can keep what is to be delivered later."""
     try:
         require_server(backend)
     except RefusedError:
@@ -68,12 +68,12 @@ def is_served(backend: Backend) -> bool:
 
 
 def is_later(wanted: Notify) -> bool:
-    """Whether it says when it is to be delivered."""
+    """Return whether it says when it is to be delivered."""
     return wanted.deliver_at is not None or wanted.deliver_after is not None
 
 
 def due_of(wanted: Notify, *, now: datetime) -> datetime:
-    """When one is to be stored that `is_later`, UTC. Raises `InvalidNotificationError`."""
+    """Return when one is to be stored that `is_later`, UTC. Raises `InvalidNotificationError`."""
     at, after, name = wanted.deliver_at, wanted.deliver_after, wanted.event_type
     if at is not None and after is not None:
         raise InvalidNotificationError(f"{name}: give it deliver_at or deliver_after, and not both")
@@ -92,12 +92,12 @@ def due_of(wanted: Notify, *, now: datetime) -> datetime:
 
 
 def waiting(stream: str, message_id: str) -> str:
-    """The subject under which a notification waits that is to be stored in this stream."""
+    """Return the subject under which a notification waits that is to be stored in this stream."""
     return f"{SUBJECT}.wait.{stream}.{hashlib.blake2b(message_id.encode(), digest_size=DIGEST_BYTES).hexdigest()}"
 
 
 def schedule(outgoing: Outgoing, due: datetime, *, event_type: str, message_id: str) -> Outgoing:
-    """What waits in its place.
+    """Return what waits in its place.
 
     `message_id` is the schedule's own and never used before: who cancels and publishes again within the duplicate
     window, or at another time, means it.
@@ -119,7 +119,10 @@ def schedule(outgoing: Outgoing, due: datetime, *, event_type: str, message_id: 
 
 
 def original(message: Message) -> Outgoing:
-    """What one that waits or is due was made of. Raises `UndecodableError` where it was not made by `schedule`."""
+    """Return what one that waits or is due was made of.
+
+    Raises `UndecodableError` where it was not made by `schedule`.
+    """
     headers = message.headers or {}
     kept = {name: value for name, value in headers.items() if not name.startswith(("Aviso-", "Nats-"))}
     if KEPT_TTL in headers:
@@ -139,5 +142,5 @@ def original(message: Message) -> Outgoing:
 
 
 def stream_spec(config: Config) -> StreamSpec:
-    """The stream of what waits, and of what is due until it is published."""
+    """Return the stream of what waits, and of what is due until it is published."""
     return streams.own_stream(STREAM, f"{SUBJECT}.>", config, allow_msg_schedules=True)

@@ -53,7 +53,7 @@ class IdempotencyKeys:
         self._ids = _Ids(f"{self._prefix}.{place}", f"{place} {of}")
 
     def message_id(self, message: Message, *, when: str) -> str | None:
-        """None while nothing is handled."""
+        """Return the message id of what is published while notifications are handled; None while none is."""
         if self._ids is None:
             if not self._handled:
                 return None
@@ -83,7 +83,7 @@ _KEYS: ContextVar[IdempotencyKeys | None] = ContextVar("keys", default=None)
 
 
 def message_id(message: Message, *, when: str = "") -> str | None:
-    """The id of a message that is published now; None where that is in no handler.
+    """Return the id of a message that is published now; None where that is in no handler.
 
     `when` it is to be delivered, in the handler's own words, is part of its content.
     """

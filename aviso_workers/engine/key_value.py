@@ -105,7 +105,7 @@ class RetryingKeyValue:
                     await self._backend.connection.failed()
 
     async def opened(self) -> KeyValue:
-        """The bucket itself, which does not try again."""
+        """Return the bucket itself, which does not try again."""
 
         async def itself(bucket: KeyValue) -> KeyValue:
             return bucket
@@ -266,7 +266,7 @@ class CachedKeyValue(RetryingKeyValue):
 
 
 async def retried(attempt: Callable[[], Awaitable[T]], *, clock: Clock, patience_seconds: float) -> T:
-    """What the attempt returns, which is repeated where that may help, until the time is over.
+    """Return what the attempt returns, which is repeated where that may help, until the time is over.
 
     `NotFoundError` says that what it works on was deleted: the next attempt makes it anew.
     """

@@ -141,5 +141,5 @@ class _MaxDeliveries:
 
 
 def advisories_spec(config: Config) -> StreamSpec:
-    """The stream of the advisories."""
+    """Return the stream of the advisories."""
     return streams.own_stream(STREAM, ADVISORIES, config, max_age=KEPT_DAYS * DAY)

@@ -70,18 +70,18 @@ async def store(message: Message, message_id: str, publish: Publish, *, max_payl
 
 
 def fits(message: Message, *, max_payload: int) -> bool:
-    """Whether it is stored as one message."""
+    """Return whether it is stored as one message."""
     size = _header_size(message)
     return size <= MOST_HEADER_BYTES and size + len(message.data) <= max_payload
 
 
 def is_first_part(message: Message) -> bool:
-    """Whether it is no message by itself."""
+    """Return whether it is no message by itself."""
     return IS_FIRST_PART in (message.headers or {})
 
 
 def first_part_of(message: Message) -> int:
-    """The sequence of its first part; 0 for a message that was stored as one, or names none."""
+    """Return the sequence of its first part; 0 for a message that was stored as one, or names none."""
     try:
         return read_number((message.headers or {}).get(FIRST_PART, ""))
     except UndecodableError:
@@ -89,7 +89,7 @@ def first_part_of(message: Message) -> int:
 
 
 async def whole(backend: Backend, stream: str, message: Message) -> Message:
-    """The message with its whole body, and its headers.
+    """Return the message with its whole body, and its headers.
 
     Raises `UndecodableError` where its first part is gone, `BackendError` where it cannot be read now.
     """
@@ -103,12 +103,12 @@ async def whole(backend: Backend, stream: str, message: Message) -> Message:
 
 
 def joined(first: bytes, rest: Message) -> Message:
-    """The message of which these are the parts. Raises `UndecodableError`."""
+    """Return the message of which these are the parts. Raises `UndecodableError`."""
     return _with_own_headers(structs.replace(rest, data=first + rest.data))
 
 
 def _with_headers_in_body(message: Message) -> Message:
-    """The message with all headers but ours at the beginning of its body."""
+    """Return the message with all headers but ours at the beginning of its body."""
     headers = message.headers or {}
     kept = {name: value for name, value in headers.items() if name.startswith(OURS)}
     # What was no UTF-8 has three bytes each that it came with one: then the whole might not fit.
@@ -118,7 +118,10 @@ def _with_headers_in_body(message: Message) -> Message:
 
 
 def _with_own_headers(message: Message) -> Message:
-    """The message as it was before `_with_headers_in_body`. Raises `UndecodableError` where it cannot have been so."""
+    """Return the message as it was before `_with_headers_in_body`.
+
+    Raises `UndecodableError` where it cannot have been so.
+    """
     headers = dict(message.headers or {})
     if HEADER_BYTES not in headers:
         return message

@@ -59,7 +59,7 @@ class Prefetch:
         del self._consumers[stream]
 
     def pinned(self, stream: str) -> bool:
-        """Whether this worker is the one that is given everything of the stream; see `Consumer.pinned`."""
+        """Return whether this worker is the one that is given everything of the stream; see `Consumer.pinned`."""
         consumer = self._consumers.get(stream)
         return consumer is not None and consumer.pinned
 

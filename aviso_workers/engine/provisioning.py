@@ -94,7 +94,7 @@ class Provisioner:
         self._known.discard(stream)
 
     async def plan(self, spec: StreamSpec) -> Plan:
-        """What `ensure` would do."""
+        """Return what `ensure` would do."""
         try:
             found = await self._backend.stream_info(spec.name)
         except NotFoundError:
@@ -140,7 +140,7 @@ class Provisioner:
             await self._update(plan)
 
     async def _usable(self, spec: StreamSpec) -> Plan:
-        """What is left to be done about the stream, which exists and can be used."""
+        """Return what is left to be done about the stream, which exists and can be used."""
         plan = await self.plan(spec)
         if not plan.exists:
             if self._management == "observe":
@@ -153,7 +153,7 @@ class Provisioner:
         return plan
 
     async def _older(self, spec: StreamSpec, found: StreamInfo) -> int | None:
-        """How many messages are older than the wanted age, asked only where that gets shorter."""
+        """Return how many messages are older than the wanted age, asked only where that gets shorter."""
         max_age = plans.shorter_age(spec, found.config)
         if max_age is None:
             return None
@@ -166,7 +166,7 @@ class Provisioner:
             return None  # such as a stream of jobs, or a user, that no further consumer is made for
 
     async def _create(self, plan: Plan) -> Plan:
-        """The plan that is left after creating: none, unless somebody else was faster."""
+        """Return the plan that is left after creating: none, unless somebody else was faster."""
         try:
             await self.carry_out(plan)
         except RefusedError as error:

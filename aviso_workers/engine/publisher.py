@@ -59,7 +59,7 @@ HEADER_ALLOWANCE = 12 * 1024
 
 
 def encode(config: Config, wanted: Notify) -> Message:
-    """The message that a notification is on the wire. Raises `InvalidNotificationError`."""
+    """Return the message that a notification is on the wire. Raises `InvalidNotificationError`."""
     declared = config.notification_schema.get(wanted.event_type)
     if declared is None:
         raise UnknownEventTypeError(wanted.event_type, config.notification_schema)
@@ -182,7 +182,7 @@ class Publisher:
         return len(part)
 
     async def _store_all(self, chunks: Iterable[C], store_one: Callable[[C], Awaitable[int]]) -> int:
-        """Some at a time; how many notifications there were."""
+        """Publish some at a time, and return how many notifications there were."""
         count = 0
         failure: Exception | None = None
         capacity = anyio.Semaphore(CHUNKS_UNDER_WAY)
@@ -394,7 +394,7 @@ def _outcome(prepared: _Prepared, ack: PubAck) -> PublishOutcome:
 
 
 def _chunks(prepared: Iterable[_Prepared]) -> Iterator[list[_Prepared]]:
-    """Some at a time: so many, or so many bytes."""
+    """Yield the prepared notifications in chunks, each of so many or of so many bytes."""
     chunk: list[_Prepared] = []
     size = 0
     for each in prepared:

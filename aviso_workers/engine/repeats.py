@@ -58,7 +58,7 @@ class Repeats:
             self._older, self._newer = newer, {}
 
     def includes(self, delivery: Delivery) -> bool:
-        """Whether it was settled here. What comes as for the first time was not: its consumer was taken back."""
+        """Return whether it was settled here. What comes as for the first time was not: its consumer was taken back."""
         sequence, time = delivery.message.sequence, delivery.message.timestamp_ns
         if self._newer.get(sequence) != time and self._older.get(sequence) != time:
             return False

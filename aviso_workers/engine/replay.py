@@ -35,7 +35,7 @@ MOST_FRUITLESS = 60
 
 
 async def message_at(backend: Backend, stream: str, sequence: int) -> Message | None:
-    """The message of that sequence; None where the stream does not hold it. Raises `NotFoundError`."""
+    """Return the message of that sequence; None where the stream does not hold it. Raises `NotFoundError`."""
     reading = backend.read(stream, filter_subjects=(), start_sequence=sequence, last_sequence=sequence)
     async with aclosing(reading):
         return await anext(reading, None)
@@ -63,7 +63,7 @@ class Replayer:
         self._events = events
 
     async def replay(self, start: Position, end: Position) -> AsyncGenerator[Notification[Any], None]:
-        """What is stored now between the two ends, both inclusive.
+        """Yield what is stored now between the two ends, both inclusive.
 
         A start beyond the stream's end is one of an older stream, and the replay begins at the first message. Raises
         `NotFoundError` where there is no stream, or it is deleted meanwhile: what it held cannot be read to its end.
@@ -83,7 +83,7 @@ class Replayer:
                     yield notification
 
     async def watch(self, start: Position) -> AsyncGenerator[Notification[Any], None]:
-        """What is stored from `start` on (a position of neither: from now on), and what comes, without end.
+        """Yield what is stored from `start` on (a position of neither: from now on), and what comes, without end.
 
         Where there is no stream, or it is deleted, it waits for one to be made, and goes on at its first message.
         """
@@ -168,7 +168,7 @@ class Replayer:
         raise _made_again(self._stream)
 
     async def _within(self, info: StreamInfo, start: Position) -> tuple[StreamInfo, Position]:
-        """The stream, and where to start: at its first message where it has never had the sequence of the start."""
+        """Return the stream, and where to start: at its first message where it never had the sequence of the start."""
         times_behind = 0
         while start.sequence is not None and start.sequence > info.last_sequence + 1:
             if times_behind == MOST_BEHIND:
@@ -225,7 +225,7 @@ class _Reading:
         """How often in a row the stream ended before what was read of it."""
 
     def is_of(self, info: StreamInfo) -> bool:
-        """Whether that is the stream that was read: not one that was made again, restored, or lost its end."""
+        """Return whether that is the stream that was read: not one that was made again, restored, or lost its end."""
         return info.created == self.created and info.last_sequence + 1 >= self.next_sequence
 
     def has_seen(self, sequence: int) -> None:

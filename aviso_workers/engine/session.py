@@ -79,7 +79,7 @@ class Session:
         self._events = events
 
     async def replayer(self, event_type: str, where: Mapping[str, Any], *, waits: bool = False) -> Replayer:
-        """A reader of stored notifications, which makes and changes no stream.
+        """Return a reader of stored notifications, which makes and changes no stream.
 
         Raises as `parse_where` does, `RefusedError` for a stream that cannot be used, and `NotFoundError` for one that
         does not exist, unless the reader `waits` for it.
@@ -110,7 +110,7 @@ class Session:
             return False  # nothing was ever to be delivered later
 
     def connect(self, tables: Mapping[str, Table[Any] | Counter]) -> Tables:
-        """The app's tables, connected while they are entered."""
+        """Return the app's tables, connected while they are entered."""
         return Tables(tables, self.backend, app=self._app, config=self._config, own_streams=self.own_streams)
 
     async def work(self, app: Any, stop: anyio.Event, *, agents: Sequence[Agent[Any, Any]]) -> None:
@@ -229,7 +229,7 @@ class Session:
         )
 
     async def consumer_info(self, agent: Agent[Any, Any]) -> ConsumerInfo:
-        """The agent's durable consumer. Raises `NotFoundError` where it was never made."""
+        """Return the agent's durable consumer. Raises `NotFoundError` where it was never made."""
         return await self.backend.consumer_info(self._stream(agent.event_type).name, agent.durable_name(self._app))
 
     def _stream(self, event_type: str) -> StreamSpec:

@@ -137,7 +137,7 @@ class SharedFilter:
         return await self._retries.ensure(wanted, await self._retries.found())
 
     def _versions(self, found: ConsumerInfo | None) -> dict[Version, int]:
-        """Those that are noted in the consumer, and this one."""
+        """Return those that are noted in the consumer, and this one."""
         return {self._own: 0} | (metadata.noted_versions(found.config) if found else {})
 
     def leaves(self, delivery: Delivery) -> Settlement | None:
@@ -192,7 +192,9 @@ class SharedFilter:
             await self._retries.refresh()
 
     def _still_there(self, noted: Mapping[Version, int]) -> dict[Version, int]:
-        """The versions that were heard of, this one among them and, where it is not the only one, heard of again."""
+        """Return the versions that were heard of, this one among them and, where it is not the only one, heard of
+        again.
+        """
         now = self._backend.clock.monotonic()
         if now - self._looked_at > 2 * LOOK_SECONDS + LOOK_AGAIN_SECONDS:
             self._heard.clear()  # who could not look has heard nothing, and the others may have been cut off as well

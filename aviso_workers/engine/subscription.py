@@ -94,13 +94,13 @@ class Run:
         self._stopping = False
 
     def capacity(self) -> int:
-        """How many deliveries could be taken now."""
+        """Return how many deliveries could be taken now."""
         if self._stopping or self._is_stuck:
             return 0
         return self._prefetch.capacity(self.buffer)
 
     def pinned(self, stream: str) -> bool:
-        """Whether this worker is the one that is given everything of the stream; see `Consumer.pinned`."""
+        """Return whether this worker is the one that is given everything of the stream; see `Consumer.pinned`."""
         return self._prefetch.pinned(stream)
 
     def keep_within(self, ack_wait_seconds: float) -> None:

@@ -188,7 +188,7 @@ def in_thread(agent: Agent[Any, Any], *, threads: Threads | None = None) -> Call
 
 
 def _sequences(argument: object) -> list[int]:
-    """Those of the notifications that a call works on; of a window, none."""
+    """Return the sequences of the notifications that a call works on; of a window, none."""
     match argument:
         case Notification(sequence=sequence):
             return [sequence]

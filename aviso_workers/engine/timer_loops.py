@@ -112,7 +112,7 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
 
 
 def buckets_of(app: str) -> tuple[str, str]:
-    """The buckets of the app's leases, and of the ticks that its timers claimed."""
+    """Return the buckets of the app's leases, and of the ticks that its timers claimed."""
     return f"{app}{LEASES}", f"{app}{CLAIMS}"
 
 
@@ -183,7 +183,7 @@ class Lease:
         return False
 
     async def _overdue(self) -> int:
-        """The revision of a lease that nobody has renewed for too long; 0 where there is none."""
+        """Return the revision of a lease that nobody has renewed for too long; 0 where there is none."""
         now = self._clock.monotonic()
         try:
             entry = await self._bucket.get(self._key)
@@ -291,7 +291,7 @@ class Claims:
             return entry.time
 
     async def claim(self, tick: datetime) -> bool:
-        """Whether it is ours to run. Raises `ConflictError` where another leader has claimed one since."""
+        """Return whether it is ours to run. Raises `ConflictError` where another leader has claimed one since."""
         if not self._lease.held:
             return False
         claim, message_id = msgspec.json.encode(Claim(time=tick, token=self.token)), secrets.token_hex(12)

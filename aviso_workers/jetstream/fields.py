@@ -86,7 +86,7 @@ Time = Annotated[datetime, Meta(tz=True)]
 
 
 def about(description: str, **known: Any) -> Meta:
-    """What a field is, for people, and what else its `Field` says."""
+    """Return what a field is, for people, and what else its `Field` says."""
     return Meta(description=description, extra={"field": known})
 
 
@@ -359,7 +359,7 @@ class DeclaredStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def as_jetstream(declared: Struct | None) -> dict[str, Any]:
-    """The fields that are given, in JetStream's own JSON: durations are nanoseconds, times RFC 3339."""
+    """Return the fields that are given, in JetStream's own JSON: durations are nanoseconds, times RFC 3339."""
     given = structs.asdict(declared) if declared else {}
     given.pop("consumers", None)
     if given.get("sample_freq") is not None:
@@ -414,7 +414,7 @@ _EITHER = CONSUMER | STREAM
 
 
 def normalised(name: str, value: Any) -> Any:
-    """A value as the server reports it: it turns what is missing, and what means unlimited, into one form."""
+    """Return a value as the server reports it: it turns what is missing, and what means unlimited, into one form."""
     match _EITHER.get(name):
         case Field(kind="limit"):
             return value if value and value > 0 else -1
@@ -426,7 +426,7 @@ def normalised(name: str, value: Any) -> Any:
 
 
 def comparable(name: str, value: Any) -> Any:
-    """The same for everything that means the same to a server, which also leaves out what is nothing, nought or off."""
+    """Return one value for all values that mean the same to a server, which leaves out what is empty, zero or off."""
     if name == "sample_freq":
         return (value or "").rstrip("%") or None
     if name in _EITHER and _EITHER[name].kind == "time":
@@ -435,7 +435,7 @@ def comparable(name: str, value: Any) -> Any:
 
 
 def something(value: Any) -> Any:
-    """What of a value is not nothing, nought or off, however deep; None where all of it is."""
+    """Return what of a value is not nothing, nought or off, however deep; None where all of it is."""
     if isinstance(value, dict):
         value = {key: kept for key, inside in value.items() if (kept := something(inside)) is not None}
     elif isinstance(value, list):
@@ -444,7 +444,7 @@ def something(value: Any) -> Any:
 
 
 def readable(name: str, value: Any) -> str:
-    """The value of a field as people write it."""
+    """Return the value of a field as people write it."""
     value = normalised(name, value)
     match _EITHER.get(name):
         case Field(kind="list", nothing=nothing):

@@ -172,7 +172,7 @@ class ConsumerConfig(_Config):
         return msgspec.convert(self.get("pause_until"), datetime | None)
 
     def reads_all(self, subjects: Collection[str]) -> bool:
-        """Whether its filters leave out nothing of a stream of these subjects."""
+        """Return whether its filters leave out nothing of a stream of these subjects."""
         return not self.filters or set(subjects) <= set(self.filters)
 
 
@@ -480,7 +480,7 @@ class _Consumer(Struct, frozen=True, kw_only=True):
 
 
 def stream(answer: Mapping[str, Any]) -> StreamInfo:
-    """What a server answers to STREAM.INFO, CREATE or UPDATE, or lists of a stream."""
+    """Return what a server answers to STREAM.INFO, CREATE or UPDATE, or lists of a stream."""
     found = msgspec.convert(answer, _Stream)
     state = found.state
     return StreamInfo(
@@ -506,7 +506,7 @@ def stream(answer: Mapping[str, Any]) -> StreamInfo:
 
 
 def consumer(answer: Mapping[str, Any]) -> ConsumerInfo:
-    """What a server answers to CONSUMER.INFO, CREATE or RESET, or lists of a consumer."""
+    """Return what a server answers to CONSUMER.INFO, CREATE or RESET, or lists of a consumer."""
     found = msgspec.convert(answer, _Consumer)
     config = ConsumerConfig(answer["config"])
     groups = found.priority_groups or ()
@@ -535,17 +535,19 @@ def consumer(answer: Mapping[str, Any]) -> ConsumerInfo:
 
 
 def account(answer: Mapping[str, Any]) -> Account:
-    """What a server answers to INFO."""
+    """Return what a server answers to INFO."""
     return msgspec.convert(answer, Account)
 
 
 def snapshot(answer: Mapping[str, Any]) -> tuple[StreamConfig, SnapshotState]:
-    """What a server answers to STREAM.SNAPSHOT: the stream as it was when the snapshot began."""
+    """Return what a server answers to STREAM.SNAPSHOT: the stream as it was when the snapshot began."""
     return StreamConfig(answer["config"]), SnapshotState(answer["state"])
 
 
 def subject_counts(pages: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """How many messages of each subject there are, of the pages that a server answers to STREAM.INFO with a filter."""
+    """Return how many messages of each subject there are, of the pages that a server answers to STREAM.INFO with a
+    filter.
+    """
     counts: dict[str, int] = {}
     for page in pages:
         counts |= page["state"].get("subjects") or {}
@@ -553,7 +555,7 @@ def subject_counts(pages: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def message(answer: Mapping[str, Any]) -> StoredMessage:
-    """What a server answers to STREAM.MSG.GET."""
+    """Return what a server answers to STREAM.MSG.GET."""
     found = answer["message"]
     return StoredMessage(
         subject=found["subject"],

@@ -57,16 +57,16 @@ class KeyValue(Protocol):
         """In alphabetical order."""
 
     async def entries(self) -> list[Entry]:
-        """The newest of each key that has a value, oldest first."""
+        """Return the newest of each key that has a value, oldest first."""
 
     async def revision(self) -> int:
-        """The newest of the bucket; 0 where there was none yet."""
+        """Return the newest of the bucket; 0 where there was none yet."""
 
     def changes(
         self, key: str | None = None, *, after: int = 0, until: int | None = None
     ) -> AsyncGenerator[Entry, None]:
-        """What the bucket holds of a key, or of all, after a revision, in order: up to `until`, else on and on as it
-        comes, deletions as well. What was replaced meanwhile is left out, except for the bucket's history.
+        """Return what the bucket holds of a key, or of all, after a revision, in order: up to `until`, else on and on
+        as it comes, deletions as well. What was replaced meanwhile is left out, except for the bucket's history.
 
         Raises as `Backend.read` does.
         """

@@ -67,22 +67,22 @@ class Version(Struct, frozen=True, order=True):
 
 
 def is_of_agent(consumer_config: ConsumerConfig) -> bool:
-    """Whether a worker made the consumer: then attempts, delays and dead letters are the worker's business."""
+    """Return whether a worker made the consumer: then attempts, delays and dead letters are the worker's business."""
     return START in consumer_config.metadata
 
 
 def is_unfinished(stream_config: Mapping[str, Any]) -> bool:
-    """Whether a restore of the stream is under way, or was killed."""
+    """Return whether a restore of the stream is under way, or was killed."""
     return UNFINISHED in (stream_config.get("metadata") or {})
 
 
 def is_of_set(stream_config: Mapping[str, Any]) -> bool:
-    """Whether it is unfinished because a restore of a set of backups is under way, or was killed."""
+    """Return whether it is unfinished because a restore of a set of backups is under way, or was killed."""
     return OF_SET in (stream_config.get("metadata") or {}).get(UNFINISHED, "")
 
 
 def starting(start: str) -> dict[str, Any]:
-    """The fields of a consumer that begins there, which `positions.parse_start` has read.
+    """Return the fields of a consumer that begins there, which `positions.parse_start` has read.
 
     The start is kept in the metadata as well: what a consumer was made with says nothing any more once it was reset.
     """
@@ -95,26 +95,26 @@ def starting(start: str) -> dict[str, Any]:
 
 
 def after_reset(metadata: Mapping[str, str] | None) -> dict[str, str]:
-    """The metadata of a consumer that is taken to another place: any start may be declared from now on, and workers
-    see that they are to forget what they have handled.
+    """Return the metadata of a consumer that is taken to another place: any start may be declared from now on, and
+    workers see that they are to forget what they have handled.
     """
     return {**(metadata or {}), START: "", RESETS: str(resets_of({"metadata": metadata}) + 1)}
 
 
 def resets_of(consumer: Mapping[str, Any]) -> int:
-    """How often a consumer, as a server reports it, was taken to another place."""
+    """Return how often a consumer, as a server reports it, was taken to another place."""
     with suppress(ValueError):
         return _digits((consumer.get("metadata") or {}).get(RESETS, ""))
     return 0
 
 
 def version_of(spec: ConsumerSpec) -> Version:
-    """The version of an agent whose consumer would be that, if there were no other."""
+    """Return the version of an agent whose consumer would be that, if there were no other."""
     return Version(tuple(sorted(spec.filter_subjects)), spec.ack_wait)
 
 
 def noted_versions(consumer: Mapping[str, Any]) -> dict[Version, int]:
-    """Each version of an agent that reads the consumer, as a server reports that, and how often it was heard of.
+    """Return each version of an agent that reads the consumer, as a server reports that, and how often it was heard of.
 
     A consumer that no version has noted itself in is taken for that of one version, whose fields it has; so is one in
     which somebody else has noted what cannot be read.
@@ -130,8 +130,10 @@ def noted_versions(consumer: Mapping[str, Any]) -> dict[Version, int]:
 
 
 def shared(spec: ConsumerSpec, versions: Mapping[Version, int]) -> ConsumerSpec:
-    """The consumer with these versions noted. Its filter lets through what any of them wants, and its `ack_wait` is the
-    longest: so each of them says often enough what it is still working on.
+    """Return the consumer with these versions noted.
+
+    Its filter lets through what any of them wants, and its `ack_wait` is the longest: so each of them says often enough
+    what it is still working on.
     """
     noted = msgspec.json.encode({_name_of(version): heard for version, heard in sorted(versions.items())}).decode()
     filters = [version.filter_subjects for version in versions]

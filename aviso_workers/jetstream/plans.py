@@ -139,7 +139,7 @@ class ConsumerPlan(_Step, frozen=True, kw_only=True):
 
 
 def plan(wanted: StreamSpec, found: Mapping[str, Any] | None, stored: Stored) -> Plan:
-    """The way from the configuration that a server reports (None: no such stream) to the wanted one.
+    """Return the way from the configuration that a server reports (None: no such stream) to the wanted one.
 
     What would remove some of what is stored is told apart, as `removing`: a stream is shared, and what one
     configuration does not want to keep, others may.
@@ -172,19 +172,19 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None, stored: Stored) ->
 
 
 def with_removals(plan: Plan) -> Plan:
-    """The plan that also does what removes stored messages."""
+    """Return the plan that also does what removes stored messages."""
     config, added = _updated(plan.config, plan.removing, _asked(plan.wanted))
     return structs.replace(plan, config=config, differences=(*plan.differences, *added), removing=())
 
 
 def shorter_age(wanted: StreamSpec, found: Mapping[str, Any]) -> int | None:
-    """The wanted `max_age` in nanoseconds, where that is shorter than the stream's."""
+    """Return the wanted `max_age` in nanoseconds, where that is shorter than the stream's."""
     age, current = _asked(wanted).get("max_age"), found.get("max_age")
     return age if age and (not current or age < current) else None
 
 
 def consumer_plan(stream: str, name: str, wanted: Mapping[str, Any], found: Mapping[str, Any] | None) -> ConsumerPlan:
-    """The same for a consumer of which these fields are stated."""
+    """Return what has to be done for a consumer of which these fields are stated."""
     if found is None:
         # Left to a server, nothing would be acknowledged.
         config = {"durable_name": name, "name": name, "ack_policy": "explicit", **wanted}
@@ -197,7 +197,7 @@ def consumer_plan(stream: str, name: str, wanted: Mapping[str, Any], found: Mapp
 
 
 def consumer_differences(wanted: ConsumerSpec, found: Mapping[str, Any]) -> tuple[Difference, ...]:
-    """Where a consumer, as a server reports it, is not as wanted; of these, `UPDATABLE` can be brought in line."""
+    """Return where a consumer, as a server reports it, is not as wanted. What is in `UPDATABLE` can be updated."""
     found = {**found, "filter_subjects": ConsumerConfig(found).filters}
     start = _start_differs(wanted, found)
     passed_over = STARTING
@@ -225,7 +225,7 @@ def _asked(wanted: StreamSpec) -> dict[str, Any]:
 def _updated(
     found: Mapping[str, Any], differences: tuple[Difference, ...], stated: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[Difference, ...]]:
-    """The configuration with these differences applied, and they with what follows from them."""
+    """Return the configuration with these differences applied, and they with what follows from them."""
     config = {**found, **{difference.field: difference.wanted for difference in differences}}
     shrunk = _shrunk_duplicate_window(config, stated)
     if shrunk is None:
@@ -234,7 +234,7 @@ def _updated(
 
 
 def _removal(difference: Difference, config: Mapping[str, Any], stored: Stored) -> Removal | None:
-    """What the difference removes of what is stored, when the stream is updated to this configuration.
+    """Return what the difference removes of what is stored, when the stream is updated to this configuration.
 
     As a nats-server 2.15 was seen to do it: a limit of messages or bytes removes nothing while `discard` is `new`, one
     per subject always does, and `interest` removes what no consumer waits for.
@@ -293,7 +293,7 @@ def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[D
 def _told_apart(
     differences: tuple[Difference, ...], cure: Callable[[Difference], str]
 ) -> tuple[tuple[Difference, ...], tuple[Difference, ...]]:
-    """The differences that an update changes, and those that none does, with their cure."""
+    """Return the differences that an update changes, and those that none does, with their cure."""
     cured = [structs.replace(difference, cure=cure(difference)) for difference in differences]
     return tuple(each for each in cured if not each.cure), tuple(each for each in cured if each.cure)
 
@@ -333,7 +333,7 @@ def _not_when_created(asked: Mapping[str, Any]) -> tuple[Difference, ...]:
 
 
 def _shrunk_duplicate_window(config: Mapping[str, Any], stated: Mapping[str, Any]) -> Difference | None:
-    """A server refuses a duplicate window above max_age: shrink it with the age."""
+    """Return a server refuses a duplicate window above max_age: shrink it with the age."""
     max_age = config.get("max_age") or 0
     window = config.get("duplicate_window") or DEFAULT_DUPLICATE_WINDOW
     if "max_age" not in stated or not max_age or window <= max_age or config.get("mirror"):

@@ -91,7 +91,7 @@ class ConsumerSpec(Struct, frozen=True, kw_only=True):
 
 
 def stated(spec: StreamSpec) -> dict[str, Any]:
-    """What is stated about a stream, as one JSON object of JetStream's."""
+    """Return what is stated about a stream, as one JSON object of JetStream's."""
     fields: dict[str, Any] = msgspec.to_builtins(spec)
     del fields["takes_batches"], fields["keys"]
     fields |= fields.pop("further")
@@ -101,15 +101,18 @@ def stated(spec: StreamSpec) -> dict[str, Any]:
 
 
 def is_name(text: str) -> bool:
-    """Whether a stream may have this name."""
+    """Return whether a stream may have this name."""
     return 0 < len(text) <= LONGEST_NAME and text.isprintable() and not {*" .*>/\\"} & {*text}
 
 
 def with_ack_wait(spec: ConsumerSpec, ack_wait: int) -> ConsumerSpec:
-    """The consumer with another `ack_wait`, in nanoseconds, and with what follows from that."""
+    """Return the consumer with another `ack_wait`, in nanoseconds, and with what follows from that."""
     return structs.replace(spec, ack_wait=ack_wait, priority_timeout=ack_wait if spec.priority_timeout else 0)
 
 
 def beginning_after(spec: ConsumerSpec, sequence: int) -> ConsumerSpec:
-    """The consumer that, where it has to be made, begins after a sequence. The start that was declared stays noted."""
+    """Return the consumer that, where it has to be made, begins after a sequence.
+
+    The start that was declared stays noted.
+    """
     return structs.replace(spec, deliver_policy="by_start_sequence", opt_start_seq=sequence + 1, opt_start_time=UNSET)

@@ -14,17 +14,17 @@ _WILDCARDS = {"*": r"(?!>$)[^.]+", ">": ".+"}
 
 
 def is_one_word(subject: str) -> bool:
-    """Whether a server takes this for one word of a line: it is not empty, without space, tab and line break."""
+    """Return whether a server takes this for one word of a line: it is not empty, without space, tab and line break."""
     return bool(subject) and not _BREAKS.search(subject)
 
 
 def pattern(filters: Sequence[str]) -> re.Pattern[str]:
-    """What `fullmatch`es each subject that one of the filters takes; all subjects where there is none."""
+    """Return what `fullmatch`es each subject that one of the filters takes; all subjects where there is none."""
     return re.compile("|".join(_expression(subject) for subject in filters or (">",)), re.DOTALL)
 
 
 def matcher(filters: Sequence[str]) -> Callable[[str], object]:
-    """Whether one of the filters takes a subject, as `pattern` says it; faster where none has a `*`."""
+    """Return whether one of the filters takes a subject, as `pattern` says it; faster where none has a `*`."""
     if not filters or any("*" in each or not each.endswith(".>") for each in filters):
         return pattern(filters).fullmatch
     beginnings = tuple(each.removesuffix(">") for each in filters)
@@ -32,7 +32,7 @@ def matcher(filters: Sequence[str]) -> Callable[[str], object]:
 
 
 def overlap(left: str, right: str) -> bool:
-    """Whether a subject exists that both filters take."""
+    """Return whether a subject exists that both filters take."""
     for a, b in zip_longest(left.split("."), right.split(".")):
         if a is None or b is None:
             return False
@@ -44,7 +44,7 @@ def overlap(left: str, right: str) -> bool:
 
 
 def union(filters: Iterable[str]) -> tuple[str, ...]:
-    """The filters without those that lie within another one, which a server refuses beside it; sorted."""
+    """Return the filters without those that lie within another one, which a server refuses beside it; sorted."""
     distinct = sorted(set(filters))
     return tuple(
         narrow

@@ -56,7 +56,7 @@ class Reset(Struct, frozen=True, kw_only=True):
 
 
 def declared(app: Router, config: Config, agent: str) -> Steered:
-    """An agent of an app whose code is at hand. Raises `DeclarationError`, `UnknownEventTypeError`."""
+    """Return an agent of an app whose code is at hand. Raises `DeclarationError`, `UnknownEventTypeError`."""
     for known in app.agents:
         if known.name == agent:
             return Steered(app=app.name, agent=agent, stream=aviso_admin.stream_of(config, known.event_type))
@@ -65,7 +65,7 @@ def declared(app: Router, config: Config, agent: str) -> Steered:
 
 
 async def find(admin: Admin, config: Config, owner: str, agent: str) -> Steered:
-    """The agent of the app named `owner`, by its consumer on one of the configured event streams.
+    """Return the agent of the app named `owner`, by its consumer on one of the configured event streams.
 
     Raises `NotFoundError`, and `DeclarationError` where there are several.
     """
@@ -97,7 +97,7 @@ async def resume(admin: Admin, steered: Steered) -> None:
 
 
 async def plan_reset(admin: Admin, steered: Steered, to: Position) -> Reset:
-    """What `reset` would do: to a sequence, or to the first notification of a time or later.
+    """Return what `reset` would do: to a sequence, or to the first notification of a time or later.
 
     Raises `InvalidPositionError` beyond the end of the stream, `BackendError`.
     """

@@ -142,14 +142,14 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
 
 
 async def of_app(admin: Admin, config: Config, app: Router) -> list[Progress]:
-    """The app's own agents. Raises `BackendError`."""
+    """Return the app's own agents. Raises `BackendError`."""
     streams = {agent.name: aviso_admin.stream_of(config, agent.event_type) for agent in app.agents}
     snapshot = await _snapshot(admin, set(streams.values()))
     return [snapshot.progress(app.name, agent, stream) for agent, stream in streams.items()]
 
 
 async def of_deployment(admin: Admin, config: Config) -> list[Progress]:
-    """All agents of whatever app that have ever read one of the configured event streams. As `of_app`."""
+    """Return all agents of whatever app that have ever read one of the configured event streams. As `of_app`."""
     snapshot = await _snapshot(admin, await aviso_admin.event_streams(admin, config))
     known = sorted({*snapshot.consumers, *snapshot.behind}, key=lambda key: (key[2], key))
     return [snapshot.progress(*key) for key in known]
@@ -194,7 +194,7 @@ async def _behind(admin: Admin, stream: str, record: ConsumerRecord) -> int:
 
 
 def policy(config: Config, agent: Agent[Any, Any]) -> dict[str, str]:
-    """What the code says of an agent, by name, as people read it. Raises what `App.mistakes` lists."""
+    """Return what the code says of an agent, by name, as people read it. Raises what `App.mistakes` lists."""
     event_type = config.notification_schema[agent.event_type]
     where = schema.parse_where(agent.event_type, event_type, agent.where)
     chosen = agent.policy
@@ -220,7 +220,7 @@ def policy(config: Config, agent: Agent[Any, Any]) -> dict[str, str]:
 
 
 def differing(config: Config, agent: Agent[Any, Any], consumer: ConsumerConfig) -> str:
-    """What the server has in effect for an agent that is not as the code says; empty where there is nothing.
+    """Return what the server has in effect for an agent that is not as the code says; empty where there is nothing.
 
     `consumer` is the configuration of the agent's consumer. Workers of several versions share one, and a worker brings
     it in line when it starts.

@@ -20,7 +20,7 @@ __all__ = ["delete", "event_streams", "event_type_of", "find", "stream_of", "wip
 
 
 async def event_streams(admin: Admin, config: Config) -> dict[str, int]:
-    """The existing streams of configured event types, with the number of messages in each."""
+    """Return the existing streams of configured event types, with the number of messages in each."""
     found: dict[str, int] = {}
     for name in config.notification_schema:
         stream = stream_of(config, name)
@@ -42,7 +42,7 @@ async def wipe(admin: Admin, streams: Sequence[str]) -> dict[str, int]:
 
 
 async def find(admin: Admin, config: Config, notification: str) -> StoredMessage:
-    """One notification as it is stored, named `<event type>@<sequence>` (or by its base or stream).
+    """Return one notification as it is stored, named `<event type>@<sequence>` (or by its base or stream).
 
     Raises `InvalidPositionError` where the name says nothing, `UnknownEventTypeError`, and `NotFoundError` where the
     stream or the notification does not exist.
@@ -68,13 +68,13 @@ def _position(config: Config, notification: str) -> tuple[str, int]:
 
 
 def stream_of(config: Config, name: str) -> str:
-    """The stream of an event type; see `event_type_of`."""
+    """Return the stream of an event type; see `event_type_of`."""
     found = event_type_of(config, name)
     return topics.stream_name(schema.topic_of(found, config.notification_schema[found]).base)
 
 
 def event_type_of(config: Config, name: str) -> str:
-    """An event type, which may also be called by its base or its stream's name, in any case.
+    """Return an event type, which may also be called by its base or its stream's name, in any case.
 
     Raises `UnknownEventTypeError`.
     """

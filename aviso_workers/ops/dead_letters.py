@@ -227,7 +227,7 @@ def _is_window(dead_letter: DeadLetter) -> bool:
 
 
 async def portions(dead_letters: AsyncIterator[DeadLetter]) -> AsyncGenerator[list[DeadLetter], None]:
-    """The dead letters in lists, as many in each as can be retried or dropped at a time."""
+    """Yield the dead letters in lists, as many in each as can be retried or dropped at a time."""
     portion: list[DeadLetter] = []
     size = 0
     async for dead_letter in dead_letters:
@@ -241,7 +241,7 @@ async def portions(dead_letters: AsyncIterator[DeadLetter]) -> AsyncGenerator[li
 
 
 def document(dead_letter: DeadLetter) -> dict[str, Any]:
-    """All of a dead letter as JSON can carry it; the body is base64, because it may be no text."""
+    """Return all of a dead letter as JSON can carry it; the body is base64, because it may be no text."""
     fields = msgspec.structs.asdict(dead_letter)
     del fields["stored"]
     converted: dict[str, Any] = msgspec.to_builtins(fields)

@@ -54,14 +54,14 @@ LETTER_WORDS = dead_letter_store.SUBJECT.count(".") + 3
 
 
 def streams_of(config: Config) -> list[str]:
-    """The streams that agents read, and what works for them: those of the configured event types, and our own."""
+    """Return the streams that agents need: those of the configured event types, and our own."""
     event_types = config.notification_schema.items()
     of_events = [streams.event_stream(name, event_type, config).name for name, event_type in event_types]
     return [*of_events, dead_letter_store.RETRIES, max_deliveries.STREAM, delayed_messages.STREAM]
 
 
 async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInfo]:
-    """By app and agent, the consumers of a stream that are agents'. Raises `BackendError`."""
+    """Return the consumers of a stream that are agents', by app and agent. Raises `BackendError`."""
     try:
         consumers = await admin.consumers(stream)
     except NotFoundError:
@@ -70,7 +70,7 @@ async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInf
 
 
 async def records(admin: Admin) -> dict[tuple[str, str], ConsumerRecord]:
-    """What workers recorded of agents' consumers, by stream and consumer. Raises `BackendError`."""
+    """Return what workers recorded of agents' consumers, by stream and consumer. Raises `BackendError`."""
     stored = await consumer_records.stored(admin)
     return {(stream, agents_.durable_name(owner, agent)): record for (owner, agent, stream), record in stored.items()}
 
@@ -78,8 +78,8 @@ async def records(admin: Admin) -> dict[tuple[str, str], ConsumerRecord]:
 async def missing(
     admin: Admin, stream: str, records: Mapping[tuple[str, str], ConsumerRecord]
 ) -> dict[tuple[str, str], ConsumerRecord]:
-    """By app and agent, those records of which the consumer is gone, while the stream is the same one and no operator
-    has removed the consumer.
+    """Return the records whose consumer is gone, by app and agent, while the stream is the same one and no operator has
+    removed the consumer.
 
     Raises `BackendError`.
     """
@@ -128,7 +128,7 @@ async def run_alone(admin: Admin, among: Collection[str]) -> list[RunAlone]:
 
 
 async def part_used(admin: Admin, stream: str) -> float | None:
-    """How much of the nearest limit a stream uses that refuses what is new when it is full.
+    """Return how much of the nearest limit a stream uses that refuses what is new when it is full.
 
     None where it has no limit, discards what is old, or does not exist. Raises `BackendError`.
     """
@@ -142,7 +142,7 @@ async def part_used(admin: Admin, stream: str) -> float | None:
 
 
 async def dead_letters(admin: Admin) -> dict[tuple[str, ...], int]:
-    """By app and agent, how many dead letters are kept. Raises `BackendError`."""
+    """Return how many dead letters are kept, by app and agent. Raises `BackendError`."""
     counts = await _subject_counts(admin, dead_letter_store.STREAM)
     return {
         (words[-2], words[-1]): count
@@ -152,7 +152,7 @@ async def dead_letters(admin: Admin) -> dict[tuple[str, ...], int]:
 
 
 async def given_up(admin: Admin) -> dict[tuple[str, ...], int]:
-    """By app, agent and stream, how often the server gave a notification up. Raises `BackendError`.
+    """Return how often max deliveries were exceeded, by app, agent and stream. Raises `BackendError`.
 
     It does when the worker died on each of the deliveries that there can be; told are the last days' cases.
     """

@@ -79,7 +79,7 @@ class Listed(Struct, Generic[T], frozen=True, kw_only=True):
 
 
 async def streams(admin: Admin) -> Listed[StreamInfo]:
-    """All streams of the account. Raises `BackendError`."""
+    """Return all streams of the account. Raises `BackendError`."""
     return _listed(await admin.stream_names(), await admin.streams())
 
 
@@ -97,14 +97,14 @@ async def gaps(admin: Admin, stream: str) -> Gaps:
 
 
 def messages_before(found: Gaps, sequence: int) -> int:
-    """How many messages there are below a sequence."""
+    """Return how many messages there are below a sequence."""
     end = min(sequence, found.last + 1)
     missing = sum(min(last + 1, end) - first for first, last in found.ranges if first < end)
     return max(0, end - found.first - missing) if found.messages else 0
 
 
 async def count(admin: Admin, stream: str, subject: str) -> int:
-    """How many messages match a subject, without a consumer: a work queue does not take one more. Raises
+    """Return how many messages match a subject, without a consumer: a work queue does not take one more. Raises
     `NotFoundError`.
     """
     return sum((await admin.subject_counts(stream, subject=subject)).values())
@@ -113,7 +113,10 @@ async def count(admin: Admin, stream: str, subject: str) -> int:
 async def message(
     admin: Admin, stream: str, *, sequence: int | None = None, subject: str | None = None
 ) -> StoredMessage:
-    """The message of a sequence, or the last one of a subject, from the stream's leader. Raises `NotFoundError`."""
+    """Return the message of a sequence, or the last one of a subject, from the stream's leader.
+
+    Raises `NotFoundError`.
+    """
     found = await admin.message(stream, sequence or 0, last_by_subject=subject or "")
     if found is None:
         raise NotFoundError(f"stream {stream} has no message {subject or sequence}", code=error_codes.NO_MESSAGE)
@@ -130,7 +133,7 @@ async def message(
 async def direct_message(
     admin: Admin, stream: str, *, sequence: int | None = None, subject: str | None = None
 ) -> StoredMessage:
-    """The same from any copy of the stream, which may not have the newest yet.
+    """Return the same from any copy of the stream, which may not have the newest yet.
 
     Raises `NotFoundError`, and `RefusedError` where the stream's `allow_direct` is off.
     """
@@ -154,7 +157,7 @@ async def direct_message(
 
 
 async def consumers(streams: Management, stream: str) -> Listed[ConsumerInfo]:
-    """All consumers of a stream. Raises `NotFoundError`."""
+    """Return all consumers of a stream. Raises `NotFoundError`."""
     return _listed(await streams.consumer_names(stream), await streams.consumers(stream))
 
 
@@ -164,7 +167,7 @@ def _listed(names: Iterable[str], listed: Iterable[T]) -> Listed[T]:
 
 
 async def account(admin: Admin) -> list[Use]:
-    """What the account uses of JetStream, and of each tier where it has some. Raises `BackendError`."""
+    """Return what the account uses of JetStream, and of each tier where it has some. Raises `BackendError`."""
     found = await admin.administration().account()
     uses = list(_uses(found, of="")) if not found.tiers else []
     for tier, inside in (found.tiers or {}).items():

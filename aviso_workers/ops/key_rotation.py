@@ -147,7 +147,10 @@ def _clear(work: Path, new_stores: Mapping[str, Path]) -> None:
 
 
 def _previous_encryption(stores: Iterable[Path], key_file: Path | None) -> Encryption | None:
-    """How the stores are encrypted. Raises ServerProcessError where they are not all alike, or the key is not given."""
+    """Return how the stores are encrypted.
+
+    Raises ServerProcessError where they are not all alike, or the key is not given.
+    """
     found = {cipher for place in stores for cipher in store.ciphers(store.within(place))}
     if len(found) > 1:
         named = ", ".join(cipher or "no encryption" for cipher in sorted(found))
@@ -163,7 +166,7 @@ def _previous_encryption(stores: Iterable[Path], key_file: Path | None) -> Encry
 
 
 def _users(server: Server) -> list[_User]:
-    """One for each account with JetStream; of a server without accounts, one without a name."""
+    """Return a user for each account with JetStream; of a server without accounts, one without a name."""
     if not server.accounts:
         return [_User(GLOBAL_ACCOUNT)]
     named = [name for name, each in server.accounts.items() if each.jetstream.enabled and name != server.system_account]

@@ -47,7 +47,8 @@ class Purge(Struct, frozen=True, kw_only=True):
 
 
 async def plan_purge(admin: Admin, stream: str, *, subject: str = "", keep: int = 0, before: int = 0) -> Purge:
-    """What would go: everything, or what matches a subject, but for the newest `keep`, or only `before` a sequence.
+    """Return what would go: everything, or what matches a subject, but for the newest `keep`, or only `before` a
+    sequence.
 
     Raises `NotFoundError`, `RefusedError` where the stream refuses purges, and `DeclarationError` for what a server
     does not do.
@@ -128,7 +129,7 @@ async def step_down(admin: Admin, stream: str, *, consumer: str = "", prefer: st
 
 
 async def peers(admin: Admin, stream: str) -> dict[str, str]:
-    """The servers that hold a copy of a stream, and how each does. Raises `NotFoundError`."""
+    """Return the servers that hold a copy of a stream, and how each does. Raises `NotFoundError`."""
     cluster = (await admin.stream_info(stream)).cluster
     found = {cluster.leader: "leader"} if cluster.leader else {}
     for replica in cluster.followers:

@@ -85,7 +85,7 @@ class Mirrors:
         self._admin = admin
 
     async def links(self) -> list[Link]:
-        """All streams of the account that follow another one, or did until they were promoted."""
+        """Return all streams of the account that follow another one, or did until they were promoted."""
         links = [link for stream in await self._admin.streams() for link in _links(stream)]
 
         async def judge(index: int) -> None:

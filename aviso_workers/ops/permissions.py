@@ -112,7 +112,7 @@ class _Api:
             yield f"{self.prefix}.CONSUMER.UNPIN.{stream}.{durable}"
 
     def before_creating(self) -> Iterator[str]:
-        """What is asked before a stream is created: versions of servers, and whether one cannot read its streams."""
+        """Yield the subjects asked before a stream is created: servers' versions, and streams they cannot read."""
         if self.creates:
             yield PING
             yield f"{self.prefix}.STREAM.INFO.{UNREADABLE}"
@@ -185,7 +185,7 @@ def _bases(config: Config) -> Iterator[str]:
 
 
 def _apis_of_origins(config: Config) -> Iterator[str]:
-    """Where the origins of declared mirrors and sources are: `mirror promote` fences one there."""
+    """Yield where the origins of declared mirrors and sources are: `mirror promote` fences one there."""
     for declared in config.streams.values():
         for origin in (declared.mirror, *(declared.sources or ())):
             if origin and origin.external:

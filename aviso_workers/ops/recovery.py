@@ -207,7 +207,7 @@ class _Publishing:
         self.published += not answer.duplicate
 
     def _outgoing(self, message: Message, **headers: str) -> Outgoing:
-        """The message with its id, or one of its own, so that two who do this at the same time store it once."""
+        """Return the message with its id, or one of its own, so that two who do this at the same time store it once."""
         theirs = message.headers or {}
         kept = {key: value for key, value in theirs.items() if not key.startswith(LEFT_OUT) and key != MESSAGE_ID}
         mark = f"{self._created} {message.sequence}"
@@ -268,5 +268,5 @@ def _at_domain(config: Config, api: str) -> Config:
 
 
 def _content(message: Message) -> tuple[int, str, bytes]:
-    """What a mirror has as its origin has it."""
+    """Return what a mirror has as its origin has it."""
     return message.timestamp_ns, message.subject, message.data

@@ -161,12 +161,12 @@ def _silent(stream: str, listed: Listed[ConsumerInfo]) -> list[str]:
 
 
 def streams(now: Snapshot, before: Snapshot) -> list[StreamRow]:
-    """How every stream does, by name."""
+    """Return how every stream does, by name."""
     return [_stream_row(name, now, before) for name in sorted(now.streams)]
 
 
 async def servers(admin: Admin, config: Config, named: Sequence[str]) -> list[ServerRow]:
-    """What the servers of these monitoring ports store, or that of the section `server`.
+    """Return what the servers of these monitoring ports store, or that of the section `server`.
 
     One that was named and does not answer is told as trouble. One that was not named is left out where it is another
     server than those that we are connected to.
@@ -196,7 +196,7 @@ def _server_row(found: Monitored) -> ServerRow:
 
 
 def consumers(now: Snapshot, before: Snapshot) -> list[ConsumerRow]:
-    """How every consumer does: those that lag behind most come first."""
+    """Return how every consumer does: those that lag behind most come first."""
     rows = [_consumer_row(key, now, before) for key in now.consumers]
     return sorted(rows, key=lambda row: (-row.lag, row.stream, row.consumer))
 

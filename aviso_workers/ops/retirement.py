@@ -45,7 +45,7 @@ class Retirement(Struct, frozen=True, kw_only=True):
 
 
 async def plan(admin: Admin, owner: str, agent: str = "") -> Retirement:
-    """What there is of the app named `owner`.
+    """Return what there is of the app named `owner`.
 
     Raises `NotFoundError` where there is nothing, `RefusedError` where a worker of it asks for notifications,
     `UnavailableError` where no server answers for something that may be the app's.
@@ -101,7 +101,7 @@ async def retire(admin: Admin, plan: Retirement) -> None:
 
 
 async def _subjects(admin: Admin, owner: str, agent: str) -> dict[tuple[str, str], int]:
-    """What waits to be tried again, the app's counters, and of one agent its failure counts."""
+    """Return what waits to be tried again, the app's counters, and of one agent its failure counts."""
     wanted = [(dead_letter_store.RETRIES, dead_letter_store.retry_subject(owner, agent or "*"))]
     if not agent:
         wanted.append((table_store.COUNTERS, f"{table_store.COUNTERS_SUBJECT}.{owner}.>"))

@@ -79,7 +79,7 @@ async def move_all(source: Admin, target: Admin, tell: Callable[[str], None]) ->
 
 
 async def _configs(admin: Admin) -> dict[str, Mapping[str, Any]]:
-    """The configurations of all streams, once each has elected its leader. Raises `BackupError`."""
+    """Return the configurations of all streams, once each has elected its leader. Raises `BackupError`."""
     configs: dict[str, Mapping[str, Any]] = {}
 
     async def are_all_told() -> bool:
@@ -93,7 +93,7 @@ async def _configs(admin: Admin) -> dict[str, Mapping[str, Any]]:
 
 
 def _mirrors_above(name: str, configs: Mapping[str, Mapping[str, Any]]) -> int:
-    """How many origins there are between a stream and one that mirrors nothing here."""
+    """Return how many origins there are between a stream and one that mirrors nothing here."""
     above = 0
     while above < len(configs) and (origin := _origin(configs[name])) in configs:
         name, above = origin, above + 1
@@ -173,7 +173,9 @@ async def _are_current(admin: Admin, stream: str) -> bool:
 
 
 def _is_current(group: Cluster) -> bool:
-    """Whether all servers of a stream or a consumer are, as JetStream tells them; of one server, it tells nothing."""
+    """Return whether all servers of a stream or a consumer are, as JetStream tells them; of one server, it tells
+    nothing.
+    """
     return all(replica.current and not replica.lag for replica in group.followers)
 
 
@@ -200,7 +202,7 @@ async def _transfer(source: Admin, target: Admin, stream: str) -> tuple[StreamCo
 
 
 async def _differences(source: Admin, target: Admin, stream: str, sent: Contents) -> list[str]:
-    """What is not on the target as it was sent, in words; consumers that end by themselves may be gone."""
+    """Return what is not on the target as it was sent, in words; consumers that end by themselves may be gone."""
     lasting = await _consumers(source, stream)
     await _until(lambda: _has_consumers(target, stream, lasting.keys()), seconds=CONSUMERS_SECONDS)
     there = await _consumers(target, stream)
@@ -221,7 +223,10 @@ def _with_consumers(contents: Contents, names: Mapping[str, Any]) -> Contents:
 
 
 async def _consumers(admin: Admin, stream: str) -> dict[str, Mapping[str, Any]]:
-    """The configurations of the consumers that do not end by themselves. Raises `BackupError` where one is not told."""
+    """Return the configurations of the consumers that do not end by themselves.
+
+    Raises `BackupError` where one is not told.
+    """
     listed, silent = await consumer_positions.consumers(Place(streams=admin, stream=stream))
     if silent:
         raise BackupError(f"{stream}: no server answers for its consumers {', '.join(silent)}")
@@ -280,7 +285,7 @@ class _Reading:
         await anyio.to_thread.run_sync(self._chunks.put, data)
 
     async def contents(self) -> Contents:
-        """What was in the archive, which is at its end. Raises `BackupError` where it is none."""
+        """Return what was in the archive, which is at its end. Raises `BackupError` where it is none."""
         await self.add(b"")
         try:
             return await anyio.to_thread.run_sync(self._contents.result)
@@ -288,7 +293,7 @@ class _Reading:
             raise BackupError(f"what the server sent is malformed: {error}") from error
 
     def read(self, size: int, /) -> bytes:
-        """For the thread: return at most so many bytes, none at the end."""
+        """Return at most so many bytes, for the thread; none at the end."""
         if not self._rest and not self._is_at_end:
             self._rest = self._chunks.get()
             self._is_at_end = not self._rest

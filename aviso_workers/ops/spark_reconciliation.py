@@ -81,7 +81,7 @@ class Published(Struct, frozen=True):
 async def reconcile(
     replay: Replay, config: Config, rest: SparkRest, *, only: Collection[str] = (), since: datetime | None = None
 ) -> AsyncIterator[Comparison | Incomparable]:
-    """The comparisons of all applications, or of `only` those ids. Raises `SparkRestError`, `BackendError`.
+    """Yield the comparisons of all applications, or of `only` those ids. Raises `SparkRestError`, `BackendError`.
 
     An application that Spark cannot tell of, as where its event log is damaged, stops no other.
     """
@@ -102,7 +102,7 @@ async def reconcile(
 
 
 async def published(replay: Replay, config: Config, application: Application) -> Published:
-    """What the stream holds of this attempt of an application."""
+    """Return what the stream holds of this attempt of an application."""
     cluster = job_events.cluster_of(config)
     ours = application.message_ids(cluster)
     states: dict[tuple[str, str], str] = {}
@@ -154,5 +154,5 @@ def compare(application: Application, spark: States, published: Published) -> It
 
 
 def _fits(spark: str, published: str) -> bool:
-    """A history server lags behind, and so what runs by its word may have ended by ours."""
+    """Return a history server lags behind, and so what runs by its word may have ended by ours."""
     return published != NOT_PUBLISHED if spark == RUNNING else published == spark

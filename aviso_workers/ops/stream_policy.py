@@ -42,13 +42,13 @@ class PolicyRow(Struct, frozen=True, kw_only=True):
 
 
 def sections(config: Config) -> dict[str, str]:
-    """By stream, the section of the configuration that it is from."""
+    """Return the section of the configuration that each stream is from."""
     of_events = event_streams(config.notification_schema)
     return dict.fromkeys(config.streams, "streams") | dict.fromkeys(of_events, "notification_schema")
 
 
 async def plans(admin: Admin, config: Config) -> list[Plan | ConsumerPlan]:
-    """What would be done, in this order: each stream, and then its consumers.
+    """Return what would be done, in this order: each stream, and then its consumers.
 
     Raises `BackendError`.
     """
@@ -81,7 +81,7 @@ async def carry_out(admin: Admin, config: Config, plan: Plan | ConsumerPlan, *, 
 
 
 async def effective_policy(admin: Admin, config: Config, name: str) -> list[PolicyRow]:
-    """The policy on the server beside the configured one, of an event type's stream or a declared one.
+    """Return the policy on the server beside the configured one, of an event type's stream or a declared one.
 
     Follows Aviso's "Verifying Effective Stream Policy". Raises `NotFoundError` where the stream does not exist,
     `UnknownEventTypeError` where none is configured under that name.
@@ -108,7 +108,7 @@ def _provisioner(admin: Admin, config: Config) -> Provisioner:
 
 
 def _specs(config: Config) -> list[StreamSpec]:
-    """The streams of event types, then those that are declared beyond them."""
+    """Return the streams of event types, then those that are declared beyond them."""
     event_types = config.notification_schema.items()
     return [
         *(streams.event_stream(name, event_type, config) for name, event_type in event_types),
@@ -117,7 +117,7 @@ def _specs(config: Config) -> list[StreamSpec]:
 
 
 def _keys(config: Config, spec: StreamSpec, name: str) -> Iterator[tuple[str, str]]:
-    """The fields to show, and where each is configured."""
+    """Yield the fields to show, and where each is configured."""
     if name in config.notification_schema:
         yield from ((field, key) for field, key in streams.SHOWN.items() if field not in spec.further)
     yield from ((field, f"streams.{spec.name}.{field}") for field in spec.further)

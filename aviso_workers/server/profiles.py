@@ -41,7 +41,7 @@ class Choice(Struct, frozen=True, kw_only=True):
 
 
 def choose(config: Config, *, profile: Profile) -> tuple[Server, tuple[Choice, ...]]:
-    """The server with nothing left open, and what was chosen.
+    """Return the server with nothing left open, and what was chosen.
 
     Raises ConfigError with all mistakes in the section, and where production needs to be told more.
     """
@@ -65,7 +65,7 @@ def choose(config: Config, *, profile: Profile) -> tuple[Server, tuple[Choice, .
 
 
 def _open(config: Config) -> Iterator[tuple[str, str]]:
-    """What production has to be told, as (key path, what is wrong)."""
+    """Yield what production has to be told, as (key path, what is wrong)."""
     jetstream, cluster = config.server.jetstream, config.server.cluster
     for key, what in {
         "store_dir": "where the streams are",

@@ -28,7 +28,7 @@ TOLD = ("start", "due", "expected", "arrived", "in_time", "missing", "last_arriv
 
 
 def announce(cycles: Sequence[Mapping[str, Any]], event: str, settings: Config) -> dict[str, int]:
-    """How many cycles were told of, by those event types that the configuration has.
+    """Return how many cycles were told of, by those event types that the configuration has.
 
     Raises `InvalidNotificationError` where one has other fields or a cycle's name cannot be sent, and `BackendError`.
     """

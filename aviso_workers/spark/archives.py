@@ -161,13 +161,13 @@ class _Archive:
         archive_filters.check(self._files, wanted, aside=f"{self._staging}/selection")
 
     def _last_batch(self, kind: str) -> int:
-        """The number of the last batch that the checkpoint has in this directory; -1 where it has none."""
+        """Return the number of the last batch that the checkpoint has in this directory; -1 where it has none."""
         return max(
             (int(file.name) for file in self._files.list(f"{CHECKPOINT}/{kind}") if file.name.isdigit()), default=-1
         )
 
     def moved(self) -> list[str]:
-        """The paths of all files, where the log has them at another place; else none."""
+        """Return the paths of all files, where the log has them at another place; else none."""
         newest = self._newest()
         if not newest.entries:
             self._left(newest, (file.name for file in self._files.list("")))
@@ -227,7 +227,7 @@ class _Archive:
         return moved
 
     def _lists(self) -> list[tuple[int, File]]:
-        """The files of the log, by number."""
+        """Return the files of the log, by number."""
         found = [file for file in self._files.list(LOG) if file.name.endswith(".compact")]
         return sorted((int(file.name.split(".")[0]), file) for file in found)
 
@@ -303,7 +303,7 @@ def _changed_types(archived: StructType, given: StructType, above: str = "") -> 
 
 
 def _small(entries: Iterable[Entry]) -> list[Entry]:
-    """The files that are to be merged."""
+    """Return the files that are to be merged."""
     by_day = defaultdict(list)
     for entry in entries:
         if entry.size < SMALL_BYTES:

@@ -71,8 +71,8 @@ def backfill(rows: DataFrame, event: str, *, dead_letters: str | None = None, co
 
 
 def check(rows: DataFrame, event: str, *, config: str | None = None) -> DataFrame:
-    """The rows with the `topic` that each has as a notification of `event`; one that is none keeps its own, and has the
-    `reason`.
+    """Return the rows with the `topic` that each has as a notification of `event`; one that is none keeps its own, and
+    has the `reason`.
 
     Raises `UnknownEventTypeError`.
     """
@@ -83,7 +83,7 @@ def check(rows: DataFrame, event: str, *, config: str | None = None) -> DataFram
 
 
 def matching(rows: DataFrame, event: str, where: Mapping[str, Any], *, config: str | None = None) -> DataFrame:
-    """The rows of `event` that a filter lets through: what the `where` options are for a stream, for a table.
+    """Return the rows of `event` that a filter lets through: what the `where` options are for a stream, for a table.
 
     Raises `UnknownEventTypeError` and `InvalidIdentifierError`.
     """

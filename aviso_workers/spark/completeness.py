@@ -43,7 +43,7 @@ class Reported(Struct, frozen=True, kw_only=True):
 def expected(
     spark: SparkSession, schedule: str, event: str, *, first: date, last: date, config: str | None = None
 ) -> DataFrame:
-    """A schedule in YAML as the table of what is expected of the days from `first` to `last`.
+    """Return a schedule in YAML as the table of what is expected of the days from `first` to `last`.
 
     Raises `PipelineError` and `UnknownEventTypeError`.
     """
@@ -61,14 +61,14 @@ def expected(
 
 
 def expected_table(spark: SparkSession, path: str) -> DataFrame:
-    """What is expected, from a CSV file with a header or a directory of Parquet. Raises `PipelineError`."""
+    """Return what is expected, from a CSV file with a header or a directory of Parquet. Raises `PipelineError`."""
     if not Files(spark, path).exists(""):
         raise PipelineError(f"there is no schedule in {path}")
     return spark.read.csv(path, header=True) if path.endswith(".csv") else spark.read.parquet(path)
 
 
 def compare(notifications: DataFrame, expected: DataFrame) -> DataFrame:
-    """What is expected, with its `arrival` (null: none yet) and `latency_seconds`. Raises `PipelineError`."""
+    """Return what is expected, with its `arrival` (null: none yet) and `latency_seconds`. Raises `PipelineError`."""
     types = {field.name: field.dataType for field in notifications.select("identifier.*").schema.fields}
     fields = [name for name in expected.columns if name not in ABOUT]
     if absent := {"cycle", "due"} - set(expected.columns):
@@ -101,8 +101,9 @@ def _require_times(expected: DataFrame, name: str) -> None:
 
 
 def cycles(compared: DataFrame, now: datetime) -> DataFrame:
-    """A row for each cycle: how much of it came and when, whether all did, and whether any of it was not there when
-    it was due."""
+    """Return a row for each cycle: how much of it came and when, whether all did, and whether any of it was not there
+    when it was due.
+    """
     in_time = F.coalesce(F.col("arrival") <= F.col("due"), F.lit(False))
     came_late = F.col("arrival").isNotNull() & ~in_time
     overdue = F.col("arrival").isNull() & (F.col("due") <= F.lit(now))
@@ -122,7 +123,7 @@ def cycles(compared: DataFrame, now: datetime) -> DataFrame:
 
 
 def per_hour(notifications: DataFrame) -> DataFrame:
-    """How many notifications were stored in each hour: `hour`, which is its beginning, and `notifications`."""
+    """Return how many notifications were stored in each hour: `hour`, which is its beginning, and `notifications`."""
     hour = F.timestamp_seconds(F.expr("unix_seconds(time) DIV 3600 * 3600"))
     return notifications.groupBy(hour.alias("hour")).agg(F.count("*").alias("notifications")).orderBy("hour")
 

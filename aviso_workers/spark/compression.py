@@ -52,7 +52,7 @@ class Decompressor(Protocol):
         """Whether the last frame or block has begun and not ended."""
 
     def decompress(self, data: bytes) -> Iterator[bytes]:
-        """What the next bytes of the file give. Raises `UndecodableError` after the last that is good."""
+        """Return what the next bytes of the file give. Raises `UndecodableError` after the last that is good."""
 
 
 class _ZstdFrames:
@@ -98,7 +98,7 @@ class _Blocks(ABC):
 
     @abstractmethod
     def _next(self) -> bytes | None:
-        """The next block, decompressed; None where it is not complete."""
+        """Return the next block, decompressed; None where it is not complete."""
 
     def _take(self, size: int) -> bytes:
         taken = bytes(self._pending[:size])
@@ -161,7 +161,7 @@ class _SnappyBlocks(_Blocks):
 
 
 def _snappy_decompressed_size(block: bytes) -> int:
-    """Which a block begins with, seven bits a byte."""
+    """Return which a block begins with, seven bits a byte."""
     size = 0
     for place, byte in enumerate(block[:5]):
         size |= (byte & 0x7F) << (7 * place)
@@ -176,10 +176,10 @@ MAGICS = {b"\x28\xb5\x2f\xfd": "zstd", LZ4_MAGIC: "lz4", SNAPPY_MAGIC: "snappy"}
 
 
 def by_name(codec: str) -> Decompressor | None:
-    """For a file that ends with this name of a codec; None for one that is not compressed."""
+    """Return the decompressor for a file that ends with this name of a codec; None: it is not compressed."""
     return CODECS[codec]() if codec else None
 
 
 def by_content(head: bytes) -> Decompressor | None:
-    """For a file that begins with these `MAGIC_BYTES`; None for one that is not compressed."""
+    """Return the decompressor for a file that begins with these `MAGIC_BYTES`; None: it is not compressed."""
     return next((CODECS[codec]() for magic, codec in MAGICS.items() if head.startswith(magic)), None)

@@ -88,7 +88,8 @@ def tries(patience_seconds: float, *, now: float) -> Tries:
 
 
 def load_config(path: str | None) -> Config:
-    """The configuration as this process sees it: a file here, or one that was given to spark-submit with `--files`.
+    """Return the configuration as this process sees it: a file here, or one that was given to spark-submit with
+    `--files`.
 
     It is read once, until its file changes: Spark uses a process for many tasks, some of a tenth of a second. Unless it
     says how often, a lost connection is tried again without end: how long a row may take, and how long a reading waits,

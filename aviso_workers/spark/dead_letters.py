@@ -110,7 +110,7 @@ def _is_file(found: Any) -> bool:
 
 
 def _located(directory: str) -> tuple[Any, str]:
-    """The file system, and the path in it."""
+    """Return the file system, and the path in it."""
     if "://" in directory:
         system, path = fs.FileSystem.from_uri(directory)
         return system, path.rstrip("/")

@@ -46,7 +46,7 @@ async def check(backend: Backend, stream: str, chunk: OutgoingChunk, discarded: 
 
 
 async def _messages(backend: Backend, stream: str, sequences: Sequence[int]) -> dict[int, Message]:
-    """The messages of ascending sequences, without those that are gone."""
+    """Return the messages of ascending sequences, without those that are gone."""
     wanted, found = set(sequences), dict[int, Message]()
     for first, last, count in _runs(sequences):
         if count < FEW:
@@ -63,7 +63,7 @@ async def _messages(backend: Backend, stream: str, sequences: Sequence[int]) -> 
 
 
 def _runs(sequences: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """The first and the last of sequences that are close to each other, and how many there are."""
+    """Yield the first and the last of sequences that are close to each other, and how many there are."""
     begin = 0
     for place in range(1, len(sequences) + 1):
         if place == len(sequences) or sequences[place] - sequences[place - 1] > GAP:
@@ -92,12 +92,12 @@ def _is_alike(message: Message, chunk: OutgoingChunk, place: int) -> bool:
 
 
 def _place(headers: Mapping[str, str] | None) -> list[str | None]:
-    """Where on the globe a notification is: the only headers that are part of it."""
+    """Return where on the globe a notification is: the only headers that are part of it."""
     return [(headers or {}).get(header) for header in (codec.BBOX_HEADER, *codec.SPATIAL_HEADERS.values())]
 
 
 def _value(data: bytes) -> object:
-    """What a payload says, however it is spelled."""
+    """Return what a payload says, however it is spelled."""
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError):

@@ -154,7 +154,7 @@ class EventLog(Struct, frozen=True, kw_only=True):
         )
 
     def repeats(self, position: Position) -> bool:
-        """Whether reading on from there may give events again: those of a compacted file, or of a replaced one."""
+        """Return whether reading on from a position may give events again: of a compacted or a replaced file."""
         if position.size < position.replaced_size:
             return True
         return any(
@@ -190,7 +190,10 @@ class Batch(Struct, Generic[T], frozen=True, kw_only=True):
 
 
 def find(directory: str) -> list[str]:
-    """The paths of what may be event logs in a directory of this machine, without `.inprogress`. Raises `OSError`."""
+    """Return the paths of what may be event logs in a directory of this machine, without `.inprogress`.
+
+    Raises `OSError`.
+    """
     with os.scandir(directory) as entries:
         return [
             entry.path.removesuffix(IN_PROGRESS)
@@ -207,18 +210,18 @@ def _may_be_file(entry: os.DirEntry[str]) -> bool:
 
 
 def may_be_log(name: str) -> bool:
-    """Whether a file or a directory of this name is of Spark's writing."""
+    """Return whether a file or a directory of this name is of Spark's writing."""
     # Hadoop leaves a hidden checksum file beside each file that it writes. Spark writes no names but printable ones.
     return name.isprintable() and not name.startswith(".")
 
 
 def is_rolling(path: str) -> bool:
-    """Whether the log at a path is a directory of files, by its name."""
+    """Return whether the log at a path is a directory of files, by its name."""
     return os.path.basename(path).startswith(ROLLING)
 
 
 def look(path: str) -> EventLog | None:
-    """The log at a path that `find` gave; None where it is gone. Raises `OSError`."""
+    """Return the log at a path that `find` gave; None where it is gone. Raises `OSError`."""
     try:
         return _look_at_rolling(path) if is_rolling(path) else _look_at_single(path)
     except FileNotFoundError:
@@ -226,7 +229,7 @@ def look(path: str) -> EventLog | None:
 
 
 def rests(log: EventLog) -> bool:
-    """A quick look, for one file only: whether the newest is as it was. A new one shows when you `look`."""
+    """Return a quick look, for one file only: whether the newest is as it was. A new one shows when you `look`."""
     try:
         return os.stat(log.files[-1].path).st_size == log.files[-1].size
     except (IndexError, OSError):
@@ -267,7 +270,7 @@ def _listed(path: str) -> ListedFile:
 
 
 def rolling_log(path: str, listed: Iterable[ListedFile]) -> EventLog:
-    """The log of a directory with these files; what is not of Spark's writing is left out."""
+    """Return the log of a directory with these files; what is not of Spark's writing is left out."""
     files, complete, modified = [], False, 0.0
     for file in listed:
         name = os.path.basename(file.path)
@@ -285,7 +288,7 @@ def rolling_log(path: str, listed: Iterable[ListedFile]) -> EventLog:
 
 
 def single_log(path: str, listed: ListedFile) -> EventLog:
-    """The log at `path` that is this one file."""
+    """Return the log at `path` that is this one file."""
     file = LogFile(path=listed.path, index=0, size=listed.size, modified=listed.modified)
     complete = not listed.path.endswith(IN_PROGRESS)
     return EventLog(path=path, files=(file,), complete=complete, modified=listed.modified)
@@ -324,7 +327,7 @@ class EventLogReader(Generic[T]):
         return self._lines is not None
 
     def read(self, log: EventLog) -> Batch[T]:
-        """The next events, no further than `log` says that its files reach. Raises `OSError`; then try again."""
+        """Return the next events, no further than `log` says that its files reach. Raises `OSError`; then try again."""
         events: list[T] = []
         problems: list[str] = []
         try:
@@ -368,7 +371,8 @@ class EventLogReader(Generic[T]):
         return False
 
     def _is_damaged(self, file: LogFile) -> bool:
-        """Whether it is the file that is left out from its damage on; what is written behind that changes nothing.
+        """Return whether it is the file that is left out from its damage on; what is written behind that changes
+        nothing.
 
         One that was written since and has no more bytes is another copy.
         """
@@ -462,7 +466,7 @@ class _Lines:
         return self.decompressed - self._rest_bytes
 
     def step(self, limit: int) -> Iterator[bytes]:
-        """The lines that the next bytes of the file complete.
+        """Yield the lines that the next bytes of the file complete.
 
         Raises `UndecodableError` after the last good one, and `OSError` where the file has become smaller.
         """

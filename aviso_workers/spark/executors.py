@@ -41,7 +41,7 @@ def check(spark: SparkSession) -> None:
 
 
 def _probe(needed: tuple[str, ...]) -> Callable[[Iterable[Any]], Iterator[tuple[str, str, str]]]:
-    """A function that travels by value, because it is to find out whether our package is there."""
+    """Return a function that travels by value, because it is to find out whether our package is there."""
 
     def probe(rows: Iterable[Any]) -> Iterator[tuple[str, str, str]]:
         import importlib

@@ -56,7 +56,7 @@ class Files:
         return bool(self._system.exists(self._path(name)))
 
     def list(self, name: str) -> list[File]:
-        """All files below a directory, however deep; none where it is missing."""
+        """Return all files below a directory, however deep; none where it is missing."""
         if not self.exists(name):
             return []
         listing = self._system.listFiles(self._path(name), True)
@@ -172,7 +172,7 @@ class Files:
             raise PipelineError(f"{self.root}/{name}: {error.java_exception.toString()}") from error
 
     def _here(self, name: str) -> Path:
-        """The path on a disk."""
+        """Return the path on a disk."""
         return Path(self._path(name).toUri().getPath())
 
     def _path(self, name: str) -> Any:

@@ -61,19 +61,19 @@ class Application(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_log(cls, name: str) -> Application:
-        """The application whose event log has this name (without prefix and suffixes)."""
+        """Return the application whose event log has this name (without prefix and suffixes)."""
         if match := YARN_ATTEMPT.fullmatch(name):
             return cls(id=match[1], attempt=match[2])
         return cls(id=name)
 
     @classmethod
     def of_run(cls, application_id: str, attempt: str | None) -> Application:
-        """The application that Spark itself calls so; `attempt` is None where there is but one."""
+        """Return the application that Spark itself calls so; `attempt` is None where there is but one."""
         name = application_id if attempt is None else f"{application_id}_{attempt}"
         return cls.of_log(name.translate(SPELLING).lower())
 
     def message_ids(self, cluster: str) -> str:
-        """What the message ids of all its events begin with."""
+        """Return what the message ids of all its events begin with."""
         return f"spark:{cluster}:{self.id}:{self.attempt}:"
 
 
@@ -103,17 +103,17 @@ class JobEvent(Struct, frozen=True, kw_only=True):
         }
 
     def message_id(self, cluster: str) -> str:
-        """What the event is: the same for everybody who hears of it, and on every repeat."""
+        """Return what the event is: the same for everybody who hears of it, and on every repeat."""
         return f"{self.application.message_ids(cluster)}{self.kind}.{self.event}:{self.occurrence}"
 
 
 def cluster_of(config: Config) -> str:
-    """What ids and identifiers call the cluster, for all who publish or look: the agent's setting."""
+    """Return what ids and identifiers call the cluster, for all who publish or look: the agent's setting."""
     return str(config.workers.agents.get("spark-events", {}).get("cluster", "local"))
 
 
 def decode(line: bytes | str, application: Application) -> JobEvent | None:
-    """The event in one line of an event log; None where it says nothing here. Raises `UndecodableError`."""
+    """Return the event in one line of an event log; None where it says nothing here. Raises `UndecodableError`."""
     line = line.encode() if isinstance(line, str) else line
     name = _name(line)
     project = PROJECTIONS.get(name)
@@ -165,7 +165,7 @@ class Unfinished:
 
 
 def lost(application: Application, begun: Begun | None = None, *, heard: float) -> JobEvent:
-    """The event that Spark cannot write: nothing was heard of the application since `heard`, seconds since 1970.
+    """Return the event that Spark cannot write: nothing was heard of the application since `heard`, seconds since 1970.
 
     It is of the application, or of what had begun in it. That the driver is gone is a guess. One that was only idle
     goes on writing (`resumed`), and may be lost again.
@@ -174,7 +174,7 @@ def lost(application: Application, begun: Begun | None = None, *, heard: float) 
 
 
 def resumed(application: Application, *, heard: float) -> JobEvent:
-    """The event that an application goes on which was called lost; it was silent from `heard` on."""
+    """Return the event that an application goes on which was called lost; it was silent from `heard` on."""
     return _of_loss(application, None, "resumed", heard)
 
 
@@ -192,7 +192,7 @@ def _of_loss(application: Application, begun: Begun | None, event: str, heard: f
 
 
 def _name(line: bytes) -> bytes:
-    """The event's name, seen without parsing: Spark writes it first."""
+    """Return the event's name, seen without parsing: Spark writes it first."""
     return line[len(HEAD) : line.find(b'"', len(HEAD))] if line.startswith(HEAD) else b""
 
 
@@ -341,7 +341,7 @@ def _query_end(spark: Json) -> _Fact:
 
 
 def _run(query: Json) -> str:
-    """A query restarted from its checkpoint keeps its id and gets a new run id."""
+    """Return a query restarted from its checkpoint keeps its id and gets a new run id."""
     return f"{query['id']}/{query['runId']}"
 
 
@@ -361,7 +361,8 @@ def _outcome(error: str | None) -> Json:
 
 
 def _described(end: Json) -> str | None:
-    """What a source or sink of a streaming query calls itself, without the hash of a Java object that has no name.
+    """Return what a source or sink of a streaming query calls itself, without the hash of a Java object that has no
+    name.
 
     Spark has no name for data sources in Python: ours is known by what its offsets say.
     """
@@ -372,7 +373,7 @@ def _described(end: Json) -> str | None:
 
 
 def _stream_of(offset: str | Json | None) -> str | None:
-    """The stream that an offset of the data source `aviso` names; None where it is of another source."""
+    """Return the stream that an offset of the data source `aviso` names; None where it is of another source."""
     try:
         fields = msgspec.json.decode(offset) if isinstance(offset, str) else offset
     except msgspec.DecodeError:

@@ -76,7 +76,7 @@ log = structlog.get_logger(__name__)
 
 
 def listen(spark: Any, *, config: Config | str | Path | None = None) -> Listening:
-    """What `aviso_workers.spark.listen` says."""
+    """Return what `aviso_workers.spark.listen` says."""
     loaded = config if isinstance(config, Config) else load(config)
     if EVENT_TYPE not in loaded.notification_schema:
         raise UnknownEventTypeError(EVENT_TYPE, loaded.notification_schema)
@@ -202,7 +202,7 @@ class Listening:
 
 
 def _age_seconds(event: JobEvent) -> float:
-    """For how long the event may have been in the log: Spark's bus may be late to tell its listeners of it."""
+    """Return the seconds that the event may have been in the log: Spark's bus may be late to tell listeners."""
     if event.kind == "query":  # Its time is of another machine in Spark Connect, or of when a batch began.
         return 0.0
     return max(0.0, time.time() - (event.payload.get("time") or math.inf) / 1000)

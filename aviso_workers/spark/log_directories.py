@@ -52,7 +52,7 @@ class LogDirectories:
         """By path of a log, where it was found."""
 
     def find(self) -> tuple[set[str], dict[str, str]]:
-        """The paths of all event logs, and why a directory cannot be listed, by the directory's name."""
+        """Return the paths of all event logs, and why a directory cannot be listed, by the directory's name."""
         found: dict[str, _Directory] = {}
         problems: dict[str, str] = {}
         for directory in self._directories:
@@ -64,7 +64,7 @@ class LogDirectories:
         return set(found), problems
 
     def look(self, path: str, known: EventLog | None) -> EventLog | OSError | None:
-        """The log at a path that was found; `known` where a quick look shows no change, None where it is gone."""
+        """Return the log at a path; `known` where its size and time show no change, None where it is gone."""
         directory = self._of.get(path)
         if directory is None:
             return None
@@ -74,7 +74,7 @@ class LogDirectories:
             return error
 
     def open(self, path: str, *, log: str) -> OpenFile:
-        """A file of the log at the path `log`. Raises `OSError`."""
+        """Return a file of the log at the path `log`. Raises `OSError`."""
         directory = self._of.get(log)
         if directory is None:
             raise FileNotFoundError(path)
@@ -250,7 +250,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 def _logs(directory: str, files: Iterable[ListedFile]) -> dict[str, EventLog]:
-    """The logs that these files of a directory are, by path."""
+    """Return the logs that these files of a directory are, by path."""
     rolling: dict[str, list[ListedFile]] = {}
     single: dict[str, EventLog] = {}
     for file in files:

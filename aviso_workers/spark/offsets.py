@@ -50,12 +50,12 @@ class Range(InputPartition):
 
 
 def created(info: StreamInfo) -> str:
-    """When a stream was created, as offsets have it."""
+    """Return when a stream was created, as offsets have it."""
     return info.created.isoformat() if isinstance(info.created, datetime) else ""
 
 
 def split(first: int, last: int, *, partitions: int, created: str) -> list[Range]:
-    """The sequences from `first` to `last` in ranges of about one size."""
+    """Return the sequences from `first` to `last` in ranges of about one size."""
     count = last - first + 1
     if count <= 0:
         return []

@@ -24,12 +24,12 @@ IN_ORDER = "sequence"
 
 
 def identity() -> Column:
-    """What tells one stored message from all others, also those of a stream that was created again."""
+    """Return what tells one stored message from all others, also those of a stream that was created again."""
     return F.concat_ws("/", "event_type", "sequence", F.unix_micros("time"))
 
 
 def without_stored(rows: DataFrame, event: str, *, config: str | None = None) -> DataFrame:
-    """The rows of which the stream of `event` holds nothing.
+    """Return the rows of which the stream of `event` holds nothing.
 
     They have the columns `id` and `topic`, the one that they would be published under. Where the stream keeps the
     newest message of a topic only, that is newer than any row, and one row is left for each other topic: that of the
@@ -76,5 +76,5 @@ def _stream_of(event: str, settings: Config) -> StreamSpec:
 
 
 def _keeps_one(spec: StreamSpec) -> bool:
-    """Whether a message replaces the one before it of its topic."""
+    """Return whether a message replaces the one before it of its topic."""
     return spec.max_msgs_per_subject == 1

@@ -145,7 +145,7 @@ def parse_writing(options: Mapping[str, str], *, streaming: bool = False) -> Wri
 
 
 def _named(options: Mapping[str, str], *, known: tuple[str, ...], foreign: Mapping[str, str]) -> dict[str, str]:
-    """The options by the spelling that the documentation has."""
+    """Return the options by the spelling that the documentation has."""
     names = {name.lower(): name for name in known}
     found = {}
     for name, value in options.items():
@@ -187,7 +187,7 @@ def _refuse_contradictions(given: Mapping[str, str], where: Mapping[str, Any]) -
 
 
 def _wanted(name: str, value: str) -> Any:
-    """A value, or in JSON's brackets a list of values or an operator, as agents have it in `where`."""
+    """Return a value, or in JSON's brackets a list of values or an operator, as agents have it in `where`."""
     if value[:1] not in ("[", "{"):
         return value
     try:
@@ -269,6 +269,6 @@ def _mode(given: Mapping[str, str]) -> Any:
 
 
 def where_of(reading: Reading, fields: Iterable[str]) -> dict[str, Any]:
-    """The filters by the event type's own spelling of their fields; what it does not know stays as it is."""
+    """Return the filters by the event type's own spelling of their fields; what it does not know stays as it is."""
     spelled = {field.lower(): field for field in fields}
     return {spelled.get(name.lower(), name): wanted for name, wanted in reading.where.items()}

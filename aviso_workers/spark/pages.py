@@ -119,7 +119,7 @@ def _state(cycle: Mapping[str, Any]) -> str:
 
 
 def _completeness(cycles: Sequence[Mapping[str, Any]]) -> str:
-    """A bar for each cycle: what came in time, what came late, what is missing."""
+    """Return a bar for each cycle: what came in time, what came late, what is missing."""
     room = WIDTH - LABELS - 70
     rows = []
     for number, cycle in enumerate(cycles):
@@ -145,7 +145,7 @@ NAMES = {"in-time": "in time", "late": "late", "missing": "missing", "expected":
 
 
 def _latency(cycles: Sequence[Mapping[str, Any]]) -> str:
-    """A line from p50 to p99 for each cycle, a dot at p50 and at p95, and where its last notification is due."""
+    """Return a line from p50 to p99 for each cycle, a dot at p50 and at p95, and where its last notification is due."""
     measured = [cycle for cycle in cycles if cycle["latency_seconds"]]
     if not measured:
         return '<p class="none">Nothing came yet.</p>'
@@ -179,7 +179,7 @@ TIME_STEPS = (1, 5, 15, 60, 300, 900, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86400
 
 
 def _throughput(hours: Sequence[Mapping[str, Any]]) -> str:
-    """A bar for each hour from the first to the last, also where nothing came."""
+    """Return a bar for each hour from the first to the last, also where nothing came."""
     if not hours:
         return '<p class="none">Nothing came.</p>'
     counts = {_utc(row["hour"]): row["notifications"] for row in hours}
@@ -253,7 +253,7 @@ def _count_steps(highest: int) -> list[float]:
 
 
 def span(seconds: float) -> str:
-    """Two units at most: `2 h 05 min`."""
+    """Return two units at most: `2 h 05 min`."""
     sign, left = ("−" if seconds < 0 else ""), abs(seconds)
     if left < 60:
         text = f"{left:.1f}".removesuffix(".0")

@@ -49,7 +49,7 @@ class PayloadReader:
         self._fails_fast = mode == "FAILFAST"
 
     def read(self, texts: Sequence[str | None], sequences: Sequence[int]) -> tuple[pa.Array, list[str | None]]:
-        """The values, and the texts that do not fit. Raises `UndecodableError` where mode is FAILFAST."""
+        """Return the values, and the texts that do not fit. Raises `UndecodableError` where mode is FAILFAST."""
         values: list[Any] = [None] * len(texts)
         corrupt: list[str | None] = [None] * len(texts)
 

@@ -268,7 +268,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return Offset(stream=self._plan.stream, created=offsets.created(info), sequence=max(0, sequence))
 
     def _left(self, info: StreamInfo, begin: Offset) -> Offset:
-        """Where reading can go on from `begin`. Raises `DataLossError`."""
+        """Return where reading can go on from `begin`. Raises `DataLossError`."""
         if begin.stream != self._plan.stream:
             raise InvalidOptionError(
                 f"the checkpoint is of stream {begin.stream}, the query reads {self._plan.stream}: take another one"
@@ -297,12 +297,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._seen
 
     def _last_seen(self) -> StreamInfo:
-        """The stream as it was when the batch was planned: Spark asks three times for each, and often when idle."""
+        """Return the stream as it was when the batch was planned: Spark asks three times for each batch."""
         return self._seen or self._look()
 
 
 def _batches(plan: Plan, wanted: StructType, partition: InputPartition) -> Iterator[Any]:
-    """What Spark calls in a task: the record batches of a range of sequences."""
+    """Yield what Spark calls in a task: the record batches of a range of sequences."""
     if not isinstance(partition, Range):
         return  # Spark makes one of its own where there is nothing to read
     columns = Columns(wanted, plan.layout, reading=plan.reading)
@@ -366,7 +366,7 @@ def _left_in(connection: Connection, plan: Plan, range: Range, first: int, *, re
 
 
 def _matcher(plan: Plan) -> Callable[[Message], bool] | None:
-    """Whether a message is one that was asked for; None where the server has decided it."""
+    """Return whether a message is one that was asked for; None where the server has decided it."""
     if not plan.filters_are_wide or plan.event_type is None or plan.reading.event is None:
         return None
     return NotificationReader(plan.reading.event, plan.event_type, where=plan.where).matches
@@ -375,7 +375,10 @@ def _matcher(plan: Plan) -> Callable[[Message], bool] | None:
 def _from_what_is_left(
     plan: Plan, info: StreamInfo, first: int, *, created: str | None = None, last: int | None = None
 ) -> int:
-    """Where to read on from `first`. Raises `DataLossError`, or warns of it where it does not matter to the query."""
+    """Return where to read on from `first`.
+
+    Raises `DataLossError`, or warns of it where it does not matter to the query.
+    """
     known = offsets.created(info) if created is None else created
     lost = offsets.missing(info, stream=plan.stream, first=first, last=last, created_then=known)
     if lost is None:
@@ -401,7 +404,7 @@ async def _count(backend: Backend, stream: str, filters: Sequence[str], start: i
 
 
 async def _first_since(backend: Backend, stream: str, since: datetime, info: StreamInfo) -> int:
-    """The sequence of the first message that was stored at that time or later; the next one, if there is none."""
+    """Return the sequence of the first message stored at that time or later; the next one, if there is none."""
     reading = backend.read(stream, filter_subjects=(), start_time=since, last_sequence=info.last_sequence)
     async with aclosing(reading):
         message = await anext(reading, None)

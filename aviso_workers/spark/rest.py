@@ -81,13 +81,13 @@ class SparkRest:
         self._root = f"{url.rstrip('/')}/api/v1/applications"
 
     def applications(self, *, since: datetime | None = None) -> list[tuple[str, str | None, bool]]:
-        """Those that began `since` then: id, attempt (None where there is but one), and whether it has ended."""
+        """Return the attempts that began `since` then: id, attempt (None: there is but one), and whether it ended."""
         query = f"?minDate={since:%Y-%m-%dT%H:%M:%S.000}GMT" if since else ""
         found = self._get(query, list[_Application])
         return [(each.id, attempt.attempt_id, attempt.completed) for each in found for attempt in each.attempts]
 
     def states(self, application_id: str, attempt: str | None, *, ended: bool) -> States:
-        """Where the application, its jobs, stages and SQL executions stand."""
+        """Return where the application, its jobs, stages and SQL executions stand."""
         path = f"/{urllib.parse.quote(application_id)}" + (f"/{urllib.parse.quote(attempt)}" if attempt else "")
         application = Application.of_run(application_id, attempt)
         states = {("application", application.id): ENDED if ended else RUNNING}

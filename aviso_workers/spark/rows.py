@@ -94,7 +94,7 @@ class Rows:
     def _one_by_one(
         self, identifier: Mapping[str, pa.DictionaryArray], data: Sequence[bytes]
     ) -> tuple[list[str], list[Mapping[str, str] | None]]:
-        """The subjects and the headers."""
+        """Return the subjects and the headers."""
         rows = zip(*(_values(column) for column in identifier.values()), strict=True)
         messages = [
             codec.addressed(self._event, self._event_type, dict(zip(identifier, row, strict=True)), body)
@@ -110,13 +110,13 @@ class Rows:
             raise publisher.too_large(self._event, size, most=self._most_bytes)
 
     def _only(self, field: str) -> EventType:
-        """The event type without its other fields, to check a value of this one."""
+        """Return the event type without its other fields, to check a value of this one."""
         keys = (field,) if field in self._topic.key_order else ()
         topic = Topic(self._topic.base, keys)
         return structs.replace(self._event_type, identifier={field: self._event_type.identifier[field]}, topic=topic)
 
     def _identifier(self, batch: pa.RecordBatch) -> Mapping[str, pa.Array]:
-        """The columns of the identifier's fields, as they were given."""
+        """Return the columns of the identifier's fields, as they were given."""
         names, fields = batch.schema.names, self._event_type.identifier
         if "identifier" in names:
             column = batch.column(names.index("identifier"))
@@ -148,7 +148,7 @@ class Rows:
         return dict(zip(self._topic.key_order, values, strict=True))
 
     def _spelled(self, field: str, values: pa.Array) -> pa.DictionaryArray:
-        """The values of a field, canonical. Raises `InvalidIdentifierError`."""
+        """Return the values of a field, canonical. Raises `InvalidIdentifierError`."""
         if values.null_count:
             raise InvalidIdentifierError(self._event, field, "is null in a row; a notification has every field")
         encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
@@ -160,7 +160,7 @@ class Rows:
         return schema.canonical_identifier(self._event, self._alone[field], {field: text})[field]
 
     def _subjects(self, identifier: Mapping[str, pa.DictionaryArray]) -> pa.Array | None:
-        """None where one may be too long."""
+        """Return the subjects of the rows, None where one may be too long."""
         columns = []
         for field in self._topic.key_order:
             column = identifier[field]

@@ -75,7 +75,10 @@ def parse(text: str) -> Schedule:
 
 
 def fields(schedule: Schedule, event_type: EventType) -> list[str]:
-    """The identifier fields that a schedule speaks of. Raises `PipelineError` where they are not of the event type."""
+    """Return the identifier fields that a schedule speaks of.
+
+    Raises `PipelineError` where they are not of the event type.
+    """
     named = {field for cycle in schedule.cycles for field in cycle.identifier}
     wanted = [_field(event_type, DateHandler), _field(event_type, TimeHandler), *sorted(named)]
     for cycle in schedule.cycles:
@@ -89,7 +92,7 @@ def fields(schedule: Schedule, event_type: EventType) -> list[str]:
 def expand(
     schedule: Schedule, event_type: EventType, *, first: datetime.date, last: datetime.date
 ) -> Iterator[Expected]:
-    """What is expected of the days from `first` to `last`. Raises `PipelineError`."""
+    """Yield what is expected of the days from `first` to `last`. Raises `PipelineError`."""
     date_field, time_field, *_ = fields(schedule, event_type)
     days = [first + datetime.timedelta(number) for number in range((last - first).days + 1)]
     for cycle in schedule.cycles:

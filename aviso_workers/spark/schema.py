@@ -58,7 +58,7 @@ def layout(reading: Reading, event_types: Mapping[str, EventType]) -> Layout:
 
 
 def ddl(reading: Reading, known: Layout) -> str:
-    """The columns, as Spark's DDL."""
+    """Return the columns, as Spark's DDL."""
     return ", ".join(f"{name} {kind}" for name, kind in _columns(reading, known).items())
 
 
@@ -138,7 +138,9 @@ class Columns:
         }
 
     def _look(self, subject: str) -> tuple[str, list[tuple[str, str]] | None]:
-        """The event type of a subject, and its identifier; of one that belongs to none, its base and no identifier."""
+        """Return the event type of a subject, and its identifier; of one that belongs to none, its base and no
+        identifier.
+        """
         try:
             base, *values = topics.decode_subject(subject)
         except UndecodableError:
@@ -176,7 +178,7 @@ def _texts(encoded: Sequence[bytes]) -> pa.Array:
 
 
 def _tokens(subjects: pa.Array, count: int) -> list[pa.Array]:
-    """The `count` tokens behind the base by position, empty where a subject has another number of them."""
+    """Return the `count` tokens behind the base by position, empty where a subject has another number of them."""
     split = pc.split_pattern(subjects, ".")
     fits = pc.equal(pc.list_value_length(split), count + 1)
     if not pc.all(fits).as_py():
@@ -186,7 +188,7 @@ def _tokens(subjects: pa.Array, count: int) -> list[pa.Array]:
 
 
 def _each_once(texts: pa.Array, work: Callable[[pa.Array], pa.Array]) -> pa.Array:
-    """What becomes of texts, of which many are alike."""
+    """Return what becomes of texts, of which many are alike."""
     encoded = texts.dictionary_encode()
     return work(encoded.dictionary).take(encoded.indices)
 
@@ -207,7 +209,7 @@ def _decode(token: str | None) -> str | None:
 
 
 def _typed(texts: pa.Array, rule: Rule, *, escaped: bool) -> pa.Array:
-    """The values of a field; null where one does not fit its rule, as it may be in a stream that others use."""
+    """Return the values of a field; null where one does not fit its rule, as it may be in a stream that others use."""
     if escaped:
         texts = _decoded(texts)
     match rule:

@@ -54,7 +54,9 @@ def translated() -> Iterator[None]:
 
 
 def _sentence(said: str) -> str:
-    """What we said ourselves in some process of Spark's, else which file Spark cannot read, else Spark's first line."""
+    """Return what we said ourselves in some process of Spark's, else which file Spark cannot read, else Spark's first
+    line.
+    """
     if ours := OURS.findall(said):
         return str(ours[-1])
     if unreadable := UNREADABLE.search(said):

@@ -321,7 +321,7 @@ def _acknowledgement(answer: PubAck | ConflictError) -> PubAck:
 
 
 def _told(writing: Writing, tasks: Sequence[Written]) -> str:
-    """What became of the rows of all tasks."""
+    """Return what became of the rows of all tasks."""
     rows, refused = sum(task.rows for task in tasks), sum(task.refused for task in tasks)
     found, present = sum(task.duplicates for task in tasks), sum(task.present for task in tasks)
     told = f"{writing.event}: {rows} rows"
@@ -337,7 +337,7 @@ def _told(writing: Writing, tasks: Sequence[Written]) -> str:
 
 
 def _deleted(event: str, created: str) -> DataLossError:
-    """The error of a write whose stream is another one than that of its first rows, or is none any more."""
+    """Return the error of a write whose stream is another one than that of its first rows, or is none any more."""
     return DataLossError(
         f"{event}: its stream was deleted{f' and created again at {created}' if created else ''}, while rows were "
         "written: those that were stored before are gone. Write all of them again; a streaming query does so with a "

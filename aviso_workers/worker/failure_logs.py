@@ -122,7 +122,7 @@ class FailureLog:
 
 
 def _raised(kind: _Kind) -> dict[str, str]:
-    """What was raised, and where: of what has used up its attempts, `reason` does not tell."""
+    """Return what was raised, and where: of what has used up its attempts, `reason` does not tell."""
     what = {"error": kind.error} if kind.error else {}
     return what | ({"at": f"{kind.file}:{kind.line}"} if kind.file else {})
 
@@ -137,7 +137,7 @@ def _kind_of(event: Settled, frames: TracebackType | None) -> _Kind:
 
 
 def _frames_of_author(error: BaseException | None) -> TracebackType | None:
-    """The traceback without our own frames at its beginning: those of the author are what helps."""
+    """Return the traceback without our own frames at its beginning: those of the author are what helps."""
     frames = error.__traceback__ if error is not None else None
     while frames and frames.tb_next and frames.tb_frame.f_code.co_filename.startswith(OURS):
         frames = frames.tb_next

@@ -101,7 +101,7 @@ class _Place:
                 self.process.kill()
 
     def ask(self, path: str) -> tuple[int, str]:
-        """What the process answers: a status and a body. The status is 0 where there is nobody to ask."""
+        """Return what the process answers: a status and a body. The status is 0 where there is nobody to ask."""
         if not self.status:
             return 0, "is starting" if self.process is not None else "does not run"
         try:
@@ -129,7 +129,7 @@ class _Sources:
         self._paths = [Path.cwd(), *(Path(source) for source in sources if Path(source).is_file())]
 
     async def changes(self, stop: anyio.Event) -> AsyncIterator[list[str]]:
-        """The files that changed together, again and again until `stop`: its thread cannot be cancelled."""
+        """Yield the files that changed together, again and again until `stop`: its thread cannot be cancelled."""
         async for changes in self._watch(*self._paths, watch_filter=self._filter, stop_event=stop):
             yield sorted({file for _, file in changes})
 
@@ -153,7 +153,7 @@ class Fleet:
         return [*(["stopping"] if self._stopping else []), *self._problems("/readyz", statuses=(0, 503))]
 
     def stuck(self) -> list[str]:
-        """A process that starts or has ended is not stuck: it is being taken care of."""
+        """Return a process that starts or has ended is not stuck: it is being taken care of."""
         return [*self._health.stuck(), *self._problems("/livez", statuses=(503,))]
 
     async def work(self) -> None:
@@ -275,7 +275,7 @@ class Fleet:
         self._woken = anyio.Event()
 
     def _ask(self, path: str) -> Iterator[tuple[_Place, int, str]]:
-        """All at a time, because one that is stuck takes its time."""
+        """Yield all at a time, because one that is stuck takes its time."""
         with ThreadPoolExecutor(len(self._places)) as pool:
             for place, answer in zip(self._places, pool.map(lambda place: place.ask(path), self._places), strict=True):
                 yield place, *answer

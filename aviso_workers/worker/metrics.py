@@ -84,7 +84,7 @@ class _Seconds:
         self.sum += seconds
 
     def values(self) -> list[float]:
-        """How many took at most as long as each bound, how many there were, and their sum."""
+        """Return how many took at most as long as each bound, how many there were, and their sum."""
         cumulative = list(accumulate(tuple(self.counts)))
         return [*cumulative, cumulative[-1], self.sum]
 
@@ -480,7 +480,7 @@ class Metrics:
             self._agents[event.agent].recreations += 1
 
     def render(self) -> bytes:
-        """The numbers in Prometheus' text format."""
+        """Return the numbers in Prometheus' text format."""
         return self._table.render(METRICS, self._rows) + render_gauges(tuple(self._measured.values()))
 
 
@@ -521,7 +521,7 @@ class FleetMetrics:
         self._processes[process].endings.add(ending)
 
     def render(self) -> bytes:
-        """The numbers in Prometheus' text format."""
+        """Return the numbers in Prometheus' text format."""
         own = self._table.render(OF_FLEET, dict.fromkeys(OF_FLEET, self._rows))
         return own + exposition.joined(self._scrape(), label="process").encode()
 

@@ -59,13 +59,13 @@ class Cores(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def divide(cls) -> Cores:
-        """The last core is for the measured process, the rest for server and publisher, which we start and are."""
+        """Return two sets of cores: the last one for the measured process, the others for server and publisher."""
         if sys.platform != "linux" or len(usable := os.sched_getaffinity(0)) < 2:
             return cls()
         return cls(usable=tuple(sorted(usable)), others=frozenset(usable - {max(usable)}))
 
     def has_room_for(self, processes: int) -> bool:
-        """Whether so many can be measured at a time, with as many cores for the others."""
+        """Return whether so many can be measured at a time, with as many cores for the others."""
         return len(self.usable) >= 2 * processes
 
     @contextmanager
@@ -106,7 +106,7 @@ class Ground:
         await filling.fill(self.nats_url, self.app("fill"), count=count, **which)
 
     def app(self, name: str) -> App:
-        """An app of this process on this server."""
+        """Return an app of this process on this server."""
         return App(name, config=config.load(CONFIG, environ=self._settings))
 
     @contextmanager
@@ -149,7 +149,7 @@ class Ground:
             yield child
 
     def marks(self, child: Child, number: int, *, within_seconds: float) -> list[Mark]:
-        """The first marks that the process tells, once they are there. Raises `ShortfallError`."""
+        """Return the first marks that the process tells, once they are there. Raises `ShortfallError`."""
         found: list[Mark] = []
 
         def told() -> bool:
@@ -165,7 +165,10 @@ class Ground:
         return found
 
     def joint_mark(self, child: Child, count: int, *, within_seconds: float) -> Mark:
-        """What the processes of a fleet have counted together, once they tell of so many. Raises `ShortfallError`."""
+        """Return what the processes of a fleet have counted together, once they tell of so many.
+
+        Raises `ShortfallError`.
+        """
         last: dict[int, Mark] = {}
 
         def told() -> bool:

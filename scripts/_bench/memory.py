@@ -13,7 +13,7 @@ EARLY, LATE = 200_000, 2_000_000
 
 
 def remember(cores: Cores, rivals: Rivals, size: Size, say: Say) -> Figures:
-    """Nothing where the system does not tell a process' memory."""
+    """Return a worker's memory before and after; no figures where the system does not tell it."""
     early, late = size.count(EARLY), size.count(LATE)
     with grounded(cores) as ground:
         with ground.worker("idle", "notifications", counts=[late]) as (child, _):

@@ -91,7 +91,7 @@ class Wire:
         return json.loads(_checked(payload))
 
     def messages(self) -> Iterator[tuple[list[bytes], bytes]]:
-        """The words of each message's line, and its payload."""
+        """Yield the words of each message's line, and its payload."""
         readline, read = self._coming.readline, self._coming.read
         while line := readline():
             words = line.split()

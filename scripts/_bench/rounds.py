@@ -71,7 +71,9 @@ class Contestant(Struct, frozen=True, kw_only=True):
 
 
 def compete(ground: Ground, benchmark: str, contestants: Sequence[Contestant], size: Size, say: Say) -> Figures:
-    """All of them, again and again, each time beginning with another, so that what disturbs the machine hits all."""
+    """Return all of them, again and again, each time beginning with another, so that what disturbs the machine hits
+    all.
+    """
     figures: Figures = {}
     for repetition in range(size.repetitions):
         first = repetition % len(contestants)

@@ -26,7 +26,7 @@ tally = Tally()
 
 
 def _counting(fails: Callable[[Notification[Field]], bool] = lambda _: False, *, order_by: tuple[str, ...] = ()) -> App:
-    """An agent that counts what it does not fail."""
+    """Return an agent that counts what it does not fail."""
     app = App(os.environ["BENCHMARK_NAME"])
 
     @app.agent("mars", name="count", concurrency=64, order_by=order_by)
@@ -39,7 +39,7 @@ def _counting(fails: Callable[[Notification[Field]], bool] = lambda _: False, *,
 
 
 def _with_idle(app: App) -> App:
-    """The app with agents for which there is nothing to do."""
+    """Return the app with agents for which there is nothing to do."""
     for number in range(IDLE):
 
         @app.agent("mars", name=f"idle-{number}", where={"class": "rd"}, concurrency=64)
@@ -49,7 +49,7 @@ def _with_idle(app: App) -> App:
 
 
 def _folding(fails: Callable[[Notification[Field]], bool]) -> App:
-    """An agent with windows; what its fold fails waits for long."""
+    """Return an agent with windows; what its fold fails waits for long."""
     app = App(os.environ["BENCHMARK_NAME"])
 
     def fold(total: int, notification: Notification[Field]) -> int:

@@ -41,7 +41,7 @@ CALL_SECONDS = 3.0
 
 
 def scale(cores: Cores, rivals: Rivals, size: Size, say: Say) -> Figures:
-    """One round: it is long, and what is compared is close to each other in time."""
+    """Return one round: it is long, and what is compared is close to each other in time."""
     size = Size(repetitions=1, scale=size.scale)
     count = size.count(COUNT)
     figures: Figures = {}
@@ -63,7 +63,7 @@ def scale(cores: Cores, rivals: Rivals, size: Size, say: Say) -> Figures:
 
 
 def _backlogs(ground: Ground, size: Size, say: Say) -> Figures:
-    """A stream that grows, and how fast its beginning is handled; it stays filled for what comes after."""
+    """Return a stream that grows, and how fast its beginning is handled; it stays filled for what comes after."""
     figures: Figures = {}
     stored = 0
     for backlog in BACKLOGS:
@@ -78,7 +78,7 @@ def _backlogs(ground: Ground, size: Size, say: Say) -> Figures:
 
 
 def _of_a_full_stream(count: int) -> dict[str, list[Contestant]]:
-    """By benchmark, what a worker does with a stream that is full."""
+    """Return what a worker does with a stream that is full, by benchmark."""
     windowed = min(count, WINDOWED)
     return {
         "failing": [
@@ -99,7 +99,7 @@ def _of_a_full_stream(count: int) -> dict[str, list[Contestant]]:
 
 
 def _among_idle(ground: Ground, size: Size, say: Say) -> Figures:
-    """What agents cost that have nothing to do, beside a busy one and when that is done."""
+    """Return what agents cost that have nothing to do, beside a busy one and when that is done."""
     count = size.count(COUNT)
     ground.fill(2 * count)
     figures = compete(ground, "idle", [Contestant(name="none", count=count, app="notifications")], size, say)
@@ -157,7 +157,7 @@ def _in_this_process(ground: Ground, size: Size, say: Say) -> Figures:
 
 
 async def _lateness(app: App, timers: int) -> float:
-    """The 99th percentile of how late timers run that are due every second, all at once."""
+    """Return the 99th percentile of how late timers run that are due every second, all at once."""
     late: list[float] = []
     app.events.listen(lambda ticked: late.append(ticked.late_seconds * 1000), Ticked)
     for number in range(timers):
@@ -206,7 +206,7 @@ async def _cached(app: App, keys: int) -> float:
 
 
 def _dead_letters(ground: Ground, size: Size, say: Say) -> Figures:
-    """How fast dead letters are handed back, by how many there are."""
+    """Return how fast dead letters are handed back, by how many there are."""
     counts = [size.count(count) for count in LETTERS]
     say(f"dead-letters: {sum(counts):,}")
     ground.fill(sum(counts))

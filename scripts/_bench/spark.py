@@ -54,7 +54,7 @@ FIXED = {"class": "od", "date": "20261120", "time": "0000"}
 
 
 def transfer(cores: Cores, rivals: Rivals, size: Size, say: Say) -> Figures:
-    """The figures `spark.<what>.per_second`, and `p50_ms` of `spark.delay` and `spark.job-events`."""
+    """Return the figures `spark.<what>.per_second`, and `p50_ms` of `spark.delay` and `spark.job-events`."""
     figures: Figures = {}
     count = size.count(COUNT)
     for repetition in range(size.repetitions):
@@ -74,7 +74,7 @@ def transfer(cores: Cores, rivals: Rivals, size: Size, say: Say) -> Figures:
 
 
 def _run_all(wing: _Wing, event: str, count: int, *, backwards: bool, raw: bool) -> dict[str, float]:
-    """How many seconds each took. `backwards` begins with the other of two that are compared."""
+    """Return how many seconds each took. `backwards` begins with the other of two that are compared."""
     deeds: tuple[dict[str, Callable[[], None]], ...] = (
         {"write": lambda: wing.write(event, count), "raw-write": lambda: wing.write_raw(f"{event}_raw", count)},
         {"read": lambda: wing.read(event), "raw-read": lambda: wing.read_raw(event)},
@@ -173,7 +173,7 @@ class _Wing:
         self._copying(event, to, availableNow=True).awaitTermination()
 
     def delay_ms(self, event: str, to: str) -> float:
-        """The median of some."""
+        """Return the median of some."""
         anyio.run(self._make_stream, to)
         query = self._copying(event, to, starting="latest", processingTime="0 seconds")
         try:

@@ -55,7 +55,7 @@ class Tally:
 
 
 def memory_mib(process: int) -> dict[str, float]:
-    """What is resident now, and was at most; nothing where the system does not tell."""
+    """Return what is resident now, and was at most; nothing where the system does not tell."""
     status = Path(f"/proc/{process}/status")
     if not status.exists():
         return {}

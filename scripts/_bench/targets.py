@@ -107,7 +107,7 @@ TARGETS = (
 
 
 def judge(medians: Mapping[str, float], target: Target) -> Finding:
-    """The finding about one target, from the medians of the figures."""
+    """Return the finding about one target, from the medians of the figures."""
     found = medians.get(target.figure)
     rivals = [medians[name] for name in target.over if name in medians]
     if target.over and found is not None:

@@ -79,7 +79,7 @@ class Growing:
             status.rename(status.with_suffix(""))
 
     def ids(self) -> list[str]:
-        """The ids of all events that are logged so far, of one application after the other."""
+        """Return the ids of all events that are logged so far, of one application after the other."""
         paths = sorted(event_log.find(str(self._directory)))
         logs = [log for path in paths if (log := event_log.look(path)) is not None and log.files]
         found = []
@@ -129,7 +129,7 @@ async def until_at_work(client: App, *, before: int, logged: int, dice: random.R
 
 
 async def stored(client: App) -> int:
-    """How many events the stream holds; 0 while nobody answers."""
+    """Return how many events the stream holds; 0 while nobody answers."""
     with suppress(BackendError):
         return (await client.session.backend.stream_info(STREAM)).messages
     return 0

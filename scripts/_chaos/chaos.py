@@ -275,7 +275,7 @@ async def _lag(client: App) -> str:
 
 
 async def conduct(chaos: Chaos, *, seed: int, seconds: float, rate: float) -> bool:
-    """Whether nothing was lost and nothing else was wrong. Raises `ShortfallError` where it cannot go on."""
+    """Return whether nothing was lost and nothing else was wrong. Raises `ShortfallError` where it cannot go on."""
     async with chaos.deployment.client() as client:
         publisher = Publisher(client, rate=rate, seed=seed)
         await chaos.ready()

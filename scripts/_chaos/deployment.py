@@ -32,7 +32,7 @@ class Worker(Struct, frozen=True):
     url: str
 
     def ask(self, path: str) -> tuple[int, str]:
-        """The status and the text that it answers; (0, why) where it does not."""
+        """Return the status and the text that it answers; (0, why) where it does not."""
         try:
             with urlopen(f"{self.url}{path}", timeout=ANSWER_SECONDS) as answer:
                 return answer.status, answer.read().decode().strip()
@@ -45,7 +45,7 @@ class Worker(Struct, frozen=True):
         return self.ask("/readyz")[0] == 200
 
     def cpu_seconds(self) -> float:
-        """The processor time that the process has used so far."""
+        """Return the processor time that the process has used so far."""
         fields = Path(f"/proc/{self.child.process.pid}/stat").read_text().rpartition(") ")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -82,11 +82,11 @@ class Deployment:
             yield Worker(child, f"http://127.0.0.1:{port}")
 
     def client(self) -> App:
-        """An app without agents: to publish, and to look."""
+        """Return an app without agents: to publish, and to look."""
         return App(APP, config=config.load(CONFIG, environ=self._environment))
 
     def handled(self) -> dict[str, Counter[int]]:
-        """How often each agent has handled each notification so far, by the notification's number."""
+        """Return how often each agent has handled each notification so far, by the notification's number."""
         handled = {agent.name: Counter[int]() for agent in router.agents}
         for line in self.record.read_text().splitlines():
             agent, number = line.split()
@@ -94,7 +94,7 @@ class Deployment:
         return handled
 
     def strays(self) -> dict[str, list[str]]:
-        """By worker, the lines of its log that are no entry: nobody caught what they tell of."""
+        """Return the lines of each worker's log that are no entry: nobody caught what they tell of."""
         lines = {file.stem: file.read_text(errors="replace").splitlines() for file in self.log_dir.iterdir()}
         found = {name: [line for line in of_one if not line.startswith("{")] for name, of_one in lines.items()}
         return {name: stray for name, stray in found.items() if stray}

@@ -106,7 +106,7 @@ class Site:
                 servers.stop(inside)
 
     def fresh(self, name: str) -> Path:
-        """A path that nobody has used."""
+        """Return a path that nobody has used."""
         return self._directory / f"{name}-{next(self._numbers)}"
 
     async def fill(self, count: int) -> set[int]:
@@ -118,14 +118,14 @@ class Site:
         return await publish(self.config, 0, count)
 
     async def run(self, *command: str | Path) -> tuple[int, str]:
-        """The exit code and what the command wrote."""
+        """Return the exit code and what the command wrote."""
         with self._running(command) as child:
             with anyio.fail_after(LONGEST_SECONDS):
                 code = await to_thread.run_sync(child.process.wait, abandon_on_cancel=True)
             return code, child.log_file.read_text(errors="replace")
 
     async def run_killed(self, *command: str | Path, after_seconds: float) -> bool:
-        """Whether the command was running when it was killed."""
+        """Return whether the command was running when it was killed."""
         with self._running(command) as child:
             await anyio.sleep(after_seconds)
             ran = child.process.poll() is None
@@ -300,7 +300,7 @@ async def rotating_key(site: Site, count: int) -> Attempt:
     old.write_text("the first key")
 
     async def started(key: str) -> str:
-        """The URL of a server that has that key; empty where none could be started."""
+        """Return the URL of a server that has that key; empty where none could be started."""
         settings = {"store_dir": f"{directory / 'stores'}", "encryption": {"key": key}}
         section = {"server_name": "n", "port": 0, "monitoring": {"port": 0}, "jetstream": settings}
         config.write_text(f"{CONFIG.read_text()}\nserver: {json.dumps(section)}\n")
@@ -389,7 +389,7 @@ async def _counted(attempt: Attempt) -> Counts:
 
 
 async def numbers_of(client: App, stream: str) -> Counter[int]:
-    """How often each number is in a stream, whole."""
+    """Return how often each number is in a stream, whole."""
     found = Counter[int]()
     backend = client.session.admin
     last = (await backend.stream_info(stream)).last_sequence
@@ -399,7 +399,7 @@ async def numbers_of(client: App, stream: str) -> Counter[int]:
 
 
 def _numbers_in(backup: Backup) -> Counter[int]:
-    """The same of a backup. Raises `BackupError`."""
+    """Return the same of a backup. Raises `BackupError`."""
     backups.verify(backup)
     with chains.opened_entries(backup, None) as entries:
         found = (_number(entry.name.decode(), entry.body) for entry in entries if entry.sequence)
@@ -428,7 +428,7 @@ def body_of(number: int) -> str:
 
 
 def _number(subject: str, data: bytes) -> int | None:
-    """The number of a notification that is as it was published; None of another message."""
+    """Return the number of a notification that is as it was published; None of another message."""
     number = int(subject.rpartition(".")[2])
     return number if body_of(number).encode() in data else None
 
@@ -443,7 +443,7 @@ def write_config(path: Path, url: str, *, replicas: int) -> Path:
 
 
 async def run(directory: Path, url: str, other_url: str, wanted: argparse.Namespace) -> dict[str, list[Result]]:
-    """The results by scenario."""
+    """Return the results by scenario."""
     config = write_config(directory / "config.yaml", url, replicas=wanted.servers)
     results: dict[str, list[Result]] = {}
     client = App(APP, config=config)

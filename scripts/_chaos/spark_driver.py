@@ -138,7 +138,7 @@ JOBS: dict[str, Callable[[SparkSession, Job], Answer | None]] = {
 
 
 def _rows(spark: SparkSession, job: Job) -> DataFrame:
-    """The notifications of the source, as rows in four partitions."""
+    """Return the notifications of the source, as rows in four partitions."""
     number = F.col("id")
     identifier = F.struct((number % 20).alias("lane"), number.alias("number"))
     rows = spark.range(0, job.count, 1, 4)

@@ -113,7 +113,7 @@ class Site:
         self._killed: list[Driver] = []
 
     def fresh(self, name: str) -> Path:
-        """A path that nobody has used."""
+        """Return a path that nobody has used."""
         return self._directory / f"{name}-{next(self._numbers)}"
 
     async def fill(self) -> None:
@@ -158,14 +158,14 @@ class Site:
         self.reap()
 
     async def prepare(self, work: str) -> Job:
-        """A job on a target that is empty."""
+        """Return a job on a target that is empty."""
         job = self._job(work, self.fresh("job"))
         if job.target:
             await _patiently(partial(self._delete, job.target.upper()))
         return job
 
     async def has_begun(self, job: Job) -> bool:
-        """Whether something of the job is stored, or for an archive whether its first micro-batch is planned."""
+        """Return whether something of the job is stored, or for an archive whether its first micro-batch is planned."""
         if not job.target:
             return await anyio.Path(job.directory, "archive", "_checkpoint", "offsets", "0").exists()
         with suppress(BackendError):
@@ -173,7 +173,7 @@ class Site:
         return False
 
     async def found(self, job: Job, master: str) -> Counter[int]:
-        """How often each number is where the job was to store it, with the payload that it had."""
+        """Return how often each number is where the job was to store it, with the payload that it had."""
         if job.target:
             with suppress(NotFoundError):
                 return await _patiently(partial(kills.numbers_of, self.client, job.target.upper()))

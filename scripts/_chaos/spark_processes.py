@@ -67,7 +67,7 @@ class Driver:
         self._process.stdin.flush()
 
     def is_done(self, name: str) -> bool:
-        """Whether a job has ended."""
+        """Return whether a job has ended."""
         return name in self._answers
 
     def answer(self, name: str, *, within_seconds: float = LONGEST_SECONDS) -> Answer:
@@ -128,7 +128,7 @@ class Driver:
             self._told.notify_all()
 
     def _processes(self) -> dict[int, str]:
-        """The command lines of the processes of its session, by number."""
+        """Return the command lines of the processes of its session, by number."""
         return _processes(lambda number: os.getsid(number) == self._process.pid)
 
 

@@ -38,7 +38,7 @@ class Stroke(Struct, frozen=True, kw_only=True):
 
 
 def plan(seed: int, *, duration_seconds: float) -> list[Stroke]:
-    """The strokes of a run. One may be due while another one lasts."""
+    """Return the strokes of a run. One may be due while another one lasts."""
     dice, strokes, at = random.Random(seed), list[Stroke](), 1.0
     while at < duration_seconds:
         (kind,) = dice.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))

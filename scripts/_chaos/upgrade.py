@@ -137,7 +137,7 @@ async def _conduct(nodes: list[Node], binaries: Mapping[str, str], rate: float) 
 
 
 def _declare(app: App, ledger: Ledger) -> Table[int | None]:
-    """Each agent gets every notification. Return the table of their sequences by number."""
+    """Return each agent gets every notification. Return the table of their sequences by number."""
     numbers = app.table("numbers", int)
 
     @app.agent(EVENT, name="in_order", concurrency=8, ack_wait=5.0, order_by=["lane"], retry=RETRY)

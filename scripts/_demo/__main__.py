@@ -166,7 +166,7 @@ def report(deployment: Deployment, wanted: Slice) -> list[Finding]:
 
 
 def read_missing(directory: Path) -> Missing:
-    """The cycles of a completeness table that miss steps, and which."""
+    """Return the cycles of a completeness table that miss steps, and which."""
     rows = pyarrow.parquet.read_table(directory).to_pylist()
     names = ("class", "expver", "domain", "date", "time", "stream")
     return {tuple(row[name] for name in names): tuple(row["missing"]) for row in rows if row["missing"]}
@@ -250,7 +250,7 @@ def step(name: str, doing: str) -> Iterator[Step]:
 
 
 def _compared(wanted: Missing, found: Missing) -> tuple[str, str]:
-    """Both sides in words that are equal only if they are."""
+    """Return both sides in words that are equal only if they are."""
     differing = [cycle for cycle in {**wanted, **found} if wanted.get(cycle) != found.get(cycle)]
     if not differing:
         return _counted(wanted), _counted(found)

@@ -110,6 +110,6 @@ def wait_until(
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, and that nobody is given by chance while its server is away."""
+    """Return a port that nobody listens on now, and that nobody is given by chance while its server is away."""
     (port,) = free_ports(1)
     return port

@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def read_index(file: str) -> pyarrow.Table:
-    """All fields, as they are at this moment."""
+    """Return all fields, as they are at this moment."""
     with closing(sqlite3.connect(f"{Path(file).absolute().as_uri()}?mode=ro", uri=True)) as connection:
         connection.row_factory = sqlite3.Row
         rows = connection.execute(f"SELECT {', '.join(FIELDS.names)} FROM field").fetchall()

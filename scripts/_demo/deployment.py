@@ -105,7 +105,7 @@ class Deployment:
         return self._command("notify", "notify", "--file", self.notifications_file)
 
     def stored(self, notify: Child) -> int:
-        """How many notifications it says that it has stored."""
+        """Return how many notifications it says that it has stored."""
         said = re.search(r"^(\d+) notifications stored$", notify.log_file.read_text(), re.MULTILINE)
         if said is None:
             raise ShortfallError(f"notify does not say how many it has stored\n{notify.last_words()}")
@@ -132,7 +132,7 @@ class Deployment:
         return running("spark-job", command, log_dir=self.log_dir, environment=self.environment)
 
     def spark_events(self) -> Counter[str]:
-        """How many events of each kind the `spark_job` stream holds, such as `job end`."""
+        """Return how many events of each kind the `spark_job` stream holds, such as `job end`."""
         command: list[str | Path] = [COMMANDS / "aviso-workers", "replay", "spark_job", "--config", CONFIG]
         done = subprocess.run(
             command, env=self.environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=REPLAY_SECONDS

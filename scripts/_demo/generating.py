@@ -72,7 +72,7 @@ class Slice(Struct, frozen=True, kw_only=True):
 
 
 def make_slice(seed: int = SEED, *, experiments: int = 12) -> Slice:
-    """The slice of this seed: two operational runs, and four of each research experiment, in all streams."""
+    """Return the slice of this seed: two operational runs, and four of each research experiment, in all streams."""
     chance = random.Random(seed)
     schedule = tuple(_schedule(chance, experiments))
     left_out = {cycle.key: _leave_out(chance, cycle.steps) for cycle in chance.sample(schedule, INCOMPLETE_CYCLES)}
@@ -84,7 +84,7 @@ def make_slice(seed: int = SEED, *, experiments: int = 12) -> Slice:
 
 
 def stumbles(identifier: Mapping[str, Any]) -> bool:
-    """Whether the sample agent fails on purpose when it handles this one for the first time. Few do."""
+    """Return whether the sample agent fails on purpose when it handles this one for the first time. Few do."""
     return zlib.crc32(_path(identifier).encode()) % STUMBLE_ONE_IN == 0
 
 
@@ -105,7 +105,7 @@ def _leave_out(chance: random.Random, steps: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _produce(chance: random.Random, cycle: Cycle, left_out: tuple[int, ...]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """The notifications of a cycle with the minutes at which they come."""
+    """Yield the notifications of a cycle with the minutes at which they come."""
     lasts = chance.uniform(40, 100)
     begins = chance.uniform(0, MINUTES - lasts)
     for position, step in enumerate(cycle.steps):

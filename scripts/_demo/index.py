@@ -69,12 +69,12 @@ class Index:
         self._connection.execute("INSERT OR IGNORE INTO job_end VALUES (?, ?, ?)", structs.astuple(end))
 
     def count(self) -> int:
-        """How many fields are indexed."""
+        """Return how many fields are indexed."""
         (count,) = self._connection.execute("SELECT count(*) FROM field").fetchone()
         return int(count)
 
     def locations(self) -> set[str]:
-        """Where the indexed fields are."""
+        """Return where the indexed fields are."""
         return {location for (location,) in self._connection.execute("SELECT location FROM field")}
 
     def job_ends(self) -> list[JobEnd]:

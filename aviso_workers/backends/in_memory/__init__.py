@@ -303,7 +303,7 @@ class InMemoryBackend:
         return await buckets.open_bucket(self, bucket, ttl_seconds=ttl_seconds, history=history)
 
     def _dispatcher(self, stream: str, consumer: str) -> Dispatcher:
-        """The one of that name, whose stream and consumer may be new ones."""
+        """Return the one of that name, whose stream and consumer may be new ones."""
         dispatcher = self._dispatchers.get((stream, consumer))
         if dispatcher is None:
             dispatcher = Dispatcher(

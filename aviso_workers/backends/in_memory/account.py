@@ -43,7 +43,7 @@ class Account:
         return list(self._streams)
 
     def stream(self, name: str) -> Stream:
-        """The stream as it is now. Raises `NotFoundError`."""
+        """Return the stream as it is now. Raises `NotFoundError`."""
         stream = self._streams.get(name)
         if stream is None:
             raise NotFoundError(f"stream {name}: not found", code=error_codes.STREAM_NOT_FOUND)
@@ -69,7 +69,7 @@ class Account:
         return durable
 
     def create(self, spec: StreamSpec) -> Stream:
-        """The new stream, or the one that was created with the same configuration."""
+        """Return the new stream, or the one that was created with the same configuration."""
         wanted = complete(specs.stated(spec))
         found = self._streams.get(spec.name)
         if found is None:
@@ -108,7 +108,7 @@ class Account:
         return durable
 
     def _created_now(self, name: str) -> int:
-        """The time at which a stream or consumer is created: never that of one of the same name before it."""
+        """Return the time at which a stream or consumer is created: never that of one of the same name before it."""
         self._created_ns[name] = max(self._clock.time_ns(), self._created_ns.get(name, 0) + 1000)
         return self._created_ns[name]
 
@@ -151,7 +151,7 @@ class Account:
         self.store(taker, schedules.produced(schedule))
 
     def _accepted(self, outgoing: Outgoing) -> tuple[Stream, Message]:
-        """Where it is to be stored, and as what."""
+        """Return where it is to be stored, and as what."""
         message, stream = outgoing.message, outgoing.stream
         if not subjects.is_one_word(message.subject) or len(message.subject.encode()) > LONGEST_SUBJECT:
             raise RefusedError(f"publish: {message.subject!r:.80} is no subject")

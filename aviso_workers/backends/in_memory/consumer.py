@@ -115,7 +115,7 @@ class InMemoryDelivery:
             self._dispatcher.in_progress(self.message.sequence)
 
     def _reaches(self) -> bool:
-        """Whether it gets through to the consumer of that name, which may be another one by now."""
+        """Return whether it gets through to the consumer of that name, which may be another one by now."""
         if not self._reader.connection.ready:
             self._reader.settlements_lost += 1
         return self._reader.connection.ready and self._dispatcher.serving and self.held
@@ -225,7 +225,7 @@ class Dispatcher:
         return self._clock.monotonic()
 
     def held_until(self) -> float:
-        """For how long nobody else is given what is delivered, or reported in progress, now: at least."""
+        """Return for how long nobody else is given what is delivered, or reported in progress, now: at least."""
         return self.time() + self.durable.ack_wait_seconds if self.durable.policy == PINNED else math.inf
 
     def wake(self) -> None:
@@ -260,7 +260,7 @@ class Dispatcher:
         return ready[0] if ready else None
 
     def _given_up(self, pinned: InMemoryConsumer) -> bool:
-        """Whether it has asked for nothing for too long."""
+        """Return whether it has asked for nothing for too long."""
         if pinned in self._readers and pinned.ready:
             self._unpin_at = math.inf
             return False

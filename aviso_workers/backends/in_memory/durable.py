@@ -115,7 +115,7 @@ class Durable:
         self.settle(sequence)
 
     def take(self, now: float) -> tuple[Message, int] | None:
-        """The next message to deliver and how often that makes, now in the hands of the caller."""
+        """Return the next message to deliver and how often that makes, now in the hands of the caller."""
         if self.paused_until is not None:
             return None
         while self._due:
@@ -190,7 +190,7 @@ class Durable:
 
 
 def _start(spec: ConsumerSpec, messages: Mapping[int, Message], last_sequence: int) -> int:
-    """The first sequence that is delivered."""
+    """Return the first sequence that is delivered."""
     match spec.deliver_policy:
         case "new":
             return last_sequence + 1

@@ -67,7 +67,7 @@ async def read(
 
 
 def count(stream: Stream, filter_subjects: Sequence[str], *, start_sequence: int, start_time: datetime | None) -> int:
-    """How many messages a reading from there would give now."""
+    """Return how many messages a reading from there would give now."""
     wanted = pattern(filter_subjects)
     position, start_ns = _start(start_sequence, start_time)
     return sum(
@@ -78,5 +78,5 @@ def count(stream: Stream, filter_subjects: Sequence[str], *, start_sequence: int
 
 
 def _start(sequence: int, time: datetime | None) -> tuple[int, int]:
-    """The first sequence and the first time, in nanoseconds, that are wanted."""
+    """Return the first sequence and the first time, in nanoseconds, that are wanted."""
     return (sequence, 0) if time is None else (1, (time - EPOCH) // timedelta(microseconds=1) * 1000)

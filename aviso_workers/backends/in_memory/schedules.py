@@ -23,7 +23,10 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def due_ns(message: Message) -> int | None:
-    """When it is due, nanoseconds since 1970 UTC; None for a message that is no schedule. Raises `RefusedError`."""
+    """Return when it is due, nanoseconds since 1970 UTC; None for a message that is no schedule.
+
+    Raises `RefusedError`.
+    """
     if (schedule := _headers(message).get(SCHEDULE)) is None:
         return None
     try:
@@ -61,7 +64,7 @@ def refuse(message: Message, taker: Stream) -> None:
 
 
 def produced(schedule: Message) -> Message:
-    """What is stored when it is due."""
+    """Return what is stored when it is due."""
     headers = _headers(schedule)
     kept = {name: value for name, value in headers.items() if not name.startswith("Nats-")}
     said = {PRODUCED_BY: schedule.subject, "Nats-Schedule-Next": "purge"}

@@ -36,7 +36,7 @@ TTL_UNITS = {"ms": 10**6, "s": 10**9, "": 10**9, "m": 60 * 10**9, "h": 3600 * 10
 
 
 def complete(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A stream's configuration as a server reports it. Raises `RefusedError` where one would not take it."""
+    """Return a stream's configuration as a server reports it. Raises `RefusedError` where one would not take it."""
     name, max_age = config["name"], config.get("max_age") or math.inf
     defaults = {**DEFAULTS, "duplicate_window": min(DEFAULT_DUPLICATE_WINDOW, max_age)}
     # Nought and nothing mean the default.
@@ -132,7 +132,7 @@ class Stream:
         self._changed()
 
     def knows(self, message_id: str) -> bool:
-        """Whether a message of this id is remembered."""
+        """Return whether a message of this id is remembered."""
         return message_id in self._message_ids
 
     def delete(self, sequence: int) -> None:
@@ -179,7 +179,7 @@ class Stream:
         return self.messages[sequences[-1]] if sequences else None
 
     def next_message(self, sequence: int, wanted: re.Pattern[str]) -> Message | None:
-        """The first message from `sequence` on whose subject is wanted."""
+        """Return the first message from `sequence` on whose subject is wanted."""
         for position in range(max(sequence, self.first_sequence), self.last_sequence + 1):
             message = self.messages.get(position)
             if message is not None and wanted.fullmatch(message.subject):
@@ -293,7 +293,10 @@ class Stream:
 
 
 def ttl_of(message: Message) -> int | None:
-    """How long it is to be kept, in nanoseconds, where it says so. Raises `RefusedError` where it is not understood."""
+    """Return how long it is to be kept, in nanoseconds, where it says so.
+
+    Raises `RefusedError` where it is not understood.
+    """
     if (ttl := (message.headers or {}).get("Nats-TTL")) is None:
         return None
     if not (found := TTL.fullmatch(ttl)):
@@ -302,12 +305,12 @@ def ttl_of(message: Message) -> int | None:
 
 
 def total_of(message: Message | None) -> int:
-    """What a counter's subject stands at, after its newest message."""
+    """Return what a counter's subject stands at, after its newest message."""
     return int(msgspec.json.decode(message.data)["val"]) if message else 0
 
 
 def header_size(message: Message) -> int:
-    """The bytes of the headers, as they go over the wire."""
+    """Return the bytes of the headers, as they go over the wire."""
     if not message.headers:
         return 0
     lines = sum(len(f"{name}: {value}\r\n".encode()) for name, value in message.headers.items())
@@ -315,7 +318,7 @@ def header_size(message: Message) -> int:
 
 
 def _size(message: Message) -> int:
-    """The bytes that count against max_bytes, as a server counts them for storage memory."""
+    """Return the bytes that count against max_bytes, as a server counts them for storage memory."""
     return MESSAGE_OVERHEAD + len(message.subject.encode()) + header_size(message) + len(message.data)
 
 

@@ -215,7 +215,7 @@ class Connection:
         await self.wire.forget(interest)
 
     async def answers(self) -> bool:
-        """Whether the server answers a PING; then it has what was sent so far.
+        """Return whether the server answers a PING; then it has what was sent so far.
 
         Not by nats-py's own flush: its PING overtakes what waits to be written, and when it is cancelled or takes too
         long, a PONG that comes later ends nats-py's reader.
@@ -357,7 +357,7 @@ class Connection:
         return RefusedError(f"{self._urls} {refusal}: {self._last_error}")
 
     def _why(self, otherwise: str) -> str:
-        """What the server said when it ended the connection, else the last error on the way."""
+        """Return what the server said when it ended the connection, else the last error on the way."""
         last = self.nc.last_error
         if last is not None and not isinstance(last, nats.errors.NoServersError):
             self._last_error = str(last) or type(last).__name__

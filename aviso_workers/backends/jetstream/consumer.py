@@ -384,7 +384,7 @@ class PullConsumer:
             self._outbox.put(reply, body, confirmed=True, held=lambda: held() and self._same())
 
     def _same(self) -> bool:
-        """Whether the consumer is the one that was opened."""
+        """Return whether the consumer is the one that was opened."""
         return self._made.get(self._consumer) == self._made_at
 
     def _change(self) -> None:

@@ -123,7 +123,7 @@ class Ingester:
         return batch.answer.count if batch.answer else 0
 
     def _batches(self, outgoing: Sequence[Outgoing]) -> list[_Batch]:
-        """What of it can go as batches. A message that is refused before it is sent would end its batch."""
+        """Return what of it can go as batches. A message that is refused before it is sent would end its batch."""
         batches: defaultdict[str, _Batch] = defaultdict(_Batch)
         if len(outgoing) < FEWEST or not self._connection.ready:
             return []

@@ -173,7 +173,7 @@ class Management:
         return info.stream(answer)
 
     async def _listing(self, subject: str, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """All pages of a listing, of one time: where the number of entries changes meanwhile, it is begun again."""
+        """Return all pages of a listing, which is begun again where the number of entries changes meanwhile."""
         for _ in range(MOST_LISTINGS):
             pages: list[dict[str, Any]] = []
             offset = 0  # not by how many came: a cluster leaves out those that do not answer

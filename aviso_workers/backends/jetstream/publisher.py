@@ -110,7 +110,7 @@ class Publisher:
         return reply
 
     def unknown(self, outgoing: Outgoing, sent_at: float) -> BackendError:
-        """What a missing answer means to what was sent at that time of the event loop."""
+        """Return what a missing answer means to what was sent at that time of the event loop."""
         try:
             self._connection.check_allowed(outgoing.message.subject, since=sent_at)
         except RefusedError as refused:
@@ -150,7 +150,7 @@ class _Batch:
 
 
 def _batch(outgoing: Sequence[Outgoing], *, batch_id: str) -> list[Outgoing]:
-    """The messages of an atomic batch."""
+    """Return the messages of an atomic batch."""
     batch = []
     for number, each in enumerate(outgoing, 1):
         fields = {"Nats-Batch-Id": batch_id, "Nats-Batch-Sequence": str(number)}
@@ -195,7 +195,7 @@ def encode_all(stream: str, chunk: OutgoingChunk, *, most: int) -> list[tuple[by
 
 
 def _are_plain(texts: Sequence[str]) -> bool:
-    """Whether there is a text each time, without spaces or line breaks."""
+    """Return whether there is a text each time, without spaces or line breaks."""
     joined = "".join(texts)
     return all(texts) and joined.isprintable() and " " not in joined
 

@@ -141,12 +141,13 @@ class PullSubscription:
         self._connection.check_allowed(f"{self._connection.api_prefix}.{self._subject}", since=self._opened_at)
 
     def pinned_as(self, pin: str) -> bool:
-        """Whether it has been pinned by this id all the time: the consumer may have no other leader meanwhile, for a
-        new one knows of no pin, and hands out at once what another one had handed out."""
+        """Return whether it has been pinned by this id all the time: the consumer may have no other leader meanwhile,
+        for a new one knows of no pin, and hands out at once what another one had handed out.
+        """
         return self.pin == pin and self._now() - self._heard_at < ELECTION_SECONDS
 
     def silent(self) -> bool:
-        """Whether nothing came for two heartbeats: the server may no longer know of what we asked for."""
+        """Return whether nothing came for two heartbeats: the server may no longer know of what we asked for."""
         return self._now() - self._last_heard > 2 * HEARTBEAT_SECONDS
 
     def forget(self) -> None:
@@ -217,7 +218,7 @@ class PullSubscription:
 
 
 def decode(arrival: Arrival) -> tuple[Message, bytes, int]:
-    """A message that was asked for, the subject that settles it, and how often it was delivered."""
+    """Return a message that was asked for, the subject that settles it, and how often it was delivered."""
     subject, reply, headers, data = arrival
     tokens = reply.split(b".")
     delivered = _delivered(tokens)
@@ -263,7 +264,7 @@ def place_of(arrival: Arrival) -> Place:
 
 
 def _delivered(tokens: Sequence[bytes]) -> int:
-    """Where in the reply subject of a message stands how often it was delivered.
+    """Return where in the reply subject of a message stands how often it was delivered.
 
     $JS.ACK.<stream>.<consumer>.<delivered>.<sequence>.<consumer sequence>.<time>.<pending>, or, newer,
     $JS.ACK.<domain>.<account>.<stream>...<pending>[.<token>]: count from the side that stays the same.

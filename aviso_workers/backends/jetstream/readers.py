@@ -116,7 +116,7 @@ async def next_sequence(connection: Connection, stream: str, subject: str, *, af
 
 
 def _start(sequence: int, time: datetime | None = None) -> dict[str, Any]:
-    """Where a consumer begins."""
+    """Return where a consumer begins."""
     if time is not None:
         return {"deliver_policy": "by_start_time", "opt_start_time": time.isoformat()}
     return {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, sequence)}
@@ -125,7 +125,7 @@ def _start(sequence: int, time: datetime | None = None) -> dict[str, Any]:
 async def _create_consumer(
     connection: Connection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
 ) -> ConsumerInfo:
-    """The consumer as it was made.
+    """Return the consumer as it was made.
 
     For minutes after one of three servers has died, the others give it every third such consumer to keep, and nobody
     answers then. So it is created again, by chance elsewhere; at last with as many replicas as the stream has, of which
@@ -248,7 +248,7 @@ class _Reader:
         await _delete_consumer(self._connection, self._stream, self._consumer)
 
     async def more(self, *, worth: int = 1) -> list[Arrival]:
-        """The next messages, in order, as soon as there are so many; none where a bounded reading has seen all."""
+        """Return the next messages in order, as soon as there are so many; none where a bounded reading has all."""
         while True:
             self._ask()
             enough = len(self._buffer) >= worth or self._buffered_bytes >= CHUNK_BYTES
@@ -288,7 +288,8 @@ class _Reader:
             self._pending = 0  # what it counts may have been deleted meanwhile
 
     async def _is_at_end(self) -> bool:
-        """Whether the stream's leader holds no message that matches, after those that came and up to the last one.
+        """Return whether the stream's leader holds no message that matches, after those that came and up to the last
+        one.
 
         Raises `UnavailableError` where it has some and they do not come.
         """
@@ -305,7 +306,7 @@ class _Reader:
         return False
 
     def _has_passed(self, sequence: int) -> bool:
-        """Whether nothing after this sequence is wanted."""
+        """Return whether nothing after this sequence is wanted."""
         return self._last is not None and sequence >= self._last
 
     def _on_messages(self, arrivals: Sequence[Arrival]) -> None:

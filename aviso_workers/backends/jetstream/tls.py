@@ -79,12 +79,12 @@ class CarefulClient(Client):
 
 
 def is_wanted(settings: config.JetStream) -> bool:
-    """Whether any part of the settings asks for TLS: then every server must have it, those that others name too."""
+    """Return whether any part of the settings asks for TLS. Then every server must have it, discovered ones too."""
     return settings.tls is not None or any(url.startswith(SCHEMES) for url in settings.servers)
 
 
 def context(tls: config.Tls) -> ssl.SSLContext:
-    """What to trust, and the certificate to show. Raises `RefusedError` for a file that cannot be used."""
+    """Return what to trust, and the certificate to show. Raises `RefusedError` for a file that cannot be used."""
     try:
         trusting = ssl.create_default_context(cafile=tls.ca_file)
     except OSError as error:
@@ -104,7 +104,7 @@ def is_encrypted(nc: Client) -> bool:
 
 
 def certificate(nc: Client) -> bytes | None:
-    """The server's certificate as it was seen when the connection was made, in DER form; None without TLS."""
+    """Return the server's certificate as it was seen when the connection was made, in DER form; None without TLS."""
     tls = _tls_object(getattr(nc, "_transport", None))
     return tls.getpeercert(binary_form=True) if tls is not None else None
 

@@ -95,7 +95,7 @@ class Wire(Protocol):
 
 
 def attach(nc: Client) -> Wire:
-    """The wire of a client that has just connected."""
+    """Return the wire of a client that has just connected."""
     found = version("nats-py")
     missing = [name for name in PRIVATE if not hasattr(nc, name)]
     if missing:
@@ -173,7 +173,9 @@ def header_block(fields: Mapping[str, str]) -> bytes:
 
 
 def status(block: bytes) -> tuple[str, str]:
-    """The status that a header block begins with, as `503`, and its description; two empty texts where it has none."""
+    """Return the status that a header block begins with, as `503`, and its description; two empty texts where it has
+    none.
+    """
     first = block[len(HEADER_LINE) : block.find(b"\r\n")].decode("utf-8", "replace").split(maxsplit=1)
     return (first[0], first[1].strip() if len(first) > 1 else "") if first else ("", "")
 
@@ -392,7 +394,7 @@ class PublicWire:
 
 
 def _block_of(headers: Mapping[str, str]) -> bytes:
-    """The header block from which nats-py made these."""
+    """Return the header block from which nats-py made these."""
     fields = dict(headers)
     said = f"{fields.pop('Status', '')} {fields.pop('Description', '')}".strip()
     block = header_block(fields)

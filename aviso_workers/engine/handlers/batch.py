@@ -64,7 +64,7 @@ class InBatches:
 
 
 def _failure_of(notification: Notification[Any], batch: Batch[Any], rest: Failure | None) -> Failure | None:
-    """What was said of this notification; where nothing was, what came of the call."""
+    """Return what was said of this notification; where nothing was, what came of the call."""
     if notification.sequence not in batch.outcomes:
         return rest
     return verdicts.failure_returned(batch.outcomes[notification.sequence])

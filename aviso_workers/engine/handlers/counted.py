@@ -46,7 +46,8 @@ class Counted:
     async def find(
         self, state: State[Any], sequence: int, stored: float, *, retried: bool
     ) -> Literal["counted", "missed"] | None:
-        """What became of a notification that the state does not list: `missed` is as in `State`, None: not counted.
+        """Return what became of a notification that the state does not list: `missed` is as in `State`, None: not
+        counted.
 
         `retried`: it is a dead letter that is tried again, which was settled without being counted.
         """
@@ -60,7 +61,7 @@ class Counted:
         return "counted" if not retried and settled.covers(sequence, stored) else None
 
     async def shortened(self, state: State[Any], settled: Settled) -> State[Any]:
-        """The state, which lists fewer than `windows.LISTED` as counted; the others are on pages then."""
+        """Return the state, which lists fewer than `windows.LISTED` as counted; the others are on pages then."""
         if len(state.counted) < windows.LISTED:
             return state
         state = windows.prune(state, settled)
@@ -106,17 +107,17 @@ class Counted:
 
 
 def is_own(entry: Entry) -> bool:
-    """Whether an entry of the bucket is the progress or a page, and no state of a key."""
+    """Return whether an entry of the bucket is the progress or a page, and no state of a key."""
     return entry.key == PROGRESS or entry.key.startswith(PAGES)
 
 
 def newest_stream(entries: Iterable[Entry]) -> float:
-    """When the stream was created of which the newest pages among these entries are."""
+    """Return when the stream was created of which the newest pages among these entries are."""
     return max((page.created for _, _, page in _pages(entries)), default=windows.NEVER)
 
 
 def read_progress(entry: Entry | None) -> Progress:
-    """What is known for all keys. Raises `UndecodableError`."""
+    """Return what is known for all keys. Raises `UndecodableError`."""
     return read_json(entry.value, Progress) if entry else Progress()
 
 
@@ -136,7 +137,7 @@ def _page(entry: Entry) -> Page:
 
 
 def _pages(entries: Iterable[Entry]) -> Iterator[tuple[Entry, int, Page]]:
-    """The pages among the entries that can be read. Who counts on one that cannot, fails, and is heard."""
+    """Yield the pages among the entries that can be read. Who counts on one that cannot, fails, and is heard."""
     for entry in entries:
         number = _number(entry)
         if number is not None:

@@ -127,7 +127,8 @@ class OneByOne:
 def _caller(
     agent: Agent[Any, Any], clock: Clock, *, outputs: Outputs, threads: Threads
 ) -> Callable[[Any], Awaitable[object]]:
-    """The author's function, made awaitable and given its time; one that yields includes what becomes of its outputs.
+    """Return the author's function, made awaitable and given its time; one that yields includes what becomes of its
+    outputs.
 
     A plain function runs in a thread; when its time is over, the thread runs on and the call has failed. Raises
     TimeoutError, also where the function catches its cancellation and returns: it was not left the time to say that it

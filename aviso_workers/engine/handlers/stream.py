@@ -50,7 +50,7 @@ class _Source:
         self._handed_out: list[tuple[Delivery, float]] = []
 
     async def next(self, *, within_seconds: float | None = None) -> Notification[Any] | None:
-        """The next notification; None when the buffer is closed, or nothing came in time.
+        """Return the next notification; None when the buffer is closed, or nothing came in time.
 
         The time counts from when the first was handed out of those that are not settled.
         """
@@ -68,7 +68,7 @@ class _Source:
         await self._settle(None)
 
     async def end(self, failure: Failure | None) -> Delivery | None:
-        """The function has ended: that concerns what it was given, or the first if it took nothing.
+        """Settle what the function was given when it ended, or the first notification if it took nothing.
 
         Returns what was taken from the buffer to be handled by itself, and was not handed out.
         """

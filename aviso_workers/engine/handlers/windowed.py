@@ -207,7 +207,7 @@ class AsWindows:
                 await self._close(key, until)
 
     async def _read(self) -> _Held:
-        """What the bucket holds. It is read again only where it has changed, because there may be many keys."""
+        """Return what the bucket holds. It is read again only where it has changed, because there may be many keys."""
         version = self._bucket.version
         if version is None or self._held is None or version != self._held.version:
             entries = await self._bucket.entries()
@@ -247,7 +247,7 @@ class AsWindows:
         return passed
 
     def _is_idle(self, info: ConsumerInfo, held: _Held) -> bool:
-        """Whether the agent was given nothing for long, by the server's clock alone: the worker's may be wrong."""
+        """Return whether the agent was given nothing for long, by the server's clock: the worker's may be wrong."""
         if self._windowing.idle_seconds is None or info.num_pending or info.num_ack_pending:
             return False
         delivered = info.last_delivered.timestamp() if info.last_delivered else windows.NEVER
@@ -286,7 +286,7 @@ class AsWindows:
         )
 
     async def _judge(self, window: Window[Any], start: int, failure: Failure) -> Ack | Verdict:
-        """What becomes of a window for which the function has failed; its dead letter is stored."""
+        """Return what becomes of a window for which the function has failed; its dead letter is stored."""
         end = int(window.end.timestamp())
         bucket, spelled = bucket_of(self._app, self._agent.name), _spelled(window.key)
         kept = KeptWindow(start=start, end=end, value=window.value)
@@ -322,7 +322,9 @@ class KeptWindow(Struct, frozen=True, kw_only=True):
 
 
 def is_window(stream: str, *, app: str, agent: str) -> bool:
-    """Whether a dead letter of the agent whose original is in that stream is of a window, and not of a notification."""
+    """Return whether a dead letter of the agent whose original is in that stream is of a window, and not of a
+    notification.
+    """
     return stream == f"KV_{bucket_of(app, agent)}"
 
 
@@ -392,7 +394,7 @@ class _States:
         return state
 
     def by_key(self, entries: Iterable[Entry]) -> dict[str, State[Any]]:
-        """The states that can be read. Who counts for a key whose state cannot be read, fails, and is heard."""
+        """Return the states that can be read. Who counts for a key whose state cannot be read, fails, and is heard."""
         known, self._known = self._known, {}
         for entry in entries:
             if not counted.is_own(entry):
@@ -419,7 +421,7 @@ class _States:
 
 
 async def unfinished(agent: Agent[Any, Any], windowing: Windowing[Any, Any], backend: Backend, *, app: str) -> int:
-    """How many windows are over by the time of what was counted, and not done.
+    """Return how many windows are over by the time of what was counted, and not done.
 
     Raises `UndecodableError` where what the bucket holds is not of the agent's type.
     """
@@ -443,7 +445,7 @@ def _spelled(key: str) -> str:
 
 
 def bucket_of(app: str, agent: str) -> str:
-    """The bucket of the agent's windows."""
+    """Return the bucket of the agent's windows."""
     return f"{app}{OF_WINDOWS}{agent}"
 
 

@@ -90,18 +90,18 @@ class StreamState(Struct, frozen=True, gc=False):
 
 
 def has_entries(file: Readable) -> bool:
-    """Whether it is an archive of entries, not of files. Raises `MalformedError`."""
+    """Return whether it is an archive of entries, not of files. Raises `MalformedError`."""
     return next(s2.decompressed(file), b"").startswith(MAGIC)
 
 
 def has_end(file: Readable, *, of_entries: bool) -> bool:
-    """Whether an archive ends as one does, without reading what is in it. Raises `MalformedError`."""
+    """Return whether an archive ends as one does, without reading what is in it. Raises `MalformedError`."""
     last = deque(s2.compressed_blocks(file), maxlen=2)  # an end may begin in the last block but one
     return b"".join(s2.decompress(*block) for block in last).endswith(END if of_entries else TAR_END)
 
 
 def entries(file: Readable) -> Iterator[Entry]:
-    """All but the end. Raises `MalformedError` also where the end is missing, or anything comes after it."""
+    """Yield all but the end. Raises `MalformedError` also where the end is missing, or anything comes after it."""
     blocks = s2.decompressed(file)
     buffer = _next(blocks, len(MAGIC))
     if not buffer.startswith(MAGIC):
@@ -122,8 +122,8 @@ def entries(file: Readable) -> Iterator[Entry]:
 
 
 def _next(blocks: Iterator[bytes], least: int) -> bytes:
-    """The next blocks, of so many bytes or more: as many as wait already, or an entry in many small blocks would be
-    copied for each of them.
+    """Return the next blocks, of so many bytes or more: as many as wait already, or an entry in many small blocks would
+    be copied for each of them.
     """
     pieces: list[bytes] = []
     size = 0
@@ -136,7 +136,7 @@ def _next(blocks: Iterator[bytes], least: int) -> bytes:
 
 
 def encode(name: bytes, data: bytes, *, timestamp_ns: int, sequence: int = 0, headers: bytes = b"") -> bytes:
-    """An entry about the stream, or with a sequence a message; `headers` as they are on the wire."""
+    """Return an entry about the stream, or with a sequence a message; `headers` as they are on the wire."""
     time = timestamp_ns << 1 if timestamp_ns >= 0 else ~(timestamp_ns << 1)
     fields = (len(name), time, sequence, len(headers), len(data))
     return b"".join(map(_varint, fields)) + name + headers + data
@@ -181,7 +181,7 @@ def _rfc3339(timestamp_ns: int) -> str:
 
 
 def stored_bytes(entry: Entry, *, in_memory: bool) -> int:
-    """What a server counts for a message in the `bytes` of a stream's state."""
+    """Return what a server counts for a message in the `bytes` of a stream's state."""
     size = len(entry.name) + len(entry.raw) - entry.header_at
     if in_memory:
         return size + 16
@@ -189,7 +189,7 @@ def stored_bytes(entry: Entry, *, in_memory: bool) -> int:
 
 
 def _entry(buffer: bytes, at: int) -> Entry | None:
-    """The entry that begins there; None where it is not all there yet. Raises `MalformedError`."""
+    """Return the entry that begins there; None where it is not all there yet. Raises `MalformedError`."""
     begin, fields = at, [0] * FIELDS
     try:
         for field in range(FIELDS):

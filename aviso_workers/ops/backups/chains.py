@@ -89,8 +89,10 @@ def restorable(directory: Path, *, stream: str | None = None) -> list[Backup]:
 
 
 def newest(directory: Path, *, stream: str | None = None) -> datetime | None:
-    """When the newest backup in a directory was begun, of any stream or of one; None where there is none. One of which
-    a link is missing is none, and neither is one of a time to come: a clock was wrong, so nobody knows how old it is.
+    """Return when the newest backup in a directory was begun, of any stream or of one; None where there is none.
+
+    One of which a link is missing is none, and neither is one of a time to come: a clock was wrong, so nobody knows how
+    old it is.
     """
     now = datetime.now(UTC)
     return max((found.made for found in restorable(directory, stream=stream) if found.made <= now), default=None)
@@ -184,7 +186,7 @@ class _Padded:
 
 
 def _links(backup: Backup) -> tuple[list[Backup], BackupError | None]:
-    """The links that were found, and why the first of them is none of a full backup."""
+    """Return the links that were found, and why the first of them is none of a full backup."""
     links = [backup]
     while previous := links[0].previous:
         if len(links) == MOST_LINKS:

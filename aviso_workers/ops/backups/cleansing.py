@@ -49,8 +49,8 @@ class Cleansing(Struct, frozen=True, kw_only=True):
 def plan_cleanse(
     backup: Backup, takes: Takes, *, identities: Identities | None = None, progress: Progress = ignore
 ) -> Cleansing:
-    """What `cleanse` would do. A message stands in one backup of a chain, and others refer to it, so all that are made
-    after the same full one are looked at, whichever of them is named.
+    """Return what `cleanse` would do. A message stands in one backup of a chain, and others refer to it, so all that
+    are made after the same full one are looked at, whichever of them is named.
 
     Raises `BackupError` where one of them is damaged, or an older server's.
     """
@@ -124,7 +124,7 @@ def _which(entry: Entry) -> tuple[int, int]:
 def _state_without(
     backup: Backup, removed: Set[tuple[int, int]], identities: Identities | None
 ) -> tuple[SnapshotState, bool]:
-    """The stream's state without these messages, and whether it had any of them."""
+    """Return the stream's state without these messages, and whether it had any of them."""
     in_memory = StreamConfig(backup.config).storage == "memory"
     kept = size = 0
     first: tuple[int, int] | None = None

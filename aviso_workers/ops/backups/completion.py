@@ -92,7 +92,7 @@ async def spooled(admin: Admin, stream: str, *, beside: Path, encrypted: bool) -
 
 
 def arriving(chunks: AsyncGenerator[bytes, None]) -> Iterator[bytes]:
-    """The chunks of a snapshot, in a thread of the event loop that they come to."""
+    """Yield the chunks of a snapshot, in a thread of the event loop that they come to."""
 
     async def following() -> bytes:
         return await anext(chunks, b"")

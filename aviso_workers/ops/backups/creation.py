@@ -163,7 +163,7 @@ async def create_next(
 
 
 def _newest_to_continue(to: Path, stream: str, full_every_seconds: float | None) -> tuple[Backup | None, str]:
-    """The newest backup, where an increment can be made after it; otherwise why not."""
+    """Return the newest backup, where an increment can be made after it; otherwise why not."""
     found = [each for each in find(to / stream, stream=stream) if each.record]
     if not found:
         return None, "there is none before it"
@@ -199,8 +199,9 @@ def _require_continuable(since: Backup, place: Path, encrypt_to: Sequence[str], 
 def _archive(
     stream: str, arriving: Iterator[bytes], before: Iterator[Entry] | None, *, encrypted: bool
 ) -> Iterator[bytes]:
-    """What is stored of a server's archive. Nobody can read an encrypted one to see whether it is whole, so that is
-    looked at before.
+    """Yield what is stored of a server's archive.
+
+    Nobody can read an encrypted one to see whether it is whole, so that is looked at before.
     """
     if before is None:
         yield from _read_meanwhile(arriving) if encrypted else arriving
@@ -237,7 +238,7 @@ def _arriving(chunks: AsyncGenerator[bytes, None], progress: Progress) -> Iterat
 
 
 async def named_streams(admin: Admin, config: Config, names: Sequence[str]) -> list[str]:
-    """The streams of event types, or of that name; of no names, all streams that there are.
+    """Return the streams of event types, or of that name; of no names, all streams that there are.
 
     Raises `NotFoundError`, which says what there is.
     """

@@ -170,7 +170,10 @@ def _keys_of(said: str) -> list[str]:
 
 
 def _lines(file: Path) -> list[tuple[int, str]]:
-    """The lines of a file of keys, numbered, without comments. Raises `DeclarationError`, which shows none of them."""
+    """Return the lines of a file of keys, numbered, without comments.
+
+    Raises `DeclarationError`, which shows none of them.
+    """
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -66,7 +66,7 @@ class Forgotten:
         return takes
 
     def _is_copy(self, stream: str, message: Message) -> bool:
-        """Whether a message is a copy by what it says of itself, as one of that stream."""
+        """Return whether a message is a copy by what it says of itself, as one of that stream."""
         if self._wanted and self._wanted.is_copy(stream, message):
             return True
         original = copies.original_in(stream, message)
@@ -155,8 +155,9 @@ _Configs = Mapping[str, Mapping[str, Any]]
 
 
 def _is_renamed(origin: str, stream: str, configs: _Configs) -> bool:
-    """Whether a stream has messages of `origin`, maybe by way of others, under subjects that are not theirs and do not
-    tell them. What is sourced from the origin says which subject it had, also in a mirror of where it was sourced to.
+    """Return whether a stream has messages of `origin`, maybe by way of others, under subjects that are not theirs and
+    do not tell them. What is sourced from the origin says which subject it had, also in a mirror of where it was
+    sourced to.
     """
     config = StreamConfig(configs[stream])
     others = {name: each for name, each in configs.items() if name != stream}
@@ -169,7 +170,9 @@ def _is_renamed(origin: str, stream: str, configs: _Configs) -> bool:
 
 
 def _transformed(origin: str, links: Iterable[SourceConfig], configs: _Configs) -> bool | None:
-    """Whether there is a transform on a way from `origin` to these mirrors and sources; None where there is no way."""
+    """Return whether there is a transform on a way from `origin` to these mirrors and sources; None where there is no
+    way.
+    """
     found = None
     for link in links:
         name = link.name
@@ -187,7 +190,7 @@ def _which(message: Message) -> tuple[int, int]:
 
 
 def _is_repetition(record: Record, *, of: Record) -> bool:
-    """Whether an erasure may be another one's repetition: which values were erased, no record tells."""
+    """Return whether an erasure may be another one's repetition: which values were erased, no record tells."""
     named = [(each.event_type, each.by_fields, each.by_id) for each in (record, of)]
     return named[0] == named[1] and record.begun > of.begun
 

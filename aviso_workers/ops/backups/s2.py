@@ -65,7 +65,10 @@ class Pieces:
 
 
 def compressed_blocks(file: Readable) -> Iterator[tuple[int, bytes]]:
-    """The chunks that carry data: type, and checksum and data as they are in the file. Raises `MalformedError`."""
+    """Yield the chunks that carry data: type, and checksum and data as they are in the file.
+
+    Raises `MalformedError`.
+    """
     if file.read(len(IDENTIFIER)) != IDENTIFIER:
         raise MalformedError("it is no S2 stream")
     while head := file.read(4):
@@ -82,7 +85,7 @@ def compressed_blocks(file: Readable) -> Iterator[tuple[int, bytes]]:
 
 
 def decompress(kind: int, chunk: bytes) -> bytes:
-    """What one of the `compressed_blocks` holds. Raises `MalformedError` where its checksum is another."""
+    """Return what one of the `compressed_blocks` holds. Raises `MalformedError` where its checksum is another."""
     try:
         block = chunk[4:] if kind == UNCOMPRESSED else _decompress(chunk[4:])
     except IndexError as error:
@@ -93,13 +96,13 @@ def decompress(kind: int, chunk: bytes) -> bytes:
 
 
 def decompressed(file: Readable) -> Iterator[bytes]:
-    """The data of a stream, block by block. Raises `MalformedError`."""
+    """Yield the data of a stream, block by block. Raises `MalformedError`."""
     for kind, chunk in compressed_blocks(file):
         yield decompress(kind, chunk)
 
 
 def written(data: Iterable[bytes]) -> Iterator[bytes]:
-    """A stream that holds the data, not compressed, in pieces of 64 KiB."""
+    """Yield a stream that holds the data, not compressed, in pieces of 64 KiB."""
     yield IDENTIFIER
     waiting = bytearray()
     for piece in chain(data, (None,)):
@@ -117,7 +120,7 @@ def _checksum(block: bytes) -> bytes:
 
 
 def _size(block: bytes) -> tuple[int, int]:
-    """How many bytes a block holds uncompressed, and where its first tag is."""
+    """Return how many bytes a block holds uncompressed, and where its first tag is."""
     size = shift = at = 0
     while (byte := block[at]) >= 0x80:
         size |= (byte & 0x7F) << shift

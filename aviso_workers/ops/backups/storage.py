@@ -173,7 +173,7 @@ class Backup(Struct, frozen=True, kw_only=True):
 
 
 def load(directory: Path) -> Backup:
-    """The backup that a directory is, without a look into its archive. Raises `BackupError`."""
+    """Return the backup that a directory is, without a look into its archive. Raises `BackupError`."""
     _put_back(directory)
     try:
         _require_file(directory / META)
@@ -215,7 +215,10 @@ def _require_file(path: Path) -> os.stat_result:
 
 
 def find(directory: Path, *, stream: str | None = None) -> list[Backup]:
-    """The backups in a directory, of all streams or of one, the oldest first. What cannot be read is left out."""
+    """Return the backups in a directory, of all streams or of one, the oldest first.
+
+    What cannot be read is left out.
+    """
     found: list[Backup] = []
     for place in places(directory):
         with suppress(BackupError):
@@ -241,7 +244,7 @@ def _looks_like_backup(directory: Path) -> bool:
 
 
 def place_of(directory: Path, stream: str, made: datetime) -> Path:
-    """Where in a directory a backup of ours goes."""
+    """Return where in a directory a backup of ours goes."""
     return directory / stream / time_of(made)
 
 
@@ -251,7 +254,7 @@ def time_of(made: datetime) -> str:
 
 
 def damage(backup: Backup) -> str:
-    """What shows without reading the archive's messages; empty where nothing does. Raises `BackupError`."""
+    """Return what shows without reading the archive's messages; empty where nothing does. Raises `BackupError`."""
     record = backup.record
     if record and _digest(backup.config, backup.state, record.previous) != record.meta_sha256:
         return "backup.json has changed since it was written"
@@ -377,7 +380,7 @@ class Draft:
         return load(self._place)
 
     def _check_end(self) -> bool:
-        """Whether it is an archive of entries."""
+        """Return whether it is an archive of entries."""
         path = self._directory / OF_ENTRIES
         try:
             with path.open("rb") as file:

@@ -120,7 +120,7 @@ def _read_contents(entries: Iterator[Entry], *, in_memory: bool) -> Contents:
 
 
 def _contradiction(backup: Backup, found: Contents) -> str:
-    """What the archive says of itself that is not so. Of a stream in use, messages may go while it is read."""
+    """Return what the archive says of itself that is not so. Of a stream in use, messages may go while it is read."""
     state = found.state
     if len(found.consumers) != state.consumers:
         return f"it has {len(found.consumers)} consumers of {state.consumers}"

@@ -40,7 +40,9 @@ class Report(Struct, frozen=True, kw_only=True):
 
 
 def hurried(config: Config) -> Config:
-    """The configuration by which the doctor connects: a server that does not let it in soon is a finding by itself."""
+    """Return the configuration by which the doctor connects: a server that does not let it in soon is a finding by
+    itself.
+    """
     backend = config.notification_backend
     soon = min(CONNECT_SECONDS, backend.jetstream.timeout_seconds)
     jetstream = structs.replace(backend.jetstream, timeout_seconds=soon, retry_attempts=1)

@@ -25,7 +25,7 @@ def expires(der: bytes) -> datetime:
 
 
 def _elements(data: bytes) -> list[tuple[int, bytes]]:
-    """The elements that follow one another: of each its tag and its content."""
+    """Return the elements that follow one another: of each its tag and its content."""
     found = []
     position = 0
     while position < len(data):

@@ -65,7 +65,7 @@ def standings(facts: Facts) -> Iterator[Standing]:
 
 
 def _unflushed(stream: StreamInfo, facts: Facts) -> int:
-    """The longest of the servers that keep it: of those that are seen, if all of them are."""
+    """Return the longest of the servers that keep it: of those that are seen, if all of them are."""
     seen = {one.name: one.varz.jetstream.config for one in facts.monitored}
     keepers = stream.cluster.members or {facts.server.name}
     if not keepers <= seen.keys():

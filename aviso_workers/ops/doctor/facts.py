@@ -249,7 +249,7 @@ class _Asking:
         return None
 
     def listen(self) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Heard]]:
-        """What the servers tell unasked."""
+        """Return what the servers tell unasked."""
         return self._administration.listen(f"{EVENTS}>")
 
     async def sample(self) -> Sample:
@@ -280,7 +280,7 @@ class _Asking:
     async def _all(
         self, need: Need, questions: Sequence[Callable[[], Awaitable[T]]], *, within: float = ANSWER_SECONDS
     ) -> list[T | None]:
-        """The answers to all of these, asked side by side, some at a time."""
+        """Return the answers to all of these, asked side by side, some at a time."""
         answers: list[T | None] = [None] * len(questions)
         limiter = anyio.CapacityLimiter(AT_ONCE)
 
@@ -351,7 +351,7 @@ async def _listening(asking: _Asking) -> AsyncIterator[list[Advisory]]:
 
 
 def _members(found: Sequence[Monitored], of: Server) -> set[str]:
-    """The names of all servers of the cluster."""
+    """Return the names of all servers of the cluster."""
     members = {of.name} if of.id or not found else set[str]()
     for one in found:
         members |= {one.name, *one.routes, *(one.varz.jetstream.meta.members if one.varz.jetstream.meta else ())}
@@ -373,6 +373,9 @@ def _plan(spec: StreamSpec, found: StreamInfo | None) -> Plan:
 
 
 def _backups(directory: Path) -> dict[str, Backup]:
-    """By stream, the newest that can be restored from what is there. One of a time to come tells nothing of its age."""
+    """Return the newest backup of each stream that can be restored from what is there.
+
+    One of a time to come tells nothing of its age.
+    """
     now = datetime.now(UTC)
     return {backup.stream: backup for backup in backups.restorable(directory) if backup.made <= now}

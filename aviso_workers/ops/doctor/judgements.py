@@ -49,7 +49,7 @@ class Finding(Struct, frozen=True, kw_only=True):
 
 
 def about(one: StreamInfo | ConsumerInfo, found: str, *, state: State | None = None, cure: str = "") -> Finding:
-    """What was found of a stream or of a consumer."""
+    """Return what was found of a stream or of a consumer."""
     if isinstance(one, StreamInfo):
         return Finding(stream=one.name, found=found, state=state, cure=cure)
     return Finding(stream=one.stream, consumer=one.name, found=found, state=state, cure=cure)
@@ -125,7 +125,7 @@ def check(
 
 
 def judge(checks: Iterable[Check], facts: Facts) -> list[Result]:
-    """Every check, the worst first."""
+    """Return every check, the worst first."""
     results = [_result(one, facts) for one in checks]
     return sorted(results, key=lambda result: (-result.state, result.check.code))
 

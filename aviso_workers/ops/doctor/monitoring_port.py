@@ -73,7 +73,7 @@ class Monitored(Struct, frozen=True, kw_only=True):
         return self.varz.server_name
 
     def is_of(self, server: Server) -> bool:
-        """Whether it is this server, or one of its cluster."""
+        """Return whether it is this server, or one of its cluster."""
         return self.varz.server_id == server.id or bool(server.cluster and self.varz.cluster.name == server.cluster)
 
     @property
@@ -103,7 +103,7 @@ async def connected_server(admin: Admin) -> Server:
 
 
 def urls(config: Config, named: Sequence[str]) -> Sequence[str]:
-    """The monitoring ports to ask: those that were named, else that of the section `server`."""
+    """Return the monitoring ports to ask: those that were named, else that of the section `server`."""
     if named:
         return named
     monitor = config.server.monitoring
@@ -130,7 +130,7 @@ def look(url: str) -> Monitored:
 
 
 def _with_configuration(varz: Varz, jsz: Jsz) -> Varz:
-    """A server that was asked for /varz before JetStream had started never tells the configuration there."""
+    """Return a server that was asked for /varz before JetStream had started never tells the configuration there."""
     return structs.replace(varz, jetstream=structs.replace(varz.jetstream, config=jsz.config))
 
 

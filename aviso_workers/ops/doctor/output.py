@@ -39,7 +39,7 @@ def text(report: Report) -> Iterator[str]:
 
 
 def document(report: Report) -> dict[str, Any]:
-    """All of it, for programs."""
+    """Return all of it, for programs."""
     return {
         "server": report.server,
         "state": report.state.name,
@@ -64,7 +64,7 @@ def gauges(report: Report) -> bytes:
 
 
 def measured(report: Report) -> list[Measured]:
-    """What Prometheus is told; labels are codes and states, never a stream."""
+    """Return what Prometheus is told; labels are codes and states, never a stream."""
     states: dict[tuple[str, ...], float] = {
         (result.check.code, state.name.lower()): float(result.state is state)
         for result in report.results
@@ -98,7 +98,7 @@ def measured(report: Report) -> list[Measured]:
 
 
 def nagios(report: Report) -> str:
-    """One line: the state, what is worst, and the totals as performance data."""
+    """Return one line: the state, what is worst, and the totals as performance data."""
     worst = [
         f"{result.check.code} {_place(finding)}"
         for result in report.results
@@ -129,7 +129,7 @@ def _told(result: Result) -> Iterator[str]:
 
 
 def _skipped(report: Report) -> dict[str, list[str]]:
-    """By reason, the codes of what could not be looked at."""
+    """Return the codes of the checks that could not be made, by reason."""
     reasons = defaultdict[str, list[str]](list)
     for result in report.results:
         for reason in dict.fromkeys(_place(finding) for finding in result.findings if finding.state is State.SKIP):
@@ -138,7 +138,7 @@ def _skipped(report: Report) -> dict[str, list[str]]:
 
 
 def _standings(report: Report) -> dict[str, list[str]]:
-    """By what they stand, the streams."""
+    """Return the streams by the loss that they stand."""
     found = defaultdict[str, list[str]](list)
     for standing in report.standings:
         found[str(standing)].append(standing.stream)

@@ -53,13 +53,13 @@ class Wanted:
         return f"{topics.encode_token(self.where.topic.base)}.>"
 
     def matches(self, original: Message) -> bool:
-        """Whether it is one of them, as a message of their own stream."""
+        """Return whether it is one of them, as a message of their own stream."""
         if self.sequence is not None:
             return original.sequence == self.sequence
         return self._reader.matches(original)
 
     def carried_by(self, stream: str) -> Matches:
-        """Whether a message of one of the streams in `CARRYING`, or a copy of it, carries one of them."""
+        """Return whether a message of one of the streams in `CARRYING`, or a copy of it, carries one of them."""
 
         def matches(message: Message) -> bool:
             found = CARRYING[stream](message)
@@ -68,7 +68,7 @@ class Wanted:
         return matches
 
     def is_copy(self, stream: str, message: Message) -> bool:
-        """Whether a message of a stream is one of them or a copy of one, by what it says of itself alone."""
+        """Return whether a message of a stream is one of them or a copy of one, by what it says of itself alone."""
         original = original_in(stream, message)
         if original is not None and original[0] == self.stream:
             message = original[1]
@@ -77,7 +77,8 @@ class Wanted:
         return self.matches(message)
 
     def kept_in(self, stream: str, known: Mapping[int, int]) -> Matches:
-        """Whether a message of a stream that copies nothing now is one of those that were found, or would have been.
+        """Return whether a message of a stream that copies nothing now is one of those that were found, or would have
+        been.
 
         `known` has the store time of those that were found by their sequence.
         """
@@ -92,7 +93,8 @@ class Wanted:
     def copied_from(
         self, origin: str, stream: str, relation: str, known: Mapping[int, int], *, same_sequences: bool
     ) -> Matches:
-        """Whether a message of a stream is the copy of one that was found in `origin`, or that would have been there.
+        """Return whether a message of a stream is the copy of one that was found in `origin`, or that would have been
+        there.
 
         `relation` is that of the stream to `origin`; `known` has the store time of each by its sequence, and
         `same_sequences` says that these are those of the event's own stream.
@@ -118,7 +120,9 @@ class Wanted:
 
 
 def relation(config: Mapping[str, Any], origin: str) -> str:
-    """What a stream of that configuration is to another one: its mirror, a stream that has it as source, or nothing."""
+    """Return what a stream of that configuration is to another one: its mirror, a stream that has it as source, or
+    nothing.
+    """
     found = StreamConfig(config)
     if found.mirror and found.mirror.name == origin:
         return "mirror"
@@ -147,7 +151,7 @@ def original_in(stream: str, message: Message) -> Original | None:
 
 
 def _sourced(message: Message) -> Original | None:
-    """Where a sourced message comes from, and what it was there: stream, sequence, filter, transform, subject."""
+    """Return the origin of a sourced message: its stream, sequence, filter, transform and subject there."""
     words = (message.headers or {}).get(SOURCE, "").split()
     if len(words) < 2 or not words[1].isdigit():
         return None

@@ -128,7 +128,7 @@ class Eraser:
         """Looked for once: buckets are read whole for it."""
 
     def erased(self, left: Survey) -> dict[str, int]:
-        """By stream, how many of the messages that were found are there no more, where these are left."""
+        """Return how many of the messages that were found are gone, by stream, where these are left."""
         remaining = {finding.stream: finding.sequences for finding in left.findings}
         gone = {stream: len(found.keys() - remaining.get(stream, ())) for stream, found in self._known.items()}
         return {stream: count for stream, count in gone.items() if count}
@@ -204,7 +204,7 @@ class Eraser:
             await self._add_counted(found, stream, "keys that were given", is_one, subjects)
 
     def _given_keys(self, infos: Mapping[str, StreamInfo]) -> dict[str, list[str]]:
-        """By stream, the subjects of the keys. Raises `NotFoundError`."""
+        """Return the subjects of the keys, by stream. Raises `NotFoundError`."""
         given: dict[str, list[str]] = {}
         for holder, key in self._keys:
             stream, subject = subject_of_key(infos, holder, key)
@@ -229,7 +229,7 @@ class Eraser:
                     await self._add(found, name, f"{relation} of {origin}", copied)
 
     def _copied_from(self, origin: str, name: str, relation: str, *, same_sequences: bool) -> Matches:
-        """Whether a message of a stream is a copy, also where `origin` has lost what it is a copy of."""
+        """Return whether a message of a stream is a copy, also where `origin` has lost what it is a copy of."""
         known = self._known.get(origin, {})
         if same_sequences:
             known = {**self._known.get(self._wanted.stream, {}), **known}
@@ -286,7 +286,7 @@ class Eraser:
         return last
 
     def _values_of(self, message: Message) -> set[str]:
-        """What a notification has in the fields by which it was named; in all, where it was named by its id."""
+        """Return what a notification has in the fields by which it was named; in all, where it was named by its id."""
         where = self._wanted.where
         positions = [position for position, _ in where.conditions] or range(1, len(where.topic.key_order) + 1)
         with suppress(UndecodableError):

@@ -120,7 +120,7 @@ async def _counters(admin: Admin, values: set[str]) -> list[Suspect]:
 
 
 def _holds_positions_only(bucket: str) -> bool:
-    """Whether it is one of ours that holds sequences, counts and times, and nothing of a notification."""
+    """Return whether it is one of ours that holds sequences, counts and times, and nothing of a notification."""
     endings = (attempts.BUCKET_SUFFIX, *timer_loops.buckets_of(""))
     return bucket == consumer_records.BUCKET or ("__" not in bucket and bucket.endswith(endings))
 
@@ -135,7 +135,7 @@ async def _messages(admin: Admin, stream: str) -> AsyncIterator[Message]:
 
 
 def _texts(data: bytes) -> Iterator[str]:
-    """What stands in a value: all texts and numbers of JSON, and keys of its objects; else the whole as a text."""
+    """Yield all texts, numbers and keys of a JSON value; of what is no JSON, the whole as a text."""
     try:
         value = msgspec.json.decode(data) if data else None
     except UNREADABLE_JSON:
@@ -157,7 +157,7 @@ def _texts(data: bytes) -> Iterator[str]:
 
 
 def _has_any(text: str, values: set[str]) -> bool:
-    """Whether one of the values stands in a text, with no letter or digit right before or behind it."""
+    """Return whether one of the values stands in a text, with no letter or digit right before or behind it."""
     if not values or text in values:
         return bool(values)
     pieces = re.findall(r"[^\W_]+|[\W_]+", text[:LONGEST_TEXT])

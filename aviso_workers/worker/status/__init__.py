@@ -66,11 +66,11 @@ class Health:
         self._next_turn = self._last_turn + next_in_seconds
 
     def late_seconds(self) -> float:
-        """How late the loop came round the last time, or is now if that is more."""
+        """Return how late the loop came round the last time, or is now if that is more."""
         return max(self._late, time.monotonic() - self._next_turn)
 
     def stuck(self) -> list[str]:
-        """What is to be said of a loop that does not turn any more."""
+        """Return what is to be said of a loop that does not turn any more."""
         seconds = time.monotonic() - self._last_turn
         return [f"the event loop has not turned for {seconds:.0f} s"] if seconds > STUCK_SECONDS else []
 

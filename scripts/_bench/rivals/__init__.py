@@ -41,7 +41,7 @@ class Rivals:
         stamp.write_text(fingerprint)
 
     def contestants(self, counts: Mapping[str, int], *, acks: bool = False) -> list[Contestant]:
-        """A contestant for each script and its argument, measured with so many notifications."""
+        """Return a contestant for each script and its argument, measured with so many notifications."""
         if not self.wanted:
             return []
         from _bench.rounds import Contestant

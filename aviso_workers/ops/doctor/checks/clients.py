@@ -207,7 +207,7 @@ def _expiring(facts: Facts, der: bytes, *, place: str) -> Iterator[Finding]:
 
 
 def _certificate_in(pem: str) -> bytes:
-    """The first one of a file, which may hold a key and others beside it. Raises `ValueError`."""
+    """Return the first one of a file, which may hold a key and others beside it. Raises `ValueError`."""
     begin = pem.find(CERTIFICATE_BEGIN)
     end = pem.find(CERTIFICATE_END, begin)
     if begin < 0 or end < 0:
@@ -216,7 +216,7 @@ def _certificate_in(pem: str) -> bytes:
 
 
 def retry_seconds(agent: Agent[Any, Any]) -> float:
-    """For how long the agent tries a notification at most: the delays, and as far as it is bounded the handling."""
+    """Return the seconds that an agent tries a notification at most: the delays, and handling where it is bounded."""
     retry, attempts = agent.policy.retry, int(min(agent.policy.retry.attempts, 10_000))
     delays = sum(min(retry.max, retry.first * retry.factor ** min(n, 64)) for n in range(attempts - 1))
     return delays * (1 + retry.jitter) + attempts * (agent.policy.timeout or 0)
@@ -227,7 +227,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _expires(credentials: str) -> datetime | None:
-    """When the user JWT of a .creds file ends; its signature is the server's business."""
+    """Return when the user JWT of a .creds file ends; its signature is the server's business."""
     found = JWT.search(credentials)
     if found is None:
         raise ValueError("no JWT")

@@ -168,6 +168,6 @@ def _wrong_with(group: Cluster) -> Iterator[str]:
 
 
 def _kept(facts: Facts) -> Iterator[StreamInfo | ConsumerInfo]:
-    """All that has a group of servers which keep it."""
+    """Yield all that has a group of servers which keep it."""
     yield from facts.streams.values()
     yield from facts.consumers.values()

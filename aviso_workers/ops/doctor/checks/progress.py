@@ -235,7 +235,7 @@ def _of_work_queue(stream: StreamInfo) -> str:
 
 
 def _both(facts: Facts) -> Iterator[tuple[ConsumerInfo, ConsumerInfo]]:
-    """Each consumer, as it was and as it is; one that is new was as it is."""
+    """Yield each consumer, as it was and as it is; one that is new was as it is."""
     for key, after in facts.consumers.items():
         yield facts.before.consumers.get(key, after), after
 

@@ -314,7 +314,7 @@ def half_restored(facts: Facts) -> Iterator[Finding]:
 
 
 def overlap(one: str, other: str) -> bool:
-    """Whether a subject can match both."""
+    """Return whether a subject can match both."""
     ours, theirs = one.split("."), other.split(".")
     for a, b in zip(ours, theirs, strict=False):
         if ">" in (a, b):
@@ -343,7 +343,7 @@ def _is_marked(stream: StreamInfo, mark: str) -> bool:
 
 
 def _never_deletes(stream: StreamInfo) -> bool:
-    """Whether messages leave this stream at its old end only, unless somebody deletes them."""
+    """Return whether messages leave this stream at its old end only, unless somebody deletes them."""
     config = stream.config
     return (
         config.retention == "limits"
