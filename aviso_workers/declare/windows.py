@@ -249,7 +249,7 @@ def add(
     before.
 
     `time` is when it happened. Windows that end by `passed` are closed, whatever the key. `retry` is the id of the dead
-    dead letter that it was, if it was one. Raises `FinalError` where none of its windows is open.
+    letter that it was, if it was one. Raises `FinalError` where none of its windows is open.
     """
     sequence, stored = notification.sequence, notification.time.timestamp()
     if _is_counted(state, sequence, stored, retry):

@@ -2,7 +2,7 @@
 
 `Settler` ends the deliveries of an agent: it has a failure judged (`verdicts.decide`), stores the dead letter before
 the original is terminated, counts the failure before it is given back, and states what became of it. It judges windows
-as well. `dead_letter_exceeded` does the same for what the server has given up.
+as well. `dead_letter_exceeded` does the same for notifications whose consumer exceeded `max_deliver`.
 
 Whoever knows without a handler what is to become of a delivery says so by a `Settlement` and has `settle` carry it out:
 `max_deliveries`, `delayed_delivery`, `shared_filters` for what another version wants, `repeats` for what was settled
@@ -38,7 +38,7 @@ __all__ = ["Exceeded", "Settler", "dead_letter_exceeded", "give_back", "settle",
 REFUSED = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
 """How long an agent stores no dead letter after one could not be stored. Their originals wait as long."""
 EXCEEDED = "max_deliveries"
-"""The reason of the dead letters of what the server has given up."""
+"""The reason of the dead letters of notifications whose consumer exceeded `max_deliver`."""
 
 
 class _End(NamedTuple):
@@ -86,7 +86,7 @@ def give_back(deliveries: Sequence[Delivery]) -> int:
 
 
 class Exceeded(Struct, frozen=True, kw_only=True):
-    """A notification that the server has given up, because it was delivered as often as its consumer allows."""
+    """A notification that the server delivers no more, because its consumer exceeded `max_deliver`."""
 
     agent: str
     event_type: str
@@ -97,7 +97,7 @@ class Exceeded(Struct, frozen=True, kw_only=True):
 
 
 async def dead_letter_exceeded(exceeded: Exceeded, store: DeadLetterStore, *, clock: Clock, events: Events) -> bool:
-    """Store the dead letter of what the server has given up, and state so; return whether it could be stored."""
+    """Store the dead letter of a notification that exceeded `max_deliver`; return whether it could be stored."""
     refused: BackendError | None = None
     try:
         await store.dead_letter(

@@ -1,10 +1,10 @@
 """Notifications whose worker died on their last delivery.
 
-No worker is left to store the dead letter: the server gives up and says so by an advisory, which is lost where nobody
-listens. So the advisories are kept in a stream. Each app reads all of them, acks those of other apps, and stores a dead
-dead letter for each of its own. It knows its own by the name of the durable consumer, `<app>__<agent>`, and not by the
-agents that it has: an older worker beside a newer one, or one that runs some of the agents, stores the dead letters of
-agents that it does not know, and what a retired agent left behind is kept as well.
+No worker is left to store the dead letter: the server delivers it no more and says so by an advisory, which is lost
+where nobody listens. So the advisories are kept in a stream. Each app reads all of them, acks those of other
+apps, and stores a dead letter for each of its own. It knows its own by the name of the durable consumer,
+`<app>__<agent>`, and not by the agents that it has: an older worker beside a newer one, or one that runs some of the
+agents, stores the dead letters of agents that it does not know, and what a retired agent left behind is kept as well.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def subscription(
     dead_letters: DeadLetterStore,
     events: Events,
 ) -> Subscription:
-    """Return the subscription that stores the dead letters of what the server has given up.
+    """Return the subscription that stores the dead letters of notifications that exceeded `max_deliver`.
 
     `known` are the app's agents in this worker.
     """
@@ -84,7 +84,7 @@ def subscription(
 
 
 class _MaxDeliveries:
-    """Handles advisories: stores the dead letters of what the server has given up."""
+    """Handles advisories: stores the dead letters of notifications that exceeded `max_deliver`."""
 
     def __init__(
         self,

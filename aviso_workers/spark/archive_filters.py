@@ -40,7 +40,7 @@ def selection(given: Mapping[str, Any]) -> Selection:
 
     Raises `InvalidOptionError`, `UnknownEventTypeError` and `InvalidIdentifierError`.
     """
-    parsed = options.parse_reading({name: str(value) for name, value in given.items()})
+    parsed = options.parse_read_options({name: str(value) for name, value in given.items()})
     plan = readers.plan(parsed, load_config(parsed.config))
     if plan.where is None:
         raise PipelineError("an archive is of an event type, not of a stream by its name")

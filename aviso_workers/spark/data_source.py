@@ -49,11 +49,11 @@ class AvisoDataSource(DataSource):
         return writers.StreamWriter(self._writing(schema, streaming=True))
 
     def _plan(self, streaming: bool | None) -> Any:
-        wanted = options.parse_reading(self.options, streaming=streaming)
+        wanted = options.parse_read_options(self.options, streaming=streaming)
         return readers.plan(wanted, load_config(wanted.config))
 
-    def _writing(self, schema: StructType, *, streaming: bool) -> options.Writing:
-        wanted = options.parse_writing(self.options, streaming=streaming)
+    def _writing(self, schema: StructType, *, streaming: bool) -> options.WriteOptions:
+        wanted = options.parse_write_options(self.options, streaming=streaming)
         known = load_config(wanted.config).notification_schema
         if wanted.event not in known:
             raise UnknownEventTypeError(wanted.event, known)

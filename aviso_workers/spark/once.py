@@ -15,7 +15,7 @@ from aviso_workers.errors import NotFoundError, UnknownEventTypeError
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.spark import writers
 from aviso_workers.spark.connections import connected, load_config
-from aviso_workers.spark.options import Writing
+from aviso_workers.spark.options import WriteOptions
 
 __all__ = ["identity", "publish", "without_stored"]
 
@@ -63,7 +63,7 @@ def publish(rows: DataFrame, event: str, *, config: str | None = None) -> int:
     """
     only_new_topics = _keeps_one(_stream_of(event, load_config(config)))
     ordered = rows.repartition("topic").sortWithinPartitions(IN_ORDER).select("id", "identifier", "payload")
-    wanted = Writing(event=event, config=config, id_column="id", only_new_topics=only_new_topics)
+    wanted = WriteOptions(event=event, config=config, id_column="id", only_new_topics=only_new_topics)
     tasks = writers.write_counted(ordered, wanted)
     return sum(task.rows - task.duplicates - task.present for task in tasks)
 

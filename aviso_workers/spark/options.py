@@ -1,7 +1,7 @@
 """The options of the data source `aviso`, read once and refused where they cannot mean anything.
 
-`data_source` calls `parse_reading` and `parse_writing`. Spark folds the case of option names, so the fields of
-filters are matched without case. There is no option for a server or a secret: a query's connection is that of the
+`data_source` calls `parse_read_options` and `parse_write_options`. Spark folds the case of option names, so the fields
+of filters are matched without case. There is no option for a server or a secret: a query's connection is that of the
 configuration, because options travel further than people think. A value is never repeated for an option that is
 unknown, since it may be a secret.
 """
@@ -21,7 +21,7 @@ from aviso_workers.aviso import positions
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.errors import InvalidOptionError, InvalidPositionError
 
-__all__ = ["Reading", "Writing", "parse_reading", "parse_writing", "where_of"]
+__all__ = ["ReadOptions", "WriteOptions", "parse_read_options", "parse_write_options", "where_of"]
 
 WHERE = "where."
 SHARED = ("config", "event")
@@ -49,7 +49,7 @@ Mode = Literal["PERMISSIVE", "FAILFAST"]
 OnDuplicate = Literal["count", "fail"]
 
 
-class Reading(Struct, frozen=True, kw_only=True):
+class ReadOptions(Struct, frozen=True, kw_only=True):
     """What a query is to read."""
 
     config: str | None = None
@@ -75,7 +75,7 @@ class Reading(Struct, frozen=True, kw_only=True):
     mode: Mode = "PERMISSIVE"
 
 
-class Writing(Struct, frozen=True, kw_only=True):
+class WriteOptions(Struct, frozen=True, kw_only=True):
     """Where rows are to go."""
 
     event: str
@@ -93,7 +93,7 @@ class Writing(Struct, frozen=True, kw_only=True):
     does, which looks into the stream before."""
 
 
-def parse_reading(options: Mapping[str, str], *, streaming: bool | None = None) -> Reading:
+def parse_read_options(options: Mapping[str, str], *, streaming: bool | None = None) -> ReadOptions:
     """Raises `InvalidOptionError`. `streaming` None: not known yet, so the options of both kinds may stand there."""
     where = {name[len(WHERE) :]: _wanted(name, value) for name, value in options.items() if name.startswith(WHERE)}
     kinds = {True: STREAMING, False: BATCH, None: (*BATCH, *STREAMING)}
@@ -105,7 +105,7 @@ def parse_reading(options: Mapping[str, str], *, streaming: bool | None = None) 
     most, least = _count(given, "maxMessagesPerTrigger"), _count(given, "minMessagesPerTrigger")
     if most is not None and least is not None and least > most:
         raise InvalidOptionError(f"minMessagesPerTrigger {least} is more than maxMessagesPerTrigger {most}")
-    return Reading(
+    return ReadOptions(
         config=given.get("config"),
         event=given.get("event"),
         stream=given.get("stream"),
@@ -116,8 +116,8 @@ def parse_reading(options: Mapping[str, str], *, streaming: bool | None = None) 
         end_time=_time(given, "endingTimestamp"),
         most_per_trigger=most,
         least_per_trigger=least,
-        trigger_delay_seconds=_duration(given, "maxTriggerDelay", otherwise=Reading().trigger_delay_seconds),
-        partitions=_count(given, "numPartitions") or Reading().partitions,
+        trigger_delay_seconds=_duration(given, "maxTriggerDelay", otherwise=ReadOptions().trigger_delay_seconds),
+        partitions=_count(given, "numPartitions") or ReadOptions().partitions,
         fail_on_data_loss=_flag(given, "failOnDataLoss", otherwise=True),
         include_headers=_flag(given, "includeHeaders", otherwise=False),
         payload_schema=given.get("payloadSchema"),
@@ -125,7 +125,7 @@ def parse_reading(options: Mapping[str, str], *, streaming: bool | None = None) 
     )
 
 
-def parse_writing(options: Mapping[str, str], *, streaming: bool = False) -> Writing:
+def parse_write_options(options: Mapping[str, str], *, streaming: bool = False) -> WriteOptions:
     """Raises `InvalidOptionError`."""
     known = (*SHARED, *WRITING) if streaming else (*SHARED, *WRITING, *OF_BATCH)
     given = _named(options, known=known, foreign=dict.fromkeys(OF_BATCH, "write") if streaming else {})
@@ -133,7 +133,7 @@ def parse_writing(options: Mapping[str, str], *, streaming: bool = False) -> Wri
         raise InvalidOptionError("writing needs the option event: the event type whose notifications the rows are")
     if ("queryId" in given) != ("batchId" in given):
         raise InvalidOptionError("options queryId and batchId say together which batch is written: give both")
-    return Writing(
+    return WriteOptions(
         event=given["event"],
         config=given.get("config"),
         id_column=given.get("msgIdColumn"),
@@ -268,7 +268,7 @@ def _mode(given: Mapping[str, str]) -> Any:
     return mode
 
 
-def where_of(reading: Reading, fields: Iterable[str]) -> dict[str, Any]:
+def where_of(reading: ReadOptions, fields: Iterable[str]) -> dict[str, Any]:
     """Return the filters by the event type's own spelling of their fields; what it does not know stays as it is."""
     spelled = {field.lower(): field for field in fields}
     return {spelled.get(name.lower(), name): wanted for name, wanted in reading.where.items()}

@@ -41,7 +41,7 @@ from aviso_workers.errors import (
 from aviso_workers.spark import offsets
 from aviso_workers.spark.connections import Connection, connected, load_config, tries
 from aviso_workers.spark.offsets import Offset, Range
-from aviso_workers.spark.options import Reading, where_of
+from aviso_workers.spark.options import ReadOptions, where_of
 from aviso_workers.spark.schema import Columns, Layout, check_wanted, layout
 
 __all__ = ["BatchReader", "StreamReader", "plan"]
@@ -56,7 +56,7 @@ logger = logging.getLogger("aviso_workers.spark")
 class Plan(Struct, frozen=True, kw_only=True):
     """What is read, as driver and tasks know it. No connection, and nothing that is secret."""
 
-    reading: Reading
+    reading: ReadOptions
     stream: str
     layout: Layout
     event_type: EventType | None = None
@@ -76,7 +76,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         return self.where.place is not None or len(lists) < len(self.where.conditions) or not narrow
 
 
-def plan(reading: Reading, config: Config) -> Plan:
+def plan(reading: ReadOptions, config: Config) -> Plan:
     """Raises `UnknownEventTypeError` and `InvalidIdentifierError`."""
     if config.notification_backend.kind != "jetstream":
         raise InvalidOptionError("Spark reads and writes with notification_backend.kind: jetstream only")

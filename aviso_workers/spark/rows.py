@@ -28,7 +28,7 @@ from aviso_workers.errors import (
     UndecodableError,
 )
 from aviso_workers.spark.message_ids import MessageIds
-from aviso_workers.spark.options import Writing
+from aviso_workers.spark.options import WriteOptions
 
 __all__ = ["Rows", "check_columns"]
 
@@ -41,7 +41,7 @@ SURELY_SHORT = 900
 """Bytes of a subject that is not too long; whether a longer one is, `codec` says."""
 
 
-def check_columns(columns: StructType, writing: Writing, event_type: EventType) -> None:
+def check_columns(columns: StructType, writing: WriteOptions, event_type: EventType) -> None:
     """Raise `InvalidOptionError` where a data frame of these columns cannot be notifications."""
     event, names = writing.event, columns.names
     if writing.id_column is not None and writing.id_column not in names:

@@ -23,7 +23,7 @@ from aviso_workers.aviso import codec, schema, topics
 from aviso_workers.aviso.schema import DateHandler, EventType, FloatHandler, IntHandler, Rule
 from aviso_workers.backends import Chunk
 from aviso_workers.errors import InvalidOptionError, UndecodableError
-from aviso_workers.spark.options import Reading
+from aviso_workers.spark.options import ReadOptions
 from aviso_workers.spark.payloads import CORRUPT, PayloadReader
 
 __all__ = ["Columns", "Layout", "check_wanted", "ddl", "layout"]
@@ -47,7 +47,7 @@ class Layout(Struct, frozen=True, kw_only=True):
     """The identifier fields of `event`."""
 
 
-def layout(reading: Reading, event_types: Mapping[str, EventType]) -> Layout:
+def layout(reading: ReadOptions, event_types: Mapping[str, EventType]) -> Layout:
     """`event_types` are those of the configuration; the one that is read must be among them."""
     known = {}
     for name, event_type in event_types.items():
@@ -57,12 +57,12 @@ def layout(reading: Reading, event_types: Mapping[str, EventType]) -> Layout:
     return Layout(event_types=known, event=reading.event, rules=rules)
 
 
-def ddl(reading: Reading, known: Layout) -> str:
+def ddl(reading: ReadOptions, known: Layout) -> str:
     """Return the columns, as Spark's DDL."""
     return ", ".join(f"{name} {kind}" for name, kind in _columns(reading, known).items())
 
 
-def check_wanted(wanted: StructType, known: Layout, *, reading: Reading) -> None:
+def check_wanted(wanted: StructType, known: Layout, *, reading: ReadOptions) -> None:
     """Raise `InvalidOptionError` where a query states columns of its own, or payloads of a type that JSON has not."""
     names = list(_columns(reading, known))
     if wanted.names != names:
@@ -73,7 +73,7 @@ def check_wanted(wanted: StructType, known: Layout, *, reading: Reading) -> None
     Columns(wanted, known, reading=reading)
 
 
-def _columns(reading: Reading, known: Layout) -> dict[str, str]:
+def _columns(reading: ReadOptions, known: Layout) -> dict[str, str]:
     fields = [f"`{field}` {READS_AS.get(type(rule), 'STRING')}" for field, rule in known.rules.items()]
     found = {
         "event_type": "STRING",
@@ -93,7 +93,7 @@ def _columns(reading: Reading, known: Layout) -> dict[str, str]:
 class Columns:
     """Turns messages into record batches of the columns that Spark wants. Made once in a task."""
 
-    def __init__(self, wanted: StructType, known: Layout, *, reading: Reading) -> None:
+    def __init__(self, wanted: StructType, known: Layout, *, reading: ReadOptions) -> None:
         self._schema: pa.Schema = to_arrow_schema(wanted, timezone="UTC")
         self._known = known
         self._spatial = [field for field in known.rules if field in SPATIAL_HEADERS]

@@ -44,7 +44,7 @@ from aviso_workers.spark import dead_letters, duplicates, new_topics, offsets, q
 from aviso_workers.spark.connections import Connection, connected, load_config, tries
 from aviso_workers.spark.dead_letters import DeadLetters
 from aviso_workers.spark.message_ids import ColumnIds, ContentIds
-from aviso_workers.spark.options import Writing
+from aviso_workers.spark.options import WriteOptions
 from aviso_workers.spark.query_records import QueryBatch, QueryRecord
 from aviso_workers.spark.rows import Rows
 
@@ -82,7 +82,7 @@ class Written(WriterCommitMessage):
 class _Writer:
     """What both writers do in a task, and on the driver when all tasks are done."""
 
-    def __init__(self, writing: Writing) -> None:
+    def __init__(self, writing: WriteOptions) -> None:
         self._writing = writing
         self._run = uuid.uuid4().hex
         """Of a write of its own: the same for every attempt at it, and different for all others."""
@@ -133,7 +133,7 @@ class BatchWriter(_Writer, DataSourceArrowWriter):
         return QueryBatch(query=query, number=number) if query is not None and number is not None else None
 
 
-def write_counted(rows: DataFrame, writing: Writing) -> list[Written]:
+def write_counted(rows: DataFrame, writing: WriteOptions) -> list[Written]:
     """Write rows as a batch write does, and return what became of them in each task, which a batch write keeps to
     itself. Raises what Spark makes of a failure, and as `commit` does."""
     writer = BatchWriter(writing)
@@ -162,7 +162,7 @@ class _Task:
 
     def __init__(
         self,
-        writing: Writing,
+        writing: WriteOptions,
         settings: Config,
         connection: Connection,
         *,
@@ -320,7 +320,7 @@ def _acknowledgement(answer: PubAck | ConflictError) -> PubAck:
     return answer
 
 
-def _told(writing: Writing, tasks: Sequence[Written]) -> str:
+def _told(writing: WriteOptions, tasks: Sequence[Written]) -> str:
     """Return what became of the rows of all tasks."""
     rows, refused = sum(task.rows for task in tasks), sum(task.refused for task in tasks)
     found, present = sum(task.duplicates for task in tasks), sum(task.present for task in tasks)

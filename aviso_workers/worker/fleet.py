@@ -2,9 +2,9 @@
 
 Called by the command line. It distributes nothing: every process reads the same durable consumers, and JetStream gives
 each notification to one of them. Processes are started from scratch and share no memory. One that ended in order (it
-was worn, or somebody stopped it) is replaced at once; one that crashed after a wait that doubles, and a process that
-crashes again and again ends the fleet. A process tells where its status port is (`member`); the fleet's own port
-answers for all of them.
+was recycled, or somebody stopped it) is replaced at once; one that crashed is replaced after a wait that doubles, and a
+process that crashes again and again ends the fleet. A process tells where its status port is (`fleet_process`); the
+fleet's own port answers for all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a worker process does because it is one of a fleet (`fleet`): the line to its supervisor, and when it is worn.
+"""What a worker process does as one of a fleet (`fleet`): the line to its supervisor, and when it is recycled.
 
 The line is a socket that the process was started with. It writes one thing to it, where its status port is, and reads
 nothing: the line's end is the supervisor's end, after which nobody would restart or stop the process, so it ends too.
@@ -31,7 +31,7 @@ STATM = Path("/proc/self/statm")
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """When a worker process is worn and to be replaced; None is never."""
+    """When a worker process is recycled, which means that it ends and is replaced; None is never."""
 
     max_notifications: int | None = None
     """Deliveries settled: so many at least, and about a tenth more at most."""
@@ -63,7 +63,7 @@ class Member:
         """Count what was done."""
         self._left -= 1
 
-    async def worn(self) -> str:
+    async def until_recycled(self) -> str:
         """Wait until the process is to be replaced, and return why."""
         while True:
             await anyio.sleep(LOOK_SECONDS)

@@ -69,7 +69,7 @@ async def serve(app: App, *, status_port: int | None = None, member: Member | No
     """Run the app's agents and tasks until SIGTERM or SIGINT; a second one cancels what still runs.
 
     The first one is enough while nothing runs because the connection is still being made. A `member` of a fleet also
-    stops when it is worn, tells its supervisor where its status port is, and has its name on every line of the log.
+    stops when it is recycled, tells its supervisor where its status port is, and has its name on every line of the log.
 
     Raises `ConfigError` with every mistake before anything connects, `BackendError` when the connection cannot be
     made or is lost for good, `ResourceError` when a resource cannot be opened.
@@ -137,7 +137,7 @@ async def _work(
                 connected.set()
                 watching.start_soon(_measure_lag, app.agents, app.session, metrics)
                 if member is not None:
-                    watching.start_soon(_leave_when_worn, member, stop, readiness)
+                    watching.start_soon(_leave_when_recycled, member, stop, readiness)
                 await app.work(stop)
         except (BackendError, ResourceError) as error:
             failure = error  # raised below, outside of the group, so that it arrives as itself
@@ -168,8 +168,8 @@ async def _obey_signals(
             stop.set()
 
 
-async def _leave_when_worn(member: Member, stop: anyio.Event, readiness: _Readiness) -> None:
-    reason = await member.worn()
+async def _leave_when_recycled(member: Member, stop: anyio.Event, readiness: _Readiness) -> None:
+    reason = await member.until_recycled()
     log.info("worker.stopping", reason=reason)
     readiness.stop()
     stop.set()

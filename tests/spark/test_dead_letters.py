@@ -13,7 +13,7 @@ from aviso_workers.backends import OutgoingChunk
 from aviso_workers.errors import InvalidNotificationError, PipelineError
 from aviso_workers.spark import dead_letters
 from aviso_workers.spark.dead_letters import DeadLetters
-from aviso_workers.spark.options import Writing
+from aviso_workers.spark.options import WriteOptions
 from aviso_workers.spark.writers import BatchWriter, Written
 
 
@@ -81,7 +81,7 @@ def test_a_row_is_cut_in_an_error() -> None:
 
 class TestTheEndOfAWrite:
     def test_has_a_line_with_what_became_of_the_rows(self, caplog: pytest.LogCaptureFixture) -> None:
-        writer = BatchWriter(Writing(event="mars", id_column="id", dead_letters="/bad"))
+        writer = BatchWriter(WriteOptions(event="mars", id_column="id", dead_letters="/bad"))
 
         with caplog.at_level(logging.INFO):
             writer.commit([Written(rows=10, duplicates=3, refused=0), Written(rows=5, duplicates=1, replaced=1), None])
@@ -93,7 +93,7 @@ class TestTheEndOfAWrite:
         assert caplog.records[0].levelno == logging.WARNING
 
     def test_fails_where_the_driver_does_not_see_the_dead_letters(self, tmp_path: Path) -> None:
-        writer = BatchWriter(Writing(event="mars", dead_letters=str(tmp_path)))
+        writer = BatchWriter(WriteOptions(event="mars", dead_letters=str(tmp_path)))
         there, elsewhere = tmp_path / "a.parquet", tmp_path / "b.parquet"
         there.touch()
 

@@ -7,17 +7,17 @@ from datetime import UTC, datetime
 import pytest
 
 from aviso_workers.errors import InvalidOptionError
-from aviso_workers.spark.options import parse_reading, parse_writing
+from aviso_workers.spark.options import parse_read_options, parse_write_options
 
 
 def test_an_event_type_is_read_from_its_beginning_unless_more_is_said() -> None:
-    reading = parse_reading({"event": "mars"}, streaming=False)
+    reading = parse_read_options({"event": "mars"}, streaming=False)
 
     assert (reading.event, reading.start, reading.end, reading.fail_on_data_loss) == ("mars", None, "latest", True)
 
 
 def test_names_are_found_in_any_case_as_spark_hands_them_over() -> None:
-    reading = parse_reading(
+    reading = parse_read_options(
         {
             "event": "mars",
             "where.class": "od",
@@ -37,7 +37,7 @@ def test_names_are_found_in_any_case_as_spark_hands_them_over() -> None:
 
 
 def test_times_are_read_as_a_replay_reads_them() -> None:
-    reading = parse_reading({"event": "mars", "startingtimestamp": "2026-11-20T06:00:00Z"})
+    reading = parse_read_options({"event": "mars", "startingtimestamp": "2026-11-20T06:00:00Z"})
 
     assert reading.start_time == datetime(2026, 11, 20, 6, tzinfo=UTC)
 
@@ -76,21 +76,21 @@ def test_times_are_read_as_a_replay_reads_them() -> None:
 )
 def test_what_means_nothing_is_refused_with_the_cure(options: dict[str, str], streaming: bool, said: str) -> None:
     with pytest.raises(InvalidOptionError, match=said.replace("?", r"\?")):
-        parse_reading(options, streaming=streaming)
+        parse_read_options(options, streaming=streaming)
 
 
 @pytest.mark.parametrize("name", ["token", "password", "nats_url", "nkey_seed", "credentials"])
 def test_a_secret_is_no_option_and_is_not_repeated(name: str) -> None:
     with pytest.raises(InvalidOptionError, match="configuration file or the environment") as refused:
-        parse_reading({"event": "mars", name: "hunter2"})
+        parse_read_options({"event": "mars", name: "hunter2"})
 
     assert "hunter2" not in str(refused.value)
 
 
 def test_writing_needs_an_event_type_and_passes_over_what_is_for_spark() -> None:
-    assert parse_writing({"event": "mars", "checkpointlocation": "/tmp/x"}).event == "mars"
+    assert parse_write_options({"event": "mars", "checkpointlocation": "/tmp/x"}).event == "mars"
     with pytest.raises(InvalidOptionError, match="writing needs the option event"):
-        parse_writing({})
+        parse_write_options({})
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def test_writing_needs_an_event_type_and_passes_over_what_is_for_spark() -> None
 )
 def test_what_a_write_cannot_mean_is_refused_too(options: dict[str, str], streaming: bool, said: str) -> None:
     with pytest.raises(InvalidOptionError, match=said):
-        parse_writing({"event": "mars", **options}, streaming=streaming)
+        parse_write_options({"event": "mars", **options}, streaming=streaming)
 
 
 def test_a_write_may_be_of_a_batch_of_a_query() -> None:
-    writing = parse_writing({"event": "mars", "queryid": "copy", "batchid": "0", "deadletters": "/bad"})
+    writing = parse_write_options({"event": "mars", "queryid": "copy", "batchid": "0", "deadletters": "/bad"})
 
     assert (writing.query_id, writing.batch_id, writing.dead_letters) == ("copy", 0, "/bad")

@@ -1,4 +1,4 @@
-"""Several processes under one supervisor: what becomes of their work when they are killed, worn, stopped or changed."""
+"""Several processes under one supervisor: what becomes of work when they are killed, recycled, stopped or changed."""
 
 from __future__ import annotations
 
