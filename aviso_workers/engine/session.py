@@ -193,7 +193,7 @@ class Session:
         await self._keep_running(subscription, stop)
 
     async def run_max_deliveries(self, agents: Sequence[Agent[Any, Any]], stop: anyio.Event) -> None:
-        """Store the dead letters of notifications that exceeded `max_deliver`, until `stop`; `agents` are those here."""
+        """Store the dead letters of notifications that exceeded `max_deliver`, until `stop`; `agents` are ours."""
         subscription = max_deliveries.subscription(
             agents,
             backend=self.backend,
