@@ -22,7 +22,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import filterfalse, islice
+from itertools import chain, filterfalse, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,6 +56,8 @@ MOVING = "moving"
 ANSWER_SECONDS = 5.0
 UNRECOVERABLE = "could not be recovered"
 """What a server says of a stream on its disk that it cannot read, with another key for example."""
+PORTS = range(15_000, 32_000)
+PARTS = 100
 CURE = "Look at its encryption key, its accounts and its log before anybody makes them anew, which destroys them:"
 HEALTH = "Healthcheck failed"
 
@@ -339,8 +341,13 @@ def _planned(server: Server, names: list[str], directory: Path) -> list[Node]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on which nobody listens, outside of the range that the kernel takes from for whoever does not care."""
-    candidates = random.sample(range(15_000, 32_000), 2_000)
+    """Return ports on which nobody listens, outside of the range from which the kernel takes those of connections.
+
+    A process has a part of the range that it takes from first, and so do others: the ports of a server that is down are
+    free, and it needs them when it is started again.
+    """
+    parts = (PORTS[(os.getpid() + i) % PARTS :: PARTS] for i in range(PARTS))
+    candidates = chain.from_iterable(random.sample(part, len(part)) for part in parts)
     return list(islice(filter(_is_free, candidates), count))
 
 

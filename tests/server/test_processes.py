@@ -132,6 +132,14 @@ def test_a_node_that_does_nothing_is_told_of_and_goes_on(
         os.kill(int(Path("pid").read_text()), signal.SIGKILL)
 
 
+def test_another_process_takes_other_ports_than_those_of_a_server_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = processes.free_ports(100)
+    another = os.getpid() + 1
+    monkeypatch.setattr(os, "getpid", lambda: another)
+    theirs = processes.free_ports(100)
+    assert len({*ours, *theirs}) == 200
+
+
 def test_a_port_in_use_is_named(load: Load, start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
