@@ -135,7 +135,7 @@ class _Rounds:
             "given_up",
             "Notifications of the last 7 days whose worker died on every delivery.",
             labels=CONSUMER,
-            values=await deployment.given_up(self._app.session.admin),
+            values=await deployment.max_deliveries_exceeded(self._app.session.admin),
         )
 
     def _show_agents(self) -> None:

@@ -104,7 +104,7 @@ def show(
         if as_json:
             print_json(document(dead_letter))
         else:
-            _print_letter(dead_letter)
+            _print_dead_letter(dead_letter)
 
     _run(config, run)
 
@@ -262,7 +262,7 @@ def _row(dead_letter: DeadLetter) -> tuple[str, ...]:
     )
 
 
-def _print_letter(dead_letter: DeadLetter) -> None:
+def _print_dead_letter(dead_letter: DeadLetter) -> None:
     original = dead_letter.original
     rows = {
         "sequence": str(dead_letter.sequence),

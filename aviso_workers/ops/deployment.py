@@ -26,7 +26,7 @@ __all__ = [
     "agent_of",
     "agents",
     "dead_letters",
-    "given_up",
+    "max_deliveries_exceeded",
     "missing",
     "part_used",
     "records",
@@ -49,7 +49,7 @@ class RunAlone(Struct, frozen=True, kw_only=True):
     sequence: int
 
 
-LETTER_WORDS = dead_letter_store.SUBJECT.count(".") + 3
+SUBJECT_TOKENS = dead_letter_store.SUBJECT.count(".") + 3
 """Of the subject of a dead letter."""
 
 
@@ -147,11 +147,11 @@ async def dead_letters(admin: Admin) -> dict[tuple[str, ...], int]:
     return {
         (words[-2], words[-1]): count
         for subject, count in counts.items()
-        if len(words := subject.split(".")) == LETTER_WORDS  # else it is the first part of a large one
+        if len(words := subject.split(".")) == SUBJECT_TOKENS  # else it is the first part of a large one
     }
 
 
-async def given_up(admin: Admin) -> dict[tuple[str, ...], int]:
+async def max_deliveries_exceeded(admin: Admin) -> dict[tuple[str, ...], int]:
     """Return how often max deliveries were exceeded, by app, agent and stream. Raises `BackendError`.
 
     It does when the worker died on each of the deliveries that there can be; told are the last days' cases.

@@ -388,7 +388,7 @@ async def give_up(t: Harness, consumer: str, *, count: int = 1) -> None:
     app, _, agent = consumer.partition("__")
     with anyio.fail_after(PATIENCE_SECONDS):
         async with backend.consume("MARS", consumer, deliver=taken.append, capacity=lambda: 100):
-            while (await deployment.given_up(t.app.session.admin)).get((app, agent, "MARS"), 0) < count:
+            while (await deployment.max_deliveries_exceeded(t.app.session.admin)).get((app, agent, "MARS"), 0) < count:
                 await t.advance(0.05)
 
 

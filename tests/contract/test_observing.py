@@ -179,7 +179,10 @@ async def test_streams_that_do_not_exist_have_nothing_to_tell(app: App) -> None:
     assert "MARS" in deployment.streams_of(app.config)
     for stream in deployment.streams_of(app.config):
         assert await deployment.agents(app.session.admin, stream) == {}, stream
-    assert (await deployment.dead_letters(app.session.admin), await deployment.given_up(app.session.admin)) == (
+    assert (
+        await deployment.dead_letters(app.session.admin),
+        await deployment.max_deliveries_exceeded(app.session.admin),
+    ) == (
         {},
         {},
     )
@@ -208,7 +211,7 @@ async def test_what_the_server_gave_up_is_counted_by_agent_and_stream(app: App, 
         with anyio.move_on_after(PATIENCE_SECONDS):
             while sum(found.values()) < 2:
                 await anyio.sleep(0.05)
-                found = await deployment.given_up(app.session.admin)
+                found = await deployment.max_deliveries_exceeded(app.session.admin)
 
     assert found == {("contract", "index", "MARS"): 2}
 

@@ -42,7 +42,7 @@ __all__ = ["Facts", "Need", "Sample", "Scope", "gather"]
 
 T = TypeVar("T")
 
-Need = Literal["account", "agents", "backups", "consumers", "letters", "monitoring", "records", "streams"]
+Need = Literal["account", "agents", "backups", "consumers", "dead_letters", "monitoring", "records", "streams"]
 """What a check can need, and what may be missing."""
 
 EVENTS = "$JS.EVENT."
@@ -100,14 +100,14 @@ class Facts(Struct, frozen=True, kw_only=True):
     """Between the samples."""
     dead_letters: Mapping[tuple[str, ...], int]
     """Dead letters that are kept, by app and agent."""
-    given_up: Mapping[tuple[str, ...], int]
+    max_deliveries_exceeded: Mapping[tuple[str, ...], int]
     """What died on its last delivery within the last days, by app, agent and stream."""
     records: Mapping[tuple[str, str], ConsumerRecord]
     """What workers recorded of agents' consumers, by stream and consumer."""
     run_alone: tuple[RunAlone, ...]
     """Notifications that are run alone, because a worker process ended while they ran."""
     monitored: tuple[Monitored, ...]
-    deaf: Mapping[str, str]
+    unreachable: Mapping[str, str]
     """Monitoring ports that were named and do not answer, with the reason."""
     backups: Mapping[str, Backup]
     """The newest of each stream."""
@@ -171,11 +171,11 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
         plans=_plans(config, after.streams),
         heard=tuple(heard),
         dead_letters=once.dead_letters,
-        given_up=once.given_up,
+        max_deliveries_exceeded=once.max_deliveries_exceeded,
         records=once.records,
         run_alone=once.run_alone,
         monitored=once.monitored,
-        deaf=once.deaf,
+        unreachable=once.unreachable,
         links=once.links,
         backups=await anyio.to_thread.run_sync(_backups, scope.backups) if scope.backups else {},
         unknown=unknown,
@@ -187,12 +187,12 @@ class _Once(Struct):
     """What is asked for one time only."""
 
     dead_letters: Mapping[tuple[str, ...], int] = {}
-    given_up: Mapping[tuple[str, ...], int] = {}
+    max_deliveries_exceeded: Mapping[tuple[str, ...], int] = {}
     records: Mapping[tuple[str, str], ConsumerRecord] = {}
     run_alone: tuple[RunAlone, ...] = ()
     links: tuple[Link, ...] = ()
     monitored: tuple[Monitored, ...] = ()
-    deaf: Mapping[str, str] = {}
+    unreachable: Mapping[str, str] = {}
 
 
 async def _ask_once(
@@ -202,10 +202,12 @@ async def _ask_once(
     found = _Once()
 
     async def dead_letters() -> None:
-        found.dead_letters = await asking.ask("letters", lambda: deployment.dead_letters(admin)) or {}
+        found.dead_letters = await asking.ask("dead_letters", lambda: deployment.dead_letters(admin)) or {}
 
-    async def given_up() -> None:
-        found.given_up = await asking.ask("letters", lambda: deployment.given_up(admin)) or {}
+    async def max_deliveries_exceeded() -> None:
+        found.max_deliveries_exceeded = (
+            await asking.ask("dead_letters", lambda: deployment.max_deliveries_exceeded(admin)) or {}
+        )
 
     async def records() -> None:
         found.records = await asking.ask("records", lambda: deployment.records(admin)) or {}
@@ -218,10 +220,10 @@ async def _ask_once(
 
     async def monitored() -> None:
         urls = monitoring_port.urls(config, scope.monitors)
-        found.monitored, found.deaf = await asking.monitored(urls, named=bool(scope.monitors), of=server)
+        found.monitored, found.unreachable = await asking.monitored(urls, named=bool(scope.monitors), of=server)
 
     async with anyio.create_task_group() as tasks:
-        for question in (dead_letters, given_up, records, run_alone, links, monitored):
+        for question in (dead_letters, max_deliveries_exceeded, records, run_alone, links, monitored):
             tasks.start_soon(question)
     return found
 
@@ -303,14 +305,14 @@ class _Asking:
         self, urls: Sequence[str], *, named: bool, of: Server
     ) -> tuple[tuple[Monitored, ...], dict[str, str]]:
         found: list[Monitored] = []
-        deaf: dict[str, str] = {}
+        unreachable: dict[str, str] = {}
         answers: dict[str, Monitored] = {}
 
         async def look(url: str) -> None:
             try:
                 answers[url] = await anyio.to_thread.run_sync(monitoring_port.look, url)
             except ServerProcessError as error:
-                deaf[url] = str(error)
+                unreachable[url] = str(error)
 
         async with anyio.create_task_group() as tasks:
             for url in urls:
@@ -320,16 +322,18 @@ class _Asking:
                 continue
             is_told = named and not of.id
             if not (is_told or one.is_of(of)):
-                deaf[url] = f"{url} is the monitoring port of {one.name}, which is not of {of.cluster or of.name}"
+                unreachable[url] = (
+                    f"{url} is the monitoring port of {one.name}, which is not of {of.cluster or of.name}"
+                )
             elif one.varz.server_id not in {known.varz.server_id for known in found}:
                 found.append(one)
         missing = _members(found, of) - {one.name for one in found}
         if missing:
-            cure = "" if named and len(deaf) >= len(missing) else ": say --monitor URL for each server"
+            cure = "" if named and len(unreachable) >= len(missing) else ": say --monitor URL for each server"
             self.unknown["monitoring"] = "; ".join(
-                [*deaf.values(), f"nothing is seen of {', '.join(sorted(missing))}{cure}"]
+                [*unreachable.values(), f"nothing is seen of {', '.join(sorted(missing))}{cure}"]
             )
-        return tuple(found), deaf if named else {}
+        return tuple(found), unreachable if named else {}
 
 
 @asynccontextmanager

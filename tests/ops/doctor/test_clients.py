@@ -123,7 +123,7 @@ def test_a_notification_that_killed_its_workers(left: Seen) -> None:
 
 def test_without_either_there_is_nothing_to_say(left: Seen) -> None:
     """By hand: that a server has none shows in test_stories."""
-    clean = judged(structs.replace(left.facts, dead_letters={}, given_up={}))
+    clean = judged(structs.replace(left.facts, dead_letters={}, max_deliveries_exceeded={}))
     assert (clean.state("JS057"), clean.state("JS059")) == (State.PASS, State.PASS)
 
 

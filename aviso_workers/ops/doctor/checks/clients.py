@@ -129,7 +129,7 @@ def impatient(facts: Facts) -> Iterator[Finding]:
     why="they are notifications that nobody has handled",
     cure="`aviso-workers dead-letters ls --app {app} --agent {agent}` says why; mend it, then `aviso-workers "
     "dead-letters retry --app {app} --agent {agent} --yes`, or `drop`",
-    needs=("letters",),
+    needs=("dead_letters",),
 )
 def dead_letters(facts: Facts) -> Iterator[Finding]:
     for (app, agent), count in facts.dead_letters.items():
@@ -142,10 +142,10 @@ def dead_letters(facts: Facts) -> Iterator[Finding]:
     why="a notification whose worker died on each of its deliveries takes the next worker with it until it is given up",
     cure="look for memory and for crashes in the workers' logs; `aviso-workers dead-letters ls --reason "
     "max_deliveries` shows the notifications",
-    needs=("letters",),
+    needs=("dead_letters",),
 )
 def deadly(facts: Facts) -> Iterator[Finding]:
-    for (app, agent, stream), count in facts.given_up.items():
+    for (app, agent, stream), count in facts.max_deliveries_exceeded.items():
         found = f"{count} given up within the last days"
         yield Finding(stream=stream, consumer=f"{app}__{agent}", found=found)
 

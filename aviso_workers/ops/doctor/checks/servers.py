@@ -104,7 +104,7 @@ def health(facts: Facts) -> Iterator[Finding]:
     for need in ("account", "streams"):
         if need in facts.unknown:
             yield Finding(place="JetStream's API", found=facts.unknown[need])
-    for url, why in facts.deaf.items():
+    for url, why in facts.unreachable.items():
         yield Finding(place=url, found=why)
     for one in facts.monitored:
         meta = one.varz.jetstream.meta

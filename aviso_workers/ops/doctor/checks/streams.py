@@ -28,8 +28,8 @@ OF_SHORT_LIVES = (dead_letter_store.RETRIES, max_deliveries.STREAM)
 """Streams of ours that forget within days, and hold only what failed."""
 
 OUR_COPIES = "set notification_backend.jetstream.replicas: 3, and start a worker that uses {stream}"
-LETTERS_LIMIT = "set workers.dead_letters.max_bytes, and start a worker"
-LETTERS_ROOM = "`aviso-workers dead-letters ls`, then `retry` or `drop`; or raise workers.dead_letters.max_bytes"
+DEAD_LETTERS_LIMIT = "set workers.dead_letters.max_bytes, and start a worker"
+DEAD_LETTERS_FULL = "`aviso-workers dead-letters ls`, then `retry` or `drop`; or raise workers.dead_letters.max_bytes"
 APPLY = "then `aviso-workers streams apply`"
 BUCKETS_COPIES = f"{OUR_COPIES}; where none does, declare it: streams.{{stream}}.num_replicas: 3, {APPLY}"
 
@@ -46,7 +46,7 @@ def unlimited_bytes(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
         if stream.config.max_bytes <= 0 and not _keeps_state(stream) and stream.name not in OF_SHORT_LIVES:
             found = f"no max_bytes, {stream.bytes} bytes so far"
-            yield Finding(stream=stream.name, found=found, cure=LETTERS_LIMIT if _is_letters(stream) else "")
+            yield Finding(stream=stream.name, found=found, cure=DEAD_LETTERS_LIMIT if _has_dead_letters(stream) else "")
 
 
 @declare(
@@ -61,7 +61,7 @@ def unlimited_age(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
         config = stream.config
         # A dead letter is kept until somebody has looked at it.
-        if not config.max_age and config.max_msgs <= 0 and not _keeps_state(stream) and not _is_letters(stream):
+        if not config.max_age and config.max_msgs <= 0 and not _keeps_state(stream) and not _has_dead_letters(stream):
             yield Finding(stream=stream.name, found="neither max_age nor max_msgs")
 
 
@@ -129,7 +129,7 @@ def full(facts: Facts) -> Iterator[Finding]:
                     stream=stream.name,
                     found=f"{used / limit:.0%} of {name} {limit} used",
                     state=State.FAIL if used >= FULL * limit else State.WARN,
-                    cure=LETTERS_ROOM if _is_letters(stream) else "",
+                    cure=DEAD_LETTERS_FULL if _has_dead_letters(stream) else "",
                 )
 
 
@@ -334,7 +334,7 @@ def _keeps_state(stream: StreamInfo) -> bool:
     return stream.name.startswith(BY_KEY) or stream.name in (table_store.COUNTERS, delayed_messages.STREAM)
 
 
-def _is_letters(stream: StreamInfo) -> bool:
+def _has_dead_letters(stream: StreamInfo) -> bool:
     return stream.name == dead_letter_store.STREAM
 
 
@@ -351,5 +351,5 @@ def _never_deletes(stream: StreamInfo) -> bool:
         and not config.allow_msg_ttl
         and not config.allow_rollup_hdrs
         and not stream.origins
-        and not _is_letters(stream)
+        and not _has_dead_letters(stream)
     )
