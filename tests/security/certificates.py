@@ -24,14 +24,15 @@ class Authority:
         self._openssl = programs.find("openssl", package="openssl")
         self._directory = directory
         self._own = self._files(name)
-        self._run("req", "-x509", *NEW_KEY, "-subj", f"/CN={name}", "-days", "2", *self._out(self._own))
+        extension = ("-addext", "keyUsage = critical, keyCertSign, cRLSign")  # Python 3.13 insists on it
+        self._run("req", "-x509", *NEW_KEY, "-subj", f"/CN={name}", "-days", "2", *extension, *self._out(self._own))
         self.ca_file = self._own.cert_file
 
     def sign(self, name: str, *, days: int = 2, address: str = "127.0.0.1") -> Certificate:
         """Return a certificate for the address, which has expired where `days` is negative."""
         made, request = self._files(name), self._directory / f"{name}.csr"
         extension = self._directory / f"{name}.ext"
-        extension.write_text(f"subjectAltName = IP:{address}\n")
+        extension.write_text(f"subjectAltName = IP:{address}\nauthorityKeyIdentifier = keyid\n")
         self._run("req", "-new", *NEW_KEY, "-subj", f"/CN={name}", "-keyout", made.key_file, "-out", str(request))
         signing = ("-CA", self._own.cert_file, "-CAkey", self._own.key_file, "-CAcreateserial")
         extending = ("-extfile", str(extension), "-days", str(days), "-out", made.cert_file)

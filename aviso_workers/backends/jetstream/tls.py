@@ -64,13 +64,20 @@ class CarefulClient(Client):
         return command
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
-        """nats-py sends what still waits before it closes, also in the middle of connecting; and after a handshake that
-        failed it waits for an end that was there already."""
-        if (self._tls_wanted or self._server_info.get("tls_required")) and not is_encrypted(self):
+        """nats-py sends what still waits before it closes, also in the middle of connecting, and to a socket that is
+        closed, which Python 3.13.0 takes for an error; and after a handshake that failed it waits for an end that was
+        there already."""
+        is_forbidden = (self._tls_wanted or self._server_info.get("tls_required")) and not is_encrypted(self)
+        if is_forbidden or self._is_cut():
             self._pending = []
             self._pending_data_size = 0
+        if is_forbidden:
             self._drop()
         await super()._close(status, do_cbs)
+
+    def _is_cut(self) -> bool:
+        writer = self._transport._io_writer if isinstance(self._transport, TcpTransport) else None
+        return writer is not None and writer.is_closing()
 
     def _drop(self) -> None:
         if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:
