@@ -245,7 +245,7 @@ class _Tail:
         return grown
 
     def _look_at_all(self, known: list[tuple[str, EventLog | None]]) -> list[EventLog | OSError | None]:
-        return [self._logs.look(path, log) for path, log in known]
+        return [self._logs.snapshot(path, log) for path, log in known]
 
     async def _publish(self, application: _Application, grown: EventLog) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The Spark wing: notifications as data frames, Spark jobs as notifications.
+"""Spark: notifications as data frames, and what Spark's jobs do as notifications.
 
 Importing this package needs no pyspark, so that the event log of a Spark somewhere else can be followed without one.
 """

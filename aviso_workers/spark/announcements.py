@@ -1,6 +1,6 @@
-"""Cycles told of as notifications, each once however often a report is made.
+"""Announcements of complete and late cycles as notifications, each published once however often a report is made.
 
-`completeness` calls it on the driver. A cycle that the stream of its kind has is not told of again; what two reports
+`completeness` calls it on the driver. A cycle that the stream of its kind has is not announced again; what two reports
 at about the same time both send has the same message id, which the server stores once.
 """
 
@@ -23,12 +23,12 @@ __all__ = ["KINDS", "announce"]
 
 KINDS = ("cycle_complete", "cycle_late")
 """Event types with the identifier fields `event` and `cycle`; and which cycles they are for, by their columns."""
-TOLD = ("start", "due", "expected", "arrived", "in_time", "missing", "last_arrival")
-"""What a payload tells of a cycle."""
+PAYLOAD_COLUMNS = ("start", "due", "expected", "arrived", "in_time", "missing", "last_arrival")
+"""The columns of a cycle that its notification has in its payload."""
 
 
 def announce(cycles: Sequence[Mapping[str, Any]], event: str, settings: Config) -> dict[str, int]:
-    """Return how many cycles were told of, by those event types that the configuration has.
+    """Publish a notification for each complete and each late cycle, and return how many were new, by event type.
 
     Raises `InvalidNotificationError` where one has other fields or a cycle's name cannot be sent, and `BackendError`.
     """
@@ -39,19 +39,22 @@ def announce(cycles: Sequence[Mapping[str, Any]], event: str, settings: Config) 
 async def _announce(cycles: Sequence[Mapping[str, Any]], event: str, settings: Config) -> dict[str, int]:
     known = [kind for kind in KINDS if kind in settings.notification_schema]
     async with open_session(app="spark-report", config=settings, events=Events()) as session:
-        return {kind: await _tell(session, kind, event, (cycle for cycle in cycles if cycle[kind])) for kind in known}
+        return {
+            kind: await _announce_kind(session, kind, event, (cycle for cycle in cycles if cycle[kind]))
+            for kind in known
+        }
 
 
-async def _tell(session: Session, kind: str, event: str, cycles: Iterable[Mapping[str, Any]]) -> int:
-    told = await _told(session, kind, event)
+async def _announce_kind(session: Session, kind: str, event: str, cycles: Iterable[Mapping[str, Any]]) -> int:
+    announced = await _announced(session, kind, event)
     return await session.publisher.notify_many(
         Notify(kind, {"event": event, "cycle": name}, _payload(cycle), f"{kind}/{event}/{name}")
         for cycle in cycles
-        if (name := cycle["cycle"]) not in told
+        if (name := cycle["cycle"]) not in announced
     )
 
 
-async def _told(session: Session, kind: str, event: str) -> Set[str]:
+async def _announced(session: Session, kind: str, event: str) -> Set[str]:
     try:
         replayer = await session.replayer(kind, {"event": event})
         return {one.identifier["cycle"] async for one in replayer.replay(Position(), Position())}
@@ -60,6 +63,8 @@ async def _told(session: Session, kind: str, event: str) -> Set[str]:
 
 
 def _payload(cycle: Mapping[str, Any]) -> dict[str, Any]:
-    """Times that Spark gives have this process's zone and do not say so."""
-    values = {name: cycle[name] for name in TOLD}
+    """Return the payload that describes a cycle, with times that name their zone: those that Spark gives are local
+    ones.
+    """
+    values = {name: cycle[name] for name in PAYLOAD_COLUMNS}
     return {name: each.astimezone(UTC) if isinstance(each, datetime) else each for name, each in values.items()}

@@ -1,4 +1,4 @@
-"""What of a stream an archive has, remembered in the archive.
+"""The event type and the filter of an archive, recorded in the archive.
 
 What a run leaves out is behind the checkpoint, and no later run archives it. So an archive takes one event type and one
 filter: `archives` calls `check` before its query starts, and the command makes the `Selection` of its arguments.
@@ -25,7 +25,9 @@ RECORD = "_selection.json"
 
 
 class Selection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An event type and a filter, as canonical values: two that let the same through are equal."""
+    """The event type and the filter of an archive in canonical form: two that let the same notifications through are
+    equal.
+    """
 
     event: str
     where: Mapping[str, Any] = {}
@@ -36,7 +38,7 @@ class Selection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def selection(given: Mapping[str, Any]) -> Selection:
-    """Return what a read with these options has.
+    """Return the selection that a read with these options makes.
 
     Raises `InvalidOptionError`, `UnknownEventTypeError` and `InvalidIdentifierError`.
     """
@@ -48,7 +50,8 @@ def selection(given: Mapping[str, Any]) -> Selection:
 
 
 def check(files: Files, wanted: Selection | None, *, aside: str) -> None:
-    """Write down what an archive has where nothing is written yet, by way of the file `aside`.
+    """Check that an archive has the selection `wanted`; record it, by way of the file `aside`, where none is recorded
+    yet.
 
     Raises `PipelineError` where the archive has something else, or where nobody says what is to be archived.
     """

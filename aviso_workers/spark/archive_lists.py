@@ -34,17 +34,17 @@ class Entry(Struct, frozen=True, kw_only=True, rename="camel"):
 
     @property
     def day(self) -> str:
-        """The directory that it is in, such as `date=2026-11-20`."""
+        """The directory of the file's day, such as `date=2026-11-20`."""
         return self.path.rsplit("/", 2)[1]
 
     @property
     def name(self) -> str:
-        """Below the archive's directory, wherever that was when this was written."""
+        """The path of the file below the archive's directory, wherever that directory was when the list was written."""
         return "/".join(self.path.rsplit("/", 2)[1:])
 
 
 class FileList(Struct, frozen=True, kw_only=True):
-    """What a list says."""
+    """The content of a list: the files that belong to the archive after a batch."""
 
     number: int = -1
     """Of its batch; -1 where there is no list yet."""
@@ -67,7 +67,9 @@ def encode(entries: Iterable[Entry]) -> bytes:
 
 
 def decode(text: bytes, *, number: int) -> FileList:
-    """Raises `ValueError` where the text is no such list, or where something of it is missing or changed."""
+    """Parse the text of a list. Raises `ValueError` where it is no such list, or where something of it is missing or
+    changed.
+    """
     version, *documents = text.split(b"\n")
     if version != VERSION.encode():
         raise ValueError(f"it is of format {version.decode(errors='replace')!r}, {VERSION} is known")

@@ -1,4 +1,5 @@
-"""Notifications kept as Parquet, by the day on which they were stored: each once, and never half of a step.
+"""Archives of notifications as Parquet, by the day on which they were stored: each once, and never half of a
+micro-batch.
 
 `aviso-workers spark archive` calls it, and whoever has a stream of notifications in Spark. A micro-batch is written
 to the side, moved in, and becomes visible by one more file in the directory's `_spark_metadata`, which says what
@@ -97,7 +98,7 @@ def read(spark: SparkSession, path: str) -> DataFrame:
 
 
 class _Archive:
-    """An archive and its log. One query at a time has it."""
+    """The files and the log of an archive. One query at a time writes to it."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -106,7 +107,9 @@ class _Archive:
         self.root = files.root
 
     def prepare(self) -> None:
-        """Remove what earlier runs left. Raise `PipelineError` where no query can go on with what is there."""
+        """Remove the files that earlier runs left behind. Raises `PipelineError` where no query can continue this
+        archive.
+        """
         lists = self._files.list(LOG)
         if any(file.name.isdigit() for file in lists):
             raise PipelineError(f"{self.root} is written by Spark's own file sink: archive to a directory of its own")
@@ -157,7 +160,7 @@ class _Archive:
             )
 
     def check_selection(self, wanted: Selection | None) -> None:
-        """Raise `PipelineError` where the archive has other notifications of a stream than are wanted."""
+        """Raise `PipelineError` where the archive was made with another event type or filter than this query has."""
         archive_filters.check(self._files, wanted, aside=f"{self._staging}/selection")
 
     def _last_batch(self, kind: str) -> int:
@@ -167,7 +170,9 @@ class _Archive:
         )
 
     def moved(self) -> list[str]:
-        """Return the paths of all files, where the log has them at another place; else none."""
+        """Return the paths of all files where the log names another directory, as after the archive was moved; else
+        none.
+        """
         newest = self._newest()
         if not newest.entries:
             self._left(newest, (file.name for file in self._files.list("")))
@@ -178,7 +183,7 @@ class _Archive:
         return [f"{self.root}/{entry.name}" for entry in known]
 
     def add(self, batch: DataFrame, number: int) -> None:
-        """One micro-batch. Spark calls it again for one that it does not know to be done."""
+        """Add one micro-batch. Spark calls it again for a batch that it does not know to be done."""
         newest = self._newest()
         if number <= newest.number:
             return
@@ -215,7 +220,9 @@ class _Archive:
         return files.coalesce(partitions).sortWithinPartitions("date", "sequence")
 
     def _take_in(self, number: int) -> list[Entry]:
-        """Move what was written to where it stays. Until the log says so, it is no part of the archive."""
+        """Move the written files of a batch to their days. Until the log names them, they are no part of the
+        archive.
+        """
         # Below other directories of it Spark keeps what tasks have begun, also such as come too late.
         written = [file for file in self._files.list(self._staging) if WRITTEN.fullmatch(file.name)]
         moved = []
@@ -284,7 +291,7 @@ class _Archive:
                 self._files.delete(f"{STAGING}/{file.name}")
 
     def _remove_old_lists(self) -> None:
-        """Remove what nobody reads any more. The two newest lists stay: Spark tells by them that each is a whole."""
+        """Remove lists that no reader needs any more. The two newest stay: Spark tells by them that each is whole."""
         lists = [file for _, file in self._lists()]
         long_ago = time.time() * 1000 - READERS_MS
         for file, successor in pairwise(lists[:-1]):

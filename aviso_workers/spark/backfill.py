@@ -1,4 +1,4 @@
-"""Kept notifications published again: filtered, checked against a schema, each once.
+"""Backfills: stored notifications published again, filtered and checked against a schema, each once.
 
 `aviso-workers spark backfill` calls it with an archive or a stream, and whoever has such rows. What is no notification
 of the event type that it is to become goes to a table with the reason; where there is no such table, nothing at all is
@@ -38,7 +38,7 @@ Step = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 
 class Backfilled(Struct, frozen=True, kw_only=True):
-    """Numbers of rows."""
+    """The numbers of rows that a backfill published, found in the stream, and refused."""
 
     published: int
     present: int
@@ -48,7 +48,7 @@ class Backfilled(Struct, frozen=True, kw_only=True):
 
 
 def backfill(rows: DataFrame, event: str, *, dead_letters: str | None = None, config: str | None = None) -> Backfilled:
-    """Publish notifications, as the data source or an archive has them, as those of `event`.
+    """Publish rows, as the data source or an archive has them, as notifications of the event type `event`.
 
     Of the columns `event_type`, `sequence` and `time` the message id is made, unless there is a column `id`.
     `dead_letters` is a directory, to which Parquet is added. Raises `PipelineError` where there are rows for it and it
@@ -62,7 +62,7 @@ def backfill(rows: DataFrame, event: str, *, dead_letters: str | None = None, co
         if refused and dead_letters is None:
             raise _refusal(bad, refused, event)
         if refused:
-            _bury(bad, str(dead_letters))
+            _add_dead_letters(bad, str(dead_letters))
         absent = once.without_stored(_with_fields_of(good, _event_type(event, config)), event, config=config)
         published = once.publish(absent, event, config=config)
         return Backfilled(published=published, present=good.count() - published, refused=refused)
@@ -83,7 +83,7 @@ def check(rows: DataFrame, event: str, *, config: str | None = None) -> DataFram
 
 
 def matching(rows: DataFrame, event: str, where: Mapping[str, Any], *, config: str | None = None) -> DataFrame:
-    """Return the rows of `event` that a filter lets through: what the `where` options are for a stream, for a table.
+    """Return the rows of `event` that a filter lets through, as the `where` options of a read do for a stream.
 
     Raises `UnknownEventTypeError` and `InvalidIdentifierError`.
     """
@@ -156,8 +156,8 @@ def _matches(reader: NotificationReader, topic: str, identifier: Mapping[str, An
     return reader.matches(Message(subject=topic, data=b"", headers=headers))
 
 
-def _bury(bad: DataFrame, table: str) -> None:
-    """Add the rows to the table, those that an earlier run has not left there.
+def _add_dead_letters(bad: DataFrame, table: str) -> None:
+    """Add refused rows to the table of dead letters, without those that an earlier run has added.
 
     They are written to a place of this run's own and moved in: two runs that Spark lets append to one directory have
     one place aside, which the first that ends removes, with what the other has written.

@@ -1,4 +1,4 @@
-"""What came, compared with what was expected: how late, how much, which cycles are whole.
+"""Completeness of notifications against a table of expected ones: how late, how many, and which cycles are whole.
 
 `aviso-workers spark report` calls `report`; its parts are functions on data frames, for reports of one's own. What is
 expected is a table with a row for each notification: `cycle` (the name of one run), `due`, perhaps `start` (from which
@@ -31,7 +31,7 @@ MOST_ON_PAGE = 500
 
 
 class Reported(Struct, frozen=True, kw_only=True):
-    """Numbers of cycles, and of the notifications that told of them for the first time."""
+    """The number of cycles in a report, and of the notifications that announced cycles for the first time."""
 
     cycles: int
     complete: int
@@ -68,7 +68,9 @@ def expected_table(spark: SparkSession, path: str) -> DataFrame:
 
 
 def compare(notifications: DataFrame, expected: DataFrame) -> DataFrame:
-    """Return what is expected, with its `arrival` (null: none yet) and `latency_seconds`. Raises `PipelineError`."""
+    """Return the expected notifications with their `arrival` (null: none yet) and `latency_seconds`. Raises
+    `PipelineError`.
+    """
     types = {field.name: field.dataType for field in notifications.select("identifier.*").schema.fields}
     fields = [name for name in expected.columns if name not in ABOUT]
     if absent := {"cycle", "due"} - set(expected.columns):
@@ -101,8 +103,8 @@ def _require_times(expected: DataFrame, name: str) -> None:
 
 
 def cycles(compared: DataFrame, now: datetime) -> DataFrame:
-    """Return a row for each cycle: how much of it came and when, whether all did, and whether any of it was not there
-    when it was due.
+    """Return a row for each cycle: how many notifications came and when, whether all did, and whether any came after it
+    was due or is overdue.
     """
     in_time = F.coalesce(F.col("arrival") <= F.col("due"), F.lit(False))
     came_late = F.col("arrival").isNotNull() & ~in_time
@@ -137,10 +139,10 @@ def report(
     now: datetime | None = None,
     config: str | None = None,
 ) -> Reported:
-    """Write the tables `notifications` (all that was expected), `cycles` and `hours`, and `report.html`, to the
-    directory `to`, and tell of cycles that are complete, and of those that are late: of each once.
+    """Write the tables `notifications` (all expected ones), `cycles` and `hours`, and `report.html`, to the directory
+    `to`, and announce complete and late cycles, each once.
 
-    Cycles are told of as the event types `cycle_complete` and `cycle_late`, where the configuration has them, with
+    Cycles are announced as the event types `cycle_complete` and `cycle_late`, where the configuration has them, with
     the identifier fields `event` and `cycle`. Raises `PipelineError` and, when all is written, as `announce` does.
     """
     moment = now or datetime.now(UTC)

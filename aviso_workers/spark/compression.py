@@ -45,14 +45,14 @@ SNAPPY_SIZE = Struct(">i")
 
 
 class Decompressor(Protocol):
-    """Of one file."""
+    """A decompressor for one file that may still be growing."""
 
     @property
     def open(self) -> bool:
         """Whether the last frame or block has begun and not ended."""
 
     def decompress(self, data: bytes) -> Iterator[bytes]:
-        """Return what the next bytes of the file give. Raises `UndecodableError` after the last that is good."""
+        """Yield what the next bytes of the file decompress to. Raises `UndecodableError` after the last good piece."""
 
 
 class _ZstdFrames:
@@ -77,7 +77,7 @@ class _ZstdFrames:
 
 
 class _Blocks(ABC):
-    """Blocks that are decompressed when they are complete."""
+    """A decompressor for codecs of blocks, each of which is decompressed when it is complete."""
 
     def __init__(self, codec: str) -> None:
         try:
@@ -161,7 +161,7 @@ class _SnappyBlocks(_Blocks):
 
 
 def _snappy_decompressed_size(block: bytes) -> int:
-    """Return which a block begins with, seven bits a byte."""
+    """Return the decompressed size, in bytes, that a snappy block begins with, seven bits to a byte."""
     size = 0
     for place, byte in enumerate(block[:5]):
         size |= (byte & 0x7F) << (7 * place)
@@ -176,10 +176,10 @@ MAGICS = {b"\x28\xb5\x2f\xfd": "zstd", LZ4_MAGIC: "lz4", SNAPPY_MAGIC: "snappy"}
 
 
 def by_name(codec: str) -> Decompressor | None:
-    """Return the decompressor for a file that ends with this name of a codec; None: it is not compressed."""
+    """Return the decompressor for a codec by the suffix of a file name; None where the file is not compressed."""
     return CODECS[codec]() if codec else None
 
 
 def by_content(head: bytes) -> Decompressor | None:
-    """Return the decompressor for a file that begins with these `MAGIC_BYTES`; None: it is not compressed."""
+    """Return the decompressor for a file by its first `MAGIC_BYTES`; None where the file is not compressed."""
     return next((CODECS[codec]() for magic, codec in MAGICS.items() if head.startswith(magic)), None)

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Connection:
-    """An open backend, and the way to it."""
+    """An open backend, with a method to call it from code that has no event loop."""
 
     def __init__(self, portal: BlockingPortal, backend: Backend) -> None:
         self.backend = backend
@@ -45,7 +45,9 @@ class Connection:
 
 @contextmanager
 def connected(settings: Config, *, patience_seconds: float = 0) -> Iterator[Connection]:
-    """Connect, for so long where no server answers. Raises as `open_backend` does."""
+    """Open a backend for the block, and retry for `patience_seconds` while no server answers. Raises as `open_backend`
+    does.
+    """
     with (
         _seldom_collecting(),
         start_blocking_portal() as portal,
@@ -56,7 +58,7 @@ def connected(settings: Config, *, patience_seconds: float = 0) -> Iterator[Conn
 
 @contextmanager
 def _seldom_collecting() -> Iterator[None]:
-    """Python looks for garbage whenever some hundred objects were made, and here thousands of messages wait."""
+    """Let Python collect garbage less often in the block, where thousands of messages are held at a time."""
     usual = gc.get_threshold()
     gc.set_threshold(COLLECT_AFTER)
     try:
@@ -83,12 +85,14 @@ async def _open(stack: AsyncExitStack, settings: Config, patience_seconds: float
 
 
 def tries(patience_seconds: float, *, now: float) -> Tries:
-    """Return the tries at a server that may be away for so long. The last of them begins when that time is over."""
+    """Return the retries of a call to a server that may be away for some seconds. The last begins when that time is
+    over.
+    """
     return Tries(AGAIN, until=now + patience_seconds + AGAIN.first)
 
 
 def load_config(path: str | None) -> Config:
-    """Return the configuration as this process sees it: a file here, or one that was given to spark-submit with
+    """Load the configuration as this process sees it: a file here, or one that was given to spark-submit with
     `--files`.
 
     It is read once, until its file changes: Spark uses a process for many tasks, some of a tenth of a second. Unless it

@@ -1,4 +1,4 @@
-"""`spark.read.format("aviso")` and its three sisters: options in, readers and writers out.
+"""The Spark data source `aviso`: makes the readers and writers for `read`, `readStream`, `write` and `writeStream`.
 
 Spark calls this on the driver, each time in a process of its own. What is found out here goes to the tasks with the
 readers and writers; the connection does not, because it holds credentials: every process takes it from the
@@ -22,7 +22,7 @@ __all__ = ["AvisoDataSource", "register"]
 
 
 class AvisoDataSource(DataSource):
-    """Notifications as rows."""
+    """The data source `aviso`: notifications as rows."""
 
     @classmethod
     def name(cls) -> str:

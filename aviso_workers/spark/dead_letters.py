@@ -1,4 +1,4 @@
-"""Rows that are no notifications: found one by one, named, and kept with their reasons in a directory of Parquet.
+"""Dead letters of a write: the rows that are no notifications, each named and kept with its reason in Parquet.
 
 `writers` uses it in a task. What is wrong shows for a batch of rows at a time, so a batch that is refused is divided
 until each row of it that is wrong stands alone. The directory goes through Arrow's file systems, because a task has no
@@ -50,13 +50,13 @@ def divided(
 
 
 def excerpt(row: pa.RecordBatch) -> str:
-    """Return the beginning of what a row holds, for an error."""
+    """Return the beginning of a row as text, for an error message."""
     text = str(row.to_pylist()[0])
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 class DeadLetters:
-    """The refused rows of one task. `save` writes them to a file, whose name they make.
+    """The refused rows of one task. `save` writes them to a file that is named by a digest of their content.
 
     So a task that is run again with the same rows writes the same file, and one that has other rows writes another.
     """
@@ -110,7 +110,7 @@ def _is_file(found: Any) -> bool:
 
 
 def _located(directory: str) -> tuple[Any, str]:
-    """Return the file system, and the path in it."""
+    """Return the file system of a directory or URL, and the path in that file system."""
     if "://" in directory:
         system, path = fs.FileSystem.from_uri(directory)
         return system, path.rstrip("/")

@@ -1,4 +1,4 @@
-"""For how long the stream of job events knows an event by its id, whoever publishes it a second time.
+"""The duplicate window of the stream of job events, within which the server discards an event that has a known id.
 
 Asked by the agent that tails event logs (`agents.spark_events`) and by the listeners inside of a driver (`listeners`),
 which both publish each event. Within half of the window each relies on the server; beyond it the agent asks the stream
@@ -21,30 +21,32 @@ __all__ = ["DuplicateWindow"]
 
 MOST_SECONDS = 60.0
 """Half of the usual window. A longer one is not relied on: what waited for so long was not published for a reason."""
-LOOK_SECONDS = 5.0
+CACHE_SECONDS = 5.0
 """A window that somebody changes is noticed within this time."""
 
 
 class DuplicateWindow:
-    """The duplicate window of the stream of job events, as it is now."""
+    """The duplicate window of the stream of job events, read from the server again when it is `CACHE_SECONDS` old."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._half_seconds = MOST_SECONDS
-        self._looked_at = -math.inf
+        self._read_at = -math.inf
 
     async def half_seconds(self, backend: Backend) -> float:
-        """Return half of it, at most a minute. Raises `UnknownEventTypeError` and `BackendError`."""
-        if anyio.current_time() - self._looked_at <= LOOK_SECONDS:
+        """Return half of the duplicate window in seconds, at most a minute. Raises `UnknownEventTypeError` and
+        `BackendError`.
+        """
+        if anyio.current_time() - self._read_at <= CACHE_SECONDS:
             return self._half_seconds
         try:
-            self._half_seconds = await self._look(backend)
+            self._half_seconds = await self._read(backend)
         except NotFoundError:  # whoever publishes first makes it, so the next event asks again
             return MOST_SECONDS
-        self._looked_at = anyio.current_time()
+        self._read_at = anyio.current_time()
         return self._half_seconds
 
-    async def _look(self, backend: Backend) -> float:
+    async def _read(self, backend: Backend) -> float:
         known = self._config.notification_schema
         if EVENT_TYPE not in known:
             raise UnknownEventTypeError(EVENT_TYPE, known)

@@ -1,4 +1,4 @@
-"""Rows that a stream discarded, because it knows their message ids: held against the messages that have the ids.
+"""Comparison of rows that a stream discarded as duplicates with the messages that have their message ids.
 
 `writers` calls `check` with the rows of a chunk that were acknowledged as duplicates. A stream discards by the id alone
 and does not compare, so without this an id that two rows share would cost one of them.
@@ -24,7 +24,8 @@ FEW = 10
 
 
 async def check(backend: Backend, stream: str, chunk: OutgoingChunk, discarded: Mapping[int, int]) -> int:
-    """Return how many of the discarded rows cannot be compared, because a newer message of their topic replaced theirs.
+    """Compare discarded rows with the messages of their ids, and return how many cannot be compared, because a newer
+    message of their topic replaced theirs.
 
     `discarded` has the place in the chunk of each, and the sequence of the message that has its id. Raises
     `DuplicateIdError`, whose `place` is that of the row, where the message has other content or is gone.
@@ -46,7 +47,7 @@ async def check(backend: Backend, stream: str, chunk: OutgoingChunk, discarded: 
 
 
 async def _messages(backend: Backend, stream: str, sequences: Sequence[int]) -> dict[int, Message]:
-    """Return the messages of ascending sequences, without those that are gone."""
+    """Return the messages of ascending sequences by sequence, without those that are deleted."""
     wanted, found = set(sequences), dict[int, Message]()
     for first, last, count in _runs(sequences):
         if count < FEW:
@@ -63,7 +64,7 @@ async def _messages(backend: Backend, stream: str, sequences: Sequence[int]) -> 
 
 
 def _runs(sequences: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the first and the last of sequences that are close to each other, and how many there are."""
+    """Yield runs of sequences that are close to each other: the first, the last, and how many there are."""
     begin = 0
     for place in range(1, len(sequences) + 1):
         if place == len(sequences) or sequences[place] - sequences[place - 1] > GAP:
@@ -72,7 +73,9 @@ def _runs(sequences: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 async def _check_replaced(backend: Backend, stream: str, chunk: OutgoingChunk, *, place: int, sequence: int) -> None:
-    """Raise `DuplicateIdError` unless the stream keeps few messages of a topic, and has a newer one of the row's."""
+    """Raise `DuplicateIdError` unless the stream limits the messages of a topic, and has a newer one of the row's
+    topic.
+    """
     info = await backend.stream_info(stream)
     if info.config.max_msgs_per_subject > 0:
         newest = await backend.message(stream, last_by_subject=chunk.subjects[place])
@@ -92,12 +95,12 @@ def _is_alike(message: Message, chunk: OutgoingChunk, place: int) -> bool:
 
 
 def _place(headers: Mapping[str, str] | None) -> list[str | None]:
-    """Return where on the globe a notification is: the only headers that are part of it."""
+    """Return the spatial headers of a notification: the only headers that are part of what it says."""
     return [(headers or {}).get(header) for header in (codec.BBOX_HEADER, *codec.SPATIAL_HEADERS.values())]
 
 
 def _value(data: bytes) -> object:
-    """Return what a payload says, however it is spelled."""
+    """Return a payload decoded from JSON, so that different spellings are equal; the bytes where it is no JSON."""
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError):

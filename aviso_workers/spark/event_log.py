@@ -13,13 +13,13 @@ ends a frame at every flush, so that whatever it has flushed can be read, and wi
 skipped up to there.
 
 A history server may compact the older files of a rolling log: `events_<n>_<name>[.<codec>].compact` replaces all up to
-the n-th and leaves out jobs that have ended. Who had not read as far as that reads it from its beginning, and meets
+the n-th and leaves out jobs that have ended. A reader that had not come as far reads it from its beginning, and meets
 events again.
 
 A log may also be copied here by a program that writes it under its final name. So a file that ends in the middle of an
 event is read on when it grows, and one that has become smaller is another copy, which is read from its beginning.
 
-Not done here: what an event means (`job_events`), and who has published it.
+Not done here: what an event means (`job_events`), and whether it was published already (the agent).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ __all__ = [
     "Position",
     "find",
     "is_rolling",
-    "look",
+    "is_unchanged",
     "may_be_log",
-    "rests",
     "rolling_log",
     "single_log",
+    "snapshot",
 ]
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ PLAIN_CHUNK = 256 << 10
 EVENT = b'{"Event":"'
 ROLLING = "eventlog_v2_"
 NAME = re.compile(r"[^\s*>]+")
-"""Of an application. The others could not be told from a filter for several applications, or not be published."""
+"""Names of applications. Others could not be told from a filter for several applications, or not be published."""
 ROLLED_FILE = re.compile(r"events_(\d{1,9})_[^.]+(\.\w+)?(\.compact)?")
 COMPACTED = ".compact"
 APP_STATUS = "appstatus_"
@@ -90,7 +90,7 @@ class LogFile(Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> tuple[int, bool]:
-        """In the order of reading: what is compacted comes after what it was made of."""
+        """The order in which the file is read: a compacted file comes after the files that it was made of."""
         return (self.index, self.compacted)
 
 
@@ -104,10 +104,10 @@ class ListedFile(Struct, frozen=True, kw_only=True):
 
 
 class OpenFile(Protocol):
-    """What a log is read from."""
+    """An open file of an event log."""
 
     def read(self, size: int, /) -> bytes | None:
-        """Up to so many bytes, none where the file has no more."""
+        """Read up to `size` bytes; empty or None where the file has no more."""
 
     def seek(self, offset: int, /) -> int: ...
 
@@ -115,7 +115,7 @@ class OpenFile(Protocol):
 
 
 class EventLog(Struct, frozen=True, kw_only=True):
-    """The event log of one application as it stood at a moment. Two that are equal: nothing happened in between."""
+    """A snapshot of the event log of one application. Two are equal where nothing happened in between."""
 
     path: str
     files: tuple[LogFile, ...]
@@ -126,17 +126,17 @@ class EventLog(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Application id, and attempt where there are several, as Spark spells them in file names."""
+        """The application id, with the attempt where there are several, as Spark spells them in file names."""
         return os.path.basename(self.path).removeprefix(ROLLING).partition(".")[0]
 
     @property
     def size(self) -> int:
-        """Bytes of all files, as they are stored."""
+        """The size of all files together, in bytes as they are stored."""
         return sum(file.size for file in self.files)
 
     @property
     def problem(self) -> str | None:
-        """Why none of it can be read, if so."""
+        """The reason why nothing of the log can be read; None where it can be."""
         if not NAME.fullmatch(self.name):
             return f"{self.name!r} is no Spark application id: move it out of the directory of event logs"
         for codec in {file.codec for file in self.files} - {"", *compression.CODECS}:
@@ -165,7 +165,7 @@ class EventLog(Struct, frozen=True, kw_only=True):
 
 
 class Position(Struct, frozen=True, kw_only=True):
-    """How far a log was read."""
+    """A position in an event log, up to which it was read."""
 
     index: int = 0
     offset: int = 0
@@ -205,12 +205,12 @@ def find(directory: str) -> list[str]:
 def _may_be_file(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_file()
-    except OSError:  # as of a symbolic link to itself: who looks at it tells, and the others are found
+    except OSError:  # as of a symbolic link to itself: `snapshot` of it raises, and the others are found
         return True
 
 
 def may_be_log(name: str) -> bool:
-    """Return whether a file or a directory of this name is of Spark's writing."""
+    """Return whether a file or a directory of this name may be an event log that Spark wrote."""
     # Hadoop leaves a hidden checksum file beside each file that it writes. Spark writes no names but printable ones.
     return name.isprintable() and not name.startswith(".")
 
@@ -220,23 +220,25 @@ def is_rolling(path: str) -> bool:
     return os.path.basename(path).startswith(ROLLING)
 
 
-def look(path: str) -> EventLog | None:
-    """Return the log at a path that `find` gave; None where it is gone. Raises `OSError`."""
+def snapshot(path: str) -> EventLog | None:
+    """Return a snapshot of the log at a path that `find` gave; None where the log is gone. Raises `OSError`."""
     try:
-        return _look_at_rolling(path) if is_rolling(path) else _look_at_single(path)
+        return _rolling_snapshot(path) if is_rolling(path) else _single_snapshot(path)
     except FileNotFoundError:
         return None
 
 
-def rests(log: EventLog) -> bool:
-    """Return a quick look, for one file only: whether the newest is as it was. A new one shows when you `look`."""
+def is_unchanged(log: EventLog) -> bool:
+    """Return whether the newest file of a log has the size of its snapshot. It does not notice a new file: `snapshot`
+    does.
+    """
     try:
         return os.stat(log.files[-1].path).st_size == log.files[-1].size
     except (IndexError, OSError):
         return False
 
 
-def _look_at_rolling(path: str) -> EventLog:
+def _rolling_snapshot(path: str) -> EventLog:
     # All names before any size: a file that they show to be closed then has its last size.
     with os.scandir(path) as listing:
         entries = list(listing)
@@ -256,7 +258,7 @@ def _listed_part(entry: os.DirEntry[str]) -> ListedFile:
         raise
 
 
-def _look_at_single(path: str) -> EventLog:
+def _single_snapshot(path: str) -> EventLog:
     # In this order, because the one is renamed to the other.
     try:
         return single_log(path, _listed(path + IN_PROGRESS))
@@ -299,7 +301,7 @@ def _open_here(path: str) -> OpenFile:
 
 
 class EventLogReader(Generic[T]):
-    """Reads the log of one application, file after file, from a position on.
+    """A reader of the event log of one application, file after file, from a position on.
 
     `decode` turns a line into what is wanted of it, None to leave it out; it raises `UndecodableError`. A file that is
     damaged is left out from there on, and reading goes on with the next one. The newest file, where it ends in the
@@ -327,7 +329,9 @@ class EventLogReader(Generic[T]):
         return self._lines is not None
 
     def read(self, log: EventLog) -> Batch[T]:
-        """Return the next events, no further than `log` says that its files reach. Raises `OSError`; then try again."""
+        """Return the next events, no further than the snapshot `log` reaches. Raises `OSError`; then the call may be
+        repeated.
+        """
         events: list[T] = []
         problems: list[str] = []
         try:
@@ -341,7 +345,7 @@ class EventLogReader(Generic[T]):
         return Batch(events=events, problems=problems, more=more)
 
     def close(self) -> None:
-        """Give back the open file. Another `read` opens it again."""
+        """Close the open file. Another `read` opens it again."""
         if self._lines is not None:
             self._lines.close()
             self._lines = None
@@ -371,8 +375,7 @@ class EventLogReader(Generic[T]):
         return False
 
     def _is_damaged(self, file: LogFile) -> bool:
-        """Return whether it is the file that is left out from its damage on; what is written behind that changes
-        nothing.
+        """Return whether a file is the damaged one, whose rest is left out, whatever is appended to it.
 
         One that was written since and has no more bytes is another copy.
         """
@@ -389,7 +392,7 @@ class EventLogReader(Generic[T]):
         return [f"{log.path}: events_{first} to events_{last} went before they were read"] if first <= last else []
 
     def _read_file(self, file: LogFile, limit: int, events: list[T], problems: list[str]) -> int:
-        """Take what is new in one file, and return how many bytes that was, decompressed."""
+        """Decode the new lines of one file into `events`, and return how many decompressed bytes were read."""
         if file.size < self._reached.size:
             problems.append(self._begin_again(file))
         if self._lines is None:
@@ -417,7 +420,7 @@ class EventLogReader(Generic[T]):
         return lines.decompressed - begin
 
     def _begin_again(self, file: LogFile) -> str:
-        """Go back to the beginning of a file that was replaced, and return what to tell of it."""
+        """Go back to the beginning of a file that was replaced, and return a sentence that says so."""
         before = self._reached
         self.close()
         self._reached = Position(
@@ -433,11 +436,11 @@ class EventLogReader(Generic[T]):
 
 
 class _TruncatedError(UndecodableError):
-    """A file ends in the middle of an event, and may still be growing."""
+    """An `UndecodableError` for a file that ends in the middle of an event, and may still be growing."""
 
 
 class _Lines:
-    """The lines of one open file, as it grows."""
+    """The lines of one open file, read as it grows."""
 
     def __init__(self, file: LogFile, opened: OpenFile, start: int) -> None:
         self.size = 0
@@ -455,7 +458,7 @@ class _Lines:
     def _decompressor_of(self, file: LogFile) -> compression.Decompressor | None:
         if not file.compacted:
             return compression.by_name(file.codec)
-        # A history server compresses as it is told itself, and keeps the name.
+        # A history server compresses with the codec of its own configuration, and keeps the name.
         decompressor = compression.by_content(self._file.read(compression.MAGIC_BYTES) or b"")
         self._file.seek(0)
         return decompressor
@@ -478,13 +481,13 @@ class _Lines:
         self.size += len(data)  # so that a file which is damaged at its end is not taken for one that was read
 
     def go_on_in(self, path: str, opened: OpenFile) -> None:
-        """The file has another name now."""
+        """Read on in the file of another name that this one was renamed to."""
         self._file.close()
         self.path, self._file = path, opened
         self._file.seek(self.size)
 
     def check_end(self) -> None:
-        """Raises `_TruncatedError` where the file cannot end here."""
+        """Raise `_TruncatedError` where the file ends in the middle of a line or of a compressed block."""
         if self._rest_bytes or (self._decompressor is not None and self._decompressor.open):
             raise _TruncatedError(f"truncated in the middle of an event, at byte {self.offset}")
 

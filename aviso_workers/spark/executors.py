@@ -1,4 +1,4 @@
-"""Whether the executors have what the data source needs, asked once before any query, with the cure in the answer.
+"""The check, before any query, that the executors have the packages that the data source needs.
 
 Without this, what is missing shows as tasks that fail again and again, or as a worker that "exited unexpectedly".
 """
@@ -21,7 +21,9 @@ MISMATCH = "PYTHON_VERSION_MISMATCH"
 
 
 def check(spark: SparkSession) -> None:
-    """Run a small job over the executors. Raises `ExecutorError`."""
+    """Check by a small job that the executors have the packages that are needed. Raises `ExecutorError` with the
+    cure.
+    """
     if not hasattr(spark, "_jsparkSession"):
         return  # Spark Connect: there is no way to ask but by a query
     context = spark.sparkContext
@@ -41,7 +43,7 @@ def check(spark: SparkSession) -> None:
 
 
 def _probe(needed: tuple[str, ...]) -> Callable[[Iterable[Any]], Iterator[tuple[str, str, str]]]:
-    """Return a function that travels by value, because it is to find out whether our package is there."""
+    """Return a function that Spark pickles by value, because it finds out whether this package is installed there."""
 
     def probe(rows: Iterable[Any]) -> Iterator[tuple[str, str, str]]:
         import importlib

@@ -26,7 +26,7 @@ __all__ = ["File", "Files"]
 
 
 class File(Struct, frozen=True, kw_only=True):
-    """A file as a listing shows it."""
+    """A file as the listing of a directory shows it."""
 
     name: str
     """Below the directory that was listed."""
@@ -49,7 +49,7 @@ class Files:
         self.root = str(self._system.makeQualified(path).toString()).rstrip("/")
 
     def url(self, name: str) -> str:
-        """As Spark's logs spell a file: what a URL cannot have is escaped."""
+        """Return the URL of a file as Spark's logs spell it, with escapes for what a URL cannot have."""
         return str(self._path(name).toUri().toString())
 
     def exists(self, name: str) -> bool:
@@ -69,7 +69,7 @@ class Files:
         return sorted(found, key=lambda file: file.name)
 
     def move(self, source: str, target: str) -> None:
-        """Raises `PipelineError`, also where there is such a file already."""
+        """Move a file. Raises `PipelineError`, also where there is a file of the name `target` already."""
         self.sync(source)
         self._system.mkdirs(self._path(target).getParent())
         self._rename(source, target)
@@ -78,7 +78,7 @@ class Files:
         self._system.delete(self._path(name), True)
 
     def read(self, name: str) -> bytes:
-        """Raises `PipelineError`."""
+        """Return the content of a file. Raises `PipelineError` where it cannot be read."""
         with self._named(name):
             stream = self._system.open(self._path(name))
             try:
@@ -87,7 +87,7 @@ class Files:
                 stream.close()
 
     def write(self, name: str, text: str) -> None:
-        """Write a file, or replace it: on a disk in one step, so that whoever reads sees the old text or the new one.
+        """Write a file, or replace it: on a disk in one step, so that a reader sees the old text or the new one.
 
         An object store does so by itself. On HDFS a reader may see a part of the text meanwhile.
         """
@@ -102,7 +102,7 @@ class Files:
         self._sync_directories(name)
 
     def write_new(self, name: str, text: bytes, *, aside: str) -> None:
-        """Write a file by way of the file `aside`, all of it at once. One that is there already stays as it is.
+        """Write a file by way of the file `aside`, all of it at once. A file that is there already stays as it is.
 
         Where two do so at the same time, the file is that of one of them on a disk and on HDFS; on an object store,
         which cannot tell, it may be replaced. Raises `PipelineError`.
@@ -112,10 +112,10 @@ class Files:
         is_there = (self._is_local and self._link(aside, name)) or self.exists(name)
         if not is_there:
             self._rename(aside, name)
-        self.delete(aside)  # else who writes it once more would write to what is linked to it
+        self.delete(aside)  # else a later write to `aside` would change the file that is linked to it
 
     def sync(self, name: str) -> None:
-        """Have the disk store a file that some process has written here; one that is missing is passed over."""
+        """Have the disk store a file that some process has written here; a missing file is passed over."""
         if self._is_local and self._here(name).is_file():
             with self._here(name).open("rb") as file:
                 files.sync(file)
@@ -136,7 +136,9 @@ class Files:
             stream.close()
 
     def _link(self, aside: str, name: str) -> bool:
-        """Return whether there is such a file now; some mounted file systems have no links."""
+        """Link the file `aside` as `name`, and return whether `name` is there now; some mounted file systems have no
+        links.
+        """
         try:
             os.link(self._here(aside), self._here(name))
         except FileExistsError:
@@ -153,13 +155,13 @@ class Files:
         self._sync_directories(target)
 
     def _sync_directories(self, name: str) -> None:
-        """Have the disk store in which directories a file is, up to that in which the root is."""
+        """Have the disk store the entries of a file's directories, up to that of the root."""
         if not self._is_local:
             return
         above = self._here("").parent
         for directory in self._here(name).parents:
             if directory == above:
-                with suppress(PermissionError):  # who may write to the root need not see what is beside it
+                with suppress(PermissionError):  # the directory above the root may not be readable
                     files.sync_directory(directory)
                 return
             files.sync_directory(directory)
@@ -172,7 +174,7 @@ class Files:
             raise PipelineError(f"{self.root}/{name}: {error.java_exception.toString()}") from error
 
     def _here(self, name: str) -> Path:
-        """Return the path on a disk."""
+        """Return the path of a file on this machine's disk."""
         return Path(self._path(name).toUri().getPath())
 
     def _path(self, name: str) -> Any:

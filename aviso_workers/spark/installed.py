@@ -1,4 +1,4 @@
-"""What parts of this package need installed, and whether PySpark is, in a version that the data source is made of."""
+"""The requirements of this package's parts: what pip installs for them, and whether PySpark is new enough."""
 
 from __future__ import annotations
 

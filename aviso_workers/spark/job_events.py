@@ -1,7 +1,7 @@
-"""What a Spark listener event says, as a notification of event type `spark_job`.
+"""Spark's listener events as notifications of the event type `spark_job`.
 
 Called by whoever hears of events as JSON: the agent that tails event logs (`aviso_agents.spark_events`) and the
-listeners inside of a driver (`listeners`). It is the same JSON and makes the same ids, so that a stream that heard both
+listeners inside of a driver (`listeners`). It is the same JSON and makes the same ids, so that a stream that got both
 ways holds each event once.
 
 Pure. Each event is projected by one function below: a few fields that people ask for, under names of ours, times in
@@ -68,17 +68,19 @@ class Application(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_run(cls, application_id: str, attempt: str | None) -> Application:
-        """Return the application that Spark itself calls so; `attempt` is None where there is but one."""
+        """Return the application by the id and the attempt that Spark gives; `attempt` is None where there is but
+        one.
+        """
         name = application_id if attempt is None else f"{application_id}_{attempt}"
         return cls.of_log(name.translate(SPELLING).lower())
 
     def message_ids(self, cluster: str) -> str:
-        """Return what the message ids of all its events begin with."""
+        """Return the beginning of the message ids of all the application's events."""
         return f"spark:{cluster}:{self.id}:{self.attempt}:"
 
 
 class JobEvent(Struct, frozen=True, kw_only=True):
-    """One thing that happened in a Spark application."""
+    """An event of a Spark application, such as the start of a job or the end of a stage."""
 
     application: Application
     kind: str
@@ -103,17 +105,19 @@ class JobEvent(Struct, frozen=True, kw_only=True):
         }
 
     def message_id(self, cluster: str) -> str:
-        """Return what the event is: the same for everybody who hears of it, and on every repeat."""
+        """Return the message id of the event: the same from every publisher, and on every repeat."""
         return f"{self.application.message_ids(cluster)}{self.kind}.{self.event}:{self.occurrence}"
 
 
 def cluster_of(config: Config) -> str:
-    """Return what ids and identifiers call the cluster, for all who publish or look: the agent's setting."""
+    """Return the cluster's name in message ids and identifiers, as the agent `spark-events` has it in its settings."""
     return str(config.workers.agents.get("spark-events", {}).get("cluster", "local"))
 
 
 def decode(line: bytes | str, application: Application) -> JobEvent | None:
-    """Return the event in one line of an event log; None where it says nothing here. Raises `UndecodableError`."""
+    """Return the event in one line of an event log; None where the line is not of interest. Raises
+    `UndecodableError`.
+    """
     line = line.encode() if isinstance(line, str) else line
     name = _name(line)
     project = PROJECTIONS.get(name)
@@ -143,14 +147,16 @@ class Begun(Struct, frozen=True):
 
 
 class Unfinished:
-    """What has begun in an application and not ended, by the events that are published, in their order."""
+    """The jobs, stages, SQL executions and queries of an application that have begun and not ended, by its published
+    events.
+    """
 
     def __init__(self, application: Application, cluster: str) -> None:
         self._ids = application.message_ids(cluster)
         self._begun: dict[tuple[str, str], Begun] = {}
 
     def add(self, message_id: str, identifier: Mapping[str, str]) -> None:
-        """One more of the events, which may be of another attempt."""
+        """Take the next published event, in the order of the stream. An event of another attempt is ignored."""
         if not message_id.startswith(self._ids):
             return
         _, _, occurrence = message_id.removeprefix(self._ids).partition(":")
@@ -165,7 +171,7 @@ class Unfinished:
 
 
 def lost(application: Application, begun: Begun | None = None, *, heard: float) -> JobEvent:
-    """Return the event that Spark cannot write: nothing was heard of the application since `heard`, seconds since 1970.
+    """Return the event that Spark cannot write: the application's log has not grown since `heard`, seconds since 1970.
 
     It is of the application, or of what had begun in it. That the driver is gone is a guess. One that was only idle
     goes on writing (`resumed`), and may be lost again.
@@ -174,7 +180,9 @@ def lost(application: Application, begun: Begun | None = None, *, heard: float) 
 
 
 def resumed(application: Application, *, heard: float) -> JobEvent:
-    """Return the event that an application goes on which was called lost; it was silent from `heard` on."""
+    """Return the event that an application which was reported lost goes on; its log had not grown since `heard`,
+    seconds since 1970.
+    """
     return _of_loss(application, None, "resumed", heard)
 
 
@@ -192,12 +200,12 @@ def _of_loss(application: Application, begun: Begun | None, event: str, heard: f
 
 
 def _name(line: bytes) -> bytes:
-    """Return the event's name, seen without parsing: Spark writes it first."""
+    """Return the event's name without parsing the line: Spark writes it first."""
     return line[len(HEAD) : line.find(b'"', len(HEAD))] if line.startswith(HEAD) else b""
 
 
 class _Fact(Struct, frozen=True):
-    """What one of Spark's events says, apart from the application it happened in."""
+    """The content of one of Spark's events, without the application that it happened in."""
 
     kind: str
     event: str
@@ -341,7 +349,7 @@ def _query_end(spark: Json) -> _Fact:
 
 
 def _run(query: Json) -> str:
-    """Return a query restarted from its checkpoint keeps its id and gets a new run id."""
+    """Return what identifies a run of a query: restarted from its checkpoint it keeps its id, and gets a new run id."""
     return f"{query['id']}/{query['runId']}"
 
 
@@ -361,8 +369,8 @@ def _outcome(error: str | None) -> Json:
 
 
 def _described(end: Json) -> str | None:
-    """Return what a source or sink of a streaming query calls itself, without the hash of a Java object that has no
-    name.
+    """Return the name that a source or sink of a streaming query gives itself, without the hash of a Java object that
+    has no name.
 
     Spark has no name for data sources in Python: ours is known by what its offsets say.
     """

@@ -1,9 +1,9 @@
-"""Listeners inside of a Spark driver: what its jobs do is published within milliseconds.
+"""Listeners inside of a Spark driver, which publish what its jobs do within milliseconds.
 
 Called by the author of a driver, through `aviso_workers.spark.listen`. In a classic session it is a SparkListener that
-py4j shows to the JVM, with a queue of its own on Spark's bus, so that it can hold up nobody else's; it hears of
-streaming queries as well. A session of Spark Connect has no JVM here: there it is a StreamingQueryListener, and jobs
-are not heard of. Either way an event is decoded where it is heard, put into a bounded queue, and published by a thread.
+py4j shows to the JVM, with a queue of its own on Spark's bus, so that it delays no other listener; it is called for
+streaming queries as well. A session of Spark Connect has no JVM here: there it is a StreamingQueryListener, and it is
+not called for jobs. Either way an event is decoded in the call, put into a bounded queue, and published by a thread.
 
 The event log says the same, and later: ids are made of the same JSON, so that the agent `spark-events` and a listener
 together store each event once. What happens before the listener is there, what waits too long, and how a driver ended
@@ -53,9 +53,9 @@ MOST_WAITING = 10_000
 """Events between Spark and the thread that publishes; with more than that, the newest are dropped."""
 AGAIN_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
-HEARD_OUT_MILLISECONDS = 2000
+DRAIN_MILLISECONDS = 2000
 """How long closing waits for what Spark has already put into its queues."""
-HEARD = frozenset(
+METHODS = frozenset(
     f"on{event}"
     for event in (
         "ApplicationStart",
@@ -76,7 +76,7 @@ log = structlog.get_logger(__name__)
 
 
 def listen(spark: Any, *, config: Config | str | Path | None = None) -> Listening:
-    """Return what `aviso_workers.spark.listen` says."""
+    """Listen to the application of a session, as `aviso_workers.spark.listen` describes."""
     loaded = config if isinstance(config, Config) else load(config)
     if EVENT_TYPE not in loaded.notification_schema:
         raise UnknownEventTypeError(EVENT_TYPE, loaded.notification_schema)
@@ -87,25 +87,25 @@ def listen(spark: Any, *, config: Config | str | Path | None = None) -> Listenin
     return listening
 
 
-class _Waiting(Struct, frozen=True):
+class _WaitingEvent(Struct, frozen=True):
     event: JobEvent
     since: float
     """When it happened, by `time.monotonic`: since then the agent may have published it."""
 
 
 class Listening:
-    """A listener at work. Close it, or leave its `with` block, to hear no more; at exit it closes itself."""
+    """A running listener. `close`, the end of its `with` block or the end of the process stops it."""
 
     def __init__(self, config: Config, application: Application) -> None:
         self.stored = 0
         """Events that the stream holds, whoever published them first."""
         self.dropped = 0
-        """Events that were heard and given up: too many waited, one waited too long, or a server refused it."""
+        """Events that were received and dropped: too many waited, one waited too long, or a server refused it."""
         self._config = config
         self._cluster = job_events.cluster_of(config)
         self._application = application
         self._window = DuplicateWindow(config)
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_WaitingEvent] = deque()
         self._leave: Callable[[], None] = lambda: None
         self._close_by: float | None = None
         self._started = threading.Event()
@@ -114,11 +114,13 @@ class Listening:
     def start(self, add: Callable[[Any, Callable[[str], None]], Callable[[], None]], spark: Any) -> None:
         self._thread.start()
         self._started.wait()
-        self._leave = add(spark, self._hear)
+        self._leave = add(spark, self._receive)
         atexit.register(self.close)
 
     def close(self, *, within_seconds: float = CLOSE_SECONDS) -> None:
-        """Hear no more, and wait until what was heard is stored. Again: does nothing."""
+        """Stop listening, and wait at most `within_seconds` until the received events are stored. A second call does
+        nothing.
+        """
         if self._close_by is not None:
             return
         self._leave()
@@ -136,8 +138,8 @@ class Listening:
     ) -> None:
         self.close()
 
-    def _hear(self, line: str) -> None:
-        """Take an event as Spark writes it. Called in Spark's threads: it neither waits nor raises."""
+    def _receive(self, line: str) -> None:
+        """Take an event as Spark writes it. Called in Spark's threads, so it neither waits nor raises."""
         try:
             event = job_events.decode(line, self._application)
         except UndecodableError as error:
@@ -148,7 +150,7 @@ class Listening:
         if len(self._waiting) >= MOST_WAITING:
             self._drop("spark_listener.full", waiting=MOST_WAITING)
             return
-        self._waiting.append(_Waiting(event, time.monotonic() - _age_seconds(event)))
+        self._waiting.append(_WaitingEvent(event, time.monotonic() - _age_seconds(event)))
         self._loop.call_soon_threadsafe(self._wake.set)
 
     def _drop(self, reason: str, **details: Any) -> None:
@@ -172,7 +174,9 @@ class Listening:
         return self._close_by is not None and (not self._waiting or time.monotonic() > self._close_by)
 
     async def _publish(self, session: Session) -> None:
-        """Publish one after the other until closed. Raises `BackendError`; then the event still waits."""
+        """Publish the waiting events one after the other until closed. Raises `BackendError`; then the event still
+        waits.
+        """
         while not self._done:
             while self._waiting:
                 await self._publish_one(session, self._waiting[0])
@@ -181,7 +185,7 @@ class Listening:
             if not self._done:
                 await self._wake.wait()
 
-    async def _publish_one(self, session: Session, waiting: _Waiting) -> None:
+    async def _publish_one(self, session: Session, waiting: _WaitingEvent) -> None:
         event, message_id = waiting.event, waiting.event.message_id(self._cluster)
         # The agent may have published what has waited for longer.
         left = waiting.since + await self._window.half_seconds(session.backend) - time.monotonic()
@@ -202,14 +206,14 @@ class Listening:
 
 
 def _age_seconds(event: JobEvent) -> float:
-    """Return the seconds that the event may have been in the log: Spark's bus may be late to tell listeners."""
+    """Return for how many seconds the event may have been in the log: Spark's bus may be late to call listeners."""
     if event.kind == "query":  # Its time is of another machine in Spark Connect, or of when a batch began.
         return 0.0
     return max(0.0, time.time() - (event.payload.get("time") or math.inf) / 1000)
 
 
-def _listen_to_jobs(spark: Any, hear: Callable[[str], None]) -> Callable[[], None]:
-    """Add a SparkListener to a classic session; returns what removes it."""
+def _listen_to_jobs(spark: Any, receive: Callable[[str], None]) -> Callable[[], None]:
+    """Add a SparkListener to a classic session, and return a function that removes it."""
     from py4j.protocol import Py4JError
     from pyspark import java_gateway
 
@@ -220,7 +224,7 @@ def _listen_to_jobs(spark: Any, hear: Callable[[str], None]) -> Callable[[], Non
 
     def pass_on(event: Any) -> None:
         try:
-            hear(to_json(event))
+            receive(to_json(event))
         except Py4JError as error:  # Spark would print a page about it
             log.warning("spark_listener.failed", problem=str(error))
 
@@ -231,14 +235,14 @@ def _listen_to_jobs(spark: Any, hear: Callable[[str], None]) -> Callable[[], Non
 
     # py4j makes a new Java object of ours at each call, and Spark removes none but the one that was added.
     held = context._jvm.java.util.ArrayList()
-    held.add(_SparkListener(dict.fromkeys(HEARD, pass_on) | {"onOtherEvent": pass_on_if_known}))
+    held.add(_SparkListener(dict.fromkeys(METHODS, pass_on) | {"onOtherEvent": pass_on_if_known}))
     listener = held.get(0)
     bus = context._jsc.sc().listenerBus()
     bus.addToQueue(listener, QUEUE)
 
     def leave() -> None:
         with suppress(Py4JError, OSError):  # too much at once, or the JVM is gone
-            bus.waitUntilEmpty(HEARD_OUT_MILLISECONDS)
+            bus.waitUntilEmpty(DRAIN_MILLISECONDS)
         with suppress(Py4JError, OSError):
             bus.removeListener(listener)
 
@@ -246,7 +250,7 @@ def _listen_to_jobs(spark: Any, hear: Callable[[str], None]) -> Callable[[], Non
 
 
 class _SparkListener:
-    """All methods of a SparkListener: those that are given, and others that do nothing."""
+    """A SparkListener with all methods: those that are given, and others that do nothing."""
 
     class Java:
         implements: ClassVar = ["org.apache.spark.scheduler.SparkListenerInterface"]
@@ -264,15 +268,15 @@ def _ignore(event: Any) -> None:
     pass
 
 
-def _listen_to_queries(spark: Any, hear: Callable[[str], None]) -> Callable[[], None]:
-    """Add a StreamingQueryListener to a session of Spark Connect; returns what removes it."""
+def _listen_to_queries(spark: Any, receive: Callable[[str], None]) -> Callable[[], None]:
+    """Add a StreamingQueryListener to a session of Spark Connect, and return a function that removes it."""
     from pyspark.sql.streaming.listener import StreamingQueryListener
 
     def tell(kind: str, fields: dict[str, Any]) -> None:
-        hear(msgspec.json.encode({"Event": f"{QUERY_EVENT}{kind}Event", **fields}).decode())
+        receive(msgspec.json.encode({"Event": f"{QUERY_EVENT}{kind}Event", **fields}).decode())
 
     class QueryListener(StreamingQueryListener):
-        """What it is told is put into the event log's words."""
+        """A listener to streaming queries, which passes their events on as the event log spells them."""
 
         def onQueryStarted(self, event: Any) -> None:  # noqa: N802
             fields = {"id": event.id, "runId": event.runId, "name": event.name, "timestamp": event.timestamp}

@@ -2,7 +2,7 @@
 
 Called by the agent that tails event logs, from worker threads: everything here blocks.
 
-A directory of this machine is looked at file by file, as often as the agent likes. Of one that is elsewhere all files
+A directory of this machine is read file by file, as often as the agent likes. Of one that is elsewhere all files
 are listed at once, which is one request for a thousand objects however many applications there are, and no sooner again
 than after `LISTING_SECONDS`, or after twenty times as long as the listing took. In between the last listing answers.
 Files are read by ranges, from where the reader is.
@@ -30,7 +30,7 @@ SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "hdfs": "hdfs"}
 GOOGLE_PARAMETERS = "?retry_limit_seconds=15"
 """Google's client otherwise goes on trying for 15 minutes, and holds up what else the agent follows, and its end."""
 TIMEOUT_SECONDS = 5
-"""How long an S3 store may be silent; it is asked three times. Arrow's own settings make 100 seconds of that."""
+"""How long a request to an S3 store may take; it is sent three times. Arrow's own settings make 100 seconds of that."""
 LISTING_SECONDS = 10.0
 LISTING_SHARE = 20
 """So many times as long as a listing took is waited at least: the directory of a long history is listed rarely."""
@@ -39,12 +39,14 @@ READ_AHEAD = 1 << 20
 
 
 def check(name: str) -> None:
-    """Raises `ValueError` where event logs cannot be read from a directory of that name, with what to do instead."""
+    """Check the name of a directory. Raises `ValueError` where event logs cannot be read from it, with what to do
+    instead.
+    """
     _directory(name)
 
 
 class LogDirectories:
-    """All the directories that are followed."""
+    """All directories of event logs that an agent follows."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._directories = [_directory(name) for name in names]
@@ -63,18 +65,20 @@ class LogDirectories:
         self._of = found
         return set(found), problems
 
-    def look(self, path: str, known: EventLog | None) -> EventLog | OSError | None:
-        """Return the log at a path; `known` where its size and time show no change, None where it is gone."""
+    def snapshot(self, path: str, known: EventLog | None) -> EventLog | OSError | None:
+        """Return a snapshot of the log at a path, `known` itself where size and time show no change, None where it is
+        gone; an `OSError` is returned.
+        """
         directory = self._of.get(path)
         if directory is None:
             return None
         try:
-            return directory.look(path, known)
+            return directory.snapshot(path, known)
         except OSError as error:
             return error
 
     def open(self, path: str, *, log: str) -> OpenFile:
-        """Return a file of the log at the path `log`. Raises `OSError`."""
+        """Open a file of the log at the path `log`. Raises `OSError`."""
         directory = self._of.get(log)
         if directory is None:
             raise FileNotFoundError(path)
@@ -82,7 +86,7 @@ class LogDirectories:
 
 
 class _LocalDirectory:
-    """On this machine, or mounted."""
+    """A directory of event logs on this machine, or mounted on it."""
 
     def __init__(self, name: str, path: str) -> None:
         self.name = name
@@ -91,15 +95,15 @@ class _LocalDirectory:
     def find(self) -> list[str]:
         return event_log.find(self._path)
 
-    def look(self, path: str, known: EventLog | None) -> EventLog | None:
-        return known if known is not None and event_log.rests(known) else event_log.look(path)
+    def snapshot(self, path: str, known: EventLog | None) -> EventLog | None:
+        return known if known is not None and event_log.is_unchanged(known) else event_log.snapshot(path)
 
     def open(self, path: str) -> OpenFile:
         return open(path, "rb", buffering=0)
 
 
 class _RemoteDirectory:
-    """In an object store or on HDFS, as the last listing shows it."""
+    """A directory of event logs in an object store or on HDFS, as its last listing shows it."""
 
     def __init__(self, name: str, url: str) -> None:
         try:
@@ -128,7 +132,7 @@ class _RemoteDirectory:
             raise self._problem
         return list(self._logs)
 
-    def look(self, path: str, known: EventLog | None) -> EventLog | None:
+    def snapshot(self, path: str, known: EventLog | None) -> EventLog | None:
         return self._logs.get(path)
 
     def open(self, path: str) -> OpenFile:
@@ -149,7 +153,7 @@ class _RemoteDirectory:
         return _logs(self.name, files)
 
     def _path(self, listed: str) -> str:
-        """Below the name that was given to us; HDFS may list whole URLs."""
+        """Return the path of a listed file below the name that was given to us; HDFS may list whole URLs."""
         _, found, below = listed.partition(f"{self._root}/")
         if not found:
             raise OSError(f"the listing of {self.name} has {listed}, which is not below it")
@@ -160,7 +164,7 @@ _Directory = _LocalDirectory | _RemoteDirectory
 
 
 class _RemoteFile:
-    """A file that is read by ranges. It is opened when it is read, and opened again where it had no more."""
+    """A remote file that is read by ranges. It is opened by the first read, and again where it had no more bytes."""
 
     def __init__(self, system: Any, path: str) -> None:
         self._system = system
@@ -198,7 +202,7 @@ class _RemoteFile:
 
 @contextmanager
 def _os_errors() -> Iterator[None]:
-    """Let Arrow's own errors be `OSError`s, as most are."""
+    """Raise Arrow's own errors as `OSError`s, as most of them are."""
     import pyarrow
 
     try:
@@ -232,13 +236,13 @@ def _directory(name: str) -> _Directory:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """Arrow's file system of a URL, which does not wait for long, and the directory in it. Raises Arrow's errors."""
+    """Return Arrow's file system of a URL, with short timeouts, and the directory in it. Raises Arrow's errors."""
     from pyarrow import fs
 
     scheme = urlsplit(url).scheme
     system, root = fs.FileSystem.from_uri(url + (GOOGLE_PARAMETERS if scheme == "gs" else ""))
     if scheme == "s3":
-        # A URL takes no timeouts, and who gives them has to name the endpoint. The region is the bucket's.
+        # A URL takes no timeouts, and to give them the endpoint has to be named. The region is the bucket's.
         system = fs.S3FileSystem(
             region=system.region,
             endpoint_override=os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"),

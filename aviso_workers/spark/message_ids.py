@@ -34,7 +34,7 @@ class MessageIds(Protocol):
 
 
 class ColumnIds:
-    """The values of a column, for which whoever wrote the query answers."""
+    """Message ids that are the values of a column; the author of the query answers for their being different."""
 
     def __init__(self, column: str) -> None:
         self._column = column
@@ -77,8 +77,8 @@ class ContentIds:
     ) -> list[str]:
         key, size = self._key, DIGEST_BYTES
         if any(headers):
-            told = [repr(sorted(head.items()) if head else None).encode() for head in headers]
-            data = [b"%b\n%b" % row for row in zip(told, data, strict=True)]
+            spelled = [repr(sorted(head.items()) if head else None).encode() for head in headers]
+            data = [b"%b\n%b" % row for row in zip(spelled, data, strict=True)]
         digests = [
             blake2b(b"%b%b\n%b" % (key, subject.encode(), body), digest_size=size).hexdigest()
             for subject, body in zip(subjects, data, strict=True)

@@ -1,7 +1,7 @@
 """Rows for a stream that keeps the newest message of a topic: stored only where the stream holds none of their topic.
 
-`once` looks into the stream before it publishes, and leaves out the rows whose topic is there. What others publish
-between that look and the storing is newer than any row and must not be replaced by one: each message states which one
+`once` reads the stream before it publishes, and leaves out the rows whose topic is there. What others publish
+between that read and the storing is newer than any row and must not be replaced by one: each message states which one
 it expects to be the last of its topic, and the server refuses it where that is not so.
 """
 
@@ -22,7 +22,8 @@ MESSAGE_ID = "Nats-Msg-Id"
 async def store(
     publisher: Publisher, backend: Backend, event_type: str, *, stream: str, chunk: OutgoingChunk
 ) -> list[PubAck | None]:
-    """Return what became of each message: its acknowledgement, or None where the stream holds another one of its topic.
+    """Store each message whose topic is new to the stream, and return its acknowledgement, or None where the stream
+    holds another one of its topic.
 
     Raises as `Publisher.store_answered` and `Backend.message` do.
     """
@@ -41,13 +42,13 @@ async def store(
             elif is_marker(newest):  # the server counts what it says of the last message's end as the last message
                 expected[place] = newest.sequence
             elif (newest.headers or {}).get(MESSAGE_ID) == chunk.message_ids[place]:
-                # An earlier attempt has stored it. The server looks at what is expected before it looks at the id.
+                # An earlier attempt has stored it. The server checks the expected sequence before it checks the id.
                 answers[place] = PubAck(stream=stream, sequence=newest.sequence, duplicate=True)
     return answers
 
 
 def _expecting(chunk: OutgoingChunk, expected: dict[int, int]) -> OutgoingChunk:
-    """Return some messages of a chunk, with the sequence that is to be the last of its topic."""
+    """Return some messages of a chunk, each with the sequence that the newest message of its topic must have."""
     part = OutgoingChunk(
         **{name: [getattr(chunk, name)[place] for place in expected] for name in chunk.__struct_fields__}
     )

@@ -1,4 +1,4 @@
-"""Where a query is in a stream, how far its next step goes, and how a step is divided among tasks.
+"""Offsets of a query in a stream: how far its next step goes, and how a step is divided among tasks.
 
 Pure: `readers` asks servers. An offset is the sequence up to which everything was taken, together with the time at
 which the stream was created: after it was deleted and created again, equal sequences mean other messages.
@@ -25,7 +25,7 @@ LEAST_PER_PARTITION = 1000
 
 
 class Offset(Struct, frozen=True, kw_only=True):
-    """Everything up to `sequence`, inclusive, was taken from the stream that was created then."""
+    """The offset of a query: all messages up to `sequence`, inclusive, of the stream that was created at `created`."""
 
     stream: str
     created: str
@@ -33,7 +33,7 @@ class Offset(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, found: Mapping[str, Any]) -> Offset:
-        """From a checkpoint."""
+        """Return the offset that a checkpoint holds."""
         return cls(stream=found["stream"], created=found["created"], sequence=found["sequence"])
 
     def as_dict(self) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Offset(Struct, frozen=True, kw_only=True):
 
 @dataclass
 class Range(InputPartition):
-    """What one task reads: the sequences from `first` to `last`, both inclusive."""
+    """The sequences that one task reads, from `first` to `last`, both inclusive."""
 
     first: int
     last: int
@@ -50,7 +50,7 @@ class Range(InputPartition):
 
 
 def created(info: StreamInfo) -> str:
-    """Return when a stream was created, as offsets have it."""
+    """Return the time at which a stream was created, as offsets spell it."""
     return info.created.isoformat() if isinstance(info.created, datetime) else ""
 
 
@@ -67,7 +67,7 @@ def split(first: int, last: int, *, partitions: int, created: str) -> list[Range
 def missing(
     info: StreamInfo, *, stream: str, first: int, created_then: str, last: int | None = None
 ) -> DataLossError | None:
-    """Return what speaks against reading on at sequence `first`, up to `last`; None where nothing does.
+    """Return the error of reading on at sequence `first`, up to `last`, where messages are lost; None where none are.
 
     Messages that were deleted within a stream are none of it. Nor is its beginning, where it keeps only the newest
     messages of a topic: those were replaced. Only when nothing at all is left of it, there was more than that.
@@ -96,7 +96,7 @@ def missing(
 
 
 def following(info: StreamInfo, *, first: int, created_then: str) -> int:
-    """Return where a query goes on that was to read on at `first`, and does without what is missing."""
+    """Return the sequence at which a query reads on instead of `first`, without the messages that are lost."""
     if created(info) != created_then:
         return 1
     return min(max(first, info.first_sequence), info.last_sequence + 1)

@@ -1,4 +1,4 @@
-"""Rows published once, however often and however late the same is done again.
+"""Publishing of rows exactly once, however often and however late it is done again.
 
 `backfill` and `completeness` use it. Each row has an id of its own, which becomes the message id: what two runs at
 about the same time both send, the server stores once. What it has forgotten since, its duplicate window being over,
@@ -24,12 +24,14 @@ IN_ORDER = "sequence"
 
 
 def identity() -> Column:
-    """Return what tells one stored message from all others, also those of a stream that was created again."""
+    """Return a column that identifies a stored message among all others, also those of a stream that was created
+    again.
+    """
     return F.concat_ws("/", "event_type", "sequence", F.unix_micros("time"))
 
 
 def without_stored(rows: DataFrame, event: str, *, config: str | None = None) -> DataFrame:
-    """Return the rows of which the stream of `event` holds nothing.
+    """Return the rows that the stream of `event` does not hold.
 
     They have the columns `id` and `topic`, the one that they would be published under. Where the stream keeps the
     newest message of a topic only, that is newer than any row, and one row is left for each other topic: that of the
@@ -57,7 +59,7 @@ def publish(rows: DataFrame, event: str, *, config: str | None = None) -> int:
     """Publish rows of `id`, `topic`, `identifier`, `payload` and `sequence`, in order within each topic, and return how
     many were stored now.
 
-    A row is not stored where somebody else has stored it since the stream was looked into, or has published another
+    A row is not stored where somebody else has stored it since the stream was read, or has published another
     notification of its topic in a stream that keeps the newest of each. Raises `UnknownEventTypeError`, and what the
     data source raises, in a `PySparkException`.
     """
@@ -69,12 +71,12 @@ def publish(rows: DataFrame, event: str, *, config: str | None = None) -> int:
 
 
 def _stream_of(event: str, settings: Config) -> StreamSpec:
-    """Raises `UnknownEventTypeError`."""
+    """Return the stream of an event type. Raises `UnknownEventTypeError`."""
     if event not in settings.notification_schema:
         raise UnknownEventTypeError(event, settings.notification_schema)
     return streams.event_stream(event, settings.notification_schema[event], settings)
 
 
 def _keeps_one(spec: StreamSpec) -> bool:
-    """Return whether a message replaces the one before it of its topic."""
+    """Return whether a stream keeps only the newest message of each topic."""
     return spec.max_msgs_per_subject == 1

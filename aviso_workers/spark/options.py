@@ -1,4 +1,4 @@
-"""The options of the data source `aviso`, read once and refused where they cannot mean anything.
+"""Options of the data source `aviso`, parsed once and refused where they contradict each other or mean nothing.
 
 `data_source` calls `parse_read_options` and `parse_write_options`. Spark folds the case of option names, so the fields
 of filters are matched without case. There is no option for a server or a secret: a query's connection is that of the
@@ -50,7 +50,7 @@ OnDuplicate = Literal["count", "fail"]
 
 
 class ReadOptions(Struct, frozen=True, kw_only=True):
-    """What a query is to read."""
+    """The options of a read."""
 
     config: str | None = None
     """File of the configuration, as the driver and the executors see it. Default: the one of the environment."""
@@ -76,7 +76,7 @@ class ReadOptions(Struct, frozen=True, kw_only=True):
 
 
 class WriteOptions(Struct, frozen=True, kw_only=True):
-    """Where rows are to go."""
+    """The options of a write."""
 
     event: str
     config: str | None = None
@@ -90,11 +90,13 @@ class WriteOptions(Struct, frozen=True, kw_only=True):
     batch_id: int | None = None
     only_new_topics: bool = False
     """Whether a row is stored only where the stream holds no message of its topic. No option of a query says so: `once`
-    does, which looks into the stream before."""
+    does, which reads the stream before."""
 
 
 def parse_read_options(options: Mapping[str, str], *, streaming: bool | None = None) -> ReadOptions:
-    """Raises `InvalidOptionError`. `streaming` None: not known yet, so the options of both kinds may stand there."""
+    """Parse the options of a read; with `streaming` None it is not known yet which kind, and those of both are
+    accepted. Raises `InvalidOptionError`.
+    """
     where = {name[len(WHERE) :]: _wanted(name, value) for name, value in options.items() if name.startswith(WHERE)}
     kinds = {True: STREAMING, False: BATCH, None: (*BATCH, *STREAMING)}
     foreign = {True: dict.fromkeys(BATCH, "read"), False: dict.fromkeys(STREAMING, "readStream"), None: {}}[streaming]
@@ -126,7 +128,7 @@ def parse_read_options(options: Mapping[str, str], *, streaming: bool | None = N
 
 
 def parse_write_options(options: Mapping[str, str], *, streaming: bool = False) -> WriteOptions:
-    """Raises `InvalidOptionError`."""
+    """Parse the options of a write. Raises `InvalidOptionError`."""
     known = (*SHARED, *WRITING) if streaming else (*SHARED, *WRITING, *OF_BATCH)
     given = _named(options, known=known, foreign=dict.fromkeys(OF_BATCH, "write") if streaming else {})
     if "event" not in given:
@@ -145,7 +147,7 @@ def parse_write_options(options: Mapping[str, str], *, streaming: bool = False) 
 
 
 def _named(options: Mapping[str, str], *, known: tuple[str, ...], foreign: Mapping[str, str]) -> dict[str, str]:
-    """Return the options by the spelling that the documentation has."""
+    """Return the options under the names that the documentation has. Raises `InvalidOptionError` for others."""
     names = {name.lower(): name for name in known}
     found = {}
     for name, value in options.items():
@@ -269,6 +271,6 @@ def _mode(given: Mapping[str, str]) -> Any:
 
 
 def where_of(reading: ReadOptions, fields: Iterable[str]) -> dict[str, Any]:
-    """Return the filters by the event type's own spelling of their fields; what it does not know stays as it is."""
+    """Return the filters under the event type's own spelling of their fields; an unknown field stays as it is."""
     spelled = {field.lower(): field for field in fields}
     return {spelled.get(name.lower(), name): wanted for name, wanted in reading.where.items()}

@@ -50,7 +50,7 @@ tr { border-bottom: 1px solid #e4e7eb }
 
 
 class Content(Struct, frozen=True, kw_only=True):
-    """What a page is made of. Times without a zone are of this process's, as Spark gives them."""
+    """The content of a report's page. Times without a zone are of this process's zone, as Spark gives them."""
 
     event: str
     made: datetime
@@ -119,8 +119,8 @@ def _state(cycle: Mapping[str, Any]) -> str:
 
 
 def _completeness(cycles: Sequence[Mapping[str, Any]]) -> str:
-    """Return a bar for each cycle: what came in time, what came late, what is missing."""
-    room = WIDTH - LABELS - 70
+    """Return a chart with a bar for each cycle: notifications in time, late and missing."""
+    space = WIDTH - LABELS - 70
     rows = []
     for number, cycle in enumerate(cycles):
         top, left = number * ROW, float(LABELS)
@@ -131,7 +131,7 @@ def _completeness(cycles: Sequence[Mapping[str, Any]]) -> str:
         rows.append(_label(cycle["cycle"], top))
         for kind, count in parts.items():
             if count:
-                width = max(LEAST, room * count / whole)
+                width = max(LEAST, space * count / whole)
                 title = f"{cycle['cycle']}: {count:,} of {whole:,} {NAMES[kind]}"
                 rows.append(_rectangle(kind, (left, top + 3, width, ROW - 6), title))
                 left += width
@@ -145,7 +145,9 @@ NAMES = {"in-time": "in time", "late": "late", "missing": "missing", "expected":
 
 
 def _latency(cycles: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line from p50 to p99 for each cycle, a dot at p50 and at p95, and where its last notification is due."""
+    """Return a chart with a line from p50 to p99 for each cycle, a dot at p50 and at p95, and a mark where its last
+    notification is due.
+    """
     measured = [cycle for cycle in cycles if cycle["latency_seconds"]]
     if not measured:
         return '<p class="none">Nothing came yet.</p>'
@@ -179,7 +181,7 @@ TIME_STEPS = (1, 5, 15, 60, 300, 900, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86400
 
 
 def _throughput(hours: Sequence[Mapping[str, Any]]) -> str:
-    """Return a bar for each hour from the first to the last, also where nothing came."""
+    """Return a chart with a bar for each hour from the first to the last, also where no notification came."""
     if not hours:
         return '<p class="none">Nothing came.</p>'
     counts = {_utc(row["hour"]): row["notifications"] for row in hours}
@@ -241,7 +243,7 @@ def _rectangle(kind: str, box: tuple[float, float, float, float], title: str) ->
 
 
 def _ticks(low: float, high: float, *, steps: Sequence[float]) -> list[float]:
-    """At most eight round values between two."""
+    """Return at most eight round values between two values."""
     step = next((step for step in steps if (high - low) / step <= 7), (high - low) / 7)
     first = ceil(low / step)
     return [number * step for number in range(first, int(high // step) + 1)]
@@ -253,7 +255,7 @@ def _count_steps(highest: int) -> list[float]:
 
 
 def span(seconds: float) -> str:
-    """Return two units at most: `2 h 05 min`."""
+    """Return a duration in seconds as text of two units at most: `2 h 05 min`."""
     sign, left = ("−" if seconds < 0 else ""), abs(seconds)
     if left < 60:
         text = f"{left:.1f}".removesuffix(".0")

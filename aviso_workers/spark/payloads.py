@@ -1,4 +1,4 @@
-"""Payloads as a Spark schema has them: the option `payloadSchema`.
+"""Payloads as columns of a Spark schema: the option `payloadSchema`.
 
 `schema` calls it for a batch of texts. A payload fits when it is a JSON object whose fields have the types that are
 asked for; a field may be missing or null, and one that was not asked for is left out. What does not fit is null, and
@@ -40,16 +40,18 @@ SIMPLE: dict[type[types.DataType], Any] = {
 
 
 class PayloadReader:
-    """Reads payloads of one Spark type. Made once in a task."""
+    """A parser of payloads into values of one Spark type. Made once in a task."""
 
     def __init__(self, kind: types.StructType, arrow: pa.DataType, *, mode: str) -> None:
-        """Raises `InvalidOptionError` for a type that JSON has no values of."""
+        """Prepare the decoder. Raises `InvalidOptionError` for a type that JSON has no values of."""
         self._decode = msgspec.json.Decoder(_read_as(kind)).decode
         self._arrow = arrow
         self._fails_fast = mode == "FAILFAST"
 
     def read(self, texts: Sequence[str | None], sequences: Sequence[int]) -> tuple[pa.Array, list[str | None]]:
-        """Return the values, and the texts that do not fit. Raises `UndecodableError` where mode is FAILFAST."""
+        """Parse payloads, and return the values and, where one does not fit, its text. Raises `UndecodableError` where
+        mode is FAILFAST.
+        """
         values: list[Any] = [None] * len(texts)
         corrupt: list[str | None] = [None] * len(texts)
 

@@ -1,4 +1,4 @@
-"""Which stream the batches of a streaming query were stored in, recorded on the server by the query's id.
+"""Records of the stream that the batches of a streaming query were stored in, kept on the server by the query's id.
 
 Spark's checkpoint keeps nothing for a sink that is written in Python. So a query that is started again would find a
 stream that was deleted and created anew, take it for its own, and leave out for good what its earlier batches had
@@ -23,7 +23,7 @@ KEY_BYTES = 16
 
 
 class QueryBatch(Struct, frozen=True, kw_only=True):
-    """A batch of a streaming query."""
+    """A micro-batch of a streaming query."""
 
     query: str
     """The query's id, which stays the same as long as its checkpoint does."""
@@ -31,7 +31,7 @@ class QueryBatch(Struct, frozen=True, kw_only=True):
 
 
 class QueryRecord:
-    """When the stream was created that a query's batches are stored in."""
+    """The record of when the stream was created in which a query's batches are stored."""
 
     def __init__(self, backend: Backend, batch: QueryBatch, *, stream: str, patience_seconds: float) -> None:
         self._batch = batch
@@ -53,7 +53,9 @@ class QueryRecord:
         await self._bucket.put(self._key, created.encode())
 
     def lost(self, *, then: str, now: str) -> DataLossError:
-        """Return what is wrong where the stream of earlier batches is not that of `now`, which is empty for none."""
+        """Return the error of a query whose earlier batches are in a stream that is gone; `now` is empty where there is
+        none.
+        """
         return DataLossError(
             f"stream {self._stream} was deleted{f' and created again at {now}' if now else ''}; earlier batches of "
             f"query {self._batch.query} were stored in the one of {then}, and are gone with it. Write all of it again "

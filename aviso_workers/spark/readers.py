@@ -1,8 +1,8 @@
-"""Batch and streaming reads: planned on the driver, carried out in tasks by our own backend.
+"""Batch and streaming reads, planned on the driver and carried out in tasks by our own backend.
 
-Spark makes the readers by `data_source`, pickles them, and calls them in processes of its own: so they hold what was
-asked for and no connection. A task opens one, reads its range of sequences as an ephemeral consumer gives it, and
-reads on where that is interrupted. What is lost for good is told by name, before anything is read in its place.
+Spark makes the readers by `data_source`, pickles them, and calls them in processes of its own: so they hold the
+plan and no connection. A task opens one, reads its range of sequences as an ephemeral consumer gives it, and reads on
+where that is interrupted. Messages that are lost for good are reported before anything is read in their place.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ logger = logging.getLogger("aviso_workers.spark")
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """What is read, as driver and tasks know it. No connection, and nothing that is secret."""
+    """The plan of a read, as the driver and the tasks know it. It has no connection, and no secret."""
 
     reading: ReadOptions
     stream: str
@@ -77,7 +77,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 def plan(reading: ReadOptions, config: Config) -> Plan:
-    """Raises `UnknownEventTypeError` and `InvalidIdentifierError`."""
+    """Return the plan of a read. Raises `InvalidOptionError`, `UnknownEventTypeError` and `InvalidIdentifierError`."""
     if config.notification_backend.kind != "jetstream":
         raise InvalidOptionError("Spark reads and writes with notification_backend.kind: jetstream only")
     known = config.notification_schema
@@ -91,15 +91,15 @@ def plan(reading: ReadOptions, config: Config) -> Plan:
     return Plan(reading=reading, stream=stream, layout=layout(reading, known), event_type=event_type, where=where)
 
 
-class Questions:
-    """What the driver asks the servers, also while they are away for a moment."""
+class Requests:
+    """Requests of the driver to the servers, which are retried while no server answers for a moment."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._open = ExitStack()
         self._connection: Connection | None = None
 
-    def __enter__(self) -> Questions:
+    def __enter__(self) -> Requests:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,15 +109,17 @@ class Questions:
         self._connection = None
         self._open.close()
 
-    def ask(self, question: Callable[[Connection], T]) -> T:
-        """Return the answer. Raises `UnavailableError` where there is none for longer than a server may be away."""
+    def ask(self, request: Callable[[Connection], T]) -> T:
+        """Return the answer to a request. Raises `UnavailableError` where none comes for longer than a server may be
+        away.
+        """
         left = tries(PATIENCE_SECONDS, now=time.monotonic())
         while True:
             try:
                 if self._connection is None:
                     settings = load_config(self._plan.reading.config)
                     self._connection = self._open.enter_context(connected(settings))
-                return question(self._connection)
+                return request(self._connection)
             except UnavailableError:
                 self.close()
                 if (wait := left.next_wait(time.monotonic())) is None:
@@ -149,7 +151,7 @@ class Questions:
 
 
 class BatchReader(DataSourceReader):
-    """What a stream holds when the query is planned.
+    """A read of what a stream holds when the query is planned.
 
     It takes no filters from Spark, though Spark offers them, those on fields of the identifier too. PySpark 4.3 keeps
     one planned reader for each data frame that was loaded, and replaces it whenever a filter is handed over. All
@@ -164,15 +166,15 @@ class BatchReader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         plan, reading = self._plan, self._plan.reading
-        with Questions(plan) as questions:
-            info = questions.info()
+        with Requests(plan) as requests:
+            info = requests.info()
             first = info.first_sequence if reading.start in (None, "earliest") else _number(reading.start, info)
             last = info.last_sequence if reading.end == "latest" else min(reading.end, info.last_sequence)
             if reading.start_time is not None:
-                first = questions.first_since(reading.start_time, info)
+                first = requests.first_since(reading.start_time, info)
             if reading.end_time is not None:
                 after = reading.end_time + timedelta(microseconds=1)
-                last = questions.first_since(after, info) - 1
+                last = requests.first_since(after, info) - 1
         if first <= last:
             first = _from_what_is_left(plan, info, first)
         created = offsets.created(info)
@@ -183,10 +185,10 @@ class BatchReader(DataSourceReader):
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """What comes to a stream, in micro-batches of sequences.
+    """A read of what is added to a stream, in micro-batches of sequences.
 
     Spark keeps one of these in a process of the driver, where it plans and never reads: that has a connection, from
-    the first question until `stop`.
+    the first request until `stop`.
     """
 
     def __init__(self, plan: Plan, wanted: StructType) -> None:
@@ -200,17 +202,17 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._seen: StreamInfo | None = None
         self._behind = (0, 0, 0)
         """How many messages there were between two sequences."""
-        self._questions = Questions(plan)
+        self._requests = Requests(plan)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_plan": self._plan, "_wanted": self._wanted}
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         reading = self._plan.reading
-        info = self._look()
+        info = self._stream_info()
         sequence = info.last_sequence + 1 if reading.start in (None, "latest") else _number(reading.start, info)
         if (since := reading.start_time) is not None:
-            sequence = self._questions.first_since(since, info)
+            sequence = self._requests.first_since(since, info)
         if sequence > info.last_sequence + 1:
             raise InvalidOptionError(
                 f"startingOffsets is {sequence}, and stream {self._plan.stream} ends at {info.last_sequence}: give a "
@@ -228,7 +230,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         known = Offset.parse(start)
-        info = self._look(read=known)
+        info = self._stream_info(read=known)
         begin = self._left(info, known)
         last = info.last_sequence if self._target is None else min(self._target, info.last_sequence)
         if isinstance(limit, ReadMaxRows):
@@ -243,13 +245,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._offset(info, self._planned).as_dict()
 
     def reportLatestOffset(self) -> dict[str, Any]:  # noqa: N802
-        """With `lag`: the messages that match and are beyond what the query has planned."""
+        """Return the newest offset, with `lag`: how many messages match and are beyond what the query has planned."""
         info = self._last_seen()
         lag = self._lag(self._planned, info.last_sequence)
         return self._offset(info, info.last_sequence).as_dict() | {"lag": lag}
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        self._target = self._look().last_sequence
+        self._target = self._stream_info().last_sequence
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         begin, until = Offset.parse(start), Offset.parse(end)
@@ -262,13 +264,15 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return _batches(self._plan, self._wanted, partition)
 
     def stop(self) -> None:
-        self._questions.close()
+        self._requests.close()
 
     def _offset(self, info: StreamInfo, sequence: int) -> Offset:
         return Offset(stream=self._plan.stream, created=offsets.created(info), sequence=max(0, sequence))
 
     def _left(self, info: StreamInfo, begin: Offset) -> Offset:
-        """Return where reading can go on from `begin`. Raises `DataLossError`."""
+        """Return the offset from which a batch can read on that is planned to begin at `begin`. Raises
+        `DataLossError`.
+        """
         if begin.stream != self._plan.stream:
             raise InvalidOptionError(
                 f"the checkpoint is of stream {begin.stream}, the query reads {self._plan.stream}: take another one"
@@ -278,11 +282,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return begin if same and first == begin.sequence + 1 else self._offset(info, first - 1)
 
     def _lag(self, planned: int, last: int) -> int:
-        """Counting costs the server something, and Spark asks again and again: so only where it can have changed."""
+        """Return how many messages match after `planned`. Counted only where it can have changed: it costs the server
+        something, and Spark asks again and again.
+        """
         if planned >= last:
             return 0
         if self._behind[:2] != (planned, last):
-            self._behind = (planned, last, self._questions.count(planned + 1))
+            self._behind = (planned, last, self._requests.count(planned + 1))
         return self._behind[2]
 
     def _too_few(self, count: int) -> bool:
@@ -292,17 +298,17 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         overdue = time.monotonic() - self._triggered >= reading.trigger_delay_seconds
         return count < reading.least_per_trigger and not overdue
 
-    def _look(self, *, read: Offset | None = None) -> StreamInfo:
-        self._seen = self._questions.info(read=read)
+    def _stream_info(self, *, read: Offset | None = None) -> StreamInfo:
+        self._seen = self._requests.info(read=read)
         return self._seen
 
     def _last_seen(self) -> StreamInfo:
-        """Return the stream as it was when the batch was planned: Spark asks three times for each batch."""
-        return self._seen or self._look()
+        """Return the stream's state as it was when the batch was planned: Spark asks three times for each batch."""
+        return self._seen or self._stream_info()
 
 
 def _batches(plan: Plan, wanted: StructType, partition: InputPartition) -> Iterator[Any]:
-    """Yield what Spark calls in a task: the record batches of a range of sequences."""
+    """Yield the record batches of a range of sequences. Spark calls it in a task."""
     if not isinstance(partition, Range):
         return  # Spark makes one of its own where there is nothing to read
     columns = Columns(wanted, plan.layout, reading=plan.reading)
@@ -316,9 +322,9 @@ def _batches(plan: Plan, wanted: StructType, partition: InputPartition) -> Itera
 
 
 def _chunks(plan: Plan, range: Range) -> Iterator[Chunk]:
-    """In order, once each, also where reading was interrupted in between.
+    """Yield the messages of a range in order, each once, also where reading was interrupted in between.
 
-    The stream is looked at before, behind each chunk and at the end: what is removed from its beginning while it is
+    The stream's state is read before, behind each chunk and at the end: what is removed from its beginning while it is
     read would look like the holes that deleted messages leave. Raises `DataLossError`.
     """
     settings = load_config(plan.reading.config)
@@ -347,7 +353,8 @@ def _chunks(plan: Plan, range: Range) -> Iterator[Chunk]:
 
 
 def _left_in(connection: Connection, plan: Plan, range: Range, first: int, *, read: Sequence[int] = ()) -> int:
-    """Return where a task reads on from `first`, behind what is gone; what it has `read` since then cannot be.
+    """Return where a task reads on from `first`, behind messages that are gone; those it has `read` cannot be lost any
+    more.
 
     Raises `DataLossError`, and `UnavailableError` where the servers do not have all of the range.
     """
@@ -366,7 +373,7 @@ def _left_in(connection: Connection, plan: Plan, range: Range, first: int, *, re
 
 
 def _matcher(plan: Plan) -> Callable[[Message], bool] | None:
-    """Return whether a message is one that was asked for; None where the server has decided it."""
+    """Return a function that tells whether a message matches the filter; None where the server's filters suffice."""
     if not plan.filters_are_wide or plan.event_type is None or plan.reading.event is None:
         return None
     return NotificationReader(plan.reading.event, plan.event_type, where=plan.where).matches
@@ -375,7 +382,7 @@ def _matcher(plan: Plan) -> Callable[[Message], bool] | None:
 def _from_what_is_left(
     plan: Plan, info: StreamInfo, first: int, *, created: str | None = None, last: int | None = None
 ) -> int:
-    """Return where to read on from `first`.
+    """Return the sequence from which to read on instead of `first`.
 
     Raises `DataLossError`, or warns of it where it does not matter to the query.
     """

@@ -1,4 +1,4 @@
-"""What Spark itself says of its applications: its monitoring REST API, of a history server or of a driver's UI.
+"""A client of Spark's monitoring REST API, of a history server or of a driver's UI.
 
 Called by the command that holds it against what was published (`ops.spark_reconciliation`). Everything here blocks on
 the network. It answers with states, not events, and keeps the newest only (`spark.ui.retainedJobs` and others, 1000
@@ -66,7 +66,7 @@ class _Execution(Struct):
 
 
 class SparkRest:
-    """The REST API at a URL such as `http://history:18080`. All of it raises `SparkRestError`."""
+    """A client of the REST API at a URL such as `http://history:18080`. All its methods raise `SparkRestError`."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -87,7 +87,7 @@ class SparkRest:
         return [(each.id, attempt.attempt_id, attempt.completed) for each in found for attempt in each.attempts]
 
     def states(self, application_id: str, attempt: str | None, *, ended: bool) -> States:
-        """Return where the application, its jobs, stages and SQL executions stand."""
+        """Return the states of the application, its jobs, stages and SQL executions."""
         path = f"/{urllib.parse.quote(application_id)}" + (f"/{urllib.parse.quote(attempt)}" if attempt else "")
         application = Application.of_run(application_id, attempt)
         states = {("application", application.id): ENDED if ended else RUNNING}

@@ -1,4 +1,4 @@
-"""Rows as the messages of notifications: checked against their schema, a column at a time.
+"""Conversion of rows to the messages of notifications, checked against their schema a column at a time.
 
 `writers` makes a `Rows` in a task and hands it record batches. Values repeat in a column, so a field is checked and
 spelled once for each of its values, and Arrow joins what comes out to subjects. An event type with a place is encoded
@@ -42,7 +42,7 @@ SURELY_SHORT = 900
 
 
 def check_columns(columns: StructType, writing: WriteOptions, event_type: EventType) -> None:
-    """Raise `InvalidOptionError` where a data frame of these columns cannot be notifications."""
+    """Raise `InvalidOptionError` where the rows of a data frame with these columns cannot be notifications."""
     event, names = writing.event, columns.names
     if writing.id_column is not None and writing.id_column not in names:
         raise InvalidOptionError(f"msgIdColumn: there is no column {writing.id_column!r}")
@@ -65,10 +65,10 @@ def check_columns(columns: StructType, writing: WriteOptions, event_type: EventT
 
 
 class Rows:
-    """Makes messages of the rows of one event type. Made once in a task."""
+    """A converter of rows of one event type to messages. Made once in a task."""
 
     def __init__(self, event: str, event_type: EventType, *, most_bytes: int) -> None:
-        """`most_bytes` is what the payload and the headers of a message may have."""
+        """Prepare the conversion; `most_bytes` is how many bytes payload and headers of a message may have together."""
         self._event = event
         self._most_bytes = most_bytes
         self._event_type = event_type
@@ -79,7 +79,7 @@ class Rows:
         self._known = lru_cache(MOST_KNOWN, typed=True)(self._canonical)
 
     def chunk(self, batch: pa.RecordBatch, ids: MessageIds) -> OutgoingChunk:
-        """Return the messages of rows. Raises `InvalidNotificationError`; no id is taken of `ids` then."""
+        """Return the messages of rows. Raises `InvalidNotificationError`, before any id is taken of `ids`."""
         identifier = {field: self._spelled(field, values) for field, values in self._identifier(batch).items()}
         found = self._subjects(identifier) if self._all_routed else None
         data = self._bodies(batch)
@@ -94,7 +94,7 @@ class Rows:
     def _one_by_one(
         self, identifier: Mapping[str, pa.DictionaryArray], data: Sequence[bytes]
     ) -> tuple[list[str], list[Mapping[str, str] | None]]:
-        """Return the subjects and the headers."""
+        """Return the subjects and the headers of rows that are encoded one by one."""
         rows = zip(*(_values(column) for column in identifier.values()), strict=True)
         messages = [
             codec.addressed(self._event, self._event_type, dict(zip(identifier, row, strict=True)), body)
@@ -110,7 +110,7 @@ class Rows:
             raise publisher.too_large(self._event, size, most=self._most_bytes)
 
     def _only(self, field: str) -> EventType:
-        """Return the event type without its other fields, to check a value of this one."""
+        """Return the event type with this field alone, to check a value of the field."""
         keys = (field,) if field in self._topic.key_order else ()
         topic = Topic(self._topic.base, keys)
         return structs.replace(self._event_type, identifier={field: self._event_type.identifier[field]}, topic=topic)

@@ -1,4 +1,4 @@
-"""Which notifications are expected, and until when: a schedule in YAML, as rows.
+"""Schedules in YAML of the notifications that are expected, and until when, as rows.
 
 `completeness` compares them with what came. A cycle is what is made at one time of a day, such as a forecast run, with
 all the fields that belong to it::
@@ -37,7 +37,7 @@ Value = str | int | float
 
 
 class Steps(Struct, frozen=True, forbid_unknown_fields=True, rename={"first": "from", "last": "to"}):
-    """Whole numbers, both ends included."""
+    """A range of whole numbers with a step, both ends included."""
 
     first: int
     last: int
@@ -56,7 +56,7 @@ class Schedule(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Expected(Struct, frozen=True, kw_only=True):
-    """One notification."""
+    """An expected notification."""
 
     cycle: str
     start: datetime.datetime
@@ -66,7 +66,7 @@ class Expected(Struct, frozen=True, kw_only=True):
 
 
 def parse(text: str) -> Schedule:
-    """Raises `PipelineError`."""
+    """Parse a schedule in YAML. Raises `PipelineError`."""
     try:
         return msgspec.yaml.decode(text, type=Schedule)
     except (msgspec.DecodeError, ValueError) as error:  # a ValueError is of a date without quotes that is none
@@ -75,7 +75,7 @@ def parse(text: str) -> Schedule:
 
 
 def fields(schedule: Schedule, event_type: EventType) -> list[str]:
-    """Return the identifier fields that a schedule speaks of.
+    """Return the identifier fields that a schedule names.
 
     Raises `PipelineError` where they are not of the event type.
     """
@@ -92,7 +92,7 @@ def fields(schedule: Schedule, event_type: EventType) -> list[str]:
 def expand(
     schedule: Schedule, event_type: EventType, *, first: datetime.date, last: datetime.date
 ) -> Iterator[Expected]:
-    """Yield what is expected of the days from `first` to `last`. Raises `PipelineError`."""
+    """Yield the notifications that are expected on the days from `first` to `last`. Raises `PipelineError`."""
     date_field, time_field, *_ = fields(schedule, event_type)
     days = [first + datetime.timedelta(number) for number in range((last - first).days + 1)]
     for cycle in schedule.cycles:

@@ -38,7 +38,7 @@ ABSENT = ("", "*")
 
 
 class Layout(Struct, frozen=True, kw_only=True):
-    """What is known of the messages of a stream before they are read."""
+    """The event types of a stream's messages, known before the messages are read."""
 
     event_types: Mapping[str, tuple[str, tuple[str, ...]]]
     """By base: the event type's name and its `key_order`."""
@@ -48,7 +48,7 @@ class Layout(Struct, frozen=True, kw_only=True):
 
 
 def layout(reading: ReadOptions, event_types: Mapping[str, EventType]) -> Layout:
-    """`event_types` are those of the configuration; the one that is read must be among them."""
+    """Return the layout for a read. `event_types` are those of the configuration, and have the one that is read."""
     known = {}
     for name, event_type in event_types.items():
         topic = schema.topic_of(name, event_type)
@@ -58,12 +58,14 @@ def layout(reading: ReadOptions, event_types: Mapping[str, EventType]) -> Layout
 
 
 def ddl(reading: ReadOptions, known: Layout) -> str:
-    """Return the columns, as Spark's DDL."""
+    """Return the columns of a read, as Spark's DDL."""
     return ", ".join(f"{name} {kind}" for name, kind in _columns(reading, known).items())
 
 
 def check_wanted(wanted: StructType, known: Layout, *, reading: ReadOptions) -> None:
-    """Raise `InvalidOptionError` where a query states columns of its own, or payloads of a type that JSON has not."""
+    """Raise `InvalidOptionError` where a query states columns of its own, or a payload type that JSON has no values
+    of.
+    """
     names = list(_columns(reading, known))
     if wanted.names != names:
         raise InvalidOptionError(
@@ -91,7 +93,7 @@ def _columns(reading: ReadOptions, known: Layout) -> dict[str, str]:
 
 
 class Columns:
-    """Turns messages into record batches of the columns that Spark wants. Made once in a task."""
+    """A converter of messages to record batches of the columns that Spark wants. Made once in a task."""
 
     def __init__(self, wanted: StructType, known: Layout, *, reading: ReadOptions) -> None:
         self._schema: pa.Schema = to_arrow_schema(wanted, timezone="UTC")
@@ -103,7 +105,9 @@ class Columns:
             self._payloads = PayloadReader(payload, self._schema.field("payload").type, mode=reading.mode)
 
     def batch(self, messages: Chunk) -> pa.RecordBatch:
-        """Raises `UndecodableError` where a payload does not fit, and mode is FAILFAST."""
+        """Return the record batch of messages. Raises `UndecodableError` where a payload does not fit, and mode is
+        FAILFAST.
+        """
         found: dict[str, Any] = {
             "sequence": pa.array(messages.sequences, pa.int64()),
             "time": _times(messages.timestamps_ns),
@@ -130,16 +134,16 @@ class Columns:
         if self._known.event is not None:
             names = pa.repeat(pa.scalar(self._known.event), len(messages))
             return {"event_type": names, "identifier": self._struct(messages, subjects)}
-        found = [self._look(subject) for subject in subjects.to_pylist()]
+        found = [self._identify(subject) for subject in subjects.to_pylist()]
         kind = self._schema.field("identifier").type
         return {
             "event_type": pa.array([name for name, _ in found], pa.string()),
             "identifier": pa.array([pairs for _, pairs in found], kind),
         }
 
-    def _look(self, subject: str) -> tuple[str, list[tuple[str, str]] | None]:
-        """Return the event type of a subject, and its identifier; of one that belongs to none, its base and no
-        identifier.
+    def _identify(self, subject: str) -> tuple[str, list[tuple[str, str]] | None]:
+        """Return the event type of a subject, and its identifier; for a subject of no known event type its base and
+        None.
         """
         try:
             base, *values = topics.decode_subject(subject)
@@ -173,7 +177,7 @@ def _times(nanoseconds: Iterable[int]) -> pa.Array:
 def _texts(encoded: Sequence[bytes]) -> pa.Array:
     try:
         return pa.array(encoded, pa.binary()).cast(pa.string())
-    except pa.ArrowInvalid:  # not UTF-8, as nobody but a stranger writes it
+    except pa.ArrowInvalid:  # not UTF-8, which no client of ours writes
         return pa.array([text.decode("utf-8", "replace") for text in encoded], pa.string())
 
 
@@ -188,7 +192,7 @@ def _tokens(subjects: pa.Array, count: int) -> list[pa.Array]:
 
 
 def _each_once(texts: pa.Array, work: Callable[[pa.Array], pa.Array]) -> pa.Array:
-    """Return what becomes of texts, of which many are alike."""
+    """Apply a function to each distinct text once, and return the results for all texts."""
     encoded = texts.dictionary_encode()
     return work(encoded.dictionary).take(encoded.indices)
 

@@ -1,4 +1,4 @@
-"""The session of a pipeline that runs as a command, and what Spark says where it fails, in a sentence.
+"""The Spark session of a pipeline that runs as a command, and Spark's failures as one sentence.
 
 `spark-submit` has settings of its own; a plain command runs on this machine unless Spark's configuration says else.
 """
@@ -32,7 +32,9 @@ CALLED = re.compile(r"An error occurred while calling .*\n: ")
 
 @contextmanager
 def session(name: str) -> Iterator[SparkSession]:
-    """A session in UTC that knows the format `aviso`, stopped at the end. Raises `PipelineError` where Spark fails."""
+    """Open a session in UTC that knows the format `aviso`, and stop it at the end. Raises `PipelineError` where Spark
+    fails.
+    """
     if SUBMITTED not in os.environ:
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else Spark takes any python3 of PATH
     spark = SparkSession.builder.appName(name).config("spark.sql.session.timeZone", "UTC").getOrCreate()
@@ -46,7 +48,7 @@ def session(name: str) -> Iterator[SparkSession]:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Raise `PipelineError` with one sentence where Spark fails, or a file system that it uses."""
+    """Raise a failure of Spark, or of a file system that it uses, as `PipelineError` of one sentence."""
     try:
         yield
     except (PySparkException, Py4JJavaError) as error:
@@ -54,8 +56,8 @@ def translated() -> Iterator[None]:
 
 
 def _sentence(said: str) -> str:
-    """Return what we said ourselves in some process of Spark's, else which file Spark cannot read, else Spark's first
-    line.
+    """Return the sentence of an error of ours that Spark passed on, else which file Spark cannot read, else Spark's
+    first line.
     """
     if ours := OURS.findall(said):
         return str(ours[-1])

@@ -1,9 +1,9 @@
-"""Rows to a stream: every one acknowledged, and none discarded in place of another.
+"""Writers of rows to a stream: each row is acknowledged, and none is discarded in place of another.
 
 Spark makes the writers by `data_source`, pickles them, runs `write` in tasks, and hands what these return to `commit`
 on the driver. `rows` makes the messages and `message_ids` their ids; the engine's publisher does the rest, as for any
-other notification: stream, headers, waiting and trying again. Ids that are made of the content need no look at what
-the stream discards, since it can only be the same row. With ids of a column each row is answered by itself, and
+other notification: stream, headers, waiting and trying again. Ids that are made of the content need no comparison with
+what the stream discards, since it can only be the same row. With ids of a column each row is answered by itself, and
 `duplicates` compares. A task makes the stream at most before its first row: what is missing later was deleted, with all
 that had been stored in it, and `query_records` says so of the earlier batches of a streaming query.
 """
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Written(WriterCommitMessage):
-    """What one task did with its rows."""
+    """The result of one task: how many of its rows were stored, discarded or refused."""
 
     rows: int = 0
     duplicates: int = 0
@@ -80,7 +80,7 @@ class Written(WriterCommitMessage):
 
 
 class _Writer:
-    """What both writers do in a task, and on the driver when all tasks are done."""
+    """The part that both writers share: the write in a task, and the report on the driver when all tasks are done."""
 
     def __init__(self, writing: WriteOptions) -> None:
         self._writing = writing
@@ -101,19 +101,20 @@ class _Writer:
             return task.end()
 
     def _batch(self, context: TaskContext) -> QueryBatch | None:
-        """Return which batch of which streaming query is written; None for a write of its own."""
+        """Return the batch of a streaming query that is written; None for a write of its own."""
         raise NotImplementedError
 
     def _report(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Raises `PipelineError` where dead letters went to a place that the driver does not see, and `DataLossError`
-        where the stream of some tasks is not that of others."""
+        """Log what became of the rows. Raises `PipelineError` where dead letters went to a directory that the driver
+        does not see, and `DataLossError` where tasks wrote to different streams.
+        """
         tasks = [message for message in messages if isinstance(message, Written)]
         if len(streams_seen := sorted({task.created for task in tasks if task.created})) > 1:
             raise _deleted(self._writing.event, streams_seen[-1])
         if files := [task.dead_letters for task in tasks if task.dead_letters]:
             dead_letters.check_present(str(self._writing.dead_letters), files)
-        told = _told(self._writing, tasks)
-        logger.log(logging.WARNING if any(task.duplicates or task.refused for task in tasks) else logging.INFO, told)
+        summary = _summary(self._writing, tasks)
+        logger.log(logging.WARNING if any(task.duplicates or task.refused for task in tasks) else logging.INFO, summary)
         if unrecorded := next((task.unrecorded for task in tasks if task.unrecorded), ""):
             logger.warning(
                 f"{self._writing.event}: the next batches will not notice where the stream is deleted and created "
@@ -122,8 +123,7 @@ class _Writer:
 
 
 class BatchWriter(_Writer, DataSourceArrowWriter):
-    """A write of its own, also where `foreachBatch` of a streaming query calls for several, unless its options say
-    which batch of which query it is."""
+    """A write of its own, also in `foreachBatch` of a streaming query, unless the options name its query and batch."""
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         self._report(messages)
@@ -134,8 +134,9 @@ class BatchWriter(_Writer, DataSourceArrowWriter):
 
 
 def write_counted(rows: DataFrame, writing: WriteOptions) -> list[Written]:
-    """Write rows as a batch write does, and return what became of them in each task, which a batch write keeps to
-    itself. Raises what Spark makes of a failure, and as `commit` does."""
+    """Write rows as a batch write does, and return the results of its tasks, which a batch write keeps to itself.
+    Raises what Spark makes of a failure, and as `commit` does.
+    """
     writer = BatchWriter(writing)
 
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -148,7 +149,7 @@ def write_counted(rows: DataFrame, writing: WriteOptions) -> list[Written]:
 
 
 class StreamWriter(_Writer, DataSourceStreamArrowWriter):
-    """A batch of a streaming query, which after a crash is written again under the same number."""
+    """A write of a streaming query's batch, which after a crash is written again under the same number."""
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         self._report(messages)
@@ -158,7 +159,7 @@ class StreamWriter(_Writer, DataSourceStreamArrowWriter):
 
 
 class _Task:
-    """The rows of one partition on their way."""
+    """The write of one partition's rows."""
 
     def __init__(
         self,
@@ -193,7 +194,9 @@ class _Task:
         self._written = Written()
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Raises `InvalidNotificationError` and `DuplicateIdError`, which name the row."""
+        """Store the rows of a record batch. Raises `InvalidNotificationError` and `DuplicateIdError`, which name the
+        row.
+        """
         parts = list(dead_letters.divided(batch, self._messages))
         for place, made in parts:  # before any row is sent
             if isinstance(made, InvalidNotificationError):
@@ -204,7 +207,7 @@ class _Task:
         self._written.rows += len(batch)
 
     def end(self) -> Written:
-        """Return what was done, when the dead letters are on their disk.
+        """Finish the task, and return its result when the dead letters are on their disk.
 
         Raises `DataLossError` where the stream is not the one any more that the first rows were stored in.
         """
@@ -223,7 +226,7 @@ class _Task:
         self._refused.add(batch.slice(place, 1), str(error))
 
     def _store(self, chunk: OutgoingChunk, batch: pa.RecordBatch, first: int) -> None:
-        """Raises `DataLossError` where the stream is gone that had the rows before."""
+        """Store the messages of rows. Raises `DataLossError` where the stream that had earlier rows is gone."""
         if not self._written.created:
             self._written.created = self._asked(self._found)
         try:
@@ -232,7 +235,9 @@ class _Task:
             raise _deleted(self._writing.event, "") from error
 
     def _store_chunk(self, chunk: OutgoingChunk, batch: pa.RecordBatch, first: int) -> None:
-        """Store rows. Where their ids are of a column, those that the stream discarded are held against what it has."""
+        """Store the messages of rows, and compare those that the stream discarded with what it has, where ids are of a
+        column.
+        """
         if self._writing.id_column is None:
             self._connection.call(self._publisher.store_chunk, self._writing.event, chunk)
             return
@@ -257,8 +262,9 @@ class _Task:
         self._written.replaced += replaced
 
     async def _answers(self, chunk: OutgoingChunk) -> Sequence[PubAck | None]:
-        """Store a chunk, and return the acknowledgement of each message; None where it was to be stored only if its
-        topic is new, and is not."""
+        """Store a chunk, and return the acknowledgement of each message; None for one that was to be stored only if its
+        topic is new, and whose topic is not.
+        """
         if self._writing.only_new_topics:
             return await new_topics.store(
                 self._publisher, self._backend, self._writing.event, stream=self._spec.name, chunk=chunk
@@ -266,19 +272,19 @@ class _Task:
         answers = await self._publisher.store_answered(self._writing.event, chunk)
         return [_acknowledgement(answer) for answer in answers]
 
-    def _asked(self, question: Callable[[], Awaitable[T]]) -> T:
-        """Return what the server answers. Waits for it as publishing does."""
+    def _asked(self, request: Callable[[], Awaitable[T]]) -> T:
+        """Return the server's answer to a request, which is retried for as long as publishing is."""
         left = tries(self._patience_seconds, now=time.monotonic())
         while True:
             try:
-                return self._connection.call(question)
+                return self._connection.call(request)
             except UnavailableError:
                 if (wait := left.next_wait(time.monotonic())) is None:
                     raise
             time.sleep(wait)
 
     async def _found(self) -> str:
-        """Return when the stream was created, which is made where it is missing and no earlier batch was stored in it.
+        """Return when the stream was created. It is made where it is missing and no earlier batch was stored in it.
 
         Raises `DataLossError` where earlier batches were stored in another stream of this name.
         """
@@ -314,30 +320,30 @@ class _Task:
 
 
 def _acknowledgement(answer: PubAck | ConflictError) -> PubAck:
-    """Return an answer to a message. Raise the refusal, which there is where a column of the rows asked for it."""
+    """Return the acknowledgement of a message. Raises `ConflictError` where the server refused what a row expects."""
     if isinstance(answer, ConflictError):
         raise answer
     return answer
 
 
-def _told(writing: WriteOptions, tasks: Sequence[Written]) -> str:
-    """Return what became of the rows of all tasks."""
+def _summary(writing: WriteOptions, tasks: Sequence[Written]) -> str:
+    """Return a sentence on what became of the rows of all tasks."""
     rows, refused = sum(task.rows for task in tasks), sum(task.refused for task in tasks)
     found, present = sum(task.duplicates for task in tasks), sum(task.present for task in tasks)
-    told = f"{writing.event}: {rows} rows"
+    summary = f"{writing.event}: {rows} rows"
     if writing.id_column is not None:
-        told += f", {rows - refused - found - present} stored, {found} discarded because the stream had them already"
+        summary += f", {rows - refused - found - present} stored, {found} discarded because the stream had them already"
     if replaced := sum(task.replaced for task in tasks):
-        told += f" (of which {replaced} were not compared: newer notifications have replaced them)"
+        summary += f" (of which {replaced} were not compared: newer notifications have replaced them)"
     if writing.only_new_topics:
-        told += f", {present} left out because the stream has newer ones of their topics"
+        summary += f", {present} left out because the stream has newer ones of their topics"
     if writing.dead_letters is not None:
-        told += f", {refused} refused, in {writing.dead_letters}"
-    return told
+        summary += f", {refused} refused, in {writing.dead_letters}"
+    return summary
 
 
 def _deleted(event: str, created: str) -> DataLossError:
-    """Return the error of a write whose stream is another one than that of its first rows, or is none any more."""
+    """Return the error of a write whose stream is another one than that of its first rows, or is gone."""
     return DataLossError(
         f"{event}: its stream was deleted{f' and created again at {created}' if created else ''}, while rows were "
         "written: those that were stored before are gone. Write all of them again; a streaming query does so with a "

@@ -81,7 +81,7 @@ class Growing:
     def ids(self) -> list[str]:
         """Return the ids of all events that are logged so far, of one application after the other."""
         paths = sorted(event_log.find(str(self._directory)))
-        logs = [log for path in paths if (log := event_log.look(path)) is not None and log.files]
+        logs = [log for path in paths if (log := event_log.snapshot(path)) is not None and log.files]
         found = []
         for log in logs:
             decode = partial(job_events.decode, application=Application.of_log(log.name))

@@ -549,7 +549,7 @@ async def test_events_that_the_server_forgets_soon_are_stored_once(
     async with story.following():
         await story.arrived(1)
         await shorten_duplicate_window(story.app)
-        monkeypatch.setattr(duplicate_window, "LOOK_SECONDS", 0.0)
+        monkeypatch.setattr(duplicate_window, "CACHE_SECONDS", 0.0)
         await story.publish_as_a_listener(job_start(0))
         await anyio.sleep(2 * WINDOW_SECONDS)  # by the server's clock, which tells nobody when it forgets
         log.jobs(2)
@@ -996,7 +996,7 @@ from aviso_workers.spark.event_log import EventLogReader, Position
 
 found = log_directories.LogDirectories([sys.argv[1]])
 (path,), _ = found.find()
-log = found.look(path, None)
+log = found.snapshot(path, None)
 print(len(EventLogReader(lambda line: line, Position()).read(log).events))
 """
 

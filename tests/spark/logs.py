@@ -36,7 +36,7 @@ NAMES = {
 
 def logs_in(directory: Path) -> dict[str, EventLog]:
     """All event logs in a directory, by name."""
-    found = [event_log.look(path) for path in event_log.find(str(directory))]
+    found = [event_log.snapshot(path) for path in event_log.find(str(directory))]
     return {log.name: log for log in found if log is not None}
 
 

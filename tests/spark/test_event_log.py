@@ -86,7 +86,7 @@ def read_all(reader: EventLogReader[bytes], log: EventLog) -> tuple[list[bytes],
 
 
 def read_once(path: Path) -> tuple[list[bytes], list[str]]:
-    log = event_log.look(str(path))
+    log = event_log.snapshot(str(path))
     assert log is not None
     return read_all(reader_at(), log)
 
@@ -109,8 +109,8 @@ class RollingLog:
     def close(self) -> None:
         (self.path / "appstatus_local-1.inprogress").rename(self.path / "appstatus_local-1")
 
-    def look(self) -> EventLog:
-        log = event_log.look(str(self.path))
+    def snapshot(self) -> EventLog:
+        log = event_log.snapshot(str(self.path))
         assert log is not None
         return log
 
@@ -145,7 +145,7 @@ def test_a_single_log_is_complete_when_spark_has_renamed_it(
 ) -> None:
     (tmp_path / file).write_bytes(b"123")
     (path,) = event_log.find(str(tmp_path))
-    log = event_log.look(path)
+    log = event_log.snapshot(path)
     assert log is not None
     assert (log.name, log.complete, log.files[0].size) == (name, complete, 3)
 
@@ -154,33 +154,33 @@ def test_a_rolling_log_has_its_files_in_order_and_is_complete_by_its_status(tmp_
     rolling = RollingLog(tmp_path)
     for index in [10, 9, 1]:
         rolling.write(index, line(index))
-    log = rolling.look()
+    log = rolling.snapshot()
     assert (log.name, [file.index for file in log.files], log.complete) == ("local-1", [1, 9, 10], False)
     rolling.close()
-    assert rolling.look().complete
+    assert rolling.snapshot().complete
 
 
 def test_where_a_rename_is_a_copy_the_log_is_complete_with_the_copy(rolling: RollingLog) -> None:
     (rolling.path / "appstatus_local-1").touch()
-    assert rolling.look().complete
+    assert rolling.snapshot().complete
 
 
 def test_a_log_is_equal_to_itself_until_it_grows(rolling: RollingLog) -> None:
     rolling.write(1, line(1))
-    before = rolling.look()
-    assert rolling.look() == before
+    before = rolling.snapshot()
+    assert rolling.snapshot() == before
     rolling.write(1, line(2))
-    assert rolling.look() != before
+    assert rolling.snapshot() != before
 
 
 def test_a_log_that_is_gone_is_none(tmp_path: Path) -> None:
-    assert event_log.look(str(tmp_path / "app-1")) is None
-    assert event_log.look(str(tmp_path / "eventlog_v2_app-1")) is None
+    assert event_log.snapshot(str(tmp_path / "app-1")) is None
+    assert event_log.snapshot(str(tmp_path / "eventlog_v2_app-1")) is None
 
 
 def test_another_codec_is_a_problem_with_a_cure(tmp_path: Path) -> None:
     (tmp_path / "app-1.lzf.inprogress").touch()
-    log = event_log.look(str(tmp_path / "app-1.lzf"))
+    log = event_log.snapshot(str(tmp_path / "app-1.lzf"))
     assert log is not None
     assert log.problem == "lzf is not supported: run the application with spark.eventLog.compression.codec=zstd"
 
@@ -190,15 +190,15 @@ def test_another_codec_is_a_problem_with_a_cure(tmp_path: Path) -> None:
 
 def test_what_is_written_is_read_once_in_order_and_live(rolling: RollingLog) -> None:
     reader = reader_at()
-    assert read_all(reader, rolling.look()) == ([], [])
+    assert read_all(reader, rolling.snapshot()) == ([], [])
     for number in range(3):
         rolling.write(1, line(number))
-        assert read_all(reader, rolling.look()) == ([line(number)], [])
+        assert read_all(reader, rolling.snapshot()) == ([line(number)], [])
     rolling.write(2, line(3))
     rolling.write(3, line(4))
     rolling.close()
-    assert read_all(reader, rolling.look()) == ([line(3), line(4)], [])
-    assert read_all(reader, rolling.look()) == ([], [])
+    assert read_all(reader, rolling.snapshot()) == ([line(3), line(4)], [])
+    assert read_all(reader, rolling.snapshot()) == ([], [])
 
 
 def test_a_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
@@ -206,13 +206,13 @@ def test_a_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
     file.write_bytes(line(1) + b"\n" + line(2)[:20])
     reader = reader_at()
     for expected in ([line(1)], []):
-        log = event_log.look(str(tmp_path / "app-1"))
+        log = event_log.snapshot(str(tmp_path / "app-1"))
         assert log is not None
         assert read_all(reader, log) == (expected, [])
     assert reader.position == Position(index=0, offset=len(line(1)) + 1, size=file.stat().st_size)
     with file.open("ab") as out:
         out.write(line(2)[20:] + b"\n")
-    log = event_log.look(str(tmp_path / "app-1"))
+    log = event_log.snapshot(str(tmp_path / "app-1"))
     assert log is not None
     assert read_all(reader, log) == ([line(2)], [])
 
@@ -221,13 +221,13 @@ def test_the_rename_at_the_end_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "app-1.zstd.inprogress"
     file.write_bytes(on_disk([line(1)], ".zstd"))
     reader = reader_at()
-    log = event_log.look(str(tmp_path / "app-1.zstd"))
+    log = event_log.snapshot(str(tmp_path / "app-1.zstd"))
     assert log is not None
     assert read_all(reader, log) == ([line(1)], [])
     with file.open("ab") as out:
         out.write(on_disk([line(2)], ".zstd"))
     file.rename(tmp_path / "app-1.zstd")
-    log = event_log.look(str(tmp_path / "app-1.zstd"))
+    log = event_log.snapshot(str(tmp_path / "app-1.zstd"))
     assert log is not None
     assert read_all(reader, log) == ([line(2)], [])
 
@@ -235,17 +235,17 @@ def test_the_rename_at_the_end_changes_nothing(tmp_path: Path) -> None:
 def test_reading_goes_on_at_a_position(rolling: RollingLog) -> None:
     rolling.write(1, line(1), line(2))
     first = reader_at()
-    read_all(first, rolling.look())
+    read_all(first, rolling.snapshot())
     rolling.write(1, line(3))
     rolling.write(2, line(4))
-    assert read_all(reader_at(first.position), rolling.look()) == ([line(3), line(4)], [])
+    assert read_all(reader_at(first.position), rolling.snapshot()) == ([line(3), line(4)], [])
 
 
 def test_a_file_that_has_not_grown_is_not_opened(rolling: RollingLog) -> None:
     file = rolling.write(1, line(1))
     first = reader_at()
-    read_all(first, rolling.look())
-    log = rolling.look()
+    read_all(first, rolling.snapshot())
+    log = rolling.snapshot()
     file.unlink()
     again = reader_at(first.position)
     assert read_all(again, log) == ([], [])
@@ -255,10 +255,10 @@ def test_a_file_that_has_not_grown_is_not_opened(rolling: RollingLog) -> None:
 def test_a_closed_reader_opens_again_when_there_is_more(rolling: RollingLog) -> None:
     reader = reader_at()
     rolling.write(1, line(1))
-    read_all(reader, rolling.look())
+    read_all(reader, rolling.snapshot())
     reader.close()
     rolling.write(1, line(2))
-    assert read_all(reader, rolling.look()) == ([line(2)], [])
+    assert read_all(reader, rolling.snapshot()) == ([line(2)], [])
 
 
 @settings(deadline=None)
@@ -291,12 +291,12 @@ def test_however_a_log_grows_and_its_reader_restarts_each_line_comes_once(
             if restarts[step % len(restarts)]:
                 reader.close()
                 reader = reader_at(reader.position)
-            found, problems = read_all(reader, rolling.look())
+            found, problems = read_all(reader, rolling.snapshot())
             assert problems == []
             events += found
             step += 1
     rolling.close()
-    found, problems = read_all(reader, rolling.look())
+    found, problems = read_all(reader, rolling.snapshot())
     reader.close()
     assert problems == []
     assert events + found == [each for file in lines for each in file]
@@ -310,7 +310,7 @@ def test_a_large_log_comes_in_parts_and_is_never_held_whole(tmp_path: Path, monk
     with file.open("wb") as out:
         for _ in range(20):
             out.write(zstandard.ZstdCompressor().compress(part))
-    log = event_log.look(str(file))
+    log = event_log.snapshot(str(file))
     assert log is not None
     reader: EventLogReader[bytes] = EventLogReader(lambda _: None, Position())
     READERS.append(reader)
@@ -336,7 +336,7 @@ def compact(rolling: RollingLog, index: int, *lines: bytes) -> None:
 def test_a_compacted_file_stands_for_all_before_it(rolling: RollingLog) -> None:
     rolling.write(4, line(4))
     compact(rolling, 3, line(1), line(3))
-    events, problems = read_all(reader_at(), rolling.look())
+    events, problems = read_all(reader_at(), rolling.snapshot())
     assert events == [line(1), line(3), line(4)]
     assert [problem.partition(": ")[2] for problem in problems] == [
         "compacted before all of it was read; of jobs that had ended some events are missing"
@@ -348,17 +348,17 @@ def test_what_it_was_made_of_is_not_read_beside_it(rolling: RollingLog) -> None:
     rolling.write(1, line(1))
     rolling.write(2, line(2))
     (rolling.path / f"events_3_local-1{rolling.codec}.compact.inprogress").write_bytes(b"not ready")
-    assert [file.place for file in rolling.look().files] == [(2, True)]
+    assert [file.place for file in rolling.snapshot().files] == [(2, True)]
 
 
 def test_who_is_past_it_reads_nothing_again(rolling: RollingLog) -> None:
     reader = reader_at()
     for number in (1, 2, 3):
         rolling.write(number, line(number))
-    read_all(reader, rolling.look())
+    read_all(reader, rolling.snapshot())
     compact(rolling, 2, line(2))
     rolling.write(3, line(4))
-    log = rolling.look()
+    log = rolling.snapshot()
     assert not log.repeats(reader.position)
     assert read_all(reader, log) == ([line(4)], [])
 
@@ -366,10 +366,10 @@ def test_who_is_past_it_reads_nothing_again(rolling: RollingLog) -> None:
 def test_who_was_in_the_middle_of_it_begins_it_anew(rolling: RollingLog) -> None:
     reader = reader_at()
     rolling.write(1, line(1))
-    read_all(reader, rolling.look())
+    read_all(reader, rolling.snapshot())
     rolling.write(2, line(2))
     compact(rolling, 1, line(1), line(11))
-    log = rolling.look()
+    log = rolling.snapshot()
     assert log.repeats(reader.position)
     assert read_all(reader, log)[0] == [line(1), line(11), line(2)]
     assert not log.repeats(reader.position)
@@ -397,7 +397,7 @@ def test_who_was_in_the_middle_of_it_begins_it_anew(rolling: RollingLog) -> None
 )
 def test_a_file_that_is_not_sparks_is_told_apart(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
-    log = event_log.look(str(tmp_path / name))
+    log = event_log.snapshot(str(tmp_path / name))
     assert log is not None
     problems = [log.problem] if log.problem else read_all(reader_at(), log)[1]
     assert len(problems) == 1
@@ -420,13 +420,13 @@ def test_damage_ends_a_file_and_the_next_one_is_read(tmp_path: Path) -> None:
         out.write(b"damage" * 10)
     rolling.write(1, line(2))
     reader = reader_at()
-    events, problems = read_all(reader, rolling.look())
+    events, problems = read_all(reader, rolling.snapshot())
     assert events == [line(1)]
     assert [problem.partition(": ")[2].partition(":")[0] for problem in problems] == ["damaged"]
     rolling.write(1, line(3))
-    assert read_all(reader, rolling.look()) == ([], []), "reported once"
+    assert read_all(reader, rolling.snapshot()) == ([], []), "reported once"
     rolling.write(2, line(4))
-    assert read_all(reader, rolling.look()) == ([line(4)], [])
+    assert read_all(reader, rolling.snapshot()) == ([line(4)], [])
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def test_a_good_copy_in_the_place_of_a_damaged_one_is_read(
     file = tmp_path / "app-1.zstd"
     data = on_disk([line(1), line(2)], ".zstd")
     file.write_bytes(damage(data))
-    damaged = event_log.look(str(file))
+    damaged = event_log.snapshot(str(file))
     assert damaged is not None
     reader = reader_at()
     before, problems = read_all(reader, damaged)
@@ -448,7 +448,7 @@ def test_a_good_copy_in_the_place_of_a_damaged_one_is_read(
     assert damaged.unread_bytes(reader.position), "the damage is never taken for read"
     file.write_bytes(data)
     os.utime(file, (1, 1))
-    good = event_log.look(str(file))
+    good = event_log.snapshot(str(file))
     assert good is not None
     reader = reader_at(reader.position) if again else reader
     assert before + read_all(reader, good)[0] == [line(1), line(2)]
@@ -460,7 +460,7 @@ def test_a_link_to_itself_hides_no_log(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     assert sorted(event_log.find(str(tmp_path))) == [str(tmp_path / "app-1"), str(tmp_path / "loop")]
     with pytest.raises(OSError, match="symbolic links"):
-        event_log.look(str(tmp_path / "loop"))
+        event_log.snapshot(str(tmp_path / "loop"))
 
 
 def test_a_rolled_file_that_is_a_link_to_nothing_is_told(rolling: RollingLog) -> None:
@@ -468,12 +468,12 @@ def test_a_rolled_file_that_is_a_link_to_nothing_is_told(rolling: RollingLog) ->
     rolling.write(1, line(1))
     (rolling.path / "events_2_local-1").symlink_to("nowhere")
     with pytest.raises(OSError, match="events_2_local-1 is a link to what is not there"):
-        rolling.look()
+        rolling.snapshot()
 
 
 def test_lines_that_are_no_events_are_left_out_and_counted(rolling: RollingLog) -> None:
     rolling.write(1, line(1), b"garbage", b'{"Event":"undecodable', line(2))
-    events, problems = read_all(reader_at(), rolling.look())
+    events, problems = read_all(reader_at(), rolling.snapshot())
     assert events == [line(1), line(2)]
     assert len(problems) == 1
     assert "left out 2 lines" in problems[0]
@@ -498,7 +498,7 @@ def test_a_log_that_is_copied_under_its_final_name_is_read_on_as_it_grows(tmp_pa
     found, told = [], []
     for end in (len(data) // 2, len(data) // 2 + 3, len(data)):
         file.write_bytes(data[:end])
-        log = event_log.look(str(file))
+        log = event_log.snapshot(str(file))
         assert log is not None
         for _ in range(2):
             events, problems = read_all(reader, log)
@@ -513,12 +513,12 @@ def test_a_log_that_is_copied_under_its_final_name_is_read_on_as_it_grows(tmp_pa
 def test_a_file_that_was_replaced_is_read_from_its_beginning_until_it_has_more_than_before(rolling: RollingLog) -> None:
     file = rolling.write(1, line(1), line(2))
     reader = reader_at()
-    read_all(reader, rolling.look())
+    read_all(reader, rolling.snapshot())
     size = file.stat().st_size
     file.write_bytes(b"")
     rolling.write(1, line(1))
 
-    smaller = rolling.look()
+    smaller = rolling.snapshot()
     assert smaller.repeats(reader.position)
     assert read_all(reader, smaller) == (
         [line(1)],
@@ -528,26 +528,26 @@ def test_a_file_that_was_replaced_is_read_from_its_beginning_until_it_has_more_t
         ],
     )
     again = reader_at(reader.position)
-    assert rolling.look().repeats(again.position), "also after a restart, since more of the same may come"
+    assert rolling.snapshot().repeats(again.position), "also after a restart, since more of the same may come"
     rolling.write(1, line(2), line(3))
-    assert read_all(again, rolling.look()) == ([line(2), line(3)], [])
-    assert not rolling.look().repeats(again.position)
+    assert read_all(again, rolling.snapshot()) == ([line(2), line(3)], [])
+    assert not rolling.snapshot().repeats(again.position)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_read_again(rolling: RollingLog) -> None:
     file = rolling.write(1, line(1))
-    before = rolling.look()
+    before = rolling.snapshot()
     os.truncate(file, 0)
     reader = reader_at()
     with pytest.raises(OSError, match="shrank while it was read"):
         reader.read(before)
     rolling.write(1, line(1), line(2))
-    assert read_all(reader, rolling.look()) == ([line(1), line(2)], [])
+    assert read_all(reader, rolling.snapshot()) == ([line(1), line(2)], [])
 
 
 def test_files_that_went_before_they_were_read_are_missed(rolling: RollingLog) -> None:
     rolling.write(3, line(1))
-    events, problems = read_all(reader_at(), rolling.look())
+    events, problems = read_all(reader_at(), rolling.snapshot())
     assert events == [line(1)]
     assert problems == [f"{rolling.path}: events_1 to events_2 went before they were read"]
 
@@ -556,7 +556,7 @@ def test_a_read_that_fails_is_repeated_without_loss(rolling: RollingLog, monkeyp
     rolling.write(1, line(1))
     second = rolling.write(2, line(2))
     reader = reader_at()
-    log = rolling.look()
+    log = rolling.snapshot()
     aside = second.rename(second.with_suffix(".aside"))
     with pytest.raises(FileNotFoundError):
         reader.read(log)

@@ -104,7 +104,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def found(directories: LogDirectories) -> dict[str, EventLog]:
     paths, problems = directories.find()
     assert problems == {}
-    logs = [directories.look(path, None) for path in paths]
+    logs = [directories.snapshot(path, None) for path in paths]
     return {log.name: log for log in logs if isinstance(log, EventLog)}
 
 

@@ -688,11 +688,11 @@ class TestBackfill:
 
         def be_overtaken(files: Files, source: str, target: str) -> None:
             monkeypatch.setattr(Files, "move", moved)
-            backfill._bury(second, table)
+            backfill._add_dead_letters(second, table)
             moved(files, source, target)
 
         monkeypatch.setattr(Files, "move", be_overtaken)
-        backfill._bury(first, table)
+        backfill._add_dead_letters(first, table)
 
         assert sorted(row["id"] for row in place.spark.read.parquet(table).collect()) == ["0", "1", "2", "3"]
         assert not list(Path(table).glob("_*"))

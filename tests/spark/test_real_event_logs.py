@@ -61,7 +61,7 @@ def application(
 @pytest.fixture
 def log(application: Recorded) -> EventLog:
     (path,) = event_log.find(str(application.directory))
-    log = event_log.look(path)
+    log = event_log.snapshot(path)
     assert log is not None
     return log
 
@@ -166,7 +166,7 @@ def test_what_sparks_own_compaction_leaves_is_read(
         compact(spark, rolled)
     finally:
         spark.stop()
-    compacted = event_log.look(str(rolled))
+    compacted = event_log.snapshot(str(rolled))
     assert compacted is not None
     assert [(file.place, file.codec) for file in compacted.files] == [
         ((2, True), ""),
