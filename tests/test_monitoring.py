@@ -78,7 +78,7 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> list[Shown]:
 
 
 def of_doctor() -> list[Shown]:
-    healthy = doctor.Report(server="n1", results=(), standings=())
+    healthy = doctor.Report(server="n1", results=(), durability=())
     return [Shown(gauge.name, "gauge", gauge.labels, gauge.help) for gauge in output.measured(healthy)]
 
 

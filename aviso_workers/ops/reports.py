@@ -175,7 +175,7 @@ async def servers(admin: Admin, config: Config, named: Sequence[str]) -> list[Se
     rows = []
     for url in monitoring_port.urls(config, named):
         try:
-            found = await anyio.to_thread.run_sync(monitoring_port.look, url)
+            found = await anyio.to_thread.run_sync(monitoring_port.inspect, url)
             if named or found.is_of(connected):
                 rows.append(_server_row(found))
         except ServerProcessError as error:

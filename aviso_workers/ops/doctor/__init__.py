@@ -13,7 +13,7 @@ from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.ops.doctor import durability, facts, judgements
 from aviso_workers.ops.doctor.checks import CHECKS
-from aviso_workers.ops.doctor.durability import Standing
+from aviso_workers.ops.doctor.durability import StreamDurability
 from aviso_workers.ops.doctor.facts import Scope
 from aviso_workers.ops.doctor.judgements import Result, State
 
@@ -25,14 +25,14 @@ CONNECT_SECONDS = 8
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """What the doctor says."""
+    """The report of the doctor: the result of every check, and which accidents lose messages of each stream."""
 
     server: str
-    """Whom we were connected to."""
+    """The server that we were connected to, and its version."""
     results: tuple[Result, ...]
-    """Of every check, the worst first."""
-    standings: tuple[Standing, ...]
-    """What each stream stands."""
+    """The results of all checks, the worst first."""
+    durability: tuple[StreamDurability, ...]
+    """Which accidents each stream withstands."""
 
     @property
     def state(self) -> State:
@@ -40,8 +40,8 @@ class Report(Struct, frozen=True, kw_only=True):
 
 
 def hurried(config: Config) -> Config:
-    """Return the configuration by which the doctor connects: a server that does not let it in soon is a finding by
-    itself.
+    """Return the configuration with which the doctor connects: it waits only shortly, because a server that does not
+    accept a connection soon is a finding by itself.
     """
     backend = config.notification_backend
     soon = min(CONNECT_SECONDS, backend.jetstream.timeout_seconds)
@@ -50,7 +50,7 @@ def hurried(config: Config) -> Config:
 
 
 async def examine(admin: Admin, config: Config, scope: Scope) -> Report:
-    """Ask and judge. Changes nothing.
+    """Gather the facts, apply every check to them, and return the report. Nothing on the servers is changed.
 
     Raises `RefusedError` where the backend is no server, `UnavailableError` where the connection is lost.
     """
@@ -58,5 +58,5 @@ async def examine(admin: Admin, config: Config, scope: Scope) -> Report:
     return Report(
         server=f"{found.server.name} {found.server.ver}",
         results=tuple(judgements.judge(CHECKS, found)),
-        standings=tuple(durability.standings(found)),
+        durability=tuple(durability.of_streams(found)),
     )

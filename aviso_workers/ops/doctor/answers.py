@@ -1,4 +1,4 @@
-"""What servers say of themselves, as far as a check looks at it: advisories, and the answers of the monitoring port.
+"""Answers of servers about themselves, as far as checks need them: advisories, and the answers of the monitoring port.
 
 `facts` and `monitoring_port` read them; what JetStream's API answers is in `jetstream.info`. Names and units (bytes,
 nanoseconds) are the server's; what it leaves out has the value that this means. Nothing is sent back, so that what is
@@ -20,25 +20,25 @@ class Server(Struct, frozen=True, kw_only=True):
     name: str
     ver: str
     id: str = ""
-    """Empty where it was not told."""
+    """Empty where the server did not answer the request for it."""
     cluster: str = ""
 
 
 class UserInfo(Struct, frozen=True, kw_only=True):
-    """What a server answers to whoever asks who they are."""
+    """The answer to a request for user info, which names the server."""
 
     server: Server
 
 
 class Advisory(Struct, frozen=True, kw_only=True):
-    """What a server tells unasked: an advisory, or a metric."""
+    """An advisory or a metric that a server publishes about a stream, a consumer or a request."""
 
     kind: str = ""
     """The subject after `$JS.EVENT.`, such as `ADVISORY.STREAM.QUORUM_LOST.MARS`."""
     stream: str = ""
     consumer: str = ""
     subject: str = ""
-    """Of the request, where it tells of one."""
+    """The subject of the request, where the advisory is of one."""
     ack_time: int = 0
     """Nanoseconds from a delivery to its acknowledgement."""
 
@@ -52,7 +52,7 @@ class JetStreamConfig(Struct, frozen=True, kw_only=True):
 
 
 class Jsz(Struct, frozen=True, kw_only=True):
-    """What a server answers to /jsz."""
+    """The answer to /jsz."""
 
     config: JetStreamConfig = JetStreamConfig()
 
@@ -69,7 +69,7 @@ class VarzJetStream(Struct, frozen=True, kw_only=True):
 
 
 class VarzGroup(Struct, frozen=True, kw_only=True):
-    """The cluster that it is in, or as which it is known to other clusters."""
+    """The cluster that a server is in, or the name by which other clusters know it."""
 
     name: str = ""
 

@@ -1,4 +1,4 @@
-"""When an X.509 certificate ends (RFC 5280), from its DER form: nothing else of it is looked at."""
+"""The end of an X.509 certificate's validity (RFC 5280), read from its DER form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BEFORE_VALIDITY = 3
 
 
 def expires(der: bytes) -> datetime:
-    """Return the time after which the certificate is not valid. Raises `ValueError` for what is no certificate."""
+    """Return the time after which the certificate is not valid. Raises `ValueError` where it is no certificate."""
     try:
         (_, certificate), *_ = _elements(der)
         (_, signed), *_ = _elements(certificate)
@@ -25,7 +25,7 @@ def expires(der: bytes) -> datetime:
 
 
 def _elements(data: bytes) -> list[tuple[int, bytes]]:
-    """Return the elements that follow one another: of each its tag and its content."""
+    """Return the DER elements that follow one another, each as its tag and its content."""
     found = []
     position = 0
     while position < len(data):

@@ -1,4 +1,4 @@
-"""What the running configuration stands: which accidents lose what was acknowledged.
+"""The durability of streams in the running configuration: which accidents lose acknowledged messages.
 
 A nats-server acknowledges before it flushes, unless `sync_always` is set. What is in between survives the end of the
 process and not the end of the machine; how much that is, and how many machines it takes, follows from `sync_interval`
@@ -16,20 +16,20 @@ from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops.doctor.facts import Facts
 
-__all__ = ["Standing", "standings"]
+__all__ = ["StreamDurability", "of_streams"]
 
 NEVER = 0
 UNKNOWN = -1
 
 
-class Standing(Struct, frozen=True, kw_only=True):
-    """What one stream stands."""
+class StreamDurability(Struct, frozen=True, kw_only=True):
+    """The durability of one stream. As text it says which accidents lose acknowledged messages."""
 
     stream: str
     copies: int
     in_memory: bool
     unflushed: int
-    """Nanoseconds that what is acknowledged may not be on the disk yet; `NEVER`, or `UNKNOWN`."""
+    """Nanoseconds for which an acknowledged message may not be on the disk yet; `NEVER`, or `UNKNOWN`."""
 
     def __str__(self) -> str:
         return "in memory: gone when its servers end" if self.in_memory else f"{self._on_loss}; {self._on_power_cut}"
@@ -40,7 +40,7 @@ class Standing(Struct, frozen=True, kw_only=True):
             return "gone with the disk of its server"
         if (spare := (self.copies - 1) // 2) == 0:
             return "stands still without one of its 2 servers"
-        return f"stands the loss of {spare} of its {self.copies} servers"
+        return f"withstands the loss of {spare} of its {self.copies} servers"
 
     @property
     def _on_power_cut(self) -> str:
@@ -53,10 +53,10 @@ class Standing(Struct, frozen=True, kw_only=True):
         return f"a power cut of {machines} loses up to {interval} of what was acknowledged"
 
 
-def standings(facts: Facts) -> Iterator[Standing]:
-    """Of every stream, by its name."""
+def of_streams(facts: Facts) -> Iterator[StreamDurability]:
+    """Yield the durability of every stream, in the order of their names."""
     for _, stream in sorted(facts.streams.items()):
-        yield Standing(
+        yield StreamDurability(
             stream=stream.name,
             copies=stream.config.num_replicas,
             in_memory=stream.config.storage == "memory",
@@ -65,7 +65,9 @@ def standings(facts: Facts) -> Iterator[Standing]:
 
 
 def _unflushed(stream: StreamInfo, facts: Facts) -> int:
-    """Return the longest of the servers that keep it: of those that are seen, if all of them are."""
+    """Return for how many nanoseconds at most an acknowledged message may not be on the disk: the longest interval of
+    the stream's servers, `UNKNOWN` unless all of them are monitored.
+    """
     seen = {one.name: one.varz.jetstream.config for one in facts.monitored}
     keepers = stream.cluster.members or {facts.server.name}
     if not keepers <= seen.keys():

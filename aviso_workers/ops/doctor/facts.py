@@ -1,4 +1,4 @@
-"""Everything that is asked, once, before anything is judged.
+"""Facts: everything that the doctor asks the servers, once, before any check.
 
 `doctor.examine` calls `gather`; the checks are pure functions of the `Facts`. What could not be asked is in `unknown`
 with the reason, and a check that needs it says so. Nothing is changed: the app under examination is not connected, so
@@ -47,18 +47,18 @@ Need = Literal["account", "agents", "backups", "consumers", "dead_letters", "mon
 
 EVENTS = "$JS.EVENT."
 ANSWER_SECONDS = 4.0
-"""How long is waited for answers, which are asked for side by side: whoever hangs is told of within 10 s."""
-SILENT_SECONDS = 1.0
-"""The same for a server that has not answered before."""
+"""How long is waited for answers to requests that run side by side: a server that hangs is reported within 10 s."""
+UNREACHABLE_SECONDS = 1.0
+"""How long is waited for the account's answer, where the servers did not answer a request for streams."""
 LISTING_SECONDS = 30.0
-"""The same for streams and consumers, of which there may be a hundred thousand. A cluster waits for 4 s for those whose
-server is down before it lists the others; who does not answer a request at all is left sooner."""
+"""How long is waited for listings of streams and consumers, of which there may be a hundred thousand. A cluster waits
+for 4 s for those whose server is down before it lists the others."""
 AT_ONCE = 32
-"""Questions that are asked side by side."""
+"""The most requests that run side by side."""
 
 
 class Scope(Struct, frozen=True, kw_only=True):
-    """Whom and how to examine."""
+    """The scope of an examination: which agents, monitoring ports and backups, and for how long."""
 
     agents: tuple[Agent[Any, Any], ...] | None = None
     """Of the app that is examined; None where it is not known."""
@@ -67,24 +67,24 @@ class Scope(Struct, frozen=True, kw_only=True):
     """URLs of monitoring ports; where there is none, that of the section `server`."""
     production: bool = False
     seconds: float = 5.0
-    """Between the two samples, which rates are made of; meanwhile advisories are heard."""
+    """Between the two samples, which rates are made of; advisories are received meanwhile."""
     backups: Path | None = None
     """A directory with backups of streams."""
 
 
 class Sample(Struct, frozen=True, kw_only=True):
-    """What the API answers at one time."""
+    """The answers of JetStream's API at one time."""
 
     streams: Mapping[str, StreamInfo] = {}
-    silent: frozenset[str] = frozenset()
-    """Streams that are known, and for which nobody answers."""
+    unavailable: frozenset[str] = frozenset()
+    """Streams that are known by name, and for which no server answers, as without a leader."""
     consumers: Mapping[tuple[str, str], ConsumerInfo] = {}
     """By stream and name."""
     account: Account = Account()
 
 
 class Facts(Struct, frozen=True, kw_only=True):
-    """What is known. Streams and consumers are those of the account that we connect to."""
+    """The facts that checks judge. Streams and consumers are those of the account that we connect to."""
 
     now: datetime
     scope: Scope
@@ -96,12 +96,12 @@ class Facts(Struct, frozen=True, kw_only=True):
     """Between the two."""
     plans: Mapping[str, Plan]
     """By what configures it, such as `event type mars` or `streams.ORDERS`, what would have to be done to a stream."""
-    heard: tuple[Advisory, ...]
-    """Between the samples."""
+    advisories: tuple[Advisory, ...]
+    """Advisories and metrics that were received between the samples."""
     dead_letters: Mapping[tuple[str, ...], int]
     """Dead letters that are kept, by app and agent."""
     max_deliveries_exceeded: Mapping[tuple[str, ...], int]
-    """What died on its last delivery within the last days, by app, agent and stream."""
+    """Messages that exceeded max_deliver within the last days, by app, agent and stream."""
     records: Mapping[tuple[str, str], ConsumerRecord]
     """What workers recorded of agents' consumers, by stream and consumer."""
     run_alone: tuple[RunAlone, ...]
@@ -127,39 +127,39 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     @property
     def configured_streams(self) -> Mapping[str, StreamInfo]:
-        """Those of the configuration that there are."""
+        """The existing streams that the configuration describes, by name."""
         names = [plan.stream for plan in self.plans.values()]
         return {name: self.streams[name] for name in names if name in self.streams}
 
     @property
     def event_streams(self) -> Mapping[str, StreamInfo]:
-        """Those of event types that there are."""
+        """The existing streams of event types, by name."""
         of_events = event_streams(self.config.notification_schema)
         return {name: stream for name, stream in self.configured_streams.items() if name in of_events}
 
 
 async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
-    """Ask for everything.
+    """Gather all facts about the servers, the streams and the agents.
 
     Raises `RefusedError` where the backend is no server, `UnavailableError` where the connection is lost.
     """
-    asking = _Asking(admin)
+    requests = _Requests(admin)
     server = await monitoring_port.connected_server(admin)
     before = after = Sample()
     elapsed = scope.seconds
-    async with _listening(asking) as heard:
+    async with _advisories(requests) as advisories:
         sampled = time.monotonic()
-        before = after = await asking.sample()
-        if "streams" not in asking.unknown:
+        before = after = await requests.sample()
+        if "streams" not in requests.unknown:
             await anyio.sleep(scope.seconds)
             elapsed = time.monotonic() - sampled
-            after = await asking.sample()
-    once = await _ask_once(admin, config, asking, after, server, scope)
-    unknown = asking.unknown
+            after = await requests.sample()
+    once = await _unsampled_facts(admin, config, requests, after, server, scope)
+    unknown = requests.unknown
     if scope.agents is None:
-        unknown["agents"] = "which agents is not known: say --app MODULE:APP"
+        unknown["agents"] = "the agents are not known: say --app MODULE:APP"
     if scope.backups is None:
-        unknown["backups"] = "where backups are is not known: say --backups DIRECTORY"
+        unknown["backups"] = "the directory of backups is not known: say --backups DIRECTORY"
     return Facts(
         now=datetime.now(UTC),
         scope=scope,
@@ -169,7 +169,7 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
         after=after,
         elapsed_seconds=elapsed,
         plans=_plans(config, after.streams),
-        heard=tuple(heard),
+        advisories=tuple(advisories),
         dead_letters=once.dead_letters,
         max_deliveries_exceeded=once.max_deliveries_exceeded,
         records=once.records,
@@ -183,8 +183,8 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
     )
 
 
-class _Once(Struct):
-    """What is asked for one time only."""
+class _UnsampledFacts(Struct):
+    """The facts that are requested once, and not with each sample."""
 
     dead_letters: Mapping[tuple[str, ...], int] = {}
     max_deliveries_exceeded: Mapping[tuple[str, ...], int] = {}
@@ -195,55 +195,55 @@ class _Once(Struct):
     unreachable: Mapping[str, str] = {}
 
 
-async def _ask_once(
-    admin: Admin, config: Config, asking: _Asking, after: Sample, server: Server, scope: Scope
-) -> _Once:
-    """Ask side by side, so that those who do not answer are waited for at the same time."""
-    found = _Once()
+async def _unsampled_facts(
+    admin: Admin, config: Config, requests: _Requests, after: Sample, server: Server, scope: Scope
+) -> _UnsampledFacts:
+    """Return the facts that are requested once. Requests run side by side, so that missing answers are waited for
+    together.
+    """
+    found = _UnsampledFacts()
 
     async def dead_letters() -> None:
-        found.dead_letters = await asking.ask("dead_letters", lambda: deployment.dead_letters(admin)) or {}
+        found.dead_letters = await requests.ask("dead_letters", lambda: deployment.dead_letters(admin)) or {}
 
     async def max_deliveries_exceeded() -> None:
         found.max_deliveries_exceeded = (
-            await asking.ask("dead_letters", lambda: deployment.max_deliveries_exceeded(admin)) or {}
+            await requests.ask("dead_letters", lambda: deployment.max_deliveries_exceeded(admin)) or {}
         )
 
     async def records() -> None:
-        found.records = await asking.ask("records", lambda: deployment.records(admin)) or {}
+        found.records = await requests.ask("records", lambda: deployment.records(admin)) or {}
 
     async def run_alone() -> None:
-        found.run_alone = tuple(await asking.ask("records", lambda: deployment.run_alone(admin, after.streams)) or ())
+        found.run_alone = tuple(await requests.ask("records", lambda: deployment.run_alone(admin, after.streams)) or ())
 
     async def links() -> None:
-        found.links = tuple(await asking.ask("streams", Mirrors(admin).links, within=LISTING_SECONDS) or ())
+        found.links = tuple(await requests.ask("streams", Mirrors(admin).links, within=LISTING_SECONDS) or ())
 
     async def monitored() -> None:
         urls = monitoring_port.urls(config, scope.monitors)
-        found.monitored, found.unreachable = await asking.monitored(urls, named=bool(scope.monitors), of=server)
+        found.monitored, found.unreachable = await requests.monitored(urls, named=bool(scope.monitors), of=server)
 
     async with anyio.create_task_group() as tasks:
-        for question in (dead_letters, max_deliveries_exceeded, records, run_alone, links, monitored):
-            tasks.start_soon(question)
+        for request in (dead_letters, max_deliveries_exceeded, records, run_alone, links, monitored):
+            tasks.start_soon(request)
     return found
 
 
-class _Asking:
-    """Asks a server, and notes what it does not say."""
+class _Requests:
+    """Requests to the servers, which record in `unknown` why a fact is missing."""
 
     def __init__(self, admin: Admin) -> None:
         self._admin = admin
         self._administration = admin.administration()
         self.unknown: dict[Need, str] = {}
 
-    async def ask(
-        self, need: Need, question: Callable[[], Awaitable[T]], *, within: float = ANSWER_SECONDS
-    ) -> T | None:
+    async def ask(self, need: Need, request: Callable[[], Awaitable[T]], *, within: float = ANSWER_SECONDS) -> T | None:
         if need in self.unknown:
             return None  # asked before, and waited for
         try:
             with anyio.fail_after(within):
-                return await question()
+                return await request()
         except TimeoutError:
             self.unknown[need] = f"no answer within {within:g} s"
         except BackendError as error:
@@ -251,7 +251,7 @@ class _Asking:
         return None
 
     def listen(self) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Heard]]:
-        """Return what the servers tell unasked."""
+        """Subscribe to the advisories and metrics of the servers."""
         return self._administration.listen(f"{EVENTS}>")
 
     async def sample(self) -> Sample:
@@ -270,28 +270,28 @@ class _Asking:
         consumers = [
             each for answer in await self._all("consumers", consumed, within=LISTING_SECONDS) for each in answer or ()
         ]
-        within = SILENT_SECONDS if "streams" in self.unknown else ANSWER_SECONDS
+        within = UNREACHABLE_SECONDS if "streams" in self.unknown else ANSWER_SECONDS
         account = await self.ask("account", self._administration.account, within=within) or Account()
         return Sample(
             streams=found,
-            silent=frozenset(names) - found.keys(),
+            unavailable=frozenset(names) - found.keys(),
             consumers={(consumer.stream, consumer.name): consumer for consumer in consumers},
             account=account,
         )
 
     async def _all(
-        self, need: Need, questions: Sequence[Callable[[], Awaitable[T]]], *, within: float = ANSWER_SECONDS
+        self, need: Need, requests: Sequence[Callable[[], Awaitable[T]]], *, within: float = ANSWER_SECONDS
     ) -> list[T | None]:
-        """Return the answers to all of these, asked side by side, some at a time."""
-        answers: list[T | None] = [None] * len(questions)
+        """Return the answers to all requests, which run side by side, some at a time; None where there is no answer."""
+        answers: list[T | None] = [None] * len(requests)
         limiter = anyio.CapacityLimiter(AT_ONCE)
 
         async def put(index: int) -> None:
             async with limiter:
-                answers[index] = await self.ask(need, questions[index], within=within)
+                answers[index] = await self.ask(need, requests[index], within=within)
 
         async with anyio.create_task_group() as tasks:
-            for index in range(len(questions)):
+            for index in range(len(requests)):
                 tasks.start_soon(put, index)
         return answers
 
@@ -308,20 +308,20 @@ class _Asking:
         unreachable: dict[str, str] = {}
         answers: dict[str, Monitored] = {}
 
-        async def look(url: str) -> None:
+        async def inspect(url: str) -> None:
             try:
-                answers[url] = await anyio.to_thread.run_sync(monitoring_port.look, url)
+                answers[url] = await anyio.to_thread.run_sync(monitoring_port.inspect, url)
             except ServerProcessError as error:
                 unreachable[url] = str(error)
 
         async with anyio.create_task_group() as tasks:
             for url in urls:
-                tasks.start_soon(look, url)
+                tasks.start_soon(inspect, url)
         for url in urls:
             if (one := answers.get(url)) is None:
                 continue
-            is_told = named and not of.id
-            if not (is_told or one.is_of(of)):
+            is_assumed = named and not of.id  # the server that we are connected to did not say which one it is
+            if not (is_assumed or one.is_of(of)):
                 unreachable[url] = (
                     f"{url} is the monitoring port of {one.name}, which is not of {of.cluster or of.name}"
                 )
@@ -331,31 +331,33 @@ class _Asking:
         if missing:
             cure = "" if named and len(unreachable) >= len(missing) else ": say --monitor URL for each server"
             self.unknown["monitoring"] = "; ".join(
-                [*unreachable.values(), f"nothing is seen of {', '.join(sorted(missing))}{cure}"]
+                [*unreachable.values(), f"no monitoring port of {', '.join(sorted(missing))}{cure}"]
             )
         return tuple(found), unreachable if named else {}
 
 
 @asynccontextmanager
-async def _listening(asking: _Asking) -> AsyncIterator[list[Advisory]]:
-    """What is told while the block runs, complete when it has ended."""
-    told: list[Advisory] = []
+async def _advisories(requests: _Requests) -> AsyncIterator[list[Advisory]]:
+    """Collect the advisories and metrics of the servers while the block runs. The list is complete when it has
+    ended.
+    """
+    received: list[Advisory] = []
     async with AsyncExitStack() as stack:
         try:
             with anyio.fail_after(ANSWER_SECONDS):
-                heard = await stack.enter_async_context(asking.listen())
+                messages = await stack.enter_async_context(requests.listen())
         except TimeoutError as error:
             raise UnavailableError(f"the server does not answer within {ANSWER_SECONDS:g} s") from error
-        yield told
-        while heard.statistics().current_buffer_used:
-            one = heard.receive_nowait()
-            with suppress(msgspec.MsgspecError):  # anybody may publish there
+        yield received
+        while messages.statistics().current_buffer_used:
+            one = messages.receive_nowait()
+            with suppress(msgspec.MsgspecError):  # any client may publish on these subjects
                 advisory = msgspec.json.decode(one.data, type=Advisory)
-                told.append(structs.replace(advisory, kind=one.subject.removeprefix(EVENTS)))
+                received.append(structs.replace(advisory, kind=one.subject.removeprefix(EVENTS)))
 
 
 def _members(found: Sequence[Monitored], of: Server) -> set[str]:
-    """Return the names of all servers of the cluster."""
+    """Return the names of all servers of the cluster that are known."""
     members = {of.name} if of.id or not found else set[str]()
     for one in found:
         members |= {one.name, *one.routes, *(one.varz.jetstream.meta.members if one.varz.jetstream.meta else ())}
@@ -379,7 +381,7 @@ def _plan(spec: StreamSpec, found: StreamInfo | None) -> Plan:
 def _backups(directory: Path) -> dict[str, Backup]:
     """Return the newest backup of each stream that can be restored from what is there.
 
-    One of a time to come tells nothing of its age.
+    A backup with a time in the future is left out: its age is not known.
     """
     now = datetime.now(UTC)
     return {backup.stream: backup for backup in backups.restorable(directory) if backup.made <= now}

@@ -1,7 +1,7 @@
-"""A check is data and a pure function; this is what both are made of, and how the facts are judged.
+"""Checks and their results: a check is data and a pure function, which is applied to the facts.
 
 The checks are under `checks`. A function yields what it finds wrong, and nothing where all is well. What it could not
-look at it yields as SKIP, so that it is never taken for a PASS; what is missing of the facts is added here.
+examine it yields as SKIP, so that it is never taken for a PASS; what is missing of the facts is added here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOT_IN_PRODUCTION = "for production: say --production"
 
 
 class State(enum.IntEnum):
-    """What became of a check, the worst last."""
+    """The state of a check or a finding, the worst last."""
 
     PASS = 0
     SKIP = 1
@@ -30,7 +30,7 @@ class State(enum.IntEnum):
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """Something that a check found."""
+    """A finding of a check: what is wrong with a stream, a consumer, a server or a setting."""
 
     found: str
     """What there is, with its numbers."""
@@ -49,7 +49,7 @@ class Finding(Struct, frozen=True, kw_only=True):
 
 
 def about(one: StreamInfo | ConsumerInfo, found: str, *, state: State | None = None, cure: str = "") -> Finding:
-    """Return what was found of a stream or of a consumer."""
+    """Return a finding about a stream or a consumer."""
     if isinstance(one, StreamInfo):
         return Finding(stream=one.name, found=found, state=state, cure=cure)
     return Finding(stream=one.stream, consumer=one.name, found=found, state=state, cure=cure)
@@ -80,7 +80,7 @@ class Check(Struct, frozen=True, kw_only=True):
 
 
 class Result(Struct, frozen=True, kw_only=True):
-    """What a check says of the facts."""
+    """The result of a check: its findings in the facts."""
 
     check: Check
     findings: tuple[Finding, ...]
@@ -103,7 +103,7 @@ def check(
     needs: tuple[Need, ...] = ("streams",),
     production: bool = False,
 ) -> Callable[[Judge], Judge]:
-    """Make a check of the function below, and add it to a list."""
+    """Return a decorator that makes a check of a function and adds it to a list."""
 
     def add(judge: Judge) -> Judge:
         into.append(
@@ -125,7 +125,7 @@ def check(
 
 
 def judge(checks: Iterable[Check], facts: Facts) -> list[Result]:
-    """Return every check, the worst first."""
+    """Apply every check to the facts, and return the results, the worst first."""
     results = [_result(one, facts) for one in checks]
     return sorted(results, key=lambda result: (-result.state, result.check.code))
 
@@ -160,5 +160,5 @@ def _worst_first(finding: Finding) -> tuple[int, str]:
 
 
 def worst(results: Sequence[Result]) -> State:
-    """Of all of them."""
+    """Return the worst state of all results."""
     return max((result.state for result in results), default=State.PASS)

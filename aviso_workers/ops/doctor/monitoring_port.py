@@ -1,4 +1,4 @@
-"""What a server says of itself on its monitoring port, over plain HTTP."""
+"""The monitoring port of a nats-server, read over plain HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aviso_workers.errors import BackendError, ServerProcessError
 from aviso_workers.ops.doctor.answers import Jsz, Server, UserInfo, Varz
 from aviso_workers.server import store
 
-__all__ = ["LOOPBACK", "Monitored", "connected_server", "look", "urls"]
+__all__ = ["LOOPBACK", "Monitored", "connected_server", "inspect", "urls"]
 
 ANSWER_SECONDS = 5.0
 NAME_SECONDS = 2.0
@@ -42,19 +42,19 @@ class Closed(Struct, frozen=True, kw_only=True):
 
 
 class Connections(Struct, frozen=True):
-    """What /connz answers."""
+    """The answer to /connz."""
 
     connections: tuple[Closed, ...] | None
 
 
-# Servers are looked at side by side, in threads. msgspec crashes where two threads are the first to decode a type.
+# Servers are inspected side by side, in threads. msgspec crashes where two threads are the first to decode a type.
 JSZ = msgspec.json.Decoder(Jsz)
 VARZ = msgspec.json.Decoder(Varz)
 CONNECTIONS = msgspec.json.Decoder(Connections)
 
 
 class Monitored(Struct, frozen=True, kw_only=True):
-    """One server, seen through its monitoring port."""
+    """The answers of one server on its monitoring port."""
 
     url: str
     varz: Varz
@@ -64,42 +64,44 @@ class Monitored(Struct, frozen=True, kw_only=True):
     """The names of the servers of its cluster that it is connected to."""
 
     unserved: str = ""
-    """What is in its store and not served, where its store can be looked into."""
+    """What is in its store and not served, where its store is on this machine and can be read."""
     cut_off: tuple[Closed, ...] = ()
-    """Clients that it has cut off because they were too slow, of those that it remembers, the last one first."""
+    """Clients that it has disconnected because they were too slow, of those that it remembers, the last one first."""
 
     @property
     def name(self) -> str:
         return self.varz.server_name
 
     def is_of(self, server: Server) -> bool:
-        """Return whether it is this server, or one of its cluster."""
+        """Return whether this is the given server, or one of its cluster."""
         return self.varz.server_id == server.id or bool(server.cluster and self.varz.cluster.name == server.cluster)
 
     @property
     def cannot_write(self) -> bool:
-        """Whether it has given up writing to some of its streams, such as for a full disk, until it is restarted."""
+        """Whether the server does not write to some of its streams any more, such as for a full disk, until it is
+        restarted.
+        """
         return "write error" in self.health
 
     @property
     def machine(self) -> str:
-        """Where it runs, as the URL says."""
+        """The host name or address in the URL of the monitoring port."""
         return _machine(self.url)
 
     @property
     def disk(self) -> Path | None:
-        """Its store_dir, where that is on this machine and may be looked into."""
+        """The server's store_dir, where that is on this machine and can be read; else None."""
         return _disk(self.url, self.varz)
 
 
 async def connected_server(admin: Admin) -> Server:
-    """Return which server answers; one that may not be asked for its name is known by its version only."""
+    """Return the server that we are connected to; where it may not be asked for its name, only its version is known."""
     administration = admin.administration()
     try:
-        heard = await administration.request("$SYS.REQ.USER.INFO", timeout_seconds=NAME_SECONDS)
+        answer = await administration.request("$SYS.REQ.USER.INFO", timeout_seconds=NAME_SECONDS)
     except BackendError:
         return Server(name="nats-server", ver=administration.server_version)
-    return msgspec.json.decode(heard.data, type=UserInfo).server
+    return msgspec.json.decode(answer.data, type=UserInfo).server
 
 
 def urls(config: Config, named: Sequence[str]) -> Sequence[str]:
@@ -111,8 +113,9 @@ def urls(config: Config, named: Sequence[str]) -> Sequence[str]:
     return [f"http://{host}:{monitor.port}"] if monitor.port else []
 
 
-def look(url: str) -> Monitored:
-    """Ask for /varz, /jsz, /healthz, /routez and /connz, and look at its store where that is on this machine. Blocks.
+def inspect(url: str) -> Monitored:
+    """Return the answers of a server to /varz, /jsz, /healthz, /routez and /connz, and what is in its store and not
+    served, where the store is on this machine. Blocks.
 
     Raises `ServerProcessError` where there is no such answer.
     """
@@ -130,7 +133,9 @@ def look(url: str) -> Monitored:
 
 
 def _with_configuration(varz: Varz, jsz: Jsz) -> Varz:
-    """Return a server that was asked for /varz before JetStream had started never tells the configuration there."""
+    """Return the answer to /varz with the configuration of /jsz: a server that was asked for /varz before JetStream had
+    started never has it there.
+    """
     return structs.replace(varz, jetstream=structs.replace(varz.jetstream, config=jsz.config))
 
 
@@ -164,4 +169,4 @@ def _health(answer: dict[str, Any]) -> str:
     if answer.get("status") == "ok":
         return "ok"
     wrong: Sequence[str] = [str(each.get("error", each)) for each in answer.get("errors") or ()]
-    return "; ".join(wrong) or str(answer.get("error", answer.get("status", "it does not say how it does")))
+    return "; ".join(wrong) or str(answer.get("error", answer.get("status", "no reason given")))

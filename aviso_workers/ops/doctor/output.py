@@ -1,4 +1,4 @@
-"""What the doctor says, as text for people, JSON, gauges for Prometheus, and a line for Nagios and its like."""
+"""Formats of the doctor's report: text for people, JSON, gauges for Prometheus, and a line for Nagios and the like."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ __all__ = ["document", "gauges", "measured", "nagios", "text"]
 
 NAGIOS = {State.PASS: "OK", State.SKIP: "OK", State.WARN: "WARNING", State.FAIL: "CRITICAL"}
 MOST_FINDINGS = 10
-"""That are shown of one check as text."""
+"""The most findings of a check that are shown as text."""
 
 
 def text(report: Report) -> Iterator[str]:
-    """Line by line, what is worst first."""
+    """Yield the report as lines of text, the worst results first."""
     yield f"nats-server {report.server}: {_totals(report)}"
     for result in report.results:
         if result.state >= State.WARN:
-            yield from _told(result)
+            yield from _lines(result)
     yield ""
     for reason, codes in _skipped(report).items():
         yield f"SKIP {' '.join(codes)}: {reason}"
     for result in report.results:
         if result.state is State.PASS:
             yield f"PASS {result.check.code} {result.check.title}"
-    if report.standings:
+    if report.durability:
         yield ""
         yield "What is lost with a server, its disk or its power:"
-    for standing, streams in _standings(report).items():
-        yield f"  {', '.join(streams)}: {standing}"
+    for lost, streams in _by_durability(report).items():
+        yield f"  {', '.join(streams)}: {lost}"
 
 
 def document(report: Report) -> dict[str, Any]:
-    """Return all of it, for programs."""
+    """Return the whole report as a document for JSON."""
     return {
         "server": report.server,
         "state": report.state.name,
@@ -54,17 +54,17 @@ def document(report: Report) -> dict[str, Any]:
             }
             for result in report.results
         ],
-        "durability": {standing.stream: str(standing) for standing in report.standings},
+        "durability": {each.stream: str(each) for each in report.durability},
     }
 
 
 def gauges(report: Report) -> bytes:
-    """In Prometheus' text format."""
+    """Return the report in Prometheus' text format."""
     return render_gauges(measured(report))
 
 
 def measured(report: Report) -> list[Measured]:
-    """Return what Prometheus is told; labels are codes and states, never a stream."""
+    """Return the metrics of the report for Prometheus; their labels are codes and states, never a stream."""
     states: dict[tuple[str, ...], float] = {
         (result.check.code, state.name.lower()): float(result.state is state)
         for result in report.results
@@ -78,19 +78,19 @@ def measured(report: Report) -> list[Measured]:
     return [
         Measured(
             name="aviso_doctor_check",
-            help="What became of a check: 1 for the state that it is in.",
+            help="The state of a check: 1 for the state that it is in, else 0.",
             labels=("code", "state"),
             values=states,
         ),
         Measured(
             name="aviso_doctor_findings",
-            help="How much a check found wrong.",
+            help="The number of findings of a check.",
             labels=("code", "state"),
             values=findings,
         ),
         Measured(
             name="aviso_doctor_last_run_timestamp_seconds",
-            help="When the doctor was here.",
+            help="Time of the doctor's last run, in seconds since 1970.",
             labels=(),
             values={(): datetime.now(UTC).timestamp()},
         ),
@@ -105,12 +105,12 @@ def nagios(report: Report) -> str:
         if result.state >= State.WARN
         for finding in result.findings[:1]
     ]
-    said = "; ".join(worst[:MOST_FINDINGS]).replace("|", "/")
+    text = "; ".join(worst[:MOST_FINDINGS]).replace("|", "/")
     totals = " ".join(f"{state.name.lower()}={_count(report, state)}" for state in sorted(State, reverse=True))
-    return f"AVISO-WORKERS {NAGIOS[report.state]} - {said or 'nothing found'} | {totals}"
+    return f"AVISO-WORKERS {NAGIOS[report.state]} - {text or 'nothing found'} | {totals}"
 
 
-def _told(result: Result) -> Iterator[str]:
+def _lines(result: Result) -> Iterator[str]:
     wrong = [finding for finding in result.findings if finding.state is not State.SKIP]
     first, *others = wrong[:MOST_FINDINGS]
     yield ""
@@ -129,7 +129,7 @@ def _told(result: Result) -> Iterator[str]:
 
 
 def _skipped(report: Report) -> dict[str, list[str]]:
-    """Return the codes of the checks that could not be made, by reason."""
+    """Return the codes of the checks that were skipped, by reason."""
     reasons = defaultdict[str, list[str]](list)
     for result in report.results:
         for reason in dict.fromkeys(_place(finding) for finding in result.findings if finding.state is State.SKIP):
@@ -137,11 +137,11 @@ def _skipped(report: Report) -> dict[str, list[str]]:
     return reasons
 
 
-def _standings(report: Report) -> dict[str, list[str]]:
-    """Return the streams by the loss that they stand."""
+def _by_durability(report: Report) -> dict[str, list[str]]:
+    """Return the names of streams by the text of their durability, so that streams alike are named together."""
     found = defaultdict[str, list[str]](list)
-    for standing in report.standings:
-        found[str(standing)].append(standing.stream)
+    for each in report.durability:
+        found[str(each)].append(each.stream)
     return found
 
 

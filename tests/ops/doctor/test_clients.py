@@ -118,7 +118,7 @@ def test_dead_letters(left: Seen) -> None:
 
 
 def test_a_notification_that_killed_its_workers(left: Seen) -> None:
-    assert left.found("JS059") == {"MARS > field__index": "1 given up within the last days"}
+    assert left.found("JS059") == {"MARS > field__index": "1 exceeded max_deliver within the last days"}
 
 
 def test_without_either_there_is_nothing_to_say(left: Seen) -> None:
@@ -142,7 +142,7 @@ def back_up(directory: Path, stream: str, *, age: timedelta = timedelta()) -> Pa
 
 def test_backups(left: Seen, tmp_path: Path) -> None:
     assert left.state("JS046") is State.SKIP
-    assert left.results["JS046"].findings[0].found == "where backups are is not known: say --backups DIRECTORY"
+    assert left.results["JS046"].findings[0].found == "the directory of backups is not known: say --backups DIRECTORY"
     old = back_up(tmp_path / "old", "MARS", age=timedelta(days=3))
     back_up(tmp_path / "new", "LONG")
     (tmp_path / "broken-off").mkdir()
@@ -169,7 +169,7 @@ def configured(left: Seen, **jetstream: Any) -> Config:
     [
         ({}, []),
         ({"enable_auto_reconnect": False}, ["false"]),
-        ({"max_reconnect_attempts": 3, "reconnect_delay_ms": 1000}, ["gives up after 3 s"]),
+        ({"max_reconnect_attempts": 3, "reconnect_delay_ms": 1000}, ["stops trying after 3 s"]),
         ({"publish_deadline_seconds": 5.0}, ["5 s"]),
     ],
 )

@@ -119,8 +119,8 @@ def test_a_consumer_that_never_gives_up(broken: Seen) -> None:
 
 def test_what_is_given_up_and_not_kept(broken: Seen) -> None:
     assert broken.found("JS026") == {
-        "MARS > cut_short": "max_deliver 2, and no stream keeps what is given up",
-        "MARS > field__load": "max_deliver 26, and no stream keeps what is given up",
+        "MARS > cut_short": "max_deliver 2, and no stream keeps what exceeds it",
+        "MARS > field__load": "max_deliver 26, and no stream keeps what exceeds it",
     }
 
 
@@ -133,7 +133,7 @@ def test_a_push_consumer_that_floods(broken: Seen) -> None:
 
 
 def test_a_push_consumer_that_nobody_hears(broken: Seen) -> None:
-    assert broken.found("JS029") == {"MARS > flooding": "nobody subscribes to to.nobody"}
+    assert broken.found("JS029") == {"MARS > flooding": "no client subscribes to to.nobody"}
 
 
 def test_an_agent_that_may_hold_less_than_it_handles(broken: Seen) -> None:
@@ -170,7 +170,7 @@ def test_a_consumer_that_nobody_has_used_for_a_week(broken: Seen) -> None:
     assert broken.found("JS035") == {}
     later = judged(structs.replace(broken.facts, now=broken.facts.now + timedelta(days=8)))
     found = later.found("JS035")
-    assert found["MARS > plain"].startswith("nobody asks, and nothing was delivered since")
+    assert found["MARS > plain"].startswith("no client reads it, and nothing was delivered since")
     assert not {"MARS > pinned", "MARS > pushing"} & found.keys()  # in use
 
 
@@ -204,13 +204,15 @@ def test_a_pinned_consumer_without_a_client(broken: Seen) -> None:
 def test_a_client_that_is_pinned_again_and_again(broken: Seen) -> None:
     """By hand: a server takes longer than the test to pin anew so often."""
     pinned = Advisory(kind="ADVISORY.CONSUMER.PINNED.MARS.pinned", stream="MARS", consumer="pinned")
-    assert judged(structs.replace(broken.facts, heard=(pinned,) * 2)).found("JS037").keys() == {"MARS > unpinned"}
-    assert "MARS > pinned" in judged(structs.replace(broken.facts, heard=(pinned,) * 3)).found("JS037")
+    assert judged(structs.replace(broken.facts, advisories=(pinned,) * 2)).found("JS037").keys() == {"MARS > unpinned"}
+    assert "MARS > pinned" in judged(structs.replace(broken.facts, advisories=(pinned,) * 3)).found("JS037")
 
 
 def test_who_asks_for_consumers_all_the_time(broken: Seen) -> None:
-    told = next(told for told in broken.facts.heard if ".CONSUMER.INFO." in told.subject)
-    often, seldom = (structs.replace(broken.facts, elapsed_seconds=2.0, heard=(told,) * count) for count in (200, 20))
+    asked = next(each for each in broken.facts.advisories if ".CONSUMER.INFO." in each.subject)
+    often, seldom = (
+        structs.replace(broken.facts, elapsed_seconds=2.0, advisories=(asked,) * count) for count in (200, 20)
+    )
     assert judged(often).found("JS051") == {"$JS.API.CONSUMER.INFO": "100 calls a second"}
     assert judged(seldom).state("JS051") is State.PASS
 

@@ -29,7 +29,7 @@ for _ in range(30):
     together = threading.Barrier(8)
     found = []
     looking = [
-        threading.Thread(target=lambda: (together.wait(), found.append(monitoring_port.look("http://a"))))
+        threading.Thread(target=lambda: (together.wait(), found.append(monitoring_port.inspect("http://a"))))
         for _ in range(8)
     ]
     for one in looking:
@@ -58,6 +58,6 @@ def test_a_server_that_tells_its_configuration_in_one_answer_only_is_known_by_th
     }
     monkeypatch.setattr(monitoring_port, "_ask", lambda url, path: answers[path])
 
-    found = monitoring_port.look("http://127.0.0.1:8222").varz.jetstream.config
+    found = monitoring_port.inspect("http://127.0.0.1:8222").varz.jetstream.config
 
     assert (found.store_dir, found.sync_interval, found.unique_tag) == ("/elsewhere", 5, "az:")

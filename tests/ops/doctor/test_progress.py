@@ -128,7 +128,7 @@ def test_acknowledgements_that_come_late(working: Seen) -> None:
 
 
 def test_without_measured_acknowledgements_nothing_is_said_of_them(working: Seen) -> None:
-    untold = judged(structs.replace(working.facts, heard=()))
+    untold = judged(structs.replace(working.facts, advisories=()))
     assert untold.state("JS023") is State.SKIP
     (skipped,) = untold.results["JS023"].findings
     assert skipped.found.startswith("no consumer with sample_freq acknowledged anything")
@@ -326,4 +326,4 @@ def test_an_agents_slow_acknowledgements_are_its_heartbeats_business(working: Se
         working.facts.after, consumers={(SHARED, "measured"): structs.replace(measured, config=config)}
     )
     told = Advisory(kind="METRIC.CONSUMER.ACK.WORK.measured", stream=SHARED, consumer="measured", ack_time=SECOND)
-    assert judged(structs.replace(working.facts, after=after, heard=(told,))).state("JS023") is State.PASS
+    assert judged(structs.replace(working.facts, after=after, advisories=(told,))).state("JS023") is State.PASS

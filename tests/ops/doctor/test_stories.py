@@ -116,7 +116,7 @@ def test_the_demos_deployment(tmp_path: Path) -> None:
     assert seen.found("JS057") == {"field, agent index > field__index": "1 dead letters"}
     assert {code for code, state in seen.wrong.items() if state is State.FAIL} == set()
     assert seen.state("JS043") is State.SKIP  # it has no monitoring port; what is certain is told all the same
-    told = {standing.stream: str(standing) for standing in durability.standings(seen.facts)}
+    told = {each.stream: str(each) for each in durability.of_streams(seen.facts)}
     assert told["MARS"].startswith("gone with the disk of its server; sync_interval is not known")
 
 
@@ -217,9 +217,9 @@ async def sample(loaded: Config) -> None:
 def test_a_cluster_for_production(production: Cluster) -> None:
     seen = production.seen()
     assert {code: [str(each) for each in seen.results[code].findings] for code in seen.wrong} == {}
-    (mars,) = [str(standing) for standing in durability.standings(seen.facts) if standing.stream == "MARS"]
+    (mars,) = [str(each) for each in durability.of_streams(seen.facts) if each.stream == "MARS"]
     assert mars == (
-        "stands the loss of 1 of its 3 servers; "
+        "withstands the loss of 1 of its 3 servers; "
         "a power cut of 2 of its 3 servers at once loses up to 10s of what was acknowledged"
     )
 

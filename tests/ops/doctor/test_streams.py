@@ -229,7 +229,7 @@ def test_what_a_killed_restore_leaves(broken: Seen) -> None:
 @pytest.mark.parametrize(
     ("origin", "found"),
     [
-        (Source(name="LIMITED", active=40 * SECOND), "nothing heard of LIMITED for 40 s"),
+        (Source(name="LIMITED", active=40 * SECOND), "last contact with LIMITED 40 s ago"),
         (Source(name="LIMITED", active=0, error={"description": "no"}), "LIMITED: no"),
         (Source(name="LIMITED", active=0, lag=500), "500 behind LIMITED, and"),
     ],

@@ -1,4 +1,4 @@
-"""What our own side is set to: how it connects, how long it tries, what it leaves behind."""
+"""Checks of the settings on our side: how clients connect, how long they retry, and what agents leave behind."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def no_backup(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS047",
-    "Connections are encrypted, and say who they are",
+    "Connections are encrypted and authenticated",
     why="passwords and notifications can be read on the network, and whoever reaches the port may do everything",
     cure="use tls:// in nats_url (tls: of " + JETSTREAM + " has the certificates), and a user: user and password, "
     "nkey_seed_file or credentials_file; server.tls and server.accounts are the server's side",
@@ -106,18 +106,19 @@ def open_connection(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS048",
     "Workers wait longer than an election takes",
-    why="a cluster that lost a leader needs 5 to 7 seconds for the next; who gives up before is down with it",
+    why="a cluster that lost a leader needs 5 to 7 seconds for the next; a client that stops trying before that is "
+    "down with it",
     cure="set max_reconnect_attempts: 0 (without end), enable_auto_reconnect: true, and publish_deadline_seconds: 30",
     needs=(),
 )
 def impatient(facts: Facts) -> Iterator[Finding]:
     settings = facts.config.notification_backend.jetstream
-    given = f"{JETSTREAM}.max_reconnect_attempts" in facts.config.origins  # a worker that is told nothing waits
+    given = f"{JETSTREAM}.max_reconnect_attempts" in facts.config.origins  # a worker without this setting waits
     seconds = given * settings.max_reconnect_attempts * settings.reconnect_delay_ms / 1000
     if not settings.enable_auto_reconnect:
         yield Finding(place=f"{JETSTREAM}.enable_auto_reconnect", found="false")
     elif 0 < seconds < ELECTION_SECONDS:
-        yield Finding(place=f"{JETSTREAM}.max_reconnect_attempts", found=f"gives up after {seconds:g} s")
+        yield Finding(place=f"{JETSTREAM}.max_reconnect_attempts", found=f"stops trying after {seconds:g} s")
     if settings.publish_deadline_seconds < ENOUGH_TO_PUBLISH_SECONDS:
         found = f"{settings.publish_deadline_seconds:g} s"
         yield Finding(place=f"{JETSTREAM}.publish_deadline_seconds", found=found)
@@ -126,7 +127,7 @@ def impatient(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS057",
     "There are no dead letters",
-    why="they are notifications that nobody has handled",
+    why="they are notifications that no agent has handled",
     cure="`aviso-workers dead-letters ls --app {app} --agent {agent}` says why; mend it, then `aviso-workers "
     "dead-letters retry --app {app} --agent {agent} --yes`, or `drop`",
     needs=("dead_letters",),
@@ -139,14 +140,15 @@ def dead_letters(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS059",
     "Workers do not die of what they handle",
-    why="a notification whose worker died on each of its deliveries takes the next worker with it until it is given up",
+    why="a notification whose worker died on each of its deliveries ends the next worker too, until it exceeds "
+    "max_deliver",
     cure="look for memory and for crashes in the workers' logs; `aviso-workers dead-letters ls --reason "
     "max_deliveries` shows the notifications",
     needs=("dead_letters",),
 )
-def deadly(facts: Facts) -> Iterator[Finding]:
+def max_deliveries_exceeded(facts: Facts) -> Iterator[Finding]:
     for (app, agent, stream), count in facts.max_deliveries_exceeded.items():
-        found = f"{count} given up within the last days"
+        found = f"{count} exceeded max_deliver within the last days"
         yield Finding(stream=stream, consumer=f"{app}__{agent}", found=found)
 
 
@@ -175,7 +177,7 @@ def expiring(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS067",
     "Certificates are valid for a while",
-    why="with an expired certificate nobody connects again, on either side",
+    why="with an expired certificate no client connects again, on either side",
     cure="have a new certificate issued, put it in the place of the old one ({place}), and reload the server (`kill "
     "-HUP` its process), or restart the workers where it is ours",
     needs=(),
@@ -207,7 +209,9 @@ def _expiring(facts: Facts, der: bytes, *, place: str) -> Iterator[Finding]:
 
 
 def _certificate_in(pem: str) -> bytes:
-    """Return the first one of a file, which may hold a key and others beside it. Raises `ValueError`."""
+    """Return the first certificate of a PEM file in DER form; a key and others may be beside it. Raises
+    `ValueError`.
+    """
     begin = pem.find(CERTIFICATE_BEGIN)
     end = pem.find(CERTIFICATE_END, begin)
     if begin < 0 or end < 0:
@@ -216,7 +220,9 @@ def _certificate_in(pem: str) -> bytes:
 
 
 def retry_seconds(agent: Agent[Any, Any]) -> float:
-    """Return the seconds that an agent tries a notification at most: the delays, and handling where it is bounded."""
+    """Return for how many seconds an agent retries a notification at most: the delays, and handling where it is
+    bounded.
+    """
     retry, attempts = agent.policy.retry, int(min(agent.policy.retry.attempts, 10_000))
     delays = sum(min(retry.max, retry.first * retry.factor ** min(n, 64)) for n in range(attempts - 1))
     return delays * (1 + retry.jitter) + attempts * (agent.policy.timeout or 0)
@@ -227,7 +233,9 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _expires(credentials: str) -> datetime | None:
-    """Return when the user JWT of a .creds file ends; its signature is the server's business."""
+    """Return when the user JWT of a .creds file expires, None where it does not. The signature is not checked. Raises
+    `ValueError`.
+    """
     found = JWT.search(credentials)
     if found is None:
         raise ValueError("no JWT")

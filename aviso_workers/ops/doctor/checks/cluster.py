@@ -1,4 +1,4 @@
-"""Who keeps what: leaders, copies, the meta group, and the account that all of it is in."""
+"""Checks of clusters: leaders, copies, the meta group, and the account that streams and consumers are in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHECKS: list[Check] = []
 declare = partial(check, CHECKS)
 
 FAR_BEHIND = 1_000
-SILENT_SECONDS = 10
+INACTIVE_SECONDS = 10
 LEADERS_TO_COUNT, MOST_LEADERS = 12, 3 / 4
 """With fewer, so many are a matter of chance."""
 USED, NEARLY_USED_UP = 0.80, 0.95
@@ -32,20 +32,21 @@ LEVEL = "_nats.req.level"
     "Streams and consumers have a leader, and copies that are current",
     why="without a leader nothing is stored or delivered; a copy that is behind counts for nothing when one is lost",
     cure="`aviso-workers server status` or the site's supervisor says which server is down: start it. A copy that "
-    "stays behind is told to begin anew by `aviso-workers streams remove-peer {stream} SERVER`, which needs one more "
+    "stays behind is made anew by `aviso-workers streams remove-peer {stream} SERVER`, which needs one more "
     "server; else stop the server, empty its store directory and start it, while all copies of the others are current",
     severity=State.FAIL,
     needs=("consumers", "streams"),
 )
 def copies(facts: Facts) -> Iterator[Finding]:
-    for name in sorted(facts.before.silent & facts.after.silent):  # one that is deleted is missing from one listing
-        yield Finding(stream=name, found="nobody answers for it: it has no leader")
+    # A stream that was just deleted is missing from one of the two listings.
+    for name in sorted(facts.before.unavailable & facts.after.unavailable):
+        yield Finding(stream=name, found="no server answers for it: it has no leader")
     for one in _kept(facts):
         for found in _wrong_with(one.cluster):
             yield about(one, found)
-    for told in facts.heard:
-        if ".QUORUM_LOST." in told.kind:
-            yield Finding(stream=told.stream, consumer=told.consumer, found=f"told {told.kind}")
+    for advisory in facts.advisories:
+        if ".QUORUM_LOST." in advisory.kind:
+            yield Finding(stream=advisory.stream, consumer=advisory.consumer, found=f"received {advisory.kind}")
 
 
 @declare(
@@ -60,7 +61,7 @@ def skewed_leaders(facts: Facts) -> Iterator[Finding]:
     leaders = Counter(group.leader for group in replicated)
     is_whole = not any(peer.offline for group in replicated for peer in group.followers)
     if len(replicated) < LEADERS_TO_COUNT or not is_whole:
-        return  # who is down leads nothing just now
+        return  # a server that is down leads nothing just now
     for server, count in leaders.items():
         if count > MOST_LEADERS * len(replicated):
             yield Finding(place=server, found=f"leads {count} of {len(replicated)} streams and consumers")
@@ -68,7 +69,7 @@ def skewed_leaders(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS039",
-    "The account has room",
+    "The account is not full",
     why="over its limits new streams and consumers, and what is published, are refused",
     cure="raise the limit (`server.accounts` of our configuration, then `aviso-workers server render` and a reload), "
     "or remove what is not needed: `aviso-workers report account` shows both",
@@ -93,7 +94,7 @@ def account_use(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             place="account api",
             found=f"{failed} of {asked} requests within {facts.elapsed_seconds:.0f} s failed",
-            cure="`nats events --js-advisory` shows which requests fail, and who asks",
+            cure="`nats events --js-advisory` shows which requests fail, and which client sends them",
         )
 
 
@@ -119,7 +120,8 @@ def unlimited_account(facts: Facts) -> Iterator[Finding]:
     "Workers may make the streams of their own",
     why="streams for retries, advisories and what is to be delivered later have no max_bytes: with max_bytes_required "
     "the account refuses them, and nothing of that can be done",
-    cure="leave max_bytes_required out of server.accounts.NAME.jetstream, or let somebody who may make {stream}",
+    cure="leave max_bytes_required out of server.accounts.NAME.jetstream, or let a user who may create streams make "
+    "{stream}",
     severity=State.FAIL,
     needs=("account", "streams"),
 )
@@ -161,13 +163,13 @@ def _wrong_with(group: Cluster) -> Iterator[str]:
             yield f"{replica.name} is offline"
         elif not replica.current:
             yield f"{replica.name} is not current"
-        elif replica.active > SILENT_SECONDS * SECOND:
-            yield f"{replica.name} was not heard of for {replica.active / SECOND:.0f} s"
+        elif replica.active > INACTIVE_SECONDS * SECOND:
+            yield f"{replica.name} was last active {replica.active / SECOND:.0f} s ago"
         elif replica.lag > FAR_BEHIND:
             yield f"{replica.name} is {replica.lag} behind"
 
 
 def _kept(facts: Facts) -> Iterator[StreamInfo | ConsumerInfo]:
-    """Yield all that has a group of servers which keep it."""
+    """Yield all streams and consumers, each of which a group of servers keeps."""
     yield from facts.streams.values()
     yield from facts.consumers.values()

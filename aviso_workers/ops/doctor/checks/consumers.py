@@ -1,4 +1,6 @@
-"""How consumers are configured. Those of our workers have their attempts, delays and dead letters in the worker."""
+"""Checks of the configuration of consumers. Those of our workers have attempts, delays and dead letters in the
+worker.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,11 @@ def no_backoff(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS025",
-    "Consumers give up some time",
+    "Consumers limit the deliveries of a message",
     why="a message that can never be handled is delivered for ever",
-    cure=DECLARE + "max_deliver" + APPLY + "; and keep what is given up (JS026)",
+    cure=DECLARE + "max_deliver" + APPLY + "; and keep the messages that exceed it (JS026)",
 )
-def never_gives_up(facts: Facts) -> Iterator[Finding]:
+def unlimited_deliveries(facts: Facts) -> Iterator[Finding]:
     for consumer in _foreign(facts):
         if consumer.config.max_deliver <= 0:
             yield about(consumer, "max_deliver is unlimited")
@@ -62,26 +64,27 @@ def never_gives_up(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS026",
-    "What is given up is kept",
-    why="the server tells of a message over max_deliver once, to whoever listens at that time",
+    "Messages that exceed max_deliver are kept",
+    why="the server announces such a message once, to the subscribers of that moment",
     cure="declare a stream whose subjects are `"
     + max_deliveries.SUBJECT
     + ".{stream}.{consumer}`"
     + APPLY
-    + "; agents of ours do it by themselves, and make dead letters of them while a worker runs",
+    + "; our agents do it by themselves, and workers make dead letters of the messages",
 )
-def nobody_listens(facts: Facts) -> Iterator[Finding]:
+def exceeded_and_not_kept(facts: Facts) -> Iterator[Finding]:
     kept = [subject for stream in facts.streams.values() for subject in stream.config.subjects]
     for consumer in facts.consumers.values():
-        told = f"{max_deliveries.SUBJECT}.{consumer.stream}.{consumer.name}"
-        if consumer.config.max_deliver > 0 and not any(overlap(subject, told) for subject in kept):
-            yield about(consumer, f"max_deliver {consumer.config.max_deliver}, and no stream keeps what is given up")
+        advisories = f"{max_deliveries.SUBJECT}.{consumer.stream}.{consumer.name}"
+        if consumer.config.max_deliver > 0 and not any(overlap(subject, advisories) for subject in kept):
+            yield about(consumer, f"max_deliver {consumer.config.max_deliver}, and no stream keeps what exceeds it")
 
 
 @declare(
     "JS027",
     "Every step of a backoff is used",
-    why="the steps after the last delivery are never waited for: what was meant to wait longer is given up",
+    why="the steps after the last delivery are never waited for: a message that was meant to wait longer exceeds "
+    "max_deliver",
     cure=DECLARE + "max_deliver, above the number of steps" + APPLY,
 )
 def backoff_cut_short(facts: Facts) -> Iterator[Finding]:
@@ -94,7 +97,7 @@ def backoff_cut_short(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS028",
     "Push consumers have flow control and heartbeats",
-    why="without them a slow subscriber is flooded, and one that hears nothing cannot tell silence from a broken line",
+    why="without them a slow subscriber is flooded, and one that receives nothing cannot tell why",
     cure="`aviso-workers consumers rm {stream} {consumer}`, and declare it with flow_control and idle_heartbeat"
     + APPLY
     + "; or pull",
@@ -110,13 +113,13 @@ def push_without_flow_control(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS029",
     "Durable push consumers have a subscriber",
-    why="nobody hears what it pushes",
+    why="no client receives what it pushes",
     cure="start the subscriber, or remove what is left of it: `aviso-workers consumers rm {stream} {consumer}`",
 )
-def push_to_nobody(facts: Facts) -> Iterator[Finding]:
+def push_without_subscriber(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
         if not consumer.pulled and consumer.durable and not consumer.push_bound:
-            yield about(consumer, f"nobody subscribes to {consumer.config.deliver_subject}")
+            yield about(consumer, f"no client subscribes to {consumer.config.deliver_subject}")
 
 
 @declare(
@@ -157,7 +160,7 @@ def not_as_the_code_says(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS033",
     "Consumers have few filters",
-    why="each of many disjoint filters is looked for in each block of the stream",
+    why="each of many disjoint filters is searched for in each block of the stream",
     cure="split it into several consumers: agents with a narrower `where` each",
 )
 def many_filters(facts: Facts) -> Iterator[Finding]:
@@ -184,7 +187,8 @@ def many_consumers(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS035",
     "Durable consumers are in use",
-    why="one that nobody reads keeps what is kept by interest or for a work queue, and hides in every report",
+    why="a stream of interest or a work queue keeps messages for one without a reader for ever, and its lag is in "
+    "every report",
     cure="if its agent is gone for good: `aviso-workers consumers rm {stream} {consumer}`; else start a worker",
 )
 def unused(facts: Facts) -> Iterator[Finding]:
@@ -192,7 +196,7 @@ def unused(facts: Facts) -> Iterator[Finding]:
         in_use = consumer.num_waiting or consumer.push_bound or consumer.num_ack_pending
         since = consumer.last_delivered or consumer.created
         if consumer.durable and not in_use and since and facts.now - since > UNUSED:
-            yield about(consumer, f"nobody asks, and nothing was delivered since {since.date()}")
+            yield about(consumer, f"no client reads it, and nothing was delivered since {since.date()}")
 
 
 @declare(
@@ -218,7 +222,7 @@ def paused(facts: Facts) -> Iterator[Finding]:
 )
 def not_pinned(facts: Facts) -> Iterator[Finding]:
     pinned = Counter(
-        (told.stream, told.consumer) for told in facts.heard if told.kind.startswith("ADVISORY.CONSUMER.PINNED.")
+        (each.stream, each.consumer) for each in facts.advisories if each.kind.startswith("ADVISORY.CONSUMER.PINNED.")
     )
     for key, consumer in facts.consumers.items():
         if consumer.config.priority_policy != "pinned_client":
@@ -263,14 +267,14 @@ def replaced(facts: Facts) -> Iterator[Finding]:
     needs=(),
 )
 def many_info_calls(facts: Facts) -> Iterator[Finding]:
-    calls = sum(told.kind == "ADVISORY.API" and ".CONSUMER.INFO." in told.subject for told in facts.heard)
+    calls = sum(each.kind == "ADVISORY.API" and ".CONSUMER.INFO." in each.subject for each in facts.advisories)
     rate = calls / facts.elapsed_seconds
     if rate > INFO_CALLS_PER_SECOND:
         yield Finding(place="$JS.API.CONSUMER.INFO", found=f"{rate:.0f} calls a second")
 
 
 def _foreign(facts: Facts) -> Iterator[ConsumerInfo]:
-    """Durable consumers that others than our workers made, and whose messages come again."""
+    """Yield the durable consumers with acknowledgements that other programs than our workers made."""
     for consumer in facts.consumers.values():
         if consumer.durable and consumer.config.ack_policy != "none" and not metadata.is_of_agent(consumer.config):
             yield consumer

@@ -1,4 +1,4 @@
-"""Whether work gets done: what the second sample says that the first did not."""
+"""Checks of progress: whether messages are handled, by what has changed between the two samples."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEARLY_ALL_WAITING = 0.9
 MOST_SHOWN = 5
 NO_WORKER = (
     "start a worker (`aviso-workers worker MODULE:APP`), or see why one that runs does not ask (`agent.disturbed` in "
-    "its log); `aviso-workers agents ls` shows who has what left to do"
+    "its log); `aviso-workers agents ls` shows how much is left for each agent"
 )
 
 CANNOT_MAKE = (
@@ -43,7 +43,7 @@ CANNOT_MAKE = (
 
 @declare(
     "JS021",
-    "Nobody falls behind",
+    "No consumer falls behind",
     why="more arrives than is handled, so the lag grows until it stops or something is full",
     cure="start more workers of {app}, raise the agent's concurrency, or make its handler faster; "
     "`aviso-workers agents ls --watch` shows whether it helps",
@@ -59,7 +59,7 @@ def falling_behind(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS022",
     "Little is delivered more than once",
-    why="handlers fail, or take longer than ack_wait without saying that they are at it",
+    why="handlers fail, or take longer than ack_wait without acknowledging progress",
     cure="`aviso-workers dead-letters ls` and the workers' logs say what fails; where nothing does, raise the ack_wait",
 )
 def redelivered(facts: Facts) -> Iterator[Finding]:
@@ -81,9 +81,9 @@ def redelivered(facts: Facts) -> Iterator[Finding]:
 )
 def slow_acks(facts: Facts) -> Iterator[Finding]:
     times = defaultdict[tuple[str, str], list[int]](list)
-    for told in facts.heard:
-        if told.kind.startswith("METRIC.CONSUMER.ACK."):
-            times[told.stream, told.consumer].append(told.ack_time)
+    for metric in facts.advisories:
+        if metric.kind.startswith("METRIC.CONSUMER.ACK."):
+            times[metric.stream, metric.consumer].append(metric.ack_time)
     if not times:
         found = f"no consumer with sample_freq acknowledged anything within {_elapsed(facts)}"
         yield Finding(found=found, state=State.SKIP)
@@ -98,7 +98,7 @@ def slow_acks(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS030",
-    "Where there is work, somebody asks for it",
+    "Pending messages are pulled",
     why="without a worker the lag grows, and with too many requests the server refuses some",
     cure=NO_WORKER,
     severity=State.FAIL,
@@ -107,8 +107,8 @@ def no_worker(facts: Facts) -> Iterator[Finding]:
     for before, after in _both(facts):
         if not after.pulled or after.paused:
             continue
-        nobody = not (before.num_waiting or after.num_waiting or after.num_ack_pending)
-        if nobody and after.num_pending and after.deliveries == before.deliveries:
+        idle = not (before.num_waiting or after.num_waiting or after.num_ack_pending)
+        if idle and after.num_pending and after.deliveries == before.deliveries:
             yield about(after, f"{after.num_pending} pending, and no worker asks for them")
         elif 0 < after.config.max_waiting * NEARLY_ALL_WAITING <= after.num_waiting:
             yield about(
@@ -121,10 +121,10 @@ def no_worker(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS031",
-    "Nobody is held up by what is not acknowledged",
+    "No consumer is held up by messages that are not acknowledged",
     why="at max_ack_pending the server delivers nothing until something is acknowledged",
-    cure="look for handlers that hang (a `timeout` of the agent ends them), for failures, which wait here to be tried "
-    "again (the workers' logs say why), or for a client that acknowledges nothing",
+    cure="search for handlers that hang (a `timeout` of the agent ends them), for failures, which wait here to be "
+    "tried again (the workers' logs say why), or for a client that acknowledges nothing",
     severity=State.FAIL,
 )
 def stalled(facts: Facts) -> Iterator[Finding]:
@@ -137,9 +137,9 @@ def stalled(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS038",
     "A work queue hides nothing",
-    why="what was given up after max_deliver stays in the queue for ever, and no lag shows it",
+    why="a message that exceeded max_deliver stays in the queue for ever, and no lag shows it",
     cure="`aviso-workers streams get {stream} SEQUENCE` shows it; handle it by hand and remove it, `nats stream rmm "
-    "{stream} SEQUENCE`, or declare a consumer for subjects that nobody takes",
+    "{stream} SEQUENCE`, or declare a consumer for subjects that have none",
     severity=State.FAIL,
 )
 def hidden(facts: Facts) -> Iterator[Finding]:
@@ -226,7 +226,7 @@ def ends_workers(facts: Facts) -> Iterator[Finding]:
 
 
 def _of_work_queue(stream: StreamInfo) -> str:
-    """Return what keeps a consumer from being made on a work queue; empty for another stream."""
+    """Return the sentence that a work queue takes one consumer for each subject; empty where the stream is none."""
     if stream.config.retention != "workqueue":
         return ""
     return (
@@ -235,7 +235,7 @@ def _of_work_queue(stream: StreamInfo) -> str:
 
 
 def _both(facts: Facts) -> Iterator[tuple[ConsumerInfo, ConsumerInfo]]:
-    """Yield each consumer, as it was and as it is; one that is new was as it is."""
+    """Yield each consumer as it was in the first and in the second sample; a new one is taken to be unchanged."""
     for key, after in facts.consumers.items():
         yield facts.before.consumers.get(key, after), after
 

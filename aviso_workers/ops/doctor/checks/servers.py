@@ -1,4 +1,4 @@
-"""The nats-servers themselves: their health, their disks, and what follows from how they were started."""
+"""Checks of the nats-servers: their health, their disks, and the settings with which they were started."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ LITTLE_FREE = 2**30
 """Bytes: of a disk that is nearly full, that is too little for large disks too."""
 RUNBOOK = "docs/operations.md#a-disk-is-full"
 RESTART = (
-    "make room on the disk of {place}, then restart that server: it does not try again by itself, and until then it "
+    "free space on the disk of {place}, then restart that server: it does not try again by itself, and until then it "
     f"stores nothing in these streams ({RUNBOOK})"
 )
-MORE_ROOM = (
+MORE_SPACE = (
     "raise jetstream.max_file_store (where it is not set, the server took three quarters of what was free when it "
-    f"started) and restart the server {{place}}, or make room in streams ({RUNBOOK})"
+    f"started) and restart the server {{place}}, or free space in streams ({RUNBOOK})"
 )
 SYNC = "in the section `server`, then `aviso-workers server render --profile production` and a restart"
 
@@ -44,14 +44,14 @@ SYNC = "in the section `server`, then `aviso-workers server render --profile pro
     "All configured streams are there",
     why="a server that was started with the wrong encryption key, or on another store_dir, has none and goes on; to "
     "make a stream anew then erases the one that cannot be read",
-    cure="stop the server before a worker makes {stream}, and look at its key, its store_dir and its log (`could not "
+    cure="stop the server before a worker makes {stream}, and check its key, its store_dir and its log (`could not "
     "be recovered`). Only if the stream was never there: `aviso-workers streams apply`",
     severity=State.FAIL,
     needs=("streams",),
 )
 def missing_streams(facts: Facts) -> Iterator[Finding]:
     for configured, plan in facts.plans.items():
-        if not plan.exists and plan.stream not in facts.after.silent and "streams" not in facts.unknown:
+        if not plan.exists and plan.stream not in facts.after.unavailable and "streams" not in facts.unknown:
             yield Finding(stream=plan.stream, found=f"the stream of {configured} does not exist")
 
 
@@ -60,7 +60,7 @@ def missing_streams(facts: Facts) -> Iterator[Finding]:
     "Servers serve all that is in their stores",
     why="a server that cannot read a stream or a consumer goes on without it and says so in its log only; to make one "
     "anew destroys it",
-    cure="stop the server {place} before anybody makes it anew, and look at its key, its accounts and its log",
+    cure="stop the server {place} before it is made anew, and check its key, its accounts and its log",
     severity=State.FAIL,
 )
 def unserved(facts: Facts) -> Iterator[Finding]:
@@ -80,15 +80,15 @@ def unserved(facts: Facts) -> Iterator[Finding]:
     needs=("monitoring", "streams"),
 )
 def power_cut(facts: Facts) -> Iterator[Finding]:
-    for standing in durability.standings(facts):
-        if standing.in_memory or standing.unflushed == durability.NEVER:
+    for each in durability.of_streams(facts):
+        if each.in_memory or each.unflushed == durability.NEVER:
             continue
-        if standing.unflushed == durability.UNKNOWN:
-            if "monitoring" not in facts.unknown:  # that is told once
-                yield Finding(stream=standing.stream, found="not all servers that keep it are seen", state=State.SKIP)
-        elif standing.copies == 1 or standing.unflushed > SHORT_INTERVAL:
-            is_bad = facts.scope.production and standing.copies == 1 and standing.unflushed > SHORT_INTERVAL
-            yield Finding(stream=standing.stream, found=str(standing), state=State.FAIL if is_bad else None)
+        if each.unflushed == durability.UNKNOWN:
+            if "monitoring" not in facts.unknown:  # that is reported once
+                yield Finding(stream=each.stream, found="not all servers that keep it are seen", state=State.SKIP)
+        elif each.copies == 1 or each.unflushed > SHORT_INTERVAL:
+            is_bad = facts.scope.production and each.copies == 1 and each.unflushed > SHORT_INTERVAL
+            yield Finding(stream=each.stream, found=str(each), state=State.FAIL if is_bad else None)
 
 
 @declare(
@@ -154,7 +154,7 @@ def split(facts: Facts) -> Iterator[Finding]:
         size = meta.cluster_size if meta and not one.varz.gateway.name else 0  # through gateways there are others in it
         expected = max(size, len(facts.config.server.cluster.routes) if facts.config.server.cluster else 0)
         if len(one.routes) + 1 < expected:
-            connected = ", ".join(sorted(one.routes)) or "nobody"
+            connected = ", ".join(sorted(one.routes)) or "no other server"
             yield Finding(place=one.name, found=f"connected to {connected}, in a cluster of {expected}")
     shared = defaultdict[tuple[str, str], list[str]](list)
     for one in facts.monitored:
@@ -168,7 +168,8 @@ def split(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS062",
     "Servers are an odd number",
-    why="a majority of four is three, so a fourth server is one more that can fail, and one more down is not stood",
+    why="a majority of four is three, so a fourth server is one more that can fail, and the cluster withstands the "
+    "loss of one, as three do",
     cure="add a server, or take one out of the cluster",
 )
 def even_servers(facts: Facts) -> Iterator[Finding]:
@@ -181,7 +182,7 @@ def even_servers(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS052",
     "Streams are in a directory that stays",
-    why="directories for temporary files are emptied when a machine starts, or when it needs room",
+    why="directories for temporary files are emptied when a machine starts, or when it needs space",
     cure="stop the server, move the directory, and set jetstream.store_dir " + SYNC,
     severity=State.FAIL,
     production=True,
@@ -194,8 +195,8 @@ def temporary(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS053",
-    "The disk has room for what may be stored",
-    why="a server that cannot write a message stores nothing more in that stream, also after there is room again",
+    "The disk has space for what may be stored",
+    why="a server that cannot write a message stores nothing more in that stream, also after there is space again",
     cure="a larger disk, two to three times max_file_store, or a lower jetstream.max_file_store " + SYNC,
 )
 def small_disk(facts: Facts) -> Iterator[Finding]:
@@ -203,7 +204,7 @@ def small_disk(facts: Facts) -> Iterator[Finding]:
         config, stored = one.varz.jetstream.config, one.varz.jetstream.stats.storage
         if config.max_storage and stored >= NEARLY_FULL * config.max_storage:
             found = f"{stored} of {config.max_storage} bytes that the server may store are stored"
-            yield Finding(place=one.name, found=found, state=State.FAIL, cure=MORE_ROOM)
+            yield Finding(place=one.name, found=found, state=State.FAIL, cure=MORE_SPACE)
         if one.disk is None:
             yield Finding(place=one.name, found=f"its {config.store_dir} is not on this machine", state=State.SKIP)
             continue
@@ -238,7 +239,7 @@ def slow_disk(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS055",
     "Personal data is encrypted on the disk",
-    why="who has the disk, or a copy of it, can read what metadata pii=true marks",
+    why="whoever has the disk, or a copy of it, can read what metadata pii=true marks",
     cure="move its streams to a store that is encrypted from the start (docs/server.md#another-key, `aviso-workers "
     "server rotate-key`): a server that encrypts the store that it has loses consumers and streams",
     severity=State.FAIL,
@@ -259,7 +260,7 @@ def not_encrypted(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS056",
     "Servers keep up with their clients",
-    why="a slow consumer was cut off and has to connect again; at max_connections nobody gets in",
+    why="a slow consumer was cut off and has to connect again; at max_connections no client can connect",
     cure="the server's log names the slow client (`Slow Consumer Detected`): give it more processes or smaller pulls. "
     "Raise server.max_connections where that is what runs out",
 )

@@ -1,4 +1,4 @@
-"""How streams are configured, and what state they are in."""
+"""Checks of the configuration and the state of streams."""
 
 from __future__ import annotations
 
@@ -110,10 +110,10 @@ def in_memory(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS006",
-    "Streams that refuse what does not fit have room",
+    "Streams that refuse what does not fit have space left",
     why="with discard new a full stream refuses every publish (JetStream's error 10077)",
     cure="raise the limit, or let the oldest give way with discard_policy: old, " + APPLY,
-    cure_of_others="make room, or declare a higher limit: streams.{stream}.max_bytes, " + APPLY,
+    cure_of_others="delete messages, or declare a higher limit: streams.{stream}.max_bytes, " + APPLY,
 )
 def full(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
@@ -209,10 +209,10 @@ def taken(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS015",
-    "Streams have no gaps that nobody made",
+    "Streams have no unexplained gaps",
     why="a server that finds a damaged block leaves out what it cannot read and says nothing; very many gaps cost "
     "memory and make reading slow",
-    cure="`aviso-workers streams gaps {stream}` shows where; if nobody has deleted there, compare with the newest "
+    cure="`aviso-workers streams gaps {stream}` shows where; if no client has deleted there, compare with the newest "
     "backup: `aviso-workers backup restore DIRECTORY/{stream}/TIME --as COPY`. Where a few old messages hold very many "
     "gaps open, a retention_time ends them",
 )
@@ -231,7 +231,7 @@ def gaps(facts: Facts) -> Iterator[Finding]:
     "JS016",
     "Nothing is lost on the disk",
     why="the server found blocks that it cannot read",
-    cure="look at the disk of the server, and at what is missing: "
+    cure="check the disk of the server, and restore a backup beside the stream to see what is missing: "
     "`aviso-workers backup restore DIRECTORY/{stream}/TIME --as COPY`",
     severity=State.FAIL,
 )
@@ -243,24 +243,24 @@ def lost(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS019",
-    "Mirrors and sources hear of their origins",
-    why="with an unreachable origin the lag stays as it was, so only the silence tells",
-    cure="`aviso-workers report mirrors` and `aviso-workers streams info {stream}` say what it waits for; look at the "
+    "Mirrors and sources reach their origins",
+    why="with an unreachable origin the lag stays as it was, so only the time since the last contact shows it",
+    cure="`aviso-workers report mirrors` and `aviso-workers streams info {stream}` say what it waits for; check the "
     "leaf node or gateway in between, and at the origin's name and domain",
     severity=State.FAIL,
 )
-def silent_origins(facts: Facts) -> Iterator[Finding]:
+def unreachable_origins(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
         before = facts.before.streams.get(stream.name, stream)
         lags = {origin.name: origin.lag for origin in before.origins}
         for origin in stream.origins:
-            silent = origin.active / SECOND
+            inactive = origin.active / SECOND
             if origin.error:
                 yield Finding(stream=stream.name, found=f"{origin.name}: {origin.error.get('description')}")
             elif origin.active == NEVER:
                 yield Finding(stream=stream.name, found=f"{origin.name} was never reached")
-            elif silent > STALE_SECONDS:
-                yield Finding(stream=stream.name, found=f"nothing heard of {origin.name} for {silent:.0f} s")
+            elif inactive > STALE_SECONDS:
+                yield Finding(stream=stream.name, found=f"last contact with {origin.name} {inactive:.0f} s ago")
             elif (growth := origin.lag - lags.get(origin.name, origin.lag)) > 0:
                 rate = growth / facts.elapsed_seconds
                 found = f"{origin.lag} behind {origin.name}, and {rate:.0f} more every second"
@@ -270,7 +270,7 @@ def silent_origins(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS020",
     "A promoted mirror has taken its origin's place",
-    why="two streams that both take publishes are two histories, which nobody can join again",
+    why="two streams that both take publishes are two histories, which cannot be joined again",
     cure="`aviso-workers mirror fence {place}`, at once; then `aviso-workers mirror recover {stream}`",
     severity=State.FAIL,
 )
@@ -314,7 +314,7 @@ def half_restored(facts: Facts) -> Iterator[Finding]:
 
 
 def overlap(one: str, other: str) -> bool:
-    """Return whether a subject can match both."""
+    """Return whether two subjects, which may have wildcards, can match the same message."""
     ours, theirs = one.split("."), other.split(".")
     for a, b in zip(ours, theirs, strict=False):
         if ">" in (a, b):
@@ -330,7 +330,9 @@ def _copies(stream: StreamInfo) -> Finding:
 
 
 def _keeps_state(stream: StreamInfo) -> bool:
-    """Tables, counters and what is to be delivered later hold what is needed: they must not forget by themselves."""
+    """Return whether a stream holds state of our own (tables, counters, delayed messages), which must not expire by
+    itself.
+    """
     return stream.name.startswith(BY_KEY) or stream.name in (table_store.COUNTERS, delayed_messages.STREAM)
 
 
@@ -343,7 +345,7 @@ def _is_marked(stream: StreamInfo, mark: str) -> bool:
 
 
 def _never_deletes(stream: StreamInfo) -> bool:
-    """Return whether messages leave this stream at its old end only, unless somebody deletes them."""
+    """Return whether messages leave this stream only at its old end, unless a client deletes them."""
     config = stream.config
     return (
         config.retention == "limits"
