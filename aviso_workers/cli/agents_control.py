@@ -1,4 +1,4 @@
-"""`agents pause|resume|reset|rm`: agents steered on the server, whether their workers run or not."""
+"""`agents pause|resume|reset|rm`: control of agents on the server, whether their workers run or not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import print_record, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, find_app
 from aviso_workers.ops import agent_control, retirement
-from aviso_workers.ops.agent_control import UNTIL_RESUMED, Reset, Steered
+from aviso_workers.ops.agent_control import UNTIL_RESUMED, AgentConsumer, Reset
 from aviso_workers.ops.retirement import Retirement
 
 __all__ = ["agents"]
@@ -39,8 +39,8 @@ def pause(
     """
     until = datetime.now(UTC) + timedelta(seconds=parse_duration(for_, name="--for")) if for_ else UNTIL_RESUMED
 
-    async def run(server: Opened, steered: Steered) -> None:
-        await agent_control.pause(server.admin, steered, until=until)
+    async def run(server: Opened, target: AgentConsumer) -> None:
+        await agent_control.pause(server.admin, target, until=until)
         typer.echo(f"{agent} is paused until {until.isoformat(timespec='seconds') if for_ else 'it is resumed'}")
 
     _steer(agent, app, config, run)
@@ -53,8 +53,8 @@ def resume(agent: Agent, app: Owner, config: ConfigOption = None) -> None:
     Example: aviso-workers agents resume index_field --app field-index
     """
 
-    async def run(server: Opened, steered: Steered) -> None:
-        await agent_control.resume(server.admin, steered)
+    async def run(server: Opened, target: AgentConsumer) -> None:
+        await agent_control.resume(server.admin, target)
         typer.echo(f"{agent} goes on")
 
     _steer(agent, app, config, run)
@@ -81,12 +81,12 @@ def reset(
     """
     position = _position(to)
 
-    async def run(server: Opened, steered: Steered) -> None:
-        plan = await agent_control.plan_reset(server.admin, steered, position)
+    async def run(server: Opened, target: AgentConsumer) -> None:
+        plan = await agent_control.plan_reset(server.admin, target, position)
         _print_plan(plan)
         confirm(yes, to="reset it")
         ahead = await agent_control.reset(server.admin, plan)
-        typer.echo(f"{agent} goes on at {steered.stream}@{plan.sequence}, with {ahead} notifications ahead of it")
+        typer.echo(f"{agent} goes on at {target.stream}@{plan.sequence}, with {ahead} notifications ahead of it")
 
     _steer(agent, app, config, run)
 
@@ -127,13 +127,13 @@ def _retirement_rows(plan: Retirement) -> list[tuple[str, str, str]]:
 
 
 def _steer(
-    agent: str, owner: str, config: ConfigSource | None, run: Callable[[Opened, Steered], Awaitable[None]]
+    agent: str, owner: str, config: ConfigSource | None, run: Callable[[Opened, AgentConsumer], Awaitable[None]]
 ) -> None:
     """With MODULE:APP the code says which stream the agent reads, with a name its consumer does."""
     if ":" in owner:
         app = find_app(owner, agent=None, config=config)
-        steered = agent_control.declared(app, app.config, agent)
-        connected(app.config, lambda server: run(server, steered))
+        target = agent_control.declared(app, app.config, agent)
+        connected(app.config, lambda server: run(server, target))
         return
 
     async def find_and_run(server: Opened) -> None:
@@ -144,13 +144,13 @@ def _steer(
 
 def _print_plan(plan: Reset) -> None:
     rows = [
-        ("goes on at", f"{plan.steered.stream}@{plan.sequence}"),
+        ("goes on at", f"{plan.agent.stream}@{plan.sequence}"),
         ("handled again", str(plan.again)),
         ("passed over", str(plan.passed_over)),
     ]
     if plan.unsettled:
         rows.append(("abandoned", f"up to {plan.unsettled} that are being handled or wait for their next attempt"))
-    typer.echo(f"{plan.steered.agent} of {plan.steered.app}:")
+    typer.echo(f"{plan.agent.agent} of {plan.agent.app}:")
     print_record(rows)
 
 

@@ -43,7 +43,7 @@ def list_consumers(
     now, before = snapshots(config, seconds, take)
     rows = reports.consumers(now, before)
     print_rows(CONSUMERS, map(_consumer_row, rows), rows, as_json=as_json)
-    end_where_silent(now.silent)
+    end_where_silent(now.unavailable)
     if any(row.stuck for row in rows):
         raise typer.Exit(1)
 

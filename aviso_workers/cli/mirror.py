@@ -174,7 +174,7 @@ def drill(
 
     found = connected(config, run)
     _print_promotion(found.promotion)
-    typer.echo(f"no publish was taken for {found.silent_seconds:.3f} s at most")
+    typer.echo(f"no publish was taken for {found.interrupted_seconds:.3f} s at most")
     typer.echo(f"the fenced origin took {found.after_fence}; {found.stored} of {found.published} published are stored")
     if not found.passed:
         raise typer.Exit(1)

@@ -95,7 +95,7 @@ def streams(
     )
     if servers:
         print_rows(SERVERS, map(_server_row, servers), servers, as_json=as_json)
-    end_where_silent(now.silent)
+    end_where_silent(now.unavailable)
     if any(row.trouble for row in rows) or any(row.trouble for row in servers):
         raise typer.Exit(1)
 
@@ -156,7 +156,7 @@ class _Screen:
             lags.append(consumer.lag)
             numbers = (str(consumer.lag), f"{consumer.rate:+.1f}", str(consumer.redelivered))
             consumers.append((consumer.stream, consumer.consumer, *numbers, _sparkline(lags), consumer_state(consumer)))
-        silent = [Text(printable(f"no server answers for {', '.join(now.silent)}"))] if now.silent else []
+        silent = [Text(printable(f"no server answers for {', '.join(now.unavailable)}"))] if now.unavailable else []
         below = [table(TOP_CONSUMERS, consumers, width=width)] if consumers else []
         above = [table(TOP_STREAMS, streams, width=width), Text()] if streams else []
         return Group(*above, *below, *silent)

@@ -40,7 +40,7 @@ def ls(as_json: AsJson = False, config: ConfigOption = None) -> None:
         print_rows(STREAMS, ([str(each[name]) for name in STREAMS] for each in documents), documents, as_json=as_json)
         return listed
 
-    end_where_silent(connected(config, run).silent)
+    end_where_silent(connected(config, run).unavailable)
 
 
 @streams.command()

@@ -1,1 +1,1 @@
-"""What operators do: look at streams, bring them in line, empty them. Called by commands and scripts."""
+"""Operations on streams, consumers and agents that operators carry out by commands and scripts."""

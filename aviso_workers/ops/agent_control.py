@@ -1,4 +1,4 @@
-"""Agents paused, resumed and reset, from outside of their workers: by way of their consumers on the server.
+"""Control of agents from outside of their workers: pause, resume and reset of their consumers on the server.
 
 Called by the commands `agents pause|resume|reset`. An agent needs no code to be found: the name of its durable
 consumer says whose it is.
@@ -21,14 +21,14 @@ from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
 from aviso_workers.ops import aviso_admin, deployment
 
-__all__ = ["UNTIL_RESUMED", "Reset", "Steered", "declared", "find", "pause", "plan_reset", "reset", "resume"]
+__all__ = ["UNTIL_RESUMED", "AgentConsumer", "Reset", "declared", "find", "pause", "plan_reset", "reset", "resume"]
 
 UNTIL_RESUMED = datetime(2200, 1, 1, tzinfo=UTC)
 """As late as a server's nanoseconds allow for centuries to come."""
 
 
-class Steered(Struct, frozen=True, kw_only=True):
-    """An agent, where it is at work."""
+class AgentConsumer(Struct, frozen=True, kw_only=True):
+    """The durable consumer of an agent on the stream of its events."""
 
     app: str
     agent: str
@@ -41,9 +41,9 @@ class Steered(Struct, frozen=True, kw_only=True):
 
 
 class Reset(Struct, frozen=True, kw_only=True):
-    """What a reset would do."""
+    """The plan of a reset: where the agent would go on, and what that means for its notifications."""
 
-    steered: Steered
+    agent: AgentConsumer
     sequence: int
     """Where the agent would go on."""
     again: int
@@ -52,20 +52,20 @@ class Reset(Struct, frozen=True, kw_only=True):
     """Notifications that it would have been given and would not be any more."""
     unsettled: int
     """Notifications before `sequence` that may be in its hands now, or wait for their next attempt: at most so many,
-    which nobody would try again."""
+    which would not be tried again."""
 
 
-def declared(app: Router, config: Config, agent: str) -> Steered:
+def declared(app: Router, config: Config, agent: str) -> AgentConsumer:
     """Return an agent of an app whose code is at hand. Raises `DeclarationError`, `UnknownEventTypeError`."""
     for known in app.agents:
         if known.name == agent:
-            return Steered(app=app.name, agent=agent, stream=aviso_admin.stream_of(config, known.event_type))
+            return AgentConsumer(app=app.name, agent=agent, stream=aviso_admin.stream_of(config, known.event_type))
     names = ", ".join(known.name for known in app.agents)
     raise DeclarationError(f"app {app.name!r} has no agent {agent!r}; it has: {names or 'none'}")
 
 
-async def find(admin: Admin, config: Config, owner: str, agent: str) -> Steered:
-    """Return the agent of the app named `owner`, by its consumer on one of the configured event streams.
+async def find(admin: Admin, config: Config, owner: str, agent: str) -> AgentConsumer:
+    """Return the consumer of an agent of the app named `owner`, as it is on one of the configured event streams.
 
     Raises `NotFoundError`, and `DeclarationError` where there are several.
     """
@@ -83,26 +83,26 @@ async def find(admin: Admin, config: Config, owner: str, agent: str) -> Steered:
             f"agent {agent} of app {owner} has a consumer on each of {', '.join(found)}: "
             "say which one is in use by --app MODULE:APP, and delete the other"
         )
-    return Steered(app=owner, agent=agent, stream=found[0])
+    return AgentConsumer(app=owner, agent=agent, stream=found[0])
 
 
-async def pause(admin: Admin, steered: Steered, *, until: datetime) -> None:
-    """Let the agent be given nothing before `until`, neither events nor what is tried again. Raises `BackendError`."""
-    await _pause(admin, steered, until)
+async def pause(admin: Admin, agent: AgentConsumer, *, until: datetime) -> None:
+    """Pause the agent: until then it is delivered nothing, neither events nor retries. Raises `BackendError`."""
+    await _pause(admin, agent, until)
 
 
-async def resume(admin: Admin, steered: Steered) -> None:
-    """Let the agent go on. Raises `BackendError`."""
-    await _pause(admin, steered, None)
+async def resume(admin: Admin, agent: AgentConsumer) -> None:
+    """Resume the agent. Raises `BackendError`."""
+    await _pause(admin, agent, None)
 
 
-async def plan_reset(admin: Admin, steered: Steered, to: Position) -> Reset:
+async def plan_reset(admin: Admin, agent: AgentConsumer, to: Position) -> Reset:
     """Return what `reset` would do: to a sequence, or to the first notification of a time or later.
 
     Raises `InvalidPositionError` beyond the end of the stream, `BackendError`.
     """
-    stream = steered.stream
-    info = await admin.consumer_info(stream, steered.consumer)
+    stream = agent.stream
+    info = await admin.consumer_info(stream, agent.consumer)
     last = (await admin.stream_info(stream)).last_sequence
     filters = info.config.filters
     sequence = max(1, to.sequence or 0)
@@ -115,7 +115,7 @@ async def plan_reset(admin: Admin, steered: Steered, to: Position) -> Reset:
         raise InvalidPositionError(f"{stream} ends at {last}: an agent cannot go on at {sequence}")
     ahead = await admin.count(stream, filter_subjects=filters, start_sequence=sequence)
     return Reset(
-        steered=steered,
+        agent=agent,
         sequence=sequence,
         again=max(0, ahead - info.num_pending),
         passed_over=max(0, info.num_pending - ahead),
@@ -124,11 +124,11 @@ async def plan_reset(admin: Admin, steered: Steered, to: Position) -> Reset:
 
 
 async def reset(admin: Admin, plan: Reset) -> int:
-    """Carry it out; returns how many notifications the agent has to settle now. Raises `BackendError`."""
-    steered = plan.steered
-    info = await admin.reset_consumer(steered.stream, steered.consumer, sequence=plan.sequence)
+    """Reset the agent as planned, and return how many notifications it has to settle now. Raises `BackendError`."""
+    agent = plan.agent
+    info = await admin.reset_consumer(agent.stream, agent.consumer, sequence=plan.sequence)
     await consumer_records.move(
-        admin, app=steered.app, agent=steered.agent, stream=steered.stream, ack_floor=plan.sequence - 1
+        admin, app=agent.app, agent=agent.agent, stream=agent.stream, ack_floor=plan.sequence - 1
     )
     return info.num_pending + info.num_ack_pending  # a worker that waits is given some at once
 
@@ -141,7 +141,7 @@ async def _exists(admin: Admin, stream: str, consumer: str) -> bool:
     return True
 
 
-async def _pause(admin: Admin, steered: Steered, until: datetime | None) -> None:
-    await admin.pause_consumer(steered.stream, steered.consumer, until=until)
+async def _pause(admin: Admin, agent: AgentConsumer, until: datetime | None) -> None:
+    await admin.pause_consumer(agent.stream, agent.consumer, until=until)
     with suppress(NotFoundError):  # made when its first worker starts
-        await admin.pause_consumer(RETRIES, steered.consumer, until=until)
+        await admin.pause_consumer(RETRIES, agent.consumer, until=until)

@@ -1,4 +1,4 @@
-"""What operators are told of agents: the policy that is in effect, and how far they have come.
+"""The report on agents: the policy that is in effect, and how far they have come.
 
 Called by the commands `agents ls` and `agents show`. The policy is the code's and the configuration's, the rest is what
 the server knows of an agent's two consumers, that of its events and that of what is tried again; `differing` compares
@@ -31,7 +31,7 @@ __all__ = ["AgentRow", "Progress", "differing", "of_app", "of_deployment", "poli
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """How far an agent has come on one event stream."""
+    """The progress of an agent on one event stream."""
 
     app: str
     agent: str
@@ -48,49 +48,51 @@ class Progress(Struct, frozen=True, kw_only=True):
 
     @property
     def lag(self) -> int:
-        """Not settled yet."""
+        """The number of notifications that are not settled yet."""
         return self.pending + self.ack_pending
 
     @property
     def pending(self) -> int:
-        """Never delivered yet."""
+        """The number of notifications that were never delivered yet."""
         return _sum(self, "num_pending") + (self.behind or 0)
 
     @property
     def trouble(self) -> str:
-        """Why nothing gets done; empty where something does, as far as one snapshot can tell."""
+        """The reason why the agent handles nothing; empty where it does, as far as one snapshot shows."""
         return self.trouble_since(None)
 
     def trouble_since(self, before: Progress | None) -> str:
-        """As `trouble`, judged by an earlier snapshot as well."""
+        """Return the reason why the agent handles nothing, as `trouble`, judged by an earlier snapshot as well."""
         if self.events is None:
             return "" if self.behind is None else "its consumer is gone"
         return stuck.why_stuck(self.events, before.events if before else None, self.record)
 
     @property
     def why_none(self) -> str:
-        """Why there is no consumer, where that is as it should be; empty where there is one, or it is gone."""
+        """The reason why the agent has no consumer, where that is as it should be; empty where it has one, or has lost
+        it.
+        """
         return deployment.why_none(self.record) if self.events is None and self.behind is None else ""
 
     @property
     def ack_pending(self) -> int:
-        """Delivered and not settled."""
+        """The number of notifications that are delivered and not settled."""
         return _sum(self, "num_ack_pending")
 
     @property
     def redelivered(self) -> int:
-        """Of these, delivered more than once."""
+        """The number of notifications, of those not settled, that were delivered more than once."""
         return _sum(self, "num_redelivered")
 
     @property
     def pinned_since(self) -> str:
-        """Of a singleton: since when one worker handles what there is."""
+        """The time since which one worker of a singleton is pinned, and handles all notifications."""
         since = self.events.pinned_since if self.events else None
-        return since.isoformat(timespec="seconds") if since else "no worker is, until something comes"
+        return since.isoformat(timespec="seconds") if since else "no worker is pinned before the first notification"
 
     @property
     def paused_until(self) -> str:
-        """Empty where the agent is given its events."""
+        """The end of the agent's pause as text; empty where it is not paused."""
         until = self.events.paused_until if self.events else None
         if until is None:
             return ""
@@ -98,7 +100,7 @@ class Progress(Struct, frozen=True, kw_only=True):
 
 
 class AgentRow(Struct, frozen=True, kw_only=True):
-    """How an agent does on one event stream, from two snapshots."""
+    """The report on an agent on one event stream, from two snapshots."""
 
     app: str
     agent: str
@@ -115,7 +117,7 @@ class AgentRow(Struct, frozen=True, kw_only=True):
 
 
 class _Snapshot(Struct, frozen=True, kw_only=True):
-    """What is known of the agents of some event streams."""
+    """A snapshot of the agents on some event streams."""
 
     consumers: dict[tuple[str, str, str], ConsumerInfo]
     """By app, agent and stream."""
@@ -142,21 +144,23 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
 
 
 async def of_app(admin: Admin, config: Config, app: Router) -> list[Progress]:
-    """Return the app's own agents. Raises `BackendError`."""
+    """Return the progress of the app's own agents. Raises `BackendError`."""
     streams = {agent.name: aviso_admin.stream_of(config, agent.event_type) for agent in app.agents}
     snapshot = await _snapshot(admin, set(streams.values()))
     return [snapshot.progress(app.name, agent, stream) for agent, stream in streams.items()]
 
 
 async def of_deployment(admin: Admin, config: Config) -> list[Progress]:
-    """Return all agents of whatever app that have ever read one of the configured event streams. As `of_app`."""
+    """Return the progress of all agents, of whatever app, that have ever read one of the configured event streams.
+    Raises `BackendError`.
+    """
     snapshot = await _snapshot(admin, await aviso_admin.event_streams(admin, config))
     known = sorted({*snapshot.consumers, *snapshot.behind}, key=lambda key: (key[2], key))
     return [snapshot.progress(*key) for key in known]
 
 
 def rows(now: Sequence[Progress], before: Sequence[Progress], *, seconds: float) -> list[AgentRow]:
-    """Return how each agent does, from two reports that were made `seconds` apart, in the order of the later one."""
+    """Return a row for each agent, from two reports that were made `seconds` apart, in the order of the later one."""
     known = {(each.app, each.agent, each.stream): each for each in before}
     return [_row(each, known.get((each.app, each.agent, each.stream)), seconds) for each in now]
 
@@ -194,7 +198,7 @@ async def _behind(admin: Admin, stream: str, record: ConsumerRecord) -> int:
 
 
 def policy(config: Config, agent: Agent[Any, Any]) -> dict[str, str]:
-    """Return what the code says of an agent, by name, as people read it. Raises what `App.mistakes` lists."""
+    """Return the policy that the code declares for an agent, by name, as text. Raises what `App.mistakes` lists."""
     event_type = config.notification_schema[agent.event_type]
     where = schema.parse_where(agent.event_type, event_type, agent.where)
     chosen = agent.policy
@@ -220,7 +224,7 @@ def policy(config: Config, agent: Agent[Any, Any]) -> dict[str, str]:
 
 
 def differing(config: Config, agent: Agent[Any, Any], consumer: ConsumerConfig) -> str:
-    """Return what the server has in effect for an agent that is not as the code says; empty where there is nothing.
+    """Return how the consumer's configuration differs from the agent's code; empty where it does not.
 
     `consumer` is the configuration of the agent's consumer. Workers of several versions share one, and a worker brings
     it in line when it starts.

@@ -1,7 +1,7 @@
-"""Emptying streams and deleting single notifications, as an aviso-server's admin interface does.
+"""Wiping of streams and deletion of single notifications, as the admin interface of an aviso-server offers them.
 
-Only streams of configured event types are touched: never KV buckets, dead letters or anybody else's. Configuration
-and consumers stay, and the sequence goes on counting.
+Only streams of configured event types are touched: never KV buckets, dead letters or streams of other programs.
+Configuration and consumers stay, and the sequence goes on counting.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def event_streams(admin: Admin, config: Config) -> dict[str, int]:
 
 
 async def wipe(admin: Admin, streams: Sequence[str]) -> dict[str, int]:
-    """Remove all messages of these streams; returns how many went from each.
+    """Delete all messages of these streams, and return how many were deleted from each.
 
     Raises `NotFoundError`, and `RefusedError` where one of them refuses purges; then none was touched.
     """
@@ -42,17 +42,18 @@ async def wipe(admin: Admin, streams: Sequence[str]) -> dict[str, int]:
 
 
 async def find(admin: Admin, config: Config, notification: str) -> StoredMessage:
-    """Return one notification as it is stored, named `<event type>@<sequence>` (or by its base or stream).
+    """Return a stored notification by its name `<event type>@<sequence>`; the base or the stream may stand for the
+    event type.
 
-    Raises `InvalidPositionError` where the name says nothing, `UnknownEventTypeError`, and `NotFoundError` where the
-    stream or the notification does not exist.
+    Raises `InvalidPositionError` where the name has another form, `UnknownEventTypeError`, and `NotFoundError` where
+    the stream or the notification does not exist.
     """
     stream, sequence = _position(config, notification)
     return await inventory.message(admin, stream, sequence=sequence)
 
 
 async def delete(admin: Admin, config: Config, notification: str) -> None:
-    """Delete one notification. Named, and raises, as `find`."""
+    """Delete the notification of a name as `find` takes it. Raises as `find` does."""
     stream, sequence = _position(config, notification)
     await admin.delete_message(stream, sequence)
 
@@ -68,13 +69,13 @@ def _position(config: Config, notification: str) -> tuple[str, int]:
 
 
 def stream_of(config: Config, name: str) -> str:
-    """Return the stream of an event type; see `event_type_of`."""
+    """Return the stream of an event type. Raises `UnknownEventTypeError`."""
     found = event_type_of(config, name)
     return topics.stream_name(schema.topic_of(found, config.notification_schema[found]).base)
 
 
 def event_type_of(config: Config, name: str) -> str:
-    """Return an event type, which may also be called by its base or its stream's name, in any case.
+    """Return the name of an event type that is given by its name, its base or its stream, in any case.
 
     Raises `UnknownEventTypeError`.
     """

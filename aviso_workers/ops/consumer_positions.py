@@ -1,6 +1,6 @@
-"""Consumers made again beside a copy of their stream, each where the original had come to.
+"""Consumers made again beside a copy of their stream, each at the position of the original.
 
-Called by `promotion` and `stream_copies`, before anybody reads the copy. A server makes a consumer that begins at a
+Called by `promotion` and `stream_copies`, before the copy has readers. A server makes a consumer that begins at a
 sequence, but none that knows which messages behind that were acked. So the new one begins after the ack floor of the
 original: what was delivered and not acked is delivered again, and so is what was acked behind a message that was not.
 At least once, as always.
@@ -21,22 +21,22 @@ from aviso_workers.ops import inventory
 
 __all__ = ["Carried", "Place", "bring_on", "carry", "consumers", "remove"]
 
-UNKNOWN = "no server answers for it, so where it had come to is not known"
+UNKNOWN = "no server answers for it, so its position is not known"
 ELECTION_SECONDS = 10.0
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 STARTS = ("opt_start_seq", "opt_start_time")
 
 
 class Place(Struct, frozen=True, kw_only=True):
-    """A stream, wherever it is."""
+    """A stream, with the JetStream that it is in."""
 
     streams: Management
-    """Where it is, with the others there."""
+    """The JetStream that has the stream."""
     stream: str
 
 
 class Carried(Struct, frozen=True, kw_only=True):
-    """What became of a durable consumer."""
+    """The result for one durable consumer."""
 
     consumer: str
     next_sequence: int
@@ -47,44 +47,44 @@ class Carried(Struct, frozen=True, kw_only=True):
     """Whether it was made here; False where there was one already, with deliveries or a reader of its own, which stays
     as it is and goes on at `next_sequence`."""
     has_readers: bool = False
-    """Whether somebody still read the original: what is done there from now on is done again."""
+    """Whether the original still has readers: what they handle from now on is handled again."""
     refused: str = ""
     """Why it could not be made; empty where it is there."""
 
 
 async def carry(source: Place, target: Place) -> list[Carried]:
-    """Make the durable consumers of one stream at another one that has the same sequences. It can be repeated.
+    """Make the durable consumers of one stream again at another one that has the same sequences. It can be repeated.
 
-    Raises `BackendError`; a consumer that the server refuses is told of in what is returned.
+    Raises `BackendError`; a consumer that the server refuses is in the result, with the reason.
     """
     replicas, last = await _replicas_and_last(target)
     listed, _ = await consumers(target)
     present = {consumer.name: consumer for consumer in listed}
-    originals, silent = await consumers(source)
+    originals, unavailable = await consumers(source)
     carried = [
         await _carry_one(consumer, present.get(consumer.name), target, replicas=replicas, last=last)
         for consumer in originals
         if consumer.durable
     ]
     return carried + [
-        Carried(consumer=name, next_sequence=0, delivered=0, made=False, refused=UNKNOWN) for name in silent
+        Carried(consumer=name, next_sequence=0, delivered=0, made=False, refused=UNKNOWN) for name in unavailable
     ]
 
 
 async def bring_on(source: Place, target: Place) -> int:
-    """Bring the consumers of a copy to where those of its original have come; returns how many there are.
+    """Move the consumers of a copy to the positions of their originals, and return how many there are.
 
     One that has the same ack floor stays as it is, with what was acked behind it. Raises `BackendError`.
     """
     replicas, last = await _replicas_and_last(target)
     there, _ = await consumers(target)
-    floors = {consumer.name: consumer.ack_floor for consumer in there}
-    listed, silent = await consumers(source)
-    if silent:
-        raise UnavailableError(f"{source.stream}: consumer {silent[0]}: {UNKNOWN}")
+    ack_floors = {consumer.name: consumer.ack_floor for consumer in there}
+    listed, unavailable = await consumers(source)
+    if unavailable:
+        raise UnavailableError(f"{source.stream}: consumer {unavailable[0]}: {UNKNOWN}")
     originals = [consumer for consumer in listed if consumer.durable]
     for consumer in originals:
-        if floors.get(consumer.name) == consumer.ack_floor:
+        if ack_floors.get(consumer.name) == consumer.ack_floor:
             continue
         await _delete(target, consumer.name)
         await _make(consumer, target, replicas=replicas, last=last)
@@ -92,7 +92,7 @@ async def bring_on(source: Place, target: Place) -> int:
 
 
 async def remove(target: Place, carried: Iterable[Carried]) -> None:
-    """Remove the consumers that were made here. Raises `BackendError`."""
+    """Remove the consumers that `carry` made. Raises `BackendError`."""
     for each in carried:
         if each.made:
             await _delete(target, each.consumer)
@@ -111,7 +111,7 @@ async def _carry_one(
     if present is not None:
         if present.deliveries or present.num_waiting:
             return structs.replace(carried, made=False, next_sequence=present.ack_floor + 1)
-        await _delete(target, name)  # nobody was given anything by it, as where this is repeated
+        await _delete(target, name)  # it has delivered nothing, as where this is repeated
     try:
         await _make(original, target, replicas=replicas, last=last)
     except RefusedError as error:
@@ -120,9 +120,9 @@ async def _carry_one(
 
 
 def _next_sequence(original: ConsumerInfo, *, last: int) -> int:
-    """Return where a consumer goes on in a stream that ends at `last`.
+    """Return the sequence at which a consumer goes on in a stream that ends at `last`.
 
-    The original has settled more where the newest messages of its stream were deleted; a mirror has never heard of
+    The original has settled more where the newest messages of its stream were deleted; a mirror never got
     their sequences, and gives them to other messages.
     """
     return min(original.ack_floor, last) + 1
@@ -137,7 +137,7 @@ async def _make(original: ConsumerInfo, target: Place, *, replicas: int, last: i
 
 
 async def consumers(place: Place) -> tuple[list[ConsumerInfo], list[str]]:
-    """Return the consumers of a stream, and the names of those that no server answers for.
+    """Return the consumers of a stream, and the names of those for which no server answers.
 
     The list of a cluster leaves out, without a word, a consumer that has no leader. Elections are waited for. Raises
     `BackendError`.
@@ -145,13 +145,13 @@ async def consumers(place: Place) -> tuple[list[ConsumerInfo], list[str]]:
     until = anyio.current_time() + ELECTION_SECONDS
     while True:
         listed = await inventory.consumers(place.streams, place.stream)
-        if not listed.silent or anyio.current_time() > until:
-            return listed.found, listed.silent
-        await anyio.sleep(LOOK_SECONDS)
+        if not listed.unavailable or anyio.current_time() > until:
+            return listed.found, listed.unavailable
+        await anyio.sleep(POLL_SECONDS)
 
 
 async def _replicas_and_last(place: Place) -> tuple[int, int]:
-    """Return how many replicas a stream has, and its last sequence."""
+    """Return the number of replicas of a stream, and its last sequence."""
     found = await place.streams.stream_info(place.stream)
     return found.config.num_replicas, found.last_sequence
 

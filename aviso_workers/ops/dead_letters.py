@@ -1,4 +1,4 @@
-"""Dead letters, listed, handed back to the agents that failed, or deleted.
+"""Operations on dead letters: list them, hand them back to the agents that failed, or delete them.
 
 Called by the commands `dead-letters ...`. A dead letter is handed back by a copy to the retries, where only its agent
 reads, and is deleted when the copy is acknowledged. The copy's message id is made of the dead letter's sequence and
@@ -45,7 +45,7 @@ def _nothing() -> None:
 
 
 class Selection(Struct, frozen=True, kw_only=True):
-    """Which dead letters: those of which all that is said is true."""
+    """A selection of dead letters: those to which all stated conditions apply."""
 
     sequences: frozenset[int] = frozenset()
     app: str | None = None
@@ -76,7 +76,7 @@ class Selection(Struct, frozen=True, kw_only=True):
 
 
 class StoredDeadLetters:
-    """Every method raises `BackendError`."""
+    """The dead letters that a server stores. Every method raises `BackendError`."""
 
     def __init__(self, admin: Admin, config: Config, *, events: Events) -> None:
         self._config = config
@@ -87,7 +87,9 @@ class StoredDeadLetters:
         """Apps and agents that are known to read the retries."""
 
     async def select(self, wanted: Selection) -> AsyncGenerator[DeadLetter, None]:
-        """Yield the wanted dead letters, the oldest first. What is none is left out and stated (`Skipped`)."""
+        """Yield the selected dead letters, the oldest first. A message that is no dead letter is reported as
+        `Skipped`.
+        """
         try:
             last = (await self._admin.stream_info(STREAM)).last_sequence
         except NotFoundError:
@@ -118,7 +120,8 @@ class StoredDeadLetters:
         raise NotFoundError(f"no dead letter {sequence}")
 
     async def retry(self, *dead_letters: DeadLetter, note: Callable[[], None] = _nothing) -> None:
-        """Hand dead letters back to the agents that failed, as if they were new; `note` is called for each.
+        """Hand dead letters back to the agents that failed, as if they were new notifications; `note` is called for
+        each.
 
         Raises `RefusedError`, with nothing done, where no worker of one of these agents has ever been there to take
         its dead letter. Where a copy cannot be stored, its dead letter stays, those whose copies are stored are
@@ -143,7 +146,9 @@ class StoredDeadLetters:
         await self._delete(dead_letters, note, overwrite=True)
 
     async def _copy(self, dead_letters: Sequence[DeadLetter], failures: list[BackendError]) -> list[DeadLetter]:
-        """Copy the dead letters to the retries; return those whose copies are stored, and note why others are not."""
+        """Copy dead letters to the retries, return those whose copies are stored, and add the errors of the others to
+        `failures`.
+        """
         copies = [(dead_letter, *dead_letter_store.retry_of(dead_letter)) for dead_letter in dead_letters]
         max_payload = self._admin.connection.max_payload
         small = [copy for copy in copies if parts.fits(copy[1], max_payload=max_payload)]
@@ -165,9 +170,10 @@ class StoredDeadLetters:
         return copied
 
     async def _put_back(self, dead_letters: Sequence[DeadLetter], failures: list[BackendError]) -> list[DeadLetter]:
-        """Put the windows of these dead letters back to those that are not done.
+        """Put the windows of dead letters back to those that are not done, and return the dead letters for which that
+        succeeded.
 
-        Returns the dead letters of which that went well, and notes why it did not of others.
+        The errors of the others are added to `failures`.
         """
         done = []
         for dead_letter in dead_letters:
@@ -194,7 +200,7 @@ class StoredDeadLetters:
             for dead_letter in left:
                 try:
                     for sequence in filter(None, (dead_letter.sequence, parts.first_part_of(dead_letter.stored))):
-                        with suppress(NotFoundError):  # somebody else was faster
+                        with suppress(NotFoundError):  # another operator was faster
                             await self._admin.delete_message(STREAM, sequence, overwrite=overwrite)
                 except BackendError as error:
                     failures.append(error)
@@ -208,7 +214,9 @@ class StoredDeadLetters:
             raise failures[0]
 
     async def _require_reader(self, dead_letter: DeadLetter) -> None:
-        """Or else the dead letter would wait where nobody reads, and be forgotten there."""
+        """Raise `RefusedError` unless the agent has a consumer of the retries: else the dead letter would wait there
+        for ever.
+        """
         if (dead_letter.app, dead_letter.agent) in self._readers:
             return
         await self._own_streams.ensure(dead_letter_store.retries_spec(self._config))
@@ -227,7 +235,7 @@ def _is_window(dead_letter: DeadLetter) -> bool:
 
 
 async def portions(dead_letters: AsyncIterator[DeadLetter]) -> AsyncGenerator[list[DeadLetter], None]:
-    """Yield the dead letters in lists, as many in each as can be retried or dropped at a time."""
+    """Yield the dead letters in lists of as many as are retried or dropped at a time."""
     portion: list[DeadLetter] = []
     size = 0
     async for dead_letter in dead_letters:
@@ -241,7 +249,7 @@ async def portions(dead_letters: AsyncIterator[DeadLetter]) -> AsyncGenerator[li
 
 
 def document(dead_letter: DeadLetter) -> dict[str, Any]:
-    """Return all of a dead letter as JSON can carry it; the body is base64, because it may be no text."""
+    """Return a dead letter as a JSON document; the body is base64, because it may be no text."""
     fields = msgspec.structs.asdict(dead_letter)
     del fields["stored"]
     converted: dict[str, Any] = msgspec.to_builtins(fields)

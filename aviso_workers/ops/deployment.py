@@ -1,4 +1,4 @@
-"""What a server knows of the agents of a whole deployment, whether anybody runs them or not.
+"""The agents of a whole deployment as the server knows them, whether their workers run or not.
 
 Consumers are asked for by stream and some hundreds at a time, and counts are those of a stream's subjects: a handful of
 requests, however many agents there are. An agent is known by its durable consumer, `<app>__<agent>`. A stream that does
@@ -41,7 +41,7 @@ DEAD_LETTERS = dead_letter_store.STREAM
 
 
 class RunAlone(Struct, frozen=True, kw_only=True):
-    """A notification during whose handling a worker process has ended, so that it is run alone now."""
+    """A notification that is run alone now, because a worker process ended while it was handled."""
 
     app: str
     agent: str
@@ -61,7 +61,7 @@ def streams_of(config: Config) -> list[str]:
 
 
 async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInfo]:
-    """Return the consumers of a stream that are agents', by app and agent. Raises `BackendError`."""
+    """Return the consumers of a stream that belong to agents, by app and agent. Raises `BackendError`."""
     try:
         consumers = await admin.consumers(stream)
     except NotFoundError:
@@ -70,7 +70,7 @@ async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInf
 
 
 async def records(admin: Admin) -> dict[tuple[str, str], ConsumerRecord]:
-    """Return what workers recorded of agents' consumers, by stream and consumer. Raises `BackendError`."""
+    """Return the records that workers keep of agents' consumers, by stream and consumer. Raises `BackendError`."""
     stored = await consumer_records.stored(admin)
     return {(stream, agents_.durable_name(owner, agent)): record for (owner, agent, stream), record in stored.items()}
 
@@ -78,7 +78,7 @@ async def records(admin: Admin) -> dict[tuple[str, str], ConsumerRecord]:
 async def missing(
     admin: Admin, stream: str, records: Mapping[tuple[str, str], ConsumerRecord]
 ) -> dict[tuple[str, str], ConsumerRecord]:
-    """Return the records whose consumer is gone, by app and agent, while the stream is the same one and no operator has
+    """Return the records of consumers that are lost, by app and agent: the stream is the same one, and no operator
     removed the consumer.
 
     Raises `BackendError`.
@@ -99,7 +99,7 @@ async def missing(
 
 
 def why_none(record: ConsumerRecord | None) -> str:
-    """Return why an agent has no consumer, where that is as it should be: it is none of `missing`."""
+    """Return the reason why an agent has no consumer, where that is as it should be: it is none of `missing`."""
     if record is None:
         return "no worker has ever made its consumer"
     time, settled = record.time.isoformat(timespec="seconds"), f"sequence {record.ack_floor}"
@@ -111,7 +111,7 @@ def why_none(record: ConsumerRecord | None) -> str:
 async def run_alone(admin: Admin, among: Collection[str]) -> list[RunAlone]:
     """Return the notifications that are run alone, because a worker process ended while they were handled.
 
-    `among` are the streams that there are; those of the failure counts are looked into. Raises `BackendError`.
+    `among` are the streams that there are; those of the failure counts are read. Raises `BackendError`.
     """
     found: list[RunAlone] = []
     for stream in sorted(among):
@@ -128,9 +128,9 @@ async def run_alone(admin: Admin, among: Collection[str]) -> list[RunAlone]:
 
 
 async def part_used(admin: Admin, stream: str) -> float | None:
-    """Return how much of the nearest limit a stream uses that refuses what is new when it is full.
+    """Return the part of its nearest limit that a stream uses, where it refuses new messages when it is full.
 
-    None where it has no limit, discards what is old, or does not exist. Raises `BackendError`.
+    None where it has no limit, discards old messages, or does not exist. Raises `BackendError`.
     """
     try:
         info = await admin.stream_info(stream)
@@ -142,7 +142,7 @@ async def part_used(admin: Admin, stream: str) -> float | None:
 
 
 async def dead_letters(admin: Admin) -> dict[tuple[str, ...], int]:
-    """Return how many dead letters are kept, by app and agent. Raises `BackendError`."""
+    """Return the number of dead letters that are kept, by app and agent. Raises `BackendError`."""
     counts = await _subject_counts(admin, dead_letter_store.STREAM)
     return {
         (words[-2], words[-1]): count
@@ -154,7 +154,7 @@ async def dead_letters(admin: Admin) -> dict[tuple[str, ...], int]:
 async def max_deliveries_exceeded(admin: Admin) -> dict[tuple[str, ...], int]:
     """Return how often max deliveries were exceeded, by app, agent and stream. Raises `BackendError`.
 
-    It does when the worker died on each of the deliveries that there can be; told are the last days' cases.
+    That happens when a worker died on each of the deliveries that there can be. The count is of the last days.
     """
     counts = await _subject_counts(admin, max_deliveries.STREAM)
     return {
@@ -172,6 +172,6 @@ async def _subject_counts(admin: Admin, stream: str, subject: str = ">") -> dict
 
 
 def agent_of(consumer: str) -> tuple[str, str] | None:
-    """App and agent of a durable consumer; None where it is nobody's agent."""
+    """Return the app and the agent of a durable consumer; None where the name is not that of an agent."""
     app, between, agent = consumer.partition("__")
     return (app, agent) if app and between and agent else None

@@ -1,7 +1,7 @@
-"""A failover rehearsed on a stream of its own: published to all the while, fenced, promoted, counted.
+"""A drill of a failover, on a stream of its own: it is fenced and promoted while messages are published.
 
-Called by the command `mirror drill`. What it tells is what the real one would cost: how far the mirror was behind,
-for how long nobody took a publish, and whether every message is stored exactly once after that.
+Called by the command `mirror drill`. The result is what the real one would cost: how far the mirror was behind,
+for how long no publish was stored, and whether every message is stored exactly once after that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AGAIN_SECONDS = 0.01
 
 
 class Drill(Struct, frozen=True, kw_only=True):
-    """What a rehearsal showed."""
+    """The result of a drill."""
 
     promotion: Promotion
     published: int
@@ -39,7 +39,7 @@ class Drill(Struct, frozen=True, kw_only=True):
     """Messages that the promoted mirror holds."""
     after_fence: int
     """Messages that the origin took after it was fenced."""
-    silent_seconds: float
+    interrupted_seconds: float
     """The longest time without an acknowledgement."""
 
     @property
@@ -58,11 +58,11 @@ async def rehearse(admin: Admin, *, origin_api: str = "", messages: int = 1000) 
         _scratch(there, ORIGIN, {"subjects": [f"{SUBJECT}.>"]}),
         _scratch(admin, mirror, {"mirror": {"name": ORIGIN, **external}}),
     ):
-        publishing = _Publishing(admin, (mirror, ORIGIN), messages)
+        publisher = _Publisher(admin, (mirror, ORIGIN), messages)
         failure: BackendError | None = None
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(publishing.run)
-            await publishing.half.wait()
+            tasks.start_soon(publisher.run)
+            await publisher.half.wait()
             try:
                 promoted = await promotion.promote(admin, mirror)
                 fenced = await there.stream_info(ORIGIN)
@@ -77,16 +77,16 @@ async def rehearse(admin: Admin, *, origin_api: str = "", messages: int = 1000) 
             published=messages,
             stored=(await admin.stream_info(mirror)).messages,
             after_fence=left.last_sequence - fenced.last_sequence,
-            silent_seconds=publishing.longest_silence,
+            interrupted_seconds=publisher.longest_interruption,
         )
 
 
-class _Publishing:
-    """Publishes one message after another, each until one of the streams has taken it."""
+class _Publisher:
+    """A publisher of one message after another, each until one of the streams has stored it."""
 
     def __init__(self, backend: Backend, streams: Iterable[str], messages: int) -> None:
         self.half = anyio.Event()
-        self.longest_silence = 0.0
+        self.longest_interruption = 0.0
         self._backend = backend
         self._streams = streams
         self._messages = messages
@@ -98,11 +98,11 @@ class _Publishing:
                 self.half.set()
             await self._publish(number)
             last, before = anyio.current_time(), last
-            self.longest_silence = max(self.longest_silence, last - before)
+            self.longest_interruption = max(self.longest_interruption, last - before)
 
     async def _publish(self, number: int) -> None:
         message = Message(subject=f"{SUBJECT}.{number}", data=b"")
-        # Which of them it is changes under way, and each refuses what is meant for the other.
+        # Which stream takes publishes changes meanwhile, and each refuses those for the other one.
         for stream in itertools.cycle(self._streams):
             with suppress(BackendError):
                 await self._backend.publish(

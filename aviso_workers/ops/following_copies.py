@@ -2,9 +2,9 @@
 
 Called by `streams copy --follow`, after a copy (see `stream_copies`) or where one was interrupted. What the original
 has stored since is appended to the copy, each message under its own sequence: a publish says which sequence must be the
-last one before it, and a server refuses it otherwise. So what is repeated, whoever was killed in between, is stored
-once. Sequences that the original does not have any more are filled and emptied again. The copy is fenced meanwhile, and
-takes messages under another subject, which a transform of the server's turns into their own.
+last one before it, and a server refuses it otherwise. So a message that is published again, after a command was killed,
+is stored once. Sequences that the original does not have any more are filled and emptied again. The copy is fenced
+meanwhile, and takes messages under another subject, which a transform of the server's turns into their own.
 
 When the original is fenced and nothing is missing, all messages of both are compared, what the original has deleted
 since is deleted in the copy, its consumers are brought to where those of the original have come, and it takes
@@ -38,10 +38,10 @@ __all__ = ["Followed", "follow", "is_begun"]
 
 BATCH = 500
 """Messages that are appended at a time."""
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """How often is looked whether the original has stored more."""
-TELL_SECONDS = 5.0
-"""How often is told how far it is, while the original stores more and more."""
+PROGRESS_SECONDS = 5.0
+"""How often is reported how far it is, while the original stores more and more."""
 PUBLISH_SECONDS = 30.0
 MOST_TRIES = 10
 """How often in a row appending may fail before it is given up."""
@@ -57,7 +57,7 @@ UNFIT = ("mirror", "sources", "subject_transform", "republish", "allow_msg_count
 
 
 class Followed(Struct, frozen=True, kw_only=True):
-    """What became of a copy that has followed its original to its end."""
+    """The result of copy an original to its end."""
 
     stream: str
     messages: int
@@ -72,7 +72,9 @@ class Followed(Struct, frozen=True, kw_only=True):
 
 
 async def is_begun(source: Admin, target: Admin, stream: str) -> bool:
-    """Return whether there is a copy of this stream that is not whole. Raises `BackupError` where it is of another."""
+    """Return whether there is an unfinished copy of this stream. Raises `BackupError` where it is a copy of another
+    stream.
+    """
     try:
         config = (await target.stream_info(stream)).config
     except NotFoundError:
@@ -98,34 +100,34 @@ def _require_fit(config: StreamConfig) -> None:
 
 
 async def follow(source: Admin, target: Admin, stream: str, *, on_progress: Callable[[int, int], None]) -> Followed:
-    """Append what is missing until the original is fenced and nothing is; then let the copy take its place.
+    """Append missing messages until the original is fenced and none is missing; then let the copy take its place.
 
-    `on_progress` is told now and then how many messages were appended so far, and the last sequence of the copy. Inside
-    of both apps' `async with`. Raises `BackupError` where the two are not the same, and `BackendError`; it can be begun
-    again then.
+    `on_progress` is called now and then with the number of appended messages, and the last sequence of the original.
+    Inside of both apps' `async with`. Raises `BackupError` where the two are not the same, and `BackendError`; it can
+    be begun again then.
     """
-    following = _Following(source, target, stream)
-    await following.open()
-    original = await following.original()
+    copy = _FollowingCopy(source, target, stream)
+    await copy.open()
+    original = await copy.original()
     _require_fit(original.config)
-    told = -TELL_SECONDS
+    reported = -PROGRESS_SECONDS
     while True:
         last = original.last_sequence
-        if await following.catch_up(last) and anyio.current_time() >= told + TELL_SECONDS:
-            told = anyio.current_time()
-            on_progress(following.appended, last)
-        now = await following.original()
-        # What was on its way when it was fenced may be stored a moment later, so it is asked twice.
+        if await copy.catch_up(last) and anyio.current_time() >= reported + PROGRESS_SECONDS:
+            reported = anyio.current_time()
+            on_progress(copy.appended, last)
+        now = await copy.original()
+        # A message that was under way when it was fenced may be stored a moment later, so its end is read twice.
         if stream_copies.is_fenced(original.config) and now.last_sequence == last:
-            return await following.finish(now.config, last)
+            return await copy.finish(now.config, last)
         if now.last_sequence == last:
-            await anyio.sleep(LOOK_SECONDS)
-            now = await following.original()
+            await anyio.sleep(POLL_SECONDS)
+            now = await copy.original()
         original = now
 
 
-class _Following:
-    """A copy on its way to being whole."""
+class _FollowingCopy:
+    """A copy of a stream to which the original's new messages are appended."""
 
     def __init__(self, source: Admin, target: Admin, stream: str) -> None:
         self.appended = 0
@@ -137,7 +139,7 @@ class _Following:
         """Sequences of messages whose id the copy has seen under another sequence."""
 
     async def open(self) -> None:
-        """Let the copy take what is appended."""
+        """Configure the copy so that it takes appended messages."""
         config = await self._unfinished()
         self._copy_of = config.metadata[COPY_OF]
         subject = f"{NOWHERE}.{self._stream}.>"
@@ -155,7 +157,7 @@ class _Following:
         return found
 
     async def catch_up(self, last: int) -> bool:
-        """Append up to this sequence of the original's; returns whether anything was missing."""
+        """Append the messages up to this sequence of the original, and return whether any was missing."""
         failures, before = 0, await self._last()
         while (at := await self._last()) < last:
             known = len(self._without_id)
@@ -169,13 +171,13 @@ class _Following:
                 failures += 1
                 if failures == MOST_TRIES:
                     raise
-                await anyio.sleep(LOOK_SECONDS)
+                await anyio.sleep(POLL_SECONDS)
         if at > last and at > (await self.original()).last_sequence:
             raise BackupError(f"{self._stream} ends at {last}, and its copy at {at}: it is a copy of something else")
         return before < last
 
     async def finish(self, original: StreamConfig, last: int) -> Followed:
-        """Compare, and let the copy take publishes."""
+        """Compare both streams, and let the copy take publishes."""
         await self._remove_fillers()
         messages, deleted = await self._compare(last)
         await self._unfinished()
@@ -193,8 +195,9 @@ class _Following:
         )
 
     async def _unfinished(self) -> StreamConfig:
-        """Return the configuration of the copy. Raises `BackupError` where it takes publishes, as when two commands
-        follow and the other one has ended: its consumers are at work then."""
+        """Return the configuration of the copy. Raises `BackupError` where it takes publishes already, as when another
+        command that follows has ended: its consumers are in use then.
+        """
         config = (await self._target.stream_info(self._stream)).config
         if COPY_OF not in config.metadata:
             raise BackupError(f"{self._stream}: the copy has taken its place already, by another command")
@@ -202,7 +205,7 @@ class _Following:
 
     async def _append_after(self, at: int, last: int) -> None:
         first = (await self.original()).first_sequence
-        if first > at + 1:  # nothing of what the copy has is there any more
+        if first > at + 1:  # the original has deleted all that the copy has
             await self._target.purge_stream(self._stream, before=first)
             return
         missing = self._missing(at, last)
@@ -216,7 +219,7 @@ class _Following:
             await self._store(outgoing)
 
     async def _missing(self, at: int, last: int) -> AsyncGenerator[Outgoing, None]:
-        """Yield what is to be stored under each sequence."""
+        """Yield the message to store under each sequence: the original's, or a filler."""
         reading = stream_pairs.read(self._source, self._stream, after=at, last=last)
         async with aclosing(reading):
             async for message in reading:
@@ -263,7 +266,7 @@ class _Following:
         return (await self._target.stream_info(self._stream)).last_sequence
 
     async def _compare(self, last: int) -> tuple[int, int]:
-        """Return how many messages both have, and how many were deleted in the copy. Raises `BackupError`."""
+        """Return how many messages both streams have, and how many were deleted in the copy. Raises `BackupError`."""
         messages = deleted = 0
         ours = stream_pairs.read(self._source, self._stream, after=0, last=last)
         theirs = stream_pairs.read(self._target, self._stream, after=0, last=last)
@@ -293,7 +296,7 @@ def _content(message: Message) -> tuple[str, bytes, dict[str, str]]:
 
 
 def _own_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the headers without those that say how a message was to be stored."""
+    """Return the headers without those that say how the message was to be stored."""
     own = (headers or {}).items()
     return {key: value for key, value in own if not key.startswith(HOW_TO_STORE) and key != MESSAGE_ID}
 

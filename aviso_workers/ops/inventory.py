@@ -1,4 +1,4 @@
-"""What a server holds: all streams of the account, their gaps and messages, consumers, limits and use.
+"""The inventory of a server: streams of the account, their gaps and messages, consumers, limits and use.
 
 Called by `streams ls|info|gaps|get`, `consumers ls|show` and `report account`. Whole answers are handed on in
 JetStream's own JSON, so that nothing newer than this code is lost. Nothing is changed here; what changes something is
@@ -59,7 +59,7 @@ class StoredMessage(Struct, frozen=True, kw_only=True):
 
 
 class Use(Struct, frozen=True, kw_only=True):
-    """How much of something an account uses; a `limit` of -1 is none."""
+    """The use of one resource of an account; a `limit` of -1 is none."""
 
     what: str
     used: int
@@ -70,11 +70,13 @@ T = TypeVar("T", StreamInfo, ConsumerInfo)
 
 
 class Listed(Struct, Generic[T], frozen=True, kw_only=True):
-    """What JetStream lists. A cluster leaves out what no server answers for: the only one that has it may be down."""
+    """A listing of streams or consumers. A cluster leaves out those for which no server answers, such as while it is
+    down.
+    """
 
     found: list[T]
     """By name."""
-    silent: list[str]
+    unavailable: list[str]
     """The names of those that were left out."""
 
 
@@ -84,7 +86,7 @@ async def streams(admin: Admin) -> Listed[StreamInfo]:
 
 
 async def gaps(admin: Admin, stream: str) -> Gaps:
-    """Raises `NotFoundError`."""
+    """Return the gaps of a stream. Raises `NotFoundError`."""
     found = await admin.stream_info(stream, deleted_details=True, timeout_seconds=DETAILS_SECONDS)
     return Gaps(
         first=found.first_sequence,
@@ -97,14 +99,14 @@ async def gaps(admin: Admin, stream: str) -> Gaps:
 
 
 def messages_before(found: Gaps, sequence: int) -> int:
-    """Return how many messages there are below a sequence."""
+    """Return how many messages a stream has below a sequence."""
     end = min(sequence, found.last + 1)
     missing = sum(min(last + 1, end) - first for first, last in found.ranges if first < end)
     return max(0, end - found.first - missing) if found.messages else 0
 
 
 async def count(admin: Admin, stream: str, subject: str) -> int:
-    """Return how many messages match a subject, without a consumer: a work queue does not take one more. Raises
+    """Return how many messages match a subject, without a consumer, of which a work queue takes no more. Raises
     `NotFoundError`.
     """
     return sum((await admin.subject_counts(stream, subject=subject)).values())
@@ -133,12 +135,13 @@ async def message(
 async def direct_message(
     admin: Admin, stream: str, *, sequence: int | None = None, subject: str | None = None
 ) -> StoredMessage:
-    """Return the same from any copy of the stream, which may not have the newest yet.
+    """Return the message of a sequence, or the last one of a subject, from any replica, which may not have the newest
+    yet.
 
     Raises `NotFoundError`, and `RefusedError` where the stream's `allow_direct` is off.
     """
     if not (await admin.stream_info(stream)).config.allow_direct:
-        raise RefusedError(f"stream {stream} answers nobody directly: set allow_direct, or ask its leader")
+        raise RefusedError(f"stream {stream} has no direct get: set allow_direct, or read from its leader")
     base = f"{admin.api_prefix}.DIRECT.GET.{stream}"
     asked = (base, json.encode({"seq": sequence})) if subject is None else (f"{base}.{subject}", b"")
     answer = await admin.administration().request(*asked)
@@ -163,11 +166,11 @@ async def consumers(streams: Management, stream: str) -> Listed[ConsumerInfo]:
 
 def _listed(names: Iterable[str], listed: Iterable[T]) -> Listed[T]:
     found = {each.name: each for each in listed}
-    return Listed(found=[found[name] for name in sorted(found)], silent=sorted(set(names) - found.keys()))
+    return Listed(found=[found[name] for name in sorted(found)], unavailable=sorted(set(names) - found.keys()))
 
 
 async def account(admin: Admin) -> list[Use]:
-    """Return what the account uses of JetStream, and of each tier where it has some. Raises `BackendError`."""
+    """Return the use of JetStream by the account, or by each of its tiers where it has some. Raises `BackendError`."""
     found = await admin.administration().account()
     uses = list(_uses(found, of="")) if not found.tiers else []
     for tier, inside in (found.tiers or {}).items():
@@ -192,7 +195,7 @@ def _uses(found: info.Use, *, of: str) -> Iterator[Use]:
 
 
 def _ranges(sequences: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Sequences in ascending order, as the first and last of each run."""
+    """Yield the runs of ascending sequences, each as its first and its last one."""
     first = last = 0
     for sequence in sequences:
         if sequence != last + 1:

@@ -1,12 +1,13 @@
-"""Another encryption key for the servers that `server start` runs: their streams are moved to new stores.
+"""Rotation of the encryption key of servers that `server start` runs: their streams are moved to new stores.
 
 Called by `server rotate-key`, for servers that are stopped. nats-server loses data where it encrypts a store anew
-(`server.store`), so two sets of servers are started where no client finds them: one on the stores as they are, with the
-key that they have, and one on empty stores beside them, with the encryption of the configuration. Every stream of every
-account is copied and compared (`server_copies`), both sets are stopped, and the new stores take the places of the old
-ones (`server.store_swap`). The old ones stay on the disk under another name.
+(`server.store`), so two sets of servers are started on ports that no client knows: one on the stores as they are, with
+the key that they have, and one on empty stores beside them, with the encryption of the configuration. Every stream of
+every account is copied and compared (`server_copies`), both sets are stopped, and the new stores take the places of the
+old ones (`server.store_swap`). The old ones stay on the disk under another name.
 
-Whoever is killed before that leaves the old stores as they were; what was begun beside them is removed the next time.
+A command that is killed before that leaves the old stores as they were; what was begun beside them is removed the next
+time.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ USER = "aviso-workers-rotate-key"
 
 
 class Rotated(Struct, frozen=True, kw_only=True):
-    """What became of the stores."""
+    """The result of a key rotation."""
 
     nodes: tuple[Node, ...]
     """The servers, which run with the new encryption."""
     previous: tuple[Path, ...]
-    """The stores as they were, which nobody removes but the operator."""
+    """The stores as they were, which only the operator removes."""
 
 
 class _User(Struct, frozen=True):
-    """Who may use an account while streams are moved."""
+    """The user of an account with which its streams are moved."""
 
     account: str
     name: str | None = None
@@ -147,7 +148,7 @@ def _clear(work: Path, new_stores: Mapping[str, Path]) -> None:
 
 
 def _previous_encryption(stores: Iterable[Path], key_file: Path | None) -> Encryption | None:
-    """Return how the stores are encrypted.
+    """Return the encryption of the stores, None where they are not encrypted.
 
     Raises ServerProcessError where they are not all alike, or the key is not given.
     """
@@ -184,7 +185,7 @@ def _apart(
     directory: Path,
     tell: Tell,
 ) -> Iterator[tuple[Node, ...]]:
-    """Servers on these stores, on ports that nobody knows, where nobody but these users gets in. They end with us."""
+    """Run servers on these stores, on random ports, which only these users may connect to, and stop them at the end."""
     accounts = {
         user.account: Account(
             jetstream=server.accounts[user.account].jetstream, users={user.name: User(password=user.password)}
@@ -223,7 +224,7 @@ def _apart(
 async def _move_accounts(
     old: Sequence[Node], new: Sequence[Node], users: Sequence[_User], tell: Tell
 ) -> frozenset[Asset]:
-    """Copy the streams of all accounts; return what is to be on the disk."""
+    """Copy the streams of all accounts, and return what has to be on the disk of the new servers."""
     moved = set[Asset]()
     for user in users:
         async with _opened(old, user) as source, _opened(new, user) as target:

@@ -1,4 +1,4 @@
-"""What operators do to streams and consumers by hand: empty, seal, remove, hand over, give up a copy.
+"""Maintenance of streams and consumers: purge, seal, remove, step down a leader, remove a replica.
 
 Called by `streams purge|seal|rm|step-down|remove-peer` and `consumers rm`. What cannot be taken back comes in
 two: a plan that says what would be done, and refuses where the stream does, and the deed.
@@ -32,23 +32,24 @@ __all__ = [
 ELECTION_SECONDS = 10.0
 ASK_SECONDS = 5.0
 ANSWER_SECONDS = 0.5
-LOOK_AGAIN_SECONDS = 0.05
+POLL_SECONDS = 0.05
 
 
 class Purge(Struct, frozen=True, kw_only=True):
-    """What a purge would remove."""
+    """The plan of a purge."""
 
     stream: str
     subject: str = ""
     keep: int = 0
     before: int = 0
     messages: int
-    """How many would go, as of now, or a few less: with a subject and a sequence the server has no count of both."""
+    """How many would be removed, as of now, or a few less: with a subject and a sequence the server has no count of
+    both."""
 
 
 async def plan_purge(admin: Admin, stream: str, *, subject: str = "", keep: int = 0, before: int = 0) -> Purge:
-    """Return what would go: everything, or what matches a subject, but for the newest `keep`, or only `before` a
-    sequence.
+    """Return the plan of a purge: of all messages or those of a subject, without the newest `keep`, or only those
+    `before` a sequence.
 
     Raises `NotFoundError`, `RefusedError` where the stream refuses purges, and `DeclarationError` for what a server
     does not do.
@@ -70,16 +71,16 @@ def check_purge_allowed(config: StreamConfig) -> None:
     """Raise `RefusedError` where the stream of this configuration refuses purges."""
     for field, refuses in (("sealed", config.sealed), ("deny_purge", config.deny_purge)):
         if refuses:
-            raise RefusedError(f"stream {config.name} cannot be purged: it has {field}, which nobody can take back")
+            raise RefusedError(f"stream {config.name} cannot be purged: it has {field}, which cannot be taken back")
 
 
 async def purge(admin: Admin, plan: Purge) -> int:
-    """Remove the messages; returns how many went. Their bytes may stay on the disk for a while."""
+    """Purge as planned, and return how many messages were removed. Their bytes may stay on the disk for a while."""
     return await admin.purge_stream(plan.stream, subject=plan.subject, keep=plan.keep, before=plan.before)
 
 
 async def seal(admin: Admin, stream: str) -> None:
-    """Let nothing of the stream be added, deleted, purged or grow too old, ever again. Raises `BackendError`."""
+    """Seal the stream: no message is added, deleted, purged or expires any more, for ever. Raises `BackendError`."""
     config = (await admin.stream_info(stream)).config
     await admin.update_stream({**config, "sealed": True})
 
@@ -100,7 +101,7 @@ async def remove_consumer(admin: Admin, stream: str, consumer: str) -> None:
 
 
 async def step_down(admin: Admin, stream: str, *, consumer: str = "", prefer: str = "") -> str:
-    """Let another server lead the stream, or one of its consumers; returns which one does.
+    """Have another server elected leader of the stream, or of one of its consumers, and return its name.
 
     Raises `NotFoundError`, `RefusedError` where it has no other server, `UnavailableError` where none is elected.
     """
@@ -121,15 +122,15 @@ async def step_down(admin: Admin, stream: str, *, consumer: str = "", prefer: st
             try:
                 leader = (await cluster(timeout_seconds=ANSWER_SECONDS)).leader
             except UnavailableError:
-                leader = ""  # nobody answers who does not lead
+                leader = ""  # only a leader answers
             if leader and (leader == prefer or leader != before.leader):
                 return leader
-            await anyio.sleep(LOOK_AGAIN_SECONDS)
+            await anyio.sleep(POLL_SECONDS)
     raise UnavailableError(f"{what}: no other leader was elected within {ELECTION_SECONDS:.0f} s")
 
 
 async def peers(admin: Admin, stream: str) -> dict[str, str]:
-    """Return the servers that hold a copy of a stream, and how each does. Raises `NotFoundError`."""
+    """Return the state of each replica of a stream, by the name of its server. Raises `NotFoundError`."""
     cluster = (await admin.stream_info(stream)).cluster
     found = {cluster.leader: "leader"} if cluster.leader else {}
     for replica in cluster.followers:
@@ -139,7 +140,7 @@ async def peers(admin: Admin, stream: str) -> dict[str, str]:
 
 
 async def remove_peer(admin: Admin, stream: str, peer: str) -> None:
-    """Give up the copy that a server holds; another server that may hold one makes a new one.
+    """Remove the replica that a server holds; another server that may hold one makes a new one.
 
     Raises `NotFoundError` where the server holds none, `RefusedError` where no other may.
     """

@@ -1,4 +1,4 @@
-"""Whether a mirror has the history of its origin, told from some messages that both streams hold.
+"""Comparison of a mirror with its origin by some messages that both hold: whether they have one history.
 
 Called by `mirrors` and `promotion`. A mirror keeps the sequence, the store time, the subject and the body of each
 message; of its headers, a server leaves out those of expectations. An origin that was deleted and made again counts
@@ -8,7 +8,8 @@ around the time at which the origin was created, which differ where it was resto
 messages.
 
 What this cannot see: two differing messages between two equal ones that were compared, as an origin leaves that was
-restored from a backup twice; and what only one of the streams holds, because it was deleted, replaced or too old there.
+restored from a backup twice; and messages that only one of the streams holds, because they were deleted, replaced or
+expired there.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ SPREAD = 16
 BEFORE_CREATION = 4
 """Messages that are compared of those that were stored just before the origin was created."""
 AT_ONCE = 8
-"""Places that are looked at side by side."""
+"""Places that are compared side by side."""
 CLOCKS = timedelta(seconds=60)
 """How far the clocks of the servers of one cluster may differ, and how late they may remove what is too old."""
 LIMITS = ("max_msgs", "max_bytes", "max_age", "max_msgs_per_subject")
 
 
 class Found(NamedTuple):
-    """What a mirror has of a message as its origin has it."""
+    """The part of a message that a mirror keeps as its origin has it."""
 
     sequence: int
     timestamp_ns: int
@@ -48,7 +49,7 @@ class Found(NamedTuple):
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
-    """What a comparison of a mirror and its origin showed."""
+    """The result of comparing a mirror with its origin."""
 
     equal: int = 0
     """Messages that both hold and that are the same."""
@@ -57,13 +58,13 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
 
 class _Stream:
-    """A stream wherever it is, and its state when it was asked for."""
+    """A stream, with its state when it was read."""
 
     def __init__(self, streams: Management, found: StreamInfo) -> None:
         self._streams = streams
         self.name = found.name
         self.config = found.config
-        assert found.created is not None  # a server always tells
+        assert found.created is not None  # a server always states it
         self.created = found.created
         self.asked = found.time
         self.messages = found.messages
@@ -74,11 +75,11 @@ class _Stream:
         return _found(await self._streams.message(self.name, sequence))
 
     async def next(self, sequence: int) -> Found | None:
-        """Return the first message of this sequence or a later one."""
+        """Return the first message of this sequence or a later one; None where there is none."""
         return _found(await self._streams.message(self.name, sequence, next_by_subject=">"))
 
     async def last_before(self, time: datetime) -> int:
-        """Return a sequence up to which there are only messages that were stored before that time, and none after."""
+        """Return the last sequence up to which all messages were stored before a time."""
         low, high = self.first - 1, self.last
         while low < high:
             middle = (low + high + 1) // 2
@@ -118,7 +119,7 @@ async def compare(admin: Admin, mirror: str, origin: str, *, api: str, timeout_s
 
 
 async def _pairs(here: _Stream, there: _Stream) -> list[tuple[Found, Found]]:
-    """Return messages that both hold under the same sequence, by sequence."""
+    """Return pairs of messages, from the mirror and its origin, that have the same sequence, in its order."""
     first, last = max(here.first, there.first), here.last
     if not (here.messages and there.messages) or first > last:
         return []
@@ -129,7 +130,7 @@ async def _pairs(here: _Stream, there: _Stream) -> list[tuple[Found, Found]]:
     failures: list[BackendError] = []
     limiter = anyio.CapacityLimiter(AT_ONCE)
 
-    async def look(place: int) -> None:
+    async def compare_at(place: int) -> None:
         async with limiter:
             try:
                 pair = None if failures else await _pair(here, there, place)
@@ -141,14 +142,16 @@ async def _pairs(here: _Stream, there: _Stream) -> list[tuple[Found, Found]]:
 
     async with anyio.create_task_group() as tasks:
         for place in places:
-            tasks.start_soon(look, place)
+            tasks.start_soon(compare_at, place)
     if failures:
         raise failures[0]
     return [found[sequence] for sequence in sorted(found)]
 
 
 async def _pair(here: _Stream, there: _Stream, place: int) -> tuple[Found, Found] | None:
-    """Return the message that both hold at a place or, where one has deleted what is there, soon after it."""
+    """Return the pair of messages of a sequence or, where one stream has deleted it, of one soon after it; None where
+    there is none.
+    """
     for one, other in ((here, there), (there, here)):
         found = await one.next(place)
         if found is None or (counterpart := await other.at(found.sequence)) is None:
@@ -158,7 +161,9 @@ async def _pair(here: _Stream, there: _Stream, place: int) -> tuple[Found, Found
 
 
 async def _made_later(here: _Stream, there: _Stream, equal: int) -> str:
-    """Return why an origin that was created after what its mirror has is another one, though no message differs."""
+    """Return why an origin that was created later than the mirror's messages is another stream; empty where it is
+    not.
+    """
     if not equal and here.messages:
         oldest = await here.next(here.first)
         if oldest is not None and _time(oldest) + CLOCKS < there.created:
@@ -175,7 +180,7 @@ async def _made_later(here: _Stream, there: _Stream, equal: int) -> str:
 
 
 async def _holds_more(here: _Stream, there: _Stream) -> bool:
-    """Return whether an origin has what its mirror lacks at its old end, and no limit of the mirror's explains it."""
+    """Return whether an origin holds older messages than its mirror, which no limit of the mirror explains."""
     if any(_limit(here.config, name) < _limit(there.config, name) for name in LIMITS):
         return False
     oldest = await there.next(there.first) if there.messages else None

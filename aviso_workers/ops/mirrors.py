@@ -1,4 +1,4 @@
-"""Mirrors and sources: whether they follow their origins, and streams that are fenced.
+"""Mirrors and sources: whether they keep up with their origins, and fences of streams.
 
 Called by the commands `mirror ...`, by `promotion` and by `doctor`. A mirror is judged by when it last heard of its
 origin, because its lag stays at nought when the origin is gone, and by whether both have the same history (see
@@ -45,7 +45,7 @@ ORIGIN_SECONDS = 2.0
 
 
 class Link(Struct, frozen=True, kw_only=True):
-    """How a stream follows another one."""
+    """The relation of a stream to its origin, and how far it keeps up."""
 
     stream: str
     origin: str
@@ -58,7 +58,7 @@ class Link(Struct, frozen=True, kw_only=True):
     lag: int = 0
     """Messages that are still to come, as far as the stream knows."""
     active_seconds: float | None = None
-    """Since it last heard of the origin; None: never."""
+    """Seconds since its last contact with the origin; None: never."""
     trouble: str = ""
     """Why it cannot be relied on; empty where it can."""
     other_history: str = ""
@@ -68,10 +68,10 @@ class Link(Struct, frozen=True, kw_only=True):
 
 
 class Fenced(Struct, frozen=True, kw_only=True):
-    """What a fenced stream was."""
+    """The result of fencing a stream."""
 
     subjects: tuple[str, ...]
-    """What it took."""
+    """The subjects that it took."""
     last_sequence: int
     """Nothing comes after it."""
     before: bool
@@ -79,20 +79,20 @@ class Fenced(Struct, frozen=True, kw_only=True):
 
 
 class Mirrors:
-    """Works inside of `async with app:`. Every method raises `BackendError`."""
+    """The mirrors and sources of the account. Works inside of `async with app:`. Every method raises `BackendError`."""
 
     def __init__(self, admin: Admin) -> None:
         self._admin = admin
 
     async def links(self) -> list[Link]:
-        """Return all streams of the account that follow another one, or did until they were promoted."""
+        """Return the links of all streams that follow another one, or did until they were promoted."""
         links = [link for stream in await self._admin.streams() for link in _links(stream)]
 
         async def judge(index: int) -> None:
             try:
                 links[index] = await self._judged(links[index])
             except BackendError as error:
-                trouble = links[index].trouble or f"{links[index].origin} cannot be looked at: {error}"
+                trouble = links[index].trouble or f"{links[index].origin} cannot be read: {error}"
                 links[index] = structs.replace(links[index], trouble=trouble)
 
         async with anyio.create_task_group() as tasks:  # those whose origins do not answer are waited for side by side
@@ -101,14 +101,14 @@ class Mirrors:
         return links
 
     async def _judged(self, link: Link) -> Link:
-        """Return the link with what its origin shows, where that answers."""
+        """Return the link after a comparison with its origin, where that answers."""
         try:
             if link.relation == "mirror" and link.whole:
                 return await self._compared(link)
             if link.relation == "promoted":
                 return await self._promoted(link)
         except UnavailableError:
-            pass  # how long nothing was heard of it says this
+            pass  # the time since the last contact shows it
         except NotFoundError:
             if link.relation == "mirror":
                 return structs.replace(link, trouble=link.trouble or f"{link.origin} does not exist any more")
@@ -134,7 +134,7 @@ class Mirrors:
 
 
 async def fence(streams: Management, stream: str) -> Fenced:
-    """Take a stream's subjects away, and note them in its metadata; one that is fenced already stays as it is.
+    """Fence a stream: take its subjects away, and keep them in its metadata. A fenced stream stays as it is.
 
     Raises `BackendError`.
     """
@@ -151,7 +151,7 @@ async def fence(streams: Management, stream: str) -> Fenced:
 
 
 async def unfence(streams: Management, stream: str) -> tuple[str, ...]:
-    """Give a fenced stream its subjects back, also a copy that is not whole, and return them.
+    """Lift a stream's fence, also of a copy that is not whole, and return the subjects that it takes again.
 
     Raises `RefusedError` where it is not fenced.
     """
@@ -183,9 +183,9 @@ def _link(stream: str, relation: str, found: Source) -> Link:
     active_seconds = found.active / 1e9 if found.active >= 0 else None
     trouble = found.trouble
     if active_seconds is None:
-        trouble = trouble or "it has never heard of its origin"
+        trouble = trouble or "it has never reached its origin"
     elif active_seconds > STALE_SECONDS:
-        trouble = trouble or f"it has heard nothing for {active_seconds:.0f} s, whatever its lag says"
+        trouble = trouble or f"last contact with its origin {active_seconds:.0f} s ago, so its lag is not known"
     return Link(
         stream=stream,
         origin=found.name,

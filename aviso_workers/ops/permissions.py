@@ -1,4 +1,4 @@
-"""The smallest permissions with which each role works, for the users of a nats-server.
+"""The least permissions with which each role works, for the users of a nats-server.
 
 `server render --role` prints them. What a worker needs follows from its app: the streams that its agents read, the
 consumers by which they do, and the buckets of its state. Where an operator creates streams (`stream_management:
@@ -38,19 +38,19 @@ ADVISORIES = "$JS.EVENT.>"
 
 
 def of_publisher(config: Config) -> Permissions:
-    """Return what a program needs that publishes notifications of all event types of the configuration."""
+    """Return the permissions of a program that publishes notifications of all event types of the configuration."""
     api = _Api(config)
     return _permissions(_publishing(api), subscribe=(api.inboxes,))
 
 
 def of_worker(app: Router, config: Config, *, buckets: Iterable[str] = ()) -> Permissions:
-    """Return what a worker of the app needs; `buckets` are those that its code opens by name."""
+    """Return the permissions of a worker of the app; `buckets` are those that its code opens by name."""
     api = _Api(config)
     return _permissions(_working(api, app, buckets), subscribe=(api.inboxes,))
 
 
 def of_operator(config: Config) -> Permissions:
-    """Return what all commands need."""
+    """Return the permissions that all commands need."""
     api = _Api(config)
     apis = (f"{api.prefix}.>", *_apis_of_origins(config))
     subjects = (*apis, PING, "$JS.SNAPSHOT.>", "$KV.>", "aviso_workers.>", *_bases(config))
@@ -58,24 +58,24 @@ def of_operator(config: Config) -> Permissions:
 
 
 BEYOND = {
-    ".STREAM.CREATE.": "who may create or update a stream can have the server publish to any subject of the account, "
-    "by the stream's `republish`; with stream_management: observe, operators alone may",
-    ".CONSUMER.CREATE.": "who may replay a stream can have the server deliver it to any subject of the account, and "
-    "change the consumers of others on it; put apps that must not do so to each other into accounts of their own",
-    f"{delayed_messages.SUBJECT}.wait.": "who may have something delivered later can remove what waits for other event "
-    f"types; take out the lines with {delayed_messages.SUBJECT} and {delayed_messages.STREAM} where nothing is "
-    "delivered later",
+    ".STREAM.CREATE.": "a user who may create or update a stream can have the server publish to any subject of the "
+    "account, by the stream's `republish`; with stream_management: observe, operators alone may",
+    ".CONSUMER.CREATE.": "a user who may replay a stream can have the server deliver it to any subject of the account, "
+    "and change the consumers of others on it; put apps that must not do so to each other into accounts of their own",
+    f"{delayed_messages.SUBJECT}.wait.": "a user who may have messages delivered later can remove those of other event "
+    f"types; take out the lines with {delayed_messages.SUBJECT} and {delayed_messages.STREAM} where no message "
+    "is delayed",
 }
 """By a part of a subject: what a server lets its publishers do beyond that subject."""
 
 
 def beyond(granted: Permissions) -> list[str]:
-    """Return what these permissions let a user reach beyond the subjects that they name, a sentence each."""
-    return [told for part, told in BEYOND.items() if any(part in line for line in granted.publish.allow)]
+    """Return sentences on what these permissions let a user reach beyond the subjects that they name."""
+    return [sentence for part, sentence in BEYOND.items() if any(part in line for line in granted.publish.allow)]
 
 
 class _Api:
-    """The subjects of the requests about a stream."""
+    """The subjects of JetStream's API for a stream and its consumers."""
 
     def __init__(self, config: Config) -> None:
         jetstream = config.notification_backend.jetstream
@@ -85,7 +85,7 @@ class _Api:
         self.creates = jetstream.stream_management != "observe"
 
     def use(self, stream: str, *, updates: bool = True) -> Iterator[str]:
-        """Look at the stream, and create and update it where that is not an operator's."""
+        """Yield the subjects to read a stream's state, and to create and update it where the role may do that."""
         yield f"{self.prefix}.STREAM.INFO.{stream}"
         if self.creates:
             yield f"{self.prefix}.STREAM.CREATE.{stream}"
@@ -102,7 +102,9 @@ class _Api:
         return f"{self.prefix}.STREAM.MSG.GET.{stream}"
 
     def consume(self, stream: str, durable: str, *, reads: bool, singleton: bool = False) -> Iterator[str]:
-        """`reads` says that the role may `read` the stream as well, which includes one of these rights."""
+        """Yield the subjects to consume a stream by a durable. With `reads` the role may `read` the stream as well,
+        which includes one of them.
+        """
         yield f"{self.prefix}.CONSUMER.CREATE.{stream}.{durable}"
         yield f"{self.prefix}.CONSUMER.INFO.{stream}.{durable}"
         yield f"$JS.ACK.{stream}.{durable}.>"
@@ -112,7 +114,9 @@ class _Api:
             yield f"{self.prefix}.CONSUMER.UNPIN.{stream}.{durable}"
 
     def before_creating(self) -> Iterator[str]:
-        """Yield the subjects asked before a stream is created: servers' versions, and streams they cannot read."""
+        """Yield the subjects of requests before a stream is created: servers' versions, and streams they cannot
+        read.
+        """
         if self.creates:
             yield PING
             yield f"{self.prefix}.STREAM.INFO.{UNREADABLE}"
@@ -185,7 +189,7 @@ def _bases(config: Config) -> Iterator[str]:
 
 
 def _apis_of_origins(config: Config) -> Iterator[str]:
-    """Yield where the origins of declared mirrors and sources are: `mirror promote` fences one there."""
+    """Yield the API subjects of declared mirrors' and sources' origins: `mirror promote` fences an origin there."""
     for declared in config.streams.values():
         for origin in (declared.mirror, *(declared.sources or ())):
             if origin and origin.external:

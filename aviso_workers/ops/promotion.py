@@ -1,10 +1,10 @@
-"""A mirror that takes its origin's place: the origin is fenced, the mirror catches up and goes on from there.
+"""Promotion of a mirror in its origin's place: the origin is fenced, the mirror catches up and takes publishes.
 
-Called by `mirror promote` and by `failing_over`. Before anything is changed, the two are compared (see `histories`): a
-mirror of an origin that was made again has the numbers of its origin and other messages. The fence comes before the
-rest, for two streams that both take publishes are two histories which nobody can join again. Where a later step is
-refused, the origin is as it was. The consumers of the origin are made at the mirror before it takes publishes, so that
-the agents of the second site go on where those of the first had come to.
+Called by `mirror promote` and by `failover_drill`. Before anything is changed, the two are compared (see
+`mirror_histories`): a mirror of an origin that was made again has the numbers of its origin and other messages. The
+fence comes before the rest, for two streams that both take publishes are two histories which cannot be joined. Where a
+later step is refused, the origin is as it was. The consumers of the origin are made at the mirror before it takes
+publishes, so that the agents of the second site go on where those of the first had come to.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ UNFENCE_SECONDS = 10.0
 
 
 class Promotion(Struct, frozen=True, kw_only=True):
-    """What became of a mirror that took its origin's place."""
+    """The result of a promotion."""
 
     stream: str
     origin: str
     subjects: tuple[str, ...]
     last_sequence: int
     gap: int | None
-    """Messages that were still to come when the origin was fenced, and came; None where nobody knows what is missing:
-    the origin was lost, or it was made again."""
+    """Messages that were still to come when the origin was fenced, and came; None where it is not known what is
+    missing: the origin was lost, or it was made again."""
     equal: int = 0
     """Messages that were compared in both and are the same."""
     seconds: float
-    """From the fence, or from the beginning, until the mirror took publishes."""
+    """Seconds from the fence, or from the beginning, until the mirror took publishes."""
     consumers: tuple[Carried, ...] | None
     """What became of the origin's consumers; None where the origin could not be asked."""
 
     @property
     def proven(self) -> bool:
-        """Whether everything is here that the origin had, and everybody goes on where they had come to."""
+        """Whether the mirror has everything that the origin had, and all consumers go on at their positions."""
         return self.gap is not None and not any(each.refused for each in self.consumers or ())
 
 
@@ -61,7 +61,7 @@ async def promote(
     origin_was_recreated: bool = False,
     patience_seconds: float = 30.0,
 ) -> Promotion:
-    """Let a mirror take its origin's place, with its subjects, and its consumers where they had come to.
+    """Promote a mirror in its origin's place, with its subjects, and with its consumers at their positions.
 
     Where the origin does not answer it cannot be fenced: that is refused, unless it is said to be lost, and then the
     `subjects` have to be named. Where the origin was made again, it has messages that the mirror lacks: that is refused
@@ -70,31 +70,31 @@ async def promote(
     """
     admin.connection.require_server(2, 12, to="promote a mirror")
     config = (await admin.stream_info(stream)).config
-    promoting = _Promoting(admin, config, patience_seconds=patience_seconds)
+    started = _MirrorPromotion(admin, config, patience_seconds=patience_seconds)
     try:
-        comparison = await promoting.compare()
+        comparison = await started.compare()
     except (UnavailableError, NotFoundError) as error:
         if not origin_is_lost:
             raise RefusedError(
-                f"{promoting.origin}, the origin of {stream}, cannot be fenced: {error}. It would take publishes when "
+                f"{started.origin}, the origin of {stream}, cannot be fenced: {error}. It would take publishes when "
                 "it comes back. Where it is lost, say --origin-is-lost, and fence it (`aviso-workers mirror fence`) "
                 "before it is joined again"
             ) from error
         if not subjects:
             raise RefusedError(
-                f"the subjects of {promoting.origin} cannot be asked for: name them by --subject"
+                f"the subjects of {started.origin} cannot be asked for: name them by --subject"
             ) from error
-        return await promoting.without_origin(subjects)
+        return await started.without_origin(subjects)
     if comparison.trouble and not origin_was_recreated:
         raise RefusedError(
             f"{comparison.trouble}. What the origin has stored since is not all in the mirror: promote it as it is by "
             f"--origin-was-recreated, and `aviso-workers mirror recover {stream}` says then what is missing"
         )
-    return await promoting.in_place_of_origin(subjects, comparison.equal, recreated=bool(comparison.trouble))
+    return await started.in_place_of_origin(subjects, comparison.equal, recreated=bool(comparison.trouble))
 
 
-class _Promoting:
-    """One mirror on its way to its origin's place."""
+class _MirrorPromotion:
+    """The promotion of one mirror."""
 
     def __init__(self, admin: Admin, config: StreamConfig, *, patience_seconds: float) -> None:
         mirror = _whole_mirror(config)
@@ -122,7 +122,7 @@ class _Promoting:
         self._began = anyio.current_time()
         async with self._fence() as fenced:
             gap = await self._catch_up(fenced.last_sequence, recreated=recreated)
-            # What was on its way to a stream of several replicas when it was fenced may be stored a moment later.
+            # A message that was under way to several replicas when the stream was fenced may be stored a moment later.
             gap += await self._catch_up((await self._of_origin()).last_sequence, recreated=recreated)
             consumers = await consumer_positions.carry(there, here)
         subjects = subjects or fenced.subjects
@@ -142,7 +142,7 @@ class _Promoting:
 
     @asynccontextmanager
     async def _fence(self) -> AsyncIterator[Fenced]:
-        """Take the fence down again where the block fails, unless there was one before."""
+        """Fence the origin for the block, and lift the fence where the block fails, unless there was one before."""
         fenced = await mirrors.fence(self._there, self.origin)
         try:
             yield fenced
@@ -156,25 +156,25 @@ class _Promoting:
             raise
 
     async def _is_unfenced_in_time(self, fenced: Fenced) -> bool:
-        """Take the fence down, also where this is being cancelled; returns whether that was done."""
+        """Lift the fence, also while this task is cancelled, and return whether that succeeded in time."""
         with anyio.move_on_after(UNFENCE_SECONDS, shield=True), suppress(BackendError):
             await self._unfence(fenced)
             return True
         return False
 
     async def _unfence(self, fenced: Fenced) -> None:
-        """Take down a fence that was not there before, unless another promotion of this mirror relies on it by now."""
+        """Lift a fence that was not there before, unless another promotion of this mirror relies on it by now."""
         if fenced.before or not await self._is_fenced():
             return
         if (await self._of_mirror()).config.mirror:
             await mirrors.unfence(self._there, self.origin)
 
     async def _require_fence(self) -> None:
-        """Raise `RefusedError` where somebody has taken the fence down meanwhile, as a promotion does that gives up."""
+        """Raise `RefusedError` where the fence was lifted meanwhile, as by another promotion that failed."""
         if not await self._is_fenced():
             raise RefusedError(
-                f"{self.origin} takes publishes again: somebody has unfenced it meanwhile, as another promotion that "
-                f"gave up. {self._stream} is a mirror still"
+                f"{self.origin} takes publishes again: it was unfenced meanwhile, as by another promotion that "
+                f"failed. {self._stream} is a mirror still"
             )
 
     async def _is_fenced(self) -> bool:
@@ -187,7 +187,7 @@ class _Promoting:
         return await self._there.stream_info(self.origin)
 
     async def _catch_up(self, until: int, *, recreated: bool) -> int:
-        """Return how many messages were missing, when they have come. Raises `RefusedError`."""
+        """Wait until the mirror has caught up, and return how many messages were missing. Raises `RefusedError`."""
         missing: int | None = None
         with anyio.move_on_after(self._patience_seconds):
             while True:
@@ -210,7 +210,7 @@ class _Promoting:
         return await self._there.message(self.origin, last + 1, next_by_subject=">") is not None
 
     async def _become(self, subjects: Sequence[str]) -> int:
-        """Make a stream of its own of the mirror; returns its last sequence."""
+        """Turn the mirror into a stream of its own, and return its last sequence."""
         last = (await self._of_mirror()).last_sequence
         config = {key: value for key, value in self._config.items() if key != "mirror"}
         promoted = f"{self._there.api_prefix} {self.origin} {last}"

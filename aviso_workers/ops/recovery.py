@@ -1,4 +1,4 @@
-"""What only the origin of a promoted mirror has: found by comparing all messages of both, and published to the mirror.
+"""Recovery of messages that only the origin of a promoted mirror has: found by comparison, and published to the mirror.
 
 Called by `mirror recover`, when an origin that was lost is back, or after a mirror was promoted whose origin had been
 made again. Up to the sequence that was mirrored last, both have the same messages under the same sequences; what
@@ -39,7 +39,7 @@ DOMAIN_PARTS = 3
 
 
 class Recovered(Struct, frozen=True, kw_only=True):
-    """What became of the messages that only the origin had."""
+    """The result of a recovery."""
 
     published: int
     present: int
@@ -52,7 +52,7 @@ class Recovered(Struct, frozen=True, kw_only=True):
 
 
 class _Origin(Struct, frozen=True, kw_only=True):
-    """The origin of a promoted mirror, which stores nothing more."""
+    """The fenced origin of a promoted mirror."""
 
     admin: Admin
     """Which is connected there."""
@@ -102,7 +102,9 @@ class Recovery:
             yield message
 
     def _decide(self, messages: list[Message], differ: bool) -> list[Message]:
-        """Return those between two that were compared which are of another history, as one of the two is."""
+        """Return the given messages where a neighbour differs, so that they are of another history; else count them as
+        undecided.
+        """
         if differ:
             return messages
         self.undecided += len(messages)
@@ -110,23 +112,23 @@ class Recovery:
 
     async def publish(self) -> Recovered:
         """Publish to the promoted mirror what only the origin has. It can be repeated. Raises `BackendError`."""
-        publishing = _Publishing(self._admin, self._stream, created=self._origin.created, mirrored=self._mirrored)
-        await publishing.open()
+        publisher = _Publisher(self._admin, self._stream, created=self._origin.created, mirrored=self._mirrored)
+        await publisher.open()
         only_there = self.only_there()
         async with aclosing(only_there):
             async for message in only_there:
-                await publishing.take(message)
-        await publishing.flush()
+                await publisher.take(message)
+        await publisher.flush()
         return Recovered(
-            published=publishing.published,
-            present=publishing.present,
-            superseded=publishing.superseded,
+            published=publisher.published,
+            present=publisher.present,
+            superseded=publisher.superseded,
             undecided=self.undecided,
         )
 
 
-class _Publishing:
-    """Messages on their way into a promoted mirror, each at most once."""
+class _Publisher:
+    """A publisher of recovered messages into a promoted mirror, each at most once."""
 
     def __init__(self, admin: Admin, stream: str, *, created: str, mirrored: int) -> None:
         self.published = self.present = self.superseded = 0
@@ -147,7 +149,7 @@ class _Publishing:
         self._waiting: list[Outgoing] = []
 
     async def open(self) -> None:
-        """Look what was published since the promotion."""
+        """Read which messages were published since the promotion."""
         info = await self._admin.stream_info(self._stream)
         self._replaces = info.config.max_msgs_per_subject > 0
         stored = stream_pairs.read(self._admin, self._stream, after=self._mirrored, last=info.last_sequence)
@@ -207,7 +209,9 @@ class _Publishing:
         self.published += not answer.duplicate
 
     def _outgoing(self, message: Message, **headers: str) -> Outgoing:
-        """Return the message with its id, or one of its own, so that two who do this at the same time store it once."""
+        """Return the message with its id, or one made of its origin, so that two commands at the same time store it
+        once.
+        """
         theirs = message.headers or {}
         kept = {key: value for key, value in theirs.items() if not key.startswith(LEFT_OUT) and key != MESSAGE_ID}
         mark = f"{self._created} {message.sequence}"
@@ -227,8 +231,7 @@ class _Publishing:
 async def opened(
     admin: Admin, config: Config, stream: str, *, origin_config: Config | None = None
 ) -> AsyncIterator[Recovery]:
-    """Compare a promoted mirror with its origin, which is reached by its domain or, where that cannot be, by an app of
-    its own.
+    """Open the recovery of a promoted mirror, whose origin is reached by its domain or else by `origin_config`.
 
     Raises `RefusedError` where the stream is no promoted mirror, its origin cannot be
     reached this way or is not fenced, and `BackendError`.
@@ -250,7 +253,9 @@ async def opened(
 
 @asynccontextmanager
 async def _origin_at(admin: Admin, config: Config, api: str, origin_config: Config | None) -> AsyncIterator[Admin]:
-    """The JetStream of that prefix: this one, one at another domain, or the one of a configuration of its own."""
+    """Open the JetStream of an API prefix: this one, one at another domain, or that of the origin's own
+    configuration.
+    """
     if origin_config is None and api == admin.api_prefix:
         yield admin
         return
@@ -268,5 +273,5 @@ def _at_domain(config: Config, api: str) -> Config:
 
 
 def _content(message: Message) -> tuple[int, str, bytes]:
-    """Return what a mirror has as its origin has it."""
+    """Return the parts of a message that a mirror keeps as its origin has them."""
     return message.timestamp_ns, message.subject, message.data

@@ -1,4 +1,4 @@
-"""How streams and consumers do, from two snapshots of a server: a single one cannot tell whether anything moves.
+"""Reports on streams and consumers from two snapshots of a server: a single one does not show whether anything changes.
 
 Called by the commands `report streams`, `consumers ls` and `top`. A snapshot is one request for all streams and one or
 more for each that has consumers, which are told some hundreds at a time. What is made of two snapshots is pure.
@@ -38,13 +38,13 @@ __all__ = [
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):
-    """What a server said at one moment."""
+    """A snapshot of the streams and consumers of a server."""
 
     at: float
-    """In seconds of a clock that only goes forward."""
+    """Seconds of a monotonic clock."""
     streams: dict[str, StreamInfo]
-    silent: list[str]
-    """Streams and, as `STREAM > CONSUMER`, consumers for which no server answers: they are not in here."""
+    unavailable: list[str]
+    """Streams and, as `STREAM > CONSUMER`, consumers for which no server answers: they are in none of the others."""
     consumers: dict[tuple[str, str], ConsumerInfo]
     """By stream and name."""
     records: Mapping[tuple[str, str], ConsumerRecord] = {}
@@ -52,7 +52,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
 
 class StreamRow(Struct, frozen=True, kw_only=True):
-    """How a stream does."""
+    """The report on a stream."""
 
     stream: str
     messages: int
@@ -77,7 +77,7 @@ class StreamRow(Struct, frozen=True, kw_only=True):
 
 
 class ServerRow(Struct, frozen=True, kw_only=True):
-    """What a server stores."""
+    """The report on what a server stores."""
 
     server: str
     bytes: int
@@ -88,7 +88,7 @@ class ServerRow(Struct, frozen=True, kw_only=True):
 
 
 class ConsumerRow(Struct, frozen=True, kw_only=True):
-    """How a consumer does."""
+    """The report on a consumer."""
 
     stream: str
     consumer: str
@@ -101,7 +101,7 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
     redelivered: int
     """Of these, delivered more than once."""
     rate: float
-    """By how much the lag grows in a second; what is less than nought, it shrinks by."""
+    """By how many notifications the lag grows in a second; negative where it shrinks."""
     deliveries: int
     """In all."""
     last_settled: datetime | None
@@ -112,21 +112,21 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
 
     @property
     def lag(self) -> int:
-        """What is not finished."""
+        """The number of notifications that are not settled."""
         return self.pending + self.ack_pending
 
     @property
     def drain_seconds(self) -> float | None:
-        """When the lag is gone, if it goes on like this; None: never."""
+        """Seconds until the lag is gone at the present rate; None where it does not shrink."""
         if self.lag == 0:
             return 0.0
         return self.lag / -self.rate if self.rate < 0 else None
 
 
 async def take(admin: Admin) -> Snapshot:
-    """Ask the server about all streams and their consumers. Raises `BackendError`."""
+    """Take a snapshot of all streams and their consumers. Raises `BackendError`."""
     listed = await inventory.streams(admin)
-    streams, silent = {each.name: each for each in listed.found}, listed.silent
+    streams, unavailable = {each.name: each for each in listed.found}, listed.unavailable
     consumers: dict[tuple[str, str], ConsumerInfo] = {}
     for name in [name for name, found in streams.items() if found.consumers]:
         try:
@@ -135,18 +135,20 @@ async def take(admin: Admin) -> Snapshot:
             streams.pop(name)  # it was deleted meanwhile
             continue
         consumers |= _by_name(name, found)
-        silent = [*silent, *_silent(name, found)]
+        unavailable = [*unavailable, *_unavailable(name, found)]
     records = await deployment.records(admin)
-    return Snapshot(at=anyio.current_time(), streams=streams, silent=silent, consumers=consumers, records=records)
+    return Snapshot(
+        at=anyio.current_time(), streams=streams, unavailable=unavailable, consumers=consumers, records=records
+    )
 
 
 async def take_consumers(admin: Admin, stream: str) -> Snapshot:
-    """Ask the server about the consumers of one stream only. Raises `NotFoundError`, `BackendError`."""
+    """Take a snapshot of the consumers of one stream. Raises `NotFoundError` and `BackendError`."""
     found = await inventory.consumers(admin, stream)
     return Snapshot(
         at=anyio.current_time(),
         streams={},
-        silent=_silent(stream, found),
+        unavailable=_unavailable(stream, found),
         consumers=_by_name(stream, found),
         records=await deployment.records(admin),
     )
@@ -156,20 +158,20 @@ def _by_name(stream: str, listed: Listed[ConsumerInfo]) -> dict[tuple[str, str],
     return {(stream, each.name): each for each in listed.found}
 
 
-def _silent(stream: str, listed: Listed[ConsumerInfo]) -> list[str]:
-    return [f"{stream} > {consumer}" for consumer in listed.silent]
+def _unavailable(stream: str, listed: Listed[ConsumerInfo]) -> list[str]:
+    return [f"{stream} > {consumer}" for consumer in listed.unavailable]
 
 
 def streams(now: Snapshot, before: Snapshot) -> list[StreamRow]:
-    """Return how every stream does, by name."""
+    """Return a row for each stream, in the order of their names."""
     return [_stream_row(name, now, before) for name in sorted(now.streams)]
 
 
 async def servers(admin: Admin, config: Config, named: Sequence[str]) -> list[ServerRow]:
-    """Return what the servers of these monitoring ports store, or that of the section `server`.
+    """Return a row for each server of these monitoring ports, or for that of the section `server`.
 
-    One that was named and does not answer is told as trouble. One that was not named is left out where it is another
-    server than those that we are connected to.
+    One that was named and does not answer has that as its trouble. One that was not named is left out where it is
+    another server than those that we are connected to.
     """
     connected = await monitoring_port.connected_server(admin)
     rows = []
@@ -196,7 +198,7 @@ def _server_row(found: Monitored) -> ServerRow:
 
 
 def consumers(now: Snapshot, before: Snapshot) -> list[ConsumerRow]:
-    """Return how every consumer does: those that lag behind most come first."""
+    """Return a row for each consumer, the largest lag first."""
     rows = [_consumer_row(key, now, before) for key in now.consumers]
     return sorted(rows, key=lambda row: (-row.lag, row.stream, row.consumer))
 

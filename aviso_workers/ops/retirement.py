@@ -1,4 +1,4 @@
-"""An app, or one of its agents, taken off a server for good: its consumers, its buckets, what was to be tried again.
+"""Retirement of an app, or of one of its agents: its consumers, buckets and retries are removed from the server.
 
 Called by `agents rm`, which first makes a plan of what there is, and then carries it out. The notifications themselves
 and the dead letters stay. Workers that still run would make the consumers anew, and begin at the agents' `start`: while
@@ -23,7 +23,7 @@ __all__ = ["Retirement", "plan", "retire"]
 
 
 class Retirement(Struct, frozen=True, kw_only=True):
-    """What would be removed of an app, or of one of its agents."""
+    """The plan of a retirement: what would be removed of an app, or of one of its agents."""
 
     app: str
     agent: str
@@ -37,7 +37,7 @@ class Retirement(Struct, frozen=True, kw_only=True):
     subjects: dict[tuple[str, str], int]
     """By stream and subject, messages in streams that others share."""
     dead_letters: int
-    """Those that stay, until somebody drops them."""
+    """Those that stay, until they are dropped."""
 
     @property
     def nothing(self) -> bool:
@@ -45,7 +45,7 @@ class Retirement(Struct, frozen=True, kw_only=True):
 
 
 async def plan(admin: Admin, owner: str, agent: str = "") -> Retirement:
-    """Return what there is of the app named `owner`.
+    """Return the plan to retire the app named `owner`, or its agent `agent`.
 
     Raises `NotFoundError` where there is nothing, `RefusedError` where a worker of it asks for notifications,
     `UnavailableError` where no server answers for something that may be the app's.
@@ -80,13 +80,15 @@ async def plan(admin: Admin, owner: str, agent: str = "") -> Retirement:
 
 
 def _all(listed: Listed[T]) -> list[T]:
-    if listed.silent:
-        raise UnavailableError(f"no server answers for {', '.join(listed.silent)}: start the server that has it first")
+    if listed.unavailable:
+        raise UnavailableError(
+            f"no server answers for {', '.join(listed.unavailable)}: start the server that has it first"
+        )
     return listed.found
 
 
 async def retire(admin: Admin, plan: Retirement) -> None:
-    """Remove what is planned. What is gone already is passed over. Raises `BackendError`."""
+    """Remove everything in the plan. What is gone already is passed over. Raises `BackendError`."""
     for stream, consumer in plan.consumers:
         with suppress(NotFoundError):
             await admin.delete_consumer(stream, consumer)
@@ -101,7 +103,9 @@ async def retire(admin: Admin, plan: Retirement) -> None:
 
 
 async def _subjects(admin: Admin, owner: str, agent: str) -> dict[tuple[str, str], int]:
-    """Return what waits to be tried again, the app's counters, and of one agent its failure counts."""
+    """Return the subjects of retries and, of the app, its counters or, of one agent, its failure counts, with their
+    messages.
+    """
     wanted = [(dead_letter_store.RETRIES, dead_letter_store.retry_subject(owner, agent or "*"))]
     if not agent:
         wanted.append((table_store.COUNTERS, f"{table_store.COUNTERS_SUBJECT}.{owner}.>"))

@@ -1,4 +1,4 @@
-"""All streams of a server copied to another one that is empty, while nobody uses either, and compared.
+"""Copies of all streams of a server on another, empty one, while neither has clients, and their comparison.
 
 Called by `key_rotation`. A stream is read from one server and restored on the other at the same time, and what is in it
 touches no disk on the way. It is then read back, and everything in it is compared with what was sent: messages with
@@ -42,7 +42,7 @@ ELECTION_SECONDS = 4.0
 CONSUMERS_SECONDS = 10.0
 """A cluster makes a stream's consumers, and elects their leaders, a moment after the stream."""
 REPLICAS_SECONDS = 600.0
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 UNTIL_COMPARED = {"max_age": 0, "sealed": False}
 OF_SERVERS = "_nats."
 """The start of the metadata that servers add."""
@@ -57,11 +57,11 @@ class Moved(Struct, frozen=True, kw_only=True):
     """Those that do not end by themselves."""
     consumers_on_disk: tuple[str, ...]
     delivered_again: Mapping[str, int]
-    """By consumer, how many deliveries are not told: a cluster sends the ack floor, and not what was acked above it."""
+    """By consumer, how many deliveries are not sent: a cluster sends the ack floor, and not what was acked above it."""
 
 
 async def move_all(source: Admin, target: Admin, tell: Callable[[str], None]) -> list[Moved]:
-    """Copy every stream of an account, and return what was compared. `tell` is called with a line for each.
+    """Copy every stream of an account, and return the compared copies. `tell` is called with a line for each.
 
     Raises `BackupError` where a copy is not what the stream is, and `BackendError`.
     """
@@ -82,18 +82,18 @@ async def _configs(admin: Admin) -> dict[str, Mapping[str, Any]]:
     """Return the configurations of all streams, once each has elected its leader. Raises `BackupError`."""
     configs: dict[str, Mapping[str, Any]] = {}
 
-    async def are_all_told() -> bool:
+    async def are_all_listed() -> bool:
         configs.update({each.name: each.config for each in await admin.streams()})
         return configs.keys() >= set(await admin.stream_names())
 
-    if not await _until(are_all_told, seconds=LEADERS_SECONDS):
+    if not await _until(are_all_listed, seconds=LEADERS_SECONDS):
         missing = set(await admin.stream_names()) - configs.keys()
         raise BackupError(f"{', '.join(sorted(missing))}: no server answers for it")
     return configs
 
 
 def _mirrors_above(name: str, configs: Mapping[str, Mapping[str, Any]]) -> int:
-    """Return how many origins there are between a stream and one that mirrors nothing here."""
+    """Return the length of the chain of mirrors from a stream up to one that mirrors no other stream here."""
     above = 0
     while above < len(configs) and (origin := _origin(configs[name])) in configs:
         name, above = origin, above + 1
@@ -142,23 +142,23 @@ async def _move(source: Admin, target: Admin, stream: str) -> Moved:
 
 async def _delivered_again(source: Admin, stream: str, sent: Contents) -> dict[str, int]:
     delivered = {each.name: each.deliveries for each in await source.consumers(stream)}
-    told = {name: state.deliveries for name, state in sent.consumers.items()}
-    return {name: count - told[name] for name, count in delivered.items() if count > told.get(name, count)}
+    positions = {name: state.deliveries for name, state in sent.consumers.items()}
+    return {name: count - positions[name] for name, count in delivered.items() if count > positions.get(name, count)}
 
 
 async def _wait_for_replicas(admin: Admin, stream: str) -> None:
-    """Return when every replica of a stream and of its consumers has all of it. Raises `BackupError`."""
+    """Wait until every replica of a stream and of its consumers is current. Raises `BackupError`."""
     if not await _until(lambda: _are_current(admin, stream), seconds=REPLICAS_SECONDS):
         raise BackupError(f"{stream}: a replica on the new servers is not current after {REPLICAS_SECONDS:.0f} s")
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], *, seconds: float) -> bool:
-    """Return whether it was so within this time."""
+    """Wait until a condition is true, and return whether it became so in time."""
     deadline = anyio.current_time() + seconds
     while not await condition():
         if anyio.current_time() > deadline:
             return False
-        await anyio.sleep(LOOK_SECONDS)
+        await anyio.sleep(POLL_SECONDS)
     return True
 
 
@@ -167,34 +167,36 @@ async def _has_consumers(admin: Admin, stream: str, names: Set[str]) -> bool:
 
 
 async def _are_current(admin: Admin, stream: str) -> bool:
-    listed, silent = await consumer_positions.consumers(Place(streams=admin, stream=stream))
+    listed, unavailable = await consumer_positions.consumers(Place(streams=admin, stream=stream))
     found = await admin.stream_info(stream)
-    return not silent and all(map(_is_current, (found.cluster, *(each.cluster for each in listed))))
+    return not unavailable and all(map(_is_current, (found.cluster, *(each.cluster for each in listed))))
 
 
 def _is_current(group: Cluster) -> bool:
-    """Return whether all servers of a stream or a consumer are, as JetStream tells them; of one server, it tells
-    nothing.
+    """Return whether all replicas of a stream or a consumer are current, as JetStream reports them; a single server has
+    none.
     """
     return all(replica.current and not replica.lag for replica in group.followers)
 
 
 async def _transfer(source: Admin, target: Admin, stream: str) -> tuple[StreamConfig, Contents]:
-    """Restore a stream on the target while the source sends it; return its configuration, and what was sent."""
+    """Restore a stream on the target while the source sends it, and return its configuration and the contents that were
+    sent.
+    """
     async with (
         source.administration().snapshot(stream) as snapshot,
         aclosing(snapshot.chunks) as chunks,
-        _Reading(in_memory=snapshot.config.storage == "memory") as reading,
+        _ArchiveParser(in_memory=snapshot.config.storage == "memory") as parser,
     ):
         pieces = _Pieces(chunks)
 
         async def read(size: int) -> bytes:
             if data := await pieces.read(size):
-                await reading.add(data)
+                await parser.add(data)
             return data
 
         await target.administration().restore(dict(snapshot.config) | UNTIL_COMPARED, snapshot.state, read=read)
-        sent = await reading.contents()
+        sent = await parser.contents()
     may_lose = snapshot.config.max_age or snapshot.config.allow_msg_ttl
     if sent.missing and not may_lose:
         raise BackupError(f"{stream} has {snapshot.state.messages} messages, of which {sent.missing} were not sent")
@@ -202,7 +204,7 @@ async def _transfer(source: Admin, target: Admin, stream: str) -> tuple[StreamCo
 
 
 async def _differences(source: Admin, target: Admin, stream: str, sent: Contents) -> list[str]:
-    """Return what is not on the target as it was sent, in words; consumers that end by themselves may be gone."""
+    """Return sentences on how the target differs from the contents that were sent; ephemeral consumers may be gone."""
     lasting = await _consumers(source, stream)
     await _until(lambda: _has_consumers(target, stream, lasting.keys()), seconds=CONSUMERS_SECONDS)
     there = await _consumers(target, stream)
@@ -223,13 +225,13 @@ def _with_consumers(contents: Contents, names: Mapping[str, Any]) -> Contents:
 
 
 async def _consumers(admin: Admin, stream: str) -> dict[str, Mapping[str, Any]]:
-    """Return the configurations of the consumers that do not end by themselves.
+    """Return the configurations of the durable consumers and others without an inactive_threshold, by name.
 
-    Raises `BackupError` where one is not told.
+    Raises `BackupError` where no server answers for one.
     """
-    listed, silent = await consumer_positions.consumers(Place(streams=admin, stream=stream))
-    if silent:
-        raise BackupError(f"{stream}: no server answers for its consumers {', '.join(silent)}")
+    listed, unavailable = await consumer_positions.consumers(Place(streams=admin, stream=stream))
+    if unavailable:
+        raise BackupError(f"{stream}: no server answers for its consumers {', '.join(unavailable)}")
     return {each.name: _comparable(each.config) for each in listed if not each.config.inactive_threshold}
 
 
@@ -243,14 +245,14 @@ def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Pieces:
-    """The chunks of a snapshot, read in pieces of whatever size."""
+    """A reader of the chunks of a snapshot in pieces of a given size."""
 
     def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
         self._chunks = chunks
         self._rest = b""
 
     async def read(self, size: int) -> bytes:
-        """Return at most so many bytes, none at the end."""
+        """Return the next bytes, at most `size` of them; none at the end."""
         while not self._rest:
             try:
                 self._rest = await anext(self._chunks)
@@ -260,8 +262,8 @@ class _Pieces:
         return data
 
 
-class _Reading:
-    """What is in an archive, found by a thread while the archive passes."""
+class _ArchiveParser:
+    """A parser of an archive, which runs in a thread while the archive passes."""
 
     def __init__(self, *, in_memory: bool) -> None:
         self._in_memory = in_memory
@@ -271,7 +273,7 @@ class _Reading:
         self._thread = ThreadPoolExecutor(1)
         self._contents = self._thread.submit(self._run)
 
-    async def __aenter__(self) -> _Reading:
+    async def __aenter__(self) -> _ArchiveParser:
         return self
 
     async def __aexit__(
@@ -281,11 +283,11 @@ class _Reading:
             await anyio.to_thread.run_sync(self._end)
 
     async def add(self, data: bytes) -> None:
-        """More of the archive."""
+        """Pass more bytes of the archive to the thread; none at its end."""
         await anyio.to_thread.run_sync(self._chunks.put, data)
 
     async def contents(self) -> Contents:
-        """Return what was in the archive, which is at its end. Raises `BackupError` where it is none."""
+        """End the archive, and return its contents. Raises `BackupError` where it is malformed."""
         await self.add(b"")
         try:
             return await anyio.to_thread.run_sync(self._contents.result)
@@ -293,7 +295,7 @@ class _Reading:
             raise BackupError(f"what the server sent is malformed: {error}") from error
 
     def read(self, size: int, /) -> bytes:
-        """Return at most so many bytes, for the thread; none at the end."""
+        """Return the next bytes, at most `size` of them; none at the end. Called by the thread."""
         if not self._rest and not self._is_at_end:
             self._rest = self._chunks.get()
             self._is_at_end = not self._rest
@@ -304,7 +306,7 @@ class _Reading:
         try:
             return read_contents(archive.entries(self), in_memory=self._in_memory)
         finally:
-            while self.read(CHUNK_BYTES):  # whoever adds does not wait for us
+            while self.read(CHUNK_BYTES):  # so that `add` does not wait for ever
                 pass
 
     def _end(self) -> None:

@@ -1,6 +1,6 @@
-"""What was published of Spark applications, held against what Spark itself says of them.
+"""Reconciliation of published Spark job events with what Spark's REST API says of its applications.
 
-Called by `aviso-workers spark reconcile`. Spark is asked first: what happens in between is then published and not
+Called by `aviso-workers spark reconcile`. Spark is asked first: events in between are then published and not
 missed. Streaming queries and executors are not compared, as Spark's REST API has no list of all that ever were.
 """
 
@@ -39,7 +39,7 @@ class Difference(Struct, frozen=True, kw_only=True):
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
-    """All of one kind in one application."""
+    """The comparison of all things of one kind in one application."""
 
     application: str
     attempt: str
@@ -51,7 +51,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
     twice: list[str]
     """Ids of events that the stream holds more than once."""
     only_published: int
-    """How many Spark knows nothing of, which is no mistake: it forgets the oldest."""
+    """How many Spark does not know, which is no mistake: it forgets the oldest."""
 
     @property
     def agrees(self) -> bool:
@@ -63,7 +63,7 @@ Replay = Callable[..., AsyncGenerator[Notification[Any], None]]
 
 
 class Incomparable(Struct, frozen=True, kw_only=True):
-    """An application of which Spark does not tell what is in it."""
+    """An application that cannot be compared, because Spark's REST API fails for it."""
 
     application: str
     attempt: str
@@ -71,7 +71,7 @@ class Incomparable(Struct, frozen=True, kw_only=True):
 
 
 class Published(Struct, frozen=True):
-    """What the stream says of one application."""
+    """The published events of one application."""
 
     states: States
     times: Counter[str]
@@ -83,7 +83,7 @@ async def reconcile(
 ) -> AsyncIterator[Comparison | Incomparable]:
     """Yield the comparisons of all applications, or of `only` those ids. Raises `SparkRestError`, `BackendError`.
 
-    An application that Spark cannot tell of, as where its event log is damaged, stops no other.
+    An application that Spark cannot describe, as where its event log is damaged, stops no other.
     """
     found = await anyio.to_thread.run_sync(lambda: rest.applications(since=since))
     if unknown := set(only) - {application_id for application_id, _, _ in found}:
@@ -102,7 +102,7 @@ async def reconcile(
 
 
 async def published(replay: Replay, config: Config, application: Application) -> Published:
-    """Return what the stream holds of this attempt of an application."""
+    """Return the published events of this attempt of an application."""
     cluster = job_events.cluster_of(config)
     ours = application.message_ids(cluster)
     states: dict[tuple[str, str], str] = {}
@@ -132,27 +132,29 @@ def _follow(states: dict[tuple[str, str], str], notification: Notification[dict[
 
 
 def compare(application: Application, spark: States, published: Published) -> Iterable[Comparison]:
-    """Kind by kind."""
+    """Compare an application, and return a comparison for each kind."""
     for kind in KINDS:
-        told = {of: state for (kind_of, of), state in spark.items() if kind_of == kind}
+        in_spark = {of: state for (kind_of, of), state in spark.items() if kind_of == kind}
         ours = {of: state for (kind_of, of), state in published.states.items() if kind_of == kind}
         twice = [message_id for message_id, times in published.times.items() if times > 1]
         yield Comparison(
             application=application.id,
             attempt=application.attempt,
             kind=kind,
-            spark=len(told),
+            spark=len(in_spark),
             published=len(ours),
             differences=[
                 Difference(id=of, spark=state, published=ours.get(of, NOT_PUBLISHED))
-                for of, state in told.items()
+                for of, state in in_spark.items()
                 if not _fits(state, ours.get(of, NOT_PUBLISHED))
             ],
             twice=[message_id for message_id in twice if message_id.split(":")[4].startswith(f"{kind}.")],
-            only_published=len(ours.keys() - told.keys()),
+            only_published=len(ours.keys() - in_spark.keys()),
         )
 
 
 def _fits(spark: str, published: str) -> bool:
-    """Return a history server lags behind, and so what runs by its word may have ended by ours."""
+    """Return whether both states agree. A history server lags behind, so what runs there may have ended in the
+    stream.
+    """
     return published != NOT_PUBLISHED if spark == RUNNING else published == spark

@@ -1,4 +1,4 @@
-"""A stream copied to another server, cluster or account, and compared with what it was.
+"""Copies of a stream on another server, cluster or account, compared with the original.
 
 Called by the command `streams copy`; `following_copies` goes on where a copy has ended. It is a backup that is restored
 elsewhere: messages keep their sequences and times, consumers their positions. While it is not whole, the copy is fenced
@@ -40,7 +40,7 @@ OF_THE_COPY = ("storage", "num_replicas", "placement")
 
 
 class Copied(Struct, frozen=True, kw_only=True):
-    """What became of a copy."""
+    """The result of copying a stream."""
 
     restored: Restored
     compared: Drill
@@ -70,7 +70,7 @@ async def copy(
     """Copy a stream from where one app is connected to where another one is; see `backups.restore` for the rest.
 
     With `keep_fenced` it takes publishes only where the original takes none, for `following_copies` to go on. It needs
-    room for the stream in the directory for temporary files. Inside of both apps' `async with`. Raises `BackupError`
+    space for the stream in the directory for temporary files. Inside of both apps' `async with`. Raises `BackupError`
     and `BackendError`; then there is no stream under the final name, or one that takes no publishes.
     """
     original = await source.stream_info(stream)
@@ -110,7 +110,7 @@ async def copy(
 
 
 async def release(target: Admin, stream: str, original: Mapping[str, Any]) -> tuple[str, ...]:
-    """Give a copy what its original has in its configuration, and the subjects that this had; returns these.
+    """Give a copy the configuration and the subjects of its original, and return the subjects.
 
     Raises `BackendError`.
     """
@@ -128,7 +128,7 @@ async def release(target: Admin, stream: str, original: Mapping[str, Any]) -> tu
 
 
 def subjects_of(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the subjects of a stream, also of one that is fenced."""
+    """Return the subjects of a stream; of a fenced one, those that it had before."""
     return tuple(StreamConfig(config).metadata[FENCED].split() if is_fenced(config) else StreamConfig(config).subjects)
 
 
@@ -137,7 +137,7 @@ def is_fenced(config: Mapping[str, Any]) -> bool:
 
 
 def _held_back(config: Mapping[str, Any], *, created: str) -> dict[str, Any]:
-    """Return the configuration of a copy that is not whole, of a stream that was created then."""
+    """Return the configuration with which a copy takes no publishes until it is whole; `created` is the original's."""
     held = {key: value for key, value in config.items() if key not in AT_WORK}
     subjects = subjects_of(config)
     if not subjects:
@@ -148,7 +148,7 @@ def _held_back(config: Mapping[str, Any], *, created: str) -> dict[str, Any]:
 
 
 async def _require_no_copy(target: Admin, stream: str) -> None:
-    """Raise `BackupError` where there is a copy that is not whole, and not only part of one that was restored."""
+    """Raise `BackupError` where there is a copy that is not whole; one whose restore was interrupted is replaced."""
     try:
         config = (await target.stream_info(stream)).config
     except NotFoundError:

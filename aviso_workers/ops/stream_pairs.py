@@ -1,6 +1,6 @@
-"""Two streams read side by side, by their sequences: what tells a copy, or a mirror, from its original.
+"""Reading of two streams side by side, by their sequences, to compare a copy or a mirror with its original.
 
-Called by `following_copies` and `recovery`; `backups.completing` reads one stream by it.
+Called by `following_copies` and `recovery`; `backups.completion` reads one stream by it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["read", "side_by_side"]
 
 
 async def read(admin: Admin, stream: str, *, after: int, last: int) -> AsyncGenerator[Message, None]:
-    """Yield the messages of a stream, none where it is known to end before."""
+    """Yield the messages of a stream between two sequences; none where the stream is known to end before."""
     if after >= last:
         return
     reading = admin.read(stream, filter_subjects=(), start_sequence=after + 1, last_sequence=last)
@@ -26,7 +26,7 @@ async def read(admin: Admin, stream: str, *, after: int, last: int) -> AsyncGene
 async def side_by_side(
     ours: AsyncIterator[Message], theirs: AsyncIterator[Message]
 ) -> AsyncIterator[tuple[Message | None, Message | None]]:
-    """Yield the messages of two streams by their sequence, with None where one of them has none."""
+    """Yield the messages of two streams in pairs by sequence, with None where one of them has no such message."""
     one, other = await anext(ours, None), await anext(theirs, None)
     while one or other:
         if other is None or (one is not None and one.sequence < other.sequence):

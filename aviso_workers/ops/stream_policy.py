@@ -1,4 +1,4 @@
-"""The streams of event types and of the section `streams`, with the consumers that are declared for them.
+"""The policies of streams: those of event types and of the section `streams`, with the consumers declared for them.
 
 As configured, as they are on the server, and the way from one to the other. Called by `streams plan|apply|show`.
 """
@@ -27,7 +27,7 @@ __all__ = ["PolicyRow", "carry_out", "effective_policy", "plans", "sections"]
 
 
 class PolicyRow(Struct, frozen=True, kw_only=True):
-    """One field of a stream's policy."""
+    """One field of a stream's policy, as configured and as it is on the server."""
 
     field: str
     """Its name in JetStream."""
@@ -42,13 +42,13 @@ class PolicyRow(Struct, frozen=True, kw_only=True):
 
 
 def sections(config: Config) -> dict[str, str]:
-    """Return the section of the configuration that each stream is from."""
+    """Return the section of the configuration in which each stream is configured, by the stream's name."""
     of_events = event_streams(config.notification_schema)
     return dict.fromkeys(config.streams, "streams") | dict.fromkeys(of_events, "notification_schema")
 
 
 async def plans(admin: Admin, config: Config) -> list[Plan | ConsumerPlan]:
-    """Return what would be done, in this order: each stream, and then its consumers.
+    """Return the plans for all configured streams, each followed by those for its consumers.
 
     Raises `BackendError`.
     """
@@ -64,7 +64,7 @@ async def plans(admin: Admin, config: Config) -> list[Plan | ConsumerPlan]:
 
 
 async def carry_out(admin: Admin, config: Config, plan: Plan | ConsumerPlan, *, removals: bool = False) -> None:
-    """Do what is planned, as far as it can be done; what removes stored messages only with `removals`.
+    """Carry out a plan as far as possible; stored messages are removed only with `removals`.
 
     A stream is planned anew, because it may have changed since. Raises `RefusedError` where the server refuses, and
     where stored messages would be removed without `removals`: then nothing is done.
@@ -117,7 +117,7 @@ def _specs(config: Config) -> list[StreamSpec]:
 
 
 def _keys(config: Config, spec: StreamSpec, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the fields to show, and where each is configured."""
+    """Yield the fields to show, each with the key where it is configured."""
     if name in config.notification_schema:
         yield from ((field, key) for field, key in streams.SHOWN.items() if field not in spec.further)
     yield from ((field, f"streams.{spec.name}.{field}") for field in spec.further)

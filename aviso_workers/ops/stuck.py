@@ -1,4 +1,4 @@
-"""When a consumer is stuck: the one rule of `agents ls`, `consumers ls`, `top`, `doctor` and the observer.
+"""The rule by which a consumer is stuck, used by `agents ls`, `consumers ls`, `top`, `doctor` and the observer.
 
 The ack floor stands before the oldest notification that is not finished. So what is settled beside it, however much,
 does not hide it. The server does not tell since when it stands; the workers' records do (`engine.consumer_records`),
@@ -19,15 +19,15 @@ __all__ = ["unfinished_since", "why_stuck"]
 
 
 def why_stuck(now: ConsumerInfo, before: ConsumerInfo | None, record: ConsumerRecord | None) -> str:
-    """Return why a consumer is stuck, for people; empty where it is not.
+    """Return the reason why a consumer is stuck, as text; empty where it is not.
 
-    `before` is an earlier look at it. Without one, only what has been delivered can be judged.
+    `before` is an earlier state of it. Without one, only delivered notifications can be judged.
     """
     if now.paused or not _lag(now) or (before and (not _lag(before) or before.ack_floor != now.ack_floor)):
         return ""
     if not now.num_ack_pending:
-        nobody = before and not before.num_ack_pending and before.deliveries == now.deliveries
-        return f"{now.num_pending} pending, and no worker asks for them" if nobody else ""
+        idle = before and not before.num_ack_pending and before.deliveries == now.deliveries
+        return f"{now.num_pending} pending, and no worker asks for them" if idle else ""
     since = unfinished_since(now, record)
     seconds = (now.time - since).total_seconds() if since else 0.0
     if seconds <= (record.longest_seconds if record else _longest_seconds(now)):
@@ -39,7 +39,9 @@ def why_stuck(now: ConsumerInfo, before: ConsumerInfo | None, record: ConsumerRe
 
 
 def unfinished_since(consumer: ConsumerInfo, record: ConsumerRecord | None) -> datetime | None:
-    """Return since when the oldest delivered notification is not finished, or a later time; None: not known."""
+    """Return the time since which the oldest delivered notification is not finished, or a later one; None: not
+    known.
+    """
     if record and record.ack_floor == consumer.ack_floor and record.unfinished_since:
         return record.unfinished_since
     known = [moment for moment in (consumer.last_delivered, consumer.last_settled) if moment]
@@ -47,7 +49,7 @@ def unfinished_since(consumer: ConsumerInfo, record: ConsumerRecord | None) -> d
 
 
 def _longest_seconds(consumer: ConsumerInfo) -> float:
-    """Return how long one notification of a consumer without a record may take."""
+    """Return for how many seconds one notification may be unfinished, of a consumer without a record."""
     return max(consumer_records.STUCK_SECONDS, 2 * consumer.config.ack_wait / SECOND)
 
 

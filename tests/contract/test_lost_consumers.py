@@ -85,11 +85,11 @@ async def test_in_a_stream_that_was_made_anew_it_begins_at_its_start(t: Harness,
 
 async def test_after_a_reset_it_goes_on_from_there(t: Harness, handled: list[int]) -> None:
     await settled_before(t)
-    steered = agent_control.declared(t.app, t.app.config, "index")
+    index = agent_control.declared(t.app, t.app.config, "index")
     await agent_control.reset(
-        t.app.session.admin, await agent_control.plan_reset(t.app.session.admin, steered, Position(sequence=2))
+        t.app.session.admin, await agent_control.plan_reset(t.app.session.admin, index, Position(sequence=2))
     )
-    await t.app.session.admin.delete_consumer("MARS", steered.consumer)
+    await t.app.session.admin.delete_consumer("MARS", index.consumer)
     await t.start()
     await t.settle()
     assert handled == [0, 1, 2, 1, 2]

@@ -94,9 +94,9 @@ async def test_a_reset_takes_it_there_and_ends_the_matter(
     app: App, run: Any, stored: Any, differences: list[str]
 ) -> None:
     await run("new")
-    steered = agent_control.declared(app, app.config, "index")
+    index = agent_control.declared(app, app.config, "index")
     await agent_control.reset(
-        app.session.admin, await agent_control.plan_reset(app.session.admin, steered, Position(sequence=4))
+        app.session.admin, await agent_control.plan_reset(app.session.admin, index, Position(sequence=4))
     )
     assert await run("all") == [3, 4, 99]
     assert differences == []

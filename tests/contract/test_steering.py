@@ -12,14 +12,14 @@ from aviso_workers.aviso.positions import Position
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control, agent_report
-from aviso_workers.ops.agent_control import UNTIL_RESUMED, Steered
+from aviso_workers.ops.agent_control import UNTIL_RESUMED, AgentConsumer
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness
 from tests.contract.settings import mars
 
 pytestmark = pytest.mark.anyio
 
-INDEX = Steered(app="contract", agent="index", stream="MARS")
+INDEX = AgentConsumer(app="contract", agent="index", stream="MARS")
 
 
 @pytest.fixture

@@ -187,7 +187,7 @@ async def test_an_original_that_is_made_again_while_it_is_followed_changes_nothi
     """It has sequences behind those of the copy and none before, and what the copy has is nowhere else."""
     await move.make(5)
     await move.copy()
-    opened = following_copies._Following.open
+    opened = following_copies._FollowingCopy.open
 
     async def make_again(self: Any) -> None:
         await opened(self)
@@ -196,7 +196,7 @@ async def test_an_original_that_is_made_again_while_it_is_followed_changes_nothi
         await move.here.api("STREAM.PURGE.MARS", {"seq": 8})
         await move.fence()
 
-    monkeypatch.setattr(following_copies._Following, "open", make_again)
+    monkeypatch.setattr(following_copies._FollowingCopy, "open", make_again)
     with pytest.raises(BackupError, match="MARS was deleted and made again at"):
         await move.follow()
     assert [sequence for sequence, _, _ in await move.contents(move.target)] == [1, 2, 3, 4, 5]
@@ -207,10 +207,10 @@ async def test_two_that_follow_side_by_side_disturb_nothing(move: Move, monkeypa
     await move.copy()
     await move.publish(3)
     await move.here.api("STREAM.MSG.DELETE.MARS", {"seq": 2})
-    late = following_copies._Following(move.source.session.admin, move.target.session.admin, "MARS")
+    late = following_copies._FollowingCopy(move.source.session.admin, move.target.session.admin, "MARS")
     await late.open()
     await move.fence()
-    compare = following_copies._Following._compare
+    compare = following_copies._FollowingCopy._compare
 
     async def compare_late(self: Any, last: int) -> tuple[int, int]:
         compared = await compare(self, last)
@@ -218,7 +218,7 @@ async def test_two_that_follow_side_by_side_disturb_nothing(move: Move, monkeypa
         assert (await move.follow()).messages == 7
         return compared
 
-    monkeypatch.setattr(following_copies._Following, "_compare", compare_late)
+    monkeypatch.setattr(following_copies._FollowingCopy, "_compare", compare_late)
     with pytest.raises(BackupError, match="has taken its place already, by another command"):
         await move.follow()
     with pytest.raises(BackupError, match="has taken its place already, by another command"):
@@ -231,7 +231,7 @@ async def test_a_copy_that_another_command_has_brought_further_is_no_other_strea
     await move.copy()
     await move.publish(3)
     late, other = [
-        following_copies._Following(move.source.session.admin, move.target.session.admin, "MARS") for _ in range(2)
+        following_copies._FollowingCopy(move.source.session.admin, move.target.session.admin, "MARS") for _ in range(2)
     ]
     await late.open()
     await other.open()

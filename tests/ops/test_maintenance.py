@@ -96,7 +96,7 @@ def test_a_stream_that_denies_purges_is_not_purged(
 ) -> None:
     assert run("streams", "apply", "--config", declare({"ORDERS": {switch: True}})).code == 0
     ran = run("streams", "purge", "ORDERS", "--yes", "--config", config)
-    assert (ran.code, f"it has {switch}, which nobody can take back" in ran.err) == (1, True), ran
+    assert (ran.code, f"it has {switch}, which cannot be taken back" in ran.err) == (1, True), ran
     assert messages() == 10
 
 

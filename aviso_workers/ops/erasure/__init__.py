@@ -1,5 +1,4 @@
-"""Erasing notifications for good, as data protection asks for it: found wherever a server keeps them, erased there,
-and looked for again.
+"""Erasure of notifications for good, as data protection asks for it, wherever a server keeps them and their copies.
 
 Called by the command `erase`; `backup cleanse` goes by the same rules and by the record that an erasure leaves.
 `copies` says which messages are copies of what is to be erased, `suspects` which tables, windows and counters may hold

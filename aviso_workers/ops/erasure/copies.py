@@ -1,4 +1,4 @@
-"""Which messages are copies of the notifications that are to be erased.
+"""Recognition of messages that are copies of the notifications to erase.
 
 Copies are recognised by what they say of themselves, not by the original, so that an erasure that was broken off can be
 repeated, and so that a backup can be cleansed without a server. A message that a mirror, a restore or a copy of a
@@ -24,7 +24,7 @@ __all__ = ["CARRYING", "Matches", "Wanted", "carrier", "original_in", "relation"
 
 SOURCE = "Nats-Stream-Source"
 CLOCKS_DIFFER_NS = 60_000_000_000
-"""By so much, at most, the clocks of two servers."""
+"""Nanoseconds by which the clocks of two servers may differ."""
 
 Matches = Callable[[Message], bool]
 Original = tuple[str, Message]
@@ -49,17 +49,19 @@ class Wanted:
 
     @property
     def subjects(self) -> str:
-        """The subjects of all notifications of their event type."""
+        """The subject filter that covers all notifications of the event type."""
         return f"{topics.encode_token(self.where.topic.base)}.>"
 
     def matches(self, original: Message) -> bool:
-        """Return whether it is one of them, as a message of their own stream."""
+        """Return whether a message of the event type's own stream is one of the notifications to erase."""
         if self.sequence is not None:
             return original.sequence == self.sequence
         return self._reader.matches(original)
 
     def carried_by(self, stream: str) -> Matches:
-        """Return whether a message of one of the streams in `CARRYING`, or a copy of it, carries one of them."""
+        """Return a function that tells whether a message of one of the streams in `CARRYING`, or a copy of it, carries
+        one of them.
+        """
 
         def matches(message: Message) -> bool:
             found = CARRYING[stream](message)
@@ -68,7 +70,7 @@ class Wanted:
         return matches
 
     def is_copy(self, stream: str, message: Message) -> bool:
-        """Return whether a message of a stream is one of them or a copy of one, by what it says of itself alone."""
+        """Return whether a message of a stream is one of them or a copy of one, judged by the message alone."""
         original = original_in(stream, message)
         if original is not None and original[0] == self.stream:
             message = original[1]
@@ -77,8 +79,8 @@ class Wanted:
         return self.matches(message)
 
     def kept_in(self, stream: str, known: Mapping[int, int]) -> Matches:
-        """Return whether a message of a stream that copies nothing now is one of those that were found, or would have
-        been.
+        """Return a function that tells whether a message of a stream without origins is one of those that were found,
+        or would have been.
 
         `known` has the store time of those that were found by their sequence.
         """
@@ -93,8 +95,8 @@ class Wanted:
     def copied_from(
         self, origin: str, stream: str, relation: str, known: Mapping[int, int], *, same_sequences: bool
     ) -> Matches:
-        """Return whether a message of a stream is the copy of one that was found in `origin`, or that would have been
-        there.
+        """Return a function that tells whether a message of a stream is the copy of one that was found in `origin`, or
+        that would have been there.
 
         `relation` is that of the stream to `origin`; `known` has the store time of each by its sequence, and
         `same_sequences` says that these are those of the event's own stream.
@@ -120,9 +122,7 @@ class Wanted:
 
 
 def relation(config: Mapping[str, Any], origin: str) -> str:
-    """Return what a stream of that configuration is to another one: its mirror, a stream that has it as source, or
-    nothing.
-    """
+    """Return the relation of a stream of that configuration to `origin`: `mirror`, `source`, or an empty text."""
     found = StreamConfig(config)
     if found.mirror and found.mirror.name == origin:
         return "mirror"
@@ -130,7 +130,8 @@ def relation(config: Mapping[str, Any], origin: str) -> str:
 
 
 def carrier(stream: str, configs: Mapping[str, Mapping[str, Any]], *, seen: frozenset[str] = frozenset()) -> str:
-    """Return which of the streams in `CARRYING` a stream is, mirrors or sources, also by way of others; empty for none.
+    """Return the stream in `CARRYING` that a stream is, mirrors or sources, also by way of others; empty where there is
+    none.
 
     `configs` are those of the streams that are known.
     """
@@ -144,14 +145,16 @@ def carrier(stream: str, configs: Mapping[str, Mapping[str, Any]], *, seen: froz
 
 
 def original_in(stream: str, message: Message) -> Original | None:
-    """Return what a message of a stream is a copy of, as far as the message itself says; None where it does not."""
+    """Return the original of a message, as far as the message names it: its stream, and the message there; else
+    None.
+    """
     if stream in CARRYING:
         return CARRYING[stream](message)
     return _sourced(message)
 
 
 def _sourced(message: Message) -> Original | None:
-    """Return the origin of a sourced message: its stream, sequence, filter, transform and subject there."""
+    """Return the original of a sourced message, by the header that the server adds; None where it has none."""
     words = (message.headers or {}).get(SOURCE, "").split()
     if len(words) < 2 or not words[1].isdigit():
         return None

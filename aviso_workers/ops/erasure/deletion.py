@@ -1,4 +1,4 @@
-"""Messages of one stream deleted, as fast as the server can without holding up those who publish.
+"""Deletion of messages of one stream, as fast as possible without delaying publishers.
 
 A nats-server (2.15) that erases a message writes the whole block of messages in which it is anew, up to 8 MB, and the
 stream takes no publish meanwhile. Where that is so, many deletions at once are no faster than one after another, and
@@ -28,13 +28,13 @@ AT_A_TIME = 1000
 
 
 class Pace:
-    """How many deletions may be under way."""
+    """The pace of deletions: how many may be under way at a time."""
 
     def __init__(self) -> None:
         self.limiter = anyio.CapacityLimiter(1)
 
     def answered(self, seconds: float) -> None:
-        """Note how long a deletion took."""
+        """Adjust the pace by how many seconds a deletion took."""
         now = int(self.limiter.total_tokens)
         self.limiter.total_tokens = min(now + 1, MOST_UNDER_WAY) if seconds <= SOON_SECONDS else max(now // 2, 1)
 
@@ -42,7 +42,7 @@ class Pace:
 async def delete(
     backend: Backend, stream: str, sequences: Sequence[int], *, pace: Pace, progress: Callable[[int], None]
 ) -> None:
-    """Delete these messages and have their bytes overwritten; one that has gone by itself is passed over.
+    """Delete messages and have their bytes overwritten; one that is gone already is passed over.
 
     Raises `BackendError` where one cannot be deleted; others may have been deleted then.
     """
@@ -69,7 +69,7 @@ async def delete(
 
 
 async def _delete_steadily(backend: Backend, stream: str, sequence: int) -> None:
-    """Delete a message, also while a leader is elected; one that is not there any more has been deleted."""
+    """Delete a message, and repeat that while a leader is elected; a message that is gone is taken as deleted."""
     deadline = anyio.current_time() + PATIENCE_SECONDS
     while True:
         try:

@@ -1,9 +1,9 @@
-"""What is to be erased, found on a server and erased there.
+"""Search for the notifications to erase and their copies on a server, and their erasure there.
 
 A message that is deleted has its bytes overwritten on disk; a purge leaves them, so every message is deleted by its
 sequence. A survey goes through the event's stream, the streams that mirror or source it (and those that mirror or
-source these), other streams that hold messages of its subjects, the dead letters, what waits to be tried again and what
-waits to be delivered. Nothing is done here about what is no stream of this account: see `ELSEWHERE`.
+source these), other streams that hold messages of its subjects, the dead letters, retries and delayed
+messages. Copies outside of the streams of this account are not searched: see `ELSEWHERE`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ ELSEWHERE = (
     "archives that Spark wrote, and whatever agents made of the notifications",
     "mirrors and sources in other accounts and domains: erase there as well",
 )
-"""What no survey can see."""
+"""Places of copies that no survey covers."""
 ROUNDS = 3
 """A copy may arrive while its original is being erased."""
 INDEX_WITHIN = timedelta(minutes=3)
 """A nats-server writes the index of a stream, a file that has its subjects, at most so long after a change: 2.15 does
 every two minutes or two and a half. Nothing asks it to do so at once on each of the copies. In the same time it
 removes from the Raft log of a stream with replicas what is stored, which has the whole messages until then."""
-CATCH_UP_SECONDS, LOOK_SECONDS = 30.0, 0.2
+CATCH_UP_SECONDS, POLL_SECONDS = 30.0, 0.2
 DENIALS = {"deny_delete": "it has deny_delete, which no server takes back", "sealed": "it is sealed for good"}
 NO_NOTIFICATIONS = ("KV_", "OBJ_", "aviso_workers_")
 """How the names of streams begin that hold no notifications under their own subjects."""
@@ -61,11 +61,11 @@ Progress = Callable[[int], None]
 
 
 def ignore(count: int) -> None:
-    """A `Progress` that nobody looks at."""
+    """Ignore the progress."""
 
 
 class Unreached(Struct, frozen=True, kw_only=True):
-    """Bytes that stay, why, and what can be done about it."""
+    """A stream whose bytes cannot be erased, why, and what can be done about it."""
 
     where: str
     why: str
@@ -75,7 +75,7 @@ class Unreached(Struct, frozen=True, kw_only=True):
 
 
 class Survey(Struct, frozen=True, kw_only=True):
-    """What was found, and what cannot be erased of it."""
+    """The result of a survey: the messages that were found, and those that cannot be erased."""
 
     findings: tuple[Finding, ...]
     unreached: tuple[Unreached, ...]
@@ -88,7 +88,7 @@ class Survey(Struct, frozen=True, kw_only=True):
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is left, on no replica."""
+        """Whether nothing is left to erase, on any replica."""
         return not self.findings and not any(each.waits for each in self.unreached)
 
 
@@ -125,23 +125,23 @@ class Eraser:
         self._values = {value for each in conditions if isinstance(each, frozenset) for value in each}
         """What is to be erased has these values, in the fields by which it was named."""
         self._suspects: tuple[Suspect, ...] | None = None
-        """Looked for once: buckets are read whole for it."""
+        """Searched for once: buckets are read whole for it."""
 
     def erased(self, left: Survey) -> dict[str, int]:
-        """Return how many of the messages that were found are gone, by stream, where these are left."""
+        """Return the number of messages that were found and erased, by stream, where `left` is what remains."""
         remaining = {finding.stream: finding.sequences for finding in left.findings}
         gone = {stream: len(found.keys() - remaining.get(stream, ())) for stream, found in self._known.items()}
         return {stream: count for stream, count in gone.items() if count}
 
     async def survey(self) -> Survey:
-        """Look for them, without a change. Raises `BackendError`."""
+        """Search for the notifications and their copies, without a change. Raises `BackendError`."""
         infos = {name: await self._admin.stream_info(name) for name in await self._admin.stream_names()}
         found: dict[str, Finding] = {}
-        await self._look_into_ours(infos, found)
-        await self._look_into_copies(infos, found)
-        await self._look_into_others(infos, found)
+        await self._survey_own(infos, found)
+        await self._survey_copies(infos, found)
+        await self._survey_others(infos, found)
         findings = tuple(finding for finding in found.values() if finding.sequences)
-        # What was delivered has been in the stream of what waits, whether or not anything waits now.
+        # A delayed message has been in the stream of delayed messages, whether or not any waits there now.
         concerned = {finding.stream for finding in findings} | {delayed_messages.STREAM} & infos.keys()
         unreached = [each for stream in sorted(concerned) for each in _unreached(stream, infos[stream])]
         for stream in sorted(concerned | {stream for stream, known in self._known.items() if known}):
@@ -152,7 +152,7 @@ class Eraser:
         return Survey(findings=findings, unreached=tuple(unreached), suspects=self._suspects)
 
     async def erase(self, survey: Survey, *, audit: Path, progress: Progress = ignore) -> Survey:
-        """Erase what the survey found, and what comes after it; returns a survey of what is left.
+        """Erase what the survey found, and what is stored meanwhile, and return a survey of what is left.
 
         `audit` gets a record that says what was done, and nothing of what was erased: once before, with the state
         `begun`, and once after. A survey that found nothing is recorded as well. Raises `RefusedError`, before anything
@@ -189,7 +189,7 @@ class Eraser:
         )
         return left
 
-    async def _look_into_ours(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
+    async def _survey_own(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
         wanted = self._wanted
         if wanted.stream in infos:
             filters = topics.filter_subjects(wanted.where)
@@ -211,8 +211,8 @@ class Eraser:
             given.setdefault(stream, []).append(subject)
         return given
 
-    async def _look_into_copies(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
-        """Look into what mirrors or sources a stream that has been looked into, or the event's own that is gone."""
+    async def _survey_copies(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
+        """Survey the streams that mirror or source a surveyed stream, or the event type's own even if that is gone."""
         own = self._wanted.stream
         waiting = list({own: None, **found})
         mirrors = {own}
@@ -229,14 +229,14 @@ class Eraser:
                     await self._add(found, name, f"{relation} of {origin}", copied)
 
     def _copied_from(self, origin: str, name: str, relation: str, *, same_sequences: bool) -> Matches:
-        """Return whether a message of a stream is a copy, also where `origin` has lost what it is a copy of."""
+        """Return a function that tells whether a message is a copy, also where `origin` has lost the original."""
         known = self._known.get(origin, {})
         if same_sequences:
             known = {**self._known.get(self._wanted.stream, {}), **known}
         return self._wanted.copied_from(origin, name, relation, known, same_sequences=same_sequences)
 
-    async def _look_into_others(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
-        """Look into streams that hold messages of the event's subjects, as one that was restored under another name."""
+    async def _survey_others(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
+        """Survey the streams that hold messages of the event type's subjects, as one restored under another name."""
         wanted = self._wanted
         known = self._known.get(wanted.stream, {})
         for name in infos.keys() - found.keys():
@@ -248,9 +248,10 @@ class Eraser:
     async def _add_counted(
         self, found: dict[str, Finding], stream: str, what: str, matches: Matches, filters: Sequence[str]
     ) -> None:
-        """Add what is found, and make sure that the server counts no more on the subjects that match.
+        """Add the matching messages, and make sure that the server counts no more of them on the subjects that match.
 
-        What is stored meanwhile is looked for as well. Raises `UnavailableError` where the two do not agree.
+        Messages that are stored meanwhile are searched for as well. Raises `UnavailableError` where the two do not
+        agree.
         """
         last = await self._add(found, stream, what, matches)
         for _ in range(ROUNDS):
@@ -272,7 +273,7 @@ class Eraser:
         )
 
     async def _add(self, found: dict[str, Finding], stream: str, what: str, matches: Matches, *, after: int = 0) -> int:
-        """Add what matches after a sequence; returns the one up to which the stream was read."""
+        """Add the messages that match after a sequence, and return the sequence up to which the stream was read."""
         last = (await self._admin.stream_info(stream)).last_sequence
         messages = dict(found[stream].messages) if stream in found else {}
         async for message in self._messages(stream, after, last):
@@ -286,7 +287,9 @@ class Eraser:
         return last
 
     def _values_of(self, message: Message) -> set[str]:
-        """Return what a notification has in the fields by which it was named; in all, where it was named by its id."""
+        """Return the values of a notification in the fields that named it; in all fields, where it was named by its
+        id.
+        """
         where = self._wanted.where
         positions = [position for position, _ in where.conditions] or range(1, len(where.topic.key_order) + 1)
         with suppress(UndecodableError):
@@ -303,7 +306,7 @@ class Eraser:
                     yield message
 
     async def _survey_again(self) -> Survey:
-        """Look again when the replicas are current, and for a while also through an election of leaders."""
+        """Survey again when the replicas are current, with retries while leaders are elected."""
         deadline = anyio.current_time() + CATCH_UP_SECONDS
         while True:
             try:
@@ -312,14 +315,14 @@ class Eraser:
             except UnavailableError:
                 if anyio.current_time() > deadline:
                     raise
-                await anyio.sleep(LOOK_SECONDS)
+                await anyio.sleep(POLL_SECONDS)
 
     async def _until_current(self) -> None:
-        """Wait until the replicas have done what their leaders did, or for so long as they may take for it."""
+        """Wait until the replicas are current, but no longer than `CATCH_UP_SECONDS`."""
         with anyio.move_on_after(CATCH_UP_SECONDS):
             for stream in [stream for stream, known in self._known.items() if known]:
-                while (await self._admin.stream_info(stream)).behind:  # noqa: ASYNC110 - no server tells of it
-                    await anyio.sleep(LOOK_SECONDS)
+                while (await self._admin.stream_info(stream)).behind:  # noqa: ASYNC110 - no server announces it
+                    await anyio.sleep(POLL_SECONDS)
 
     def _findings(self) -> list[Finding]:
         return [_finding(stream, self._what[stream], known) for stream, known in self._known.items() if known]
@@ -363,7 +366,7 @@ def _unreached(stream: str, info: StreamInfo) -> list[Unreached]:
             Unreached(
                 where=stream,
                 why=f"it republishes to {republish['dest']}",
-                cure="ask those who listen there",
+                cure="ask the owners of the subscribers there",
             )
         )
     return found

@@ -1,6 +1,6 @@
-"""The record of an erasure: who erased what kind of messages where and when, and nothing of what was in them.
+"""The record of an erasure: who erased which kind of messages where and when, without anything of their content.
 
-A message is told from others by its sequence and its store time, which mirrors, backups and restored streams keep, and
+A message is identified by its sequence and its store time, which mirrors, backups and restored streams keep, and
 which a stream that is made again does not repeat. So `backup cleanse` can go by the record alone. A record is readable
 by its owner only, and replaces no file that is there.
 """
@@ -36,12 +36,12 @@ class Finding(Struct, frozen=True, kw_only=True):
 
     @property
     def messages(self) -> Iterator[tuple[int, int]]:
-        """Sequence and store time of each."""
+        """The sequence and the store time of each message, in nanoseconds since 1970."""
         return zip(self.sequences, self.times_ns, strict=True)
 
 
 class Record(Struct, frozen=True, kw_only=True):
-    """What an erasure did."""
+    """The record of what an erasure did."""
 
     state: Literal["begun", "done", "incomplete", "nothing found"]
     begun: str
@@ -72,7 +72,7 @@ def create(path: Path, record: Record) -> None:
 
 
 def replace(path: Path, record: Record) -> None:
-    """Write the whole record in the place of our own earlier one. Raises `RefusedError`: the earlier one stays then."""
+    """Replace our own earlier record as a whole. Raises `RefusedError`; the earlier one stays then."""
     with _explained(path):
         handle, partial = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.parent)
         try:
@@ -85,7 +85,9 @@ def replace(path: Path, record: Record) -> None:
 
 
 def read(path: Path) -> Record:
-    """Return a record. Raises `InvalidNotificationError` where it is none, or that of a version without times."""
+    """Return the record in a file. Raises `InvalidNotificationError` where it is none, or one of a version without
+    times.
+    """
     try:
         record = msgspec.json.decode(path.read_bytes(), type=Record)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Which tables, windows and counters of an account may hold something of what is to be erased.
+"""Search for tables, windows and counters of an account that may hold something of the notifications to erase.
 
 Agents make what they like of notifications, so only people can know which keys stand for somebody. They are named here
-to be looked through: every bucket that apps fill, with those of its keys that have a value of what is to be erased in
+for a review: every bucket that apps fill, with those of its keys that have a value of what is to be erased in
 their name or in their values.
 """
 
@@ -34,7 +34,7 @@ Kind = Literal["table", "windows", "counter", "bucket"]
 
 
 class Suspect(Struct, frozen=True, kw_only=True):
-    """A table, windows or a counter that may hold something of what is to be erased."""
+    """A table, windows or a counter that may hold something of the notifications to erase."""
 
     kind: Kind
     name: str
@@ -43,11 +43,11 @@ class Suspect(Struct, frozen=True, kw_only=True):
     named: tuple[str, ...] = ()
     """Those keys that have a value of what is to be erased, in their name or in their value."""
     unread: str = ""
-    """Why it could not be looked through; empty where it was."""
+    """Why it could not be read; empty where it was."""
 
 
 async def suspects(admin: Admin, infos: Mapping[str, StreamInfo], values: Iterable[str]) -> list[Suspect]:
-    """Return all that hold any key, by name."""
+    """Return all tables, windows and counters that hold any key, by name."""
     wanted = {value for value in values if value}
     found = []
     for stream in sorted(infos):
@@ -59,7 +59,7 @@ async def suspects(admin: Admin, infos: Mapping[str, StreamInfo], values: Iterab
 
 
 def parse_key(text: str) -> tuple[str, str]:
-    """Return what `--key` names: a bucket or `<app>__<counter>`, and a key. Raises `InvalidNotificationError`."""
+    """Parse the value of `--key`: a bucket or `<app>__<counter>`, and a key. Raises `InvalidNotificationError`."""
     holder, slash, key = text.partition("/")
     if not (holder and slash and key):
         raise InvalidNotificationError(f"{text!r} is not BUCKET/KEY, such as index__sums/od")
@@ -67,13 +67,13 @@ def parse_key(text: str) -> tuple[str, str]:
 
 
 def subjects_of_key(holder: str, key: str) -> tuple[str, str]:
-    """Return the subjects of a key: that of a bucket of this name, and that of a counter `<app>__<counter>`."""
+    """Return the two subjects that a key may have: that in a bucket, and that in a counter `<app>__<counter>`."""
     app, _, name = holder.rpartition("__")
     return f"{OF_KEYS}{holder}.{key}", f"{table_store.COUNTERS_SUBJECT}.{app}.{name}.{key}"
 
 
 def subject_of_key(infos: Mapping[str, StreamInfo], holder: str, key: str) -> tuple[str, str]:
-    """Return the stream and the subject of a key, of those streams that there are. Raises `NotFoundError`."""
+    """Return the stream and the subject of a key, in the streams that exist. Raises `NotFoundError`."""
     of_bucket, of_counter = subjects_of_key(holder, key)
     if f"{BUCKET}{holder}" in infos:
         return f"{BUCKET}{holder}", of_bucket
@@ -120,7 +120,7 @@ async def _counters(admin: Admin, values: set[str]) -> list[Suspect]:
 
 
 def _holds_positions_only(bucket: str) -> bool:
-    """Return whether it is one of ours that holds sequences, counts and times, and nothing of a notification."""
+    """Return whether a bucket is one of ours that holds only sequences, counts and times."""
     endings = (attempts.BUCKET_SUFFIX, *timer_loops.buckets_of(""))
     return bucket == consumer_records.BUCKET or ("__" not in bucket and bucket.endswith(endings))
 
@@ -135,7 +135,7 @@ async def _messages(admin: Admin, stream: str) -> AsyncIterator[Message]:
 
 
 def _texts(data: bytes) -> Iterator[str]:
-    """Yield all texts, numbers and keys of a JSON value; of what is no JSON, the whole as a text."""
+    """Yield all texts, numbers and keys of a JSON value; of data that is no JSON, the whole as a text."""
     try:
         value = msgspec.json.decode(data) if data else None
     except UNREADABLE_JSON:
@@ -157,7 +157,7 @@ def _texts(data: bytes) -> Iterator[str]:
 
 
 def _has_any(text: str, values: set[str]) -> bool:
-    """Return whether one of the values stands in a text, with no letter or digit right before or behind it."""
+    """Return whether one of the values is in a text, without a letter or a digit right before or behind it."""
     if not values or text in values:
         return bool(values)
     pieces = re.findall(r"[^\W_]+|[\W_]+", text[:LONGEST_TEXT])
