@@ -1,16 +1,16 @@
-"""Backups of streams: made, kept, verified, restored, drilled, and rid of what must be forgotten.
+"""Backups of streams: create, prune, verify, restore, drill and merge them, and cleanse them of erased messages.
 
 Called by the commands `backup ...`, and by scheduled code of your own. `storage` has them on disk, in the layout of the
-nats CLI; `archive` and `s2` read what is in them, `increments` and `chains` what is stored once for several of them,
-and `encryption` what only the owner of a key reads. `sets` says which belong together. How a server gives and takes
-them is the backend's business.
+nats CLI; `archive` and `s2` read their archives, `increments` and `chains` store unchanged messages once for several
+of them, `encryption` encrypts them to public keys, and `sets` says which belong together. How a server sends and
+receives snapshots is the backend's business.
 """
 
 from __future__ import annotations
 
 from aviso_workers.ops.backups.archive import Takes
 from aviso_workers.ops.backups.chains import chain, newest, restorable, size
-from aviso_workers.ops.backups.cleansing import Cleansing, cleanse, plan_cleanse
+from aviso_workers.ops.backups.cleansing import CleansePlan, cleanse, plan_cleanse
 from aviso_workers.ops.backups.creation import Made, create, create_next, named_streams
 from aviso_workers.ops.backups.encryption import Identities, read_recipients
 from aviso_workers.ops.backups.erasures import Forgotten, forget, of_identifier, of_subject, one_of_each_chain
@@ -30,7 +30,7 @@ from aviso_workers.ops.backups.verification import Contents, verify
 __all__ = [
     "Backup",
     "BackupSet",
-    "Cleansing",
+    "CleansePlan",
     "Contents",
     "Drill",
     "Forgotten",

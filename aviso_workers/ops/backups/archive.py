@@ -1,9 +1,9 @@
-"""What the archive of a snapshot holds: entries, one for each message.
+"""The archive of a snapshot: its entries, one for each message, each consumer and the stream's state.
 
-Called by what verifies, cleanses and compares. Both kinds of archives are S2 streams (`s2`). A nats-server since 2.15
-makes a list of entries: the stream's state, its consumers, its messages by sequence, and an empty entry as the end.
-Followed: ADR "JetStream Stream Backup and Restore V2". Servers before it pack their own files into a tar archive;
-whether it is all there can be told, but not what is in it.
+Called by `verification`, `cleansing` and `completion`, among others. Both kinds of archives are S2 streams (`s2`). A
+nats-server since 2.15 makes a list of entries: the stream's state, its consumers, its messages by sequence, and an
+empty entry as the end. Followed: ADR "JetStream Stream Backup and Restore V2". Servers before it pack their own files
+into a tar archive; those can be checked for completeness, but not read.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Entry(Struct, frozen=True, gc=False):
-    """A message, or where there is no sequence something about the stream."""
+    """An entry of an archive: a message or, without a sequence, the stream's state or a consumer."""
 
     name: bytes
     """A message's subject."""
@@ -75,11 +75,11 @@ class Entry(Struct, frozen=True, gc=False):
 
 
 Takes = Callable[[Entry], bool]
-"""Whether a message is to go."""
+"""A function that tells whether a message is to be removed."""
 
 
 class StreamState(Struct, frozen=True, gc=False):
-    """What every stream's state has, in JetStream's words; more is passed over."""
+    """The fields that every stream's state has, in JetStream's words; others are ignored."""
 
     messages: Count
     bytes: Count
@@ -90,18 +90,20 @@ class StreamState(Struct, frozen=True, gc=False):
 
 
 def has_entries(file: Readable) -> bool:
-    """Return whether it is an archive of entries, not of files. Raises `MalformedError`."""
+    """Return whether a file is an archive of entries, and not of files. Raises `MalformedError`."""
     return next(s2.decompressed(file), b"").startswith(MAGIC)
 
 
 def has_end(file: Readable, *, of_entries: bool) -> bool:
-    """Return whether an archive ends as one does, without reading what is in it. Raises `MalformedError`."""
+    """Return whether an archive has its end, without parsing its entries. Raises `MalformedError`."""
     last = deque(s2.compressed_blocks(file), maxlen=2)  # an end may begin in the last block but one
     return b"".join(s2.decompress(*block) for block in last).endswith(END if of_entries else TAR_END)
 
 
 def entries(file: Readable) -> Iterator[Entry]:
-    """Yield all but the end. Raises `MalformedError` also where the end is missing, or anything comes after it."""
+    """Yield all entries but the end. Raises `MalformedError` also where the end is missing, or anything comes after
+    it.
+    """
     blocks = s2.decompressed(file)
     buffer = _next(blocks, len(MAGIC))
     if not buffer.startswith(MAGIC):
@@ -122,8 +124,8 @@ def entries(file: Readable) -> Iterator[Entry]:
 
 
 def _next(blocks: Iterator[bytes], least: int) -> bytes:
-    """Return the next blocks, of so many bytes or more: as many as wait already, or an entry in many small blocks would
-    be copied for each of them.
+    """Return the next blocks joined, `least` bytes or more; empty at the end. As many as are waiting, so that an entry
+    in many small blocks is not copied for each of them.
     """
     pieces: list[bytes] = []
     size = 0
@@ -136,7 +138,9 @@ def _next(blocks: Iterator[bytes], least: int) -> bytes:
 
 
 def encode(name: bytes, data: bytes, *, timestamp_ns: int, sequence: int = 0, headers: bytes = b"") -> bytes:
-    """Return an entry about the stream, or with a sequence a message; `headers` as they are on the wire."""
+    """Return the bytes of an entry: of a message or, without a sequence, about the stream. `headers` are as on the
+    wire.
+    """
     time = timestamp_ns << 1 if timestamp_ns >= 0 else ~(timestamp_ns << 1)
     fields = (len(name), time, sequence, len(headers), len(data))
     return b"".join(map(_varint, fields)) + name + headers + data
@@ -159,7 +163,7 @@ def state_of(
     last_sequence: int | None = None,
 ) -> SnapshotState:
     """Return the state of a stream that has other messages than `before`: `size` in bytes as a server counts them,
-    `first` the sequence and the time of the first one in nanoseconds, `last_sequence` where that is another one too.
+    `first` the sequence and the time of the first one in nanoseconds, `last_sequence` where that differs too.
     """
     last = before.last_sequence if last_sequence is None else last_sequence
     first_sequence = first[0] if first else last + 1  # a server checks that an empty stream begins after its end
@@ -181,7 +185,7 @@ def _rfc3339(timestamp_ns: int) -> str:
 
 
 def stored_bytes(entry: Entry, *, in_memory: bool) -> int:
-    """Return what a server counts for a message in the `bytes` of a stream's state."""
+    """Return the bytes that a server counts for a message in the state of its stream."""
     size = len(entry.name) + len(entry.raw) - entry.header_at
     if in_memory:
         return size + 16
@@ -189,7 +193,7 @@ def stored_bytes(entry: Entry, *, in_memory: bool) -> int:
 
 
 def _entry(buffer: bytes, at: int) -> Entry | None:
-    """Return the entry that begins there; None where it is not all there yet. Raises `MalformedError`."""
+    """Return the entry at a position of a buffer; None where it is not complete yet. Raises `MalformedError`."""
     begin, fields = at, [0] * FIELDS
     try:
         for field in range(FIELDS):

@@ -1,9 +1,9 @@
 """Chains: a full backup and the increments after it, read as one.
 
-Called by everything that reads what is in a backup. An increment names the backup before it by its directory, beside
-its own, and by its digest, so that a link that is missing, replaced, out of order or changed is an error that names it.
-A full backup is a chain of one link. A chain is read link by link at the same time, message by message; no copy of it
-is put together in memory or on disk.
+Called by all modules that read the messages of a backup. An increment names the backup before it by its directory,
+beside its own, and by its digest, so that a link that is missing, replaced, out of order or changed is an error that
+names it. A full backup is a chain of one link. A chain is read link by link at the same time, message by message; no
+copy of it is put together in memory or on disk.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PADDING_SECONDS = 1.0
 
 
 def chain(backup: Backup) -> list[Backup]:
-    """Return the backups that one is restored from: a full one, and the increments up to itself in their order.
+    """Return the chain of a backup: a full backup, and the increments up to this one in their order.
 
     Raises `BackupError`, which names the link that is missing or another one. Archives are not read.
     """
@@ -58,7 +58,7 @@ def chain(backup: Backup) -> list[Backup]:
 
 
 def link_to(backup: Backup) -> Previous:
-    """Return how an increment names the backup that it is made after, which must be one of ours."""
+    """Return the link by which an increment names the backup before it, which must be one of ours."""
     assert backup.record is not None
     return Previous(directory=backup.directory.resolve().name, digest=backup.record.digest)
 
@@ -69,8 +69,8 @@ def required(backups: Iterable[Backup]) -> set[Path]:
 
 
 def family(backup: Backup) -> list[Backup]:
-    """Return all backups beside one that are made after the same full one, which is the first; each before those that
-    are made after it.
+    """Return all backups that are made after the same full one as this, each before those that are made after it, the
+    full one first.
 
     Raises `BackupError` where the chain of any backup beside it is broken, as it might be one of them.
     """
@@ -84,22 +84,22 @@ def family(backup: Backup) -> list[Backup]:
 
 
 def restorable(directory: Path, *, stream: str | None = None) -> list[Backup]:
-    """Return the backups in a directory, of all streams or of one, of which no link is missing; the oldest first."""
+    """Return the backups in a directory, of all streams or of one, whose chains are complete; the oldest first."""
     return [found for found in find(directory, stream=stream) if not _links(found)[1]]
 
 
 def newest(directory: Path, *, stream: str | None = None) -> datetime | None:
-    """Return when the newest backup in a directory was begun, of any stream or of one; None where there is none.
+    """Return when the newest restorable backup in a directory was begun, of any stream or of one; None where there is
+    none.
 
-    One of which a link is missing is none, and neither is one of a time to come: a clock was wrong, so nobody knows how
-    old it is.
+    A backup whose time is in the future does not count: a clock was wrong, so its age is not known.
     """
     now = datetime.now(UTC)
     return max((found.made for found in restorable(directory, stream=stream) if found.made <= now), default=None)
 
 
 def size(backup: Backup) -> int:
-    """Return the bytes of all archives that one is restored from, as far as they can be found."""
+    """Return the size in bytes of all archives of a backup's chain, as far as they are found."""
     return sum(link.size for link in _links(backup)[0])
 
 
@@ -120,7 +120,7 @@ def require_identities(backup: Backup, identities: Identities | None) -> None:
 def opened_own_entries(
     backup: Backup, identities: Identities | None, *, progress: Progress = ignore
 ) -> Iterator[Iterator[Entry]]:
-    """The entries of a backup's own archive. Raises `BackupError`, also while they are read."""
+    """Open the entries of a backup's own archive. Raises `BackupError`, also while they are read."""
     with _opened_own(backup, identities, progress) as file:
         yield _explained(backup, archive.entries(file))
 
@@ -129,7 +129,9 @@ def opened_own_entries(
 def opened_entries(
     backup: Backup, identities: Identities | None, *, progress: Progress = ignore
 ) -> Iterator[Iterator[Entry]]:
-    """The entries of the stream as it was when a backup was made, from all links. Raises as `opened_own_entries`."""
+    """Open the entries of the stream as it was backed up, from all links of the chain. Raises as
+    `opened_own_entries`.
+    """
     *before, last = chain(backup)
     with _merged(before, last, identities, progress) as entries:
         yield entries
@@ -137,7 +139,9 @@ def opened_entries(
 
 @contextmanager
 def opened_archive(backup: Backup, identities: Identities | None, *, progress: Progress = ignore) -> Iterator[Readable]:
-    """The archive of the stream as a server takes it, from all links. Raises as `opened_own_entries`."""
+    """Open the archive of the stream as a server takes it, from all links of the chain. Raises as
+    `opened_own_entries`.
+    """
     if backup.previous is None:
         with _opened_own(backup, identities, progress) as file:
             yield file
@@ -148,9 +152,10 @@ def opened_archive(backup: Backup, identities: Identities | None, *, progress: P
 
 @contextmanager
 def opened_upload(backup: Backup, identities: Identities | None, *, progress: Progress = ignore) -> Iterator[Readable]:
-    """The same for a server that waits for it, with padding while there is nothing else to send.
+    """Open the archive as `opened_archive` does, with padding for a server that waits while the next message is
+    searched for.
 
-    A server gives up a restore to which nothing comes for 5 seconds. It may take longer to read to the next message of
+    A server aborts a restore that receives nothing for 5 seconds. It may take longer to read to the next message of
     a chain, over those that are gone.
     """
     if backup.previous is None:
@@ -168,7 +173,7 @@ def opened_upload(backup: Backup, identities: Identities | None, *, progress: Pr
 
 
 class _Padded:
-    """The chunks of an S2 stream as a file, with padding between two where the next one takes long."""
+    """An S2 stream with padding between two chunks where the next one takes long."""
 
     def __init__(self, chunks: Prefetch) -> None:
         self._chunks = chunks
@@ -186,7 +191,7 @@ class _Padded:
 
 
 def _links(backup: Backup) -> tuple[list[Backup], BackupError | None]:
-    """Return the links that were found, and why the first of them is none of a full backup."""
+    """Return the links that were found, and an error where the first of them is not a full backup."""
     links = [backup]
     while previous := links[0].previous:
         if len(links) == MOST_LINKS:

@@ -1,8 +1,8 @@
-"""Messages taken out of a backup, so that what was erased from a stream does not come back with a restore.
+"""Removal of messages from a backup, so that messages erased from a stream do not come back with a restore.
 
 The archive is written anew without them, entry by entry; sequences and consumers stay as they are. It is written
 without compression, so that a cleansed backup may be several times as large. In a chain the newest backup is written
-first: it no longer refers to what goes from those before it, which are whole as long as they have it.
+first: it no longer refers to messages that are removed from those before it, which are whole as long as they have it.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, load, sweep
 from aviso_workers.ops.backups.verification import verify
 
-__all__ = ["Cleansing", "cleanse", "plan_cleanse"]
+__all__ = ["CleansePlan", "cleanse", "plan_cleanse"]
 
 
 class Cleansed(Struct, frozen=True):
-    """A backup that changes, and the stream's state without the messages that go."""
+    """A backup that changes, and the stream's state without the removed messages."""
 
     backup: Backup
     state: SnapshotState
 
 
-class Cleansing(Struct, frozen=True, kw_only=True):
-    """What cleansing a backup, and all that are made after the same full one, would do."""
+class CleansePlan(Struct, frozen=True, kw_only=True):
+    """The plan to cleanse a backup, and all that are made after the same full one."""
 
     backup: Backup
     removed: Set[tuple[int, int]]
-    """The messages that would go, as sequence and time."""
+    """The messages that would be removed, as sequence and time in nanoseconds."""
     kept: int
-    """Messages that the backup gives then."""
+    """The number of messages that the backup has then."""
     changes: Sequence[Cleansed]
     """Each after those that it was made after."""
     identities: Identities | None
@@ -48,15 +48,16 @@ class Cleansing(Struct, frozen=True, kw_only=True):
 
 def plan_cleanse(
     backup: Backup, takes: Takes, *, identities: Identities | None = None, progress: Progress = ignore
-) -> Cleansing:
-    """Return what `cleanse` would do. A message stands in one backup of a chain, and others refer to it, so all that
-    are made after the same full one are looked at, whichever of them is named.
+) -> CleansePlan:
+    """Return the plan to cleanse a backup. A message is stored in one backup of a chain, and others refer to it, so all
+    that are made after the same full one are searched, whichever of them is named.
 
     Raises `BackupError` where one of them is damaged, or an older server's.
     """
     if not backup.of_entries:
         raise BackupError(f"{backup.archive} was made by a nats-server before 2.15, and cannot be cleansed")
-    sweep(backup.directory.resolve().parent)  # of a cleansing that was killed, with what it was to remove
+    # What a cleansing that was killed has left still has the messages that are to be removed.
+    sweep(backup.directory.resolve().parent)
     family = chains.family(backup)
     for each in family:
         chains.require_identities(each, identities)
@@ -71,21 +72,21 @@ def plan_cleanse(
         kept = state.messages if each.directory.samefile(backup.directory) else kept
         if changed:
             changes.append(Cleansed(each, state))
-    return Cleansing(backup=backup, removed=removed, kept=kept, changes=changes, identities=identities)
+    return CleansePlan(backup=backup, removed=removed, kept=kept, changes=changes, identities=identities)
 
 
-def cleanse(plan: Cleansing, *, progress: Progress = ignore) -> Backup:
-    """Carry it out: the backups are replaced, the newest one first, so that each of them can be restored at every
-    moment. Where it was interrupted it can be repeated.
+def cleanse(plan: CleansePlan, *, progress: Progress = ignore) -> Backup:
+    """Cleanse as planned: the backups are replaced, the newest one first, so that each can be restored at every moment.
+    It can be repeated where it was interrupted.
 
-    Raises `BackupError`, and leaves the backup that it was at as it was then.
+    Raises `BackupError`, and leaves the backup that it was replacing as it was.
     """
     for change in reversed(plan.changes):
         _replace(change, plan, progress)
     return load(plan.backup.directory)
 
 
-def _replace(change: Cleansed, plan: Cleansing, progress: Progress) -> None:
+def _replace(change: Cleansed, plan: CleansePlan, progress: Progress) -> None:
     backup, record = change.backup, change.backup.record
     with ExitStack() as stack:
         draft = stack.enter_context(Draft(backup.directory, encrypt_to=record.encrypted_to if record else ()))

@@ -1,14 +1,14 @@
-"""Snapshots of streams in use that lack nothing of one moment.
+"""Snapshots of streams in use that are complete as of one moment.
 
-Called by `creation` in place of the server's snapshot. A server reads a stream while it is in use. What is deleted
-before it is read is missing, and what is stored after the beginning is not in it. A key of a table that is written
-meanwhile is then in the snapshot neither as it was nor as it is, because its new message has removed the old one. The
-same goes for all streams in which messages take the place of others (see `may_lack`).
+Called by `creation` in place of the server's snapshot. A server reads a stream while it is in use. Messages that are
+deleted before they are read are missing, and those stored after the beginning are not in it. A key of a table that is
+written meanwhile is then in the snapshot neither as it was nor as it is, because its new message has removed the old
+one. The same goes for all streams in which messages take the place of others (see `may_lack`).
 
-So of such a stream, what was stored since is read as well, up to the last sequence of a moment, and again from there
-until nothing is missing in what was read. What the stream held at that last moment was either there when the snapshot
-began and stayed, so the snapshot has it, or was stored since and stayed, so it was read. Messages whose place was taken
-are left out again.
+So of such a stream, messages that were stored since are read as well, up to the last sequence of a moment, and again
+from there until none is missing. What the stream held at that last moment was either there when the snapshot began and
+stayed, so the snapshot has it, or was stored since and stayed, so it was read. Messages that were replaced are left out
+again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CATCH_UP_SECONDS = 60.0
 
 
 def may_lack(config: Mapping[str, Any]) -> bool:
-    """Return whether messages of the stream take the place of others, so that a plain snapshot may have neither."""
+    """Return whether messages of the stream replace others, so that a plain snapshot may have neither of the two."""
     found = StreamConfig(config)
     return found.max_msgs_per_subject > 0 or found.allow_rollup_hdrs or found.allow_msg_schedules
 
@@ -56,8 +56,8 @@ def may_lack(config: Mapping[str, Any]) -> bool:
 async def snapshot(
     admin: Admin, stream: str, *, beside: Path, encrypted: bool, earlier: Spool | None = None
 ) -> AsyncIterator[Snapshot]:
-    """As `Administration.snapshot`, and whole. What is spooled meanwhile takes room in the directory `beside`; where it
-    is for an encrypted backup, it is encrypted.
+    """Take a snapshot as `Administration.snapshot` does, and complete it. Spools meanwhile take space in the directory
+    `beside`; with `encrypted` they are encrypted, as the backup is.
 
     With `earlier`, an archive that `spooled` has made, it also has the messages that only that one has. Raises
     `BackupError` where the directory cannot be written to, or the archive of a server before 2.15 would lack messages.
@@ -77,14 +77,14 @@ async def snapshot(
             since = stack.enter_context(spool(beside, encrypted=encrypted))
             in_bulk = sent.config.retention == "limits"
             last = await _store_since(admin, stream, before.last_sequence, since, in_bulk=in_bulk)
-            merging = _Merging([*([earlier] if earlier else []), received, since], sent, last_sequence=last)
-            state = await anyio.to_thread.run_sync(merging.count)
-            yield structs.replace(sent, state=state, chunks=_following(merging.pieces()))
+            merge = _Merge([*([earlier] if earlier else []), received, since], sent, last_sequence=last)
+            state = await anyio.to_thread.run_sync(merge.count)
+            yield structs.replace(sent, state=state, chunks=_following(merge.pieces()))
 
 
 @asynccontextmanager
 async def spooled(admin: Admin, stream: str, *, beside: Path, encrypted: bool) -> AsyncIterator[Spool]:
-    """A whole snapshot of a stream, to be given to `snapshot` as the earlier one. Raises as that does."""
+    """Take a complete snapshot of a stream into a spool, as the `earlier` one of `snapshot`. Raises as that does."""
     with spool(beside, encrypted=encrypted) as received:
         async with snapshot(admin, stream, beside=beside, encrypted=encrypted) as found:
             await _receive(found, received)
@@ -92,7 +92,7 @@ async def spooled(admin: Admin, stream: str, *, beside: Path, encrypted: bool) -
 
 
 def arriving(chunks: AsyncGenerator[bytes, None]) -> Iterator[bytes]:
-    """Yield the chunks of a snapshot, in a thread of the event loop that they come to."""
+    """Yield the chunks of a snapshot, in a thread that the event loop has started."""
 
     async def following() -> bytes:
         return await anext(chunks, b"")
@@ -115,8 +115,8 @@ async def _receive(sent: Snapshot, received: Spool) -> None:
 
 
 async def _store_since(admin: Admin, stream: str, sequence: int, since: Spool, *, in_bulk: bool) -> int:
-    """Write an archive of the messages after a sequence up to a moment of which none is missing; return the last
-    sequence of the stream then. `in_bulk`: readers may be made beside its consumers.
+    """Write an archive of the messages after a sequence, up to a moment as of which none is missing, and return the
+    last sequence then. With `in_bulk` they are read by a consumer where they are many.
     """
     entries = [archive.MAGIC]
     try:
@@ -127,7 +127,7 @@ async def _store_since(admin: Admin, stream: str, sequence: int, since: Spool, *
                 read = stream_pairs.read if in_bulk and last - sequence > FEW else _one_by_one
                 found = [_encoded(each) async for each in read(admin, stream, after=sequence, last=last)]
                 entries += found
-                # Where one is missing, its place was taken before it was read, perhaps by one after the last.
+                # Where one is missing, it was replaced before it was read, perhaps by one after the last.
                 complete = len(found) == last - sequence
                 sequence = last
     except TimeoutError as error:
@@ -159,16 +159,16 @@ def _encoded(message: Message) -> bytes:
 
 
 class _Place(Struct, frozen=True, gc=False):
-    """What of a message counts for the state of its stream."""
+    """The properties of a message that count for the state of its stream."""
 
     sequence: int
     timestamp_ns: int
     size: int
 
 
-class _Merging:
-    """Archives of one stream as one, the oldest first. Of a message that several have, the first is taken. The last but
-    one is what the server sent, and has the consumers.
+class _Merge:
+    """A merge of archives of one stream, the oldest first. Of a message that several have, the first is taken. The last
+    but one is what the server sent, and has the consumers.
     """
 
     def __init__(self, archives: Sequence[Spool], sent: Snapshot, *, last_sequence: int) -> None:
@@ -206,7 +206,7 @@ class _Merging:
         return self._state
 
     def pieces(self) -> Iterator[bytes]:
-        """Return the archive of all, after `count`."""
+        """Yield the merged archive in pieces. Call `count` before."""
         return s2.written(self._raw())
 
     def _raw(self) -> Iterator[bytes]:
@@ -240,7 +240,7 @@ class _Merging:
         except MalformedError as error:
             raise BackupError(
                 f"{self._sent.config.name} was written to while the server read it, and its archive cannot be "
-                f"completed: {error}. Of a nats-server before 2.15, back it up while nobody writes"
+                f"completed: {error}. Of a nats-server before 2.15, back it up while no client writes"
             ) from error
 
 

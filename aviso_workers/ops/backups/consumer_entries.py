@@ -1,7 +1,7 @@
-"""The consumers that a backup holds: their names, and how far they had come.
+"""The consumers in a backup: their names, configurations and positions.
 
-Called by what restores. A cluster makes the consumers of a restored stream one after the other and elects a leader for
-each, and lists those only that have one. So which there must be is known from the backup alone.
+Called by `restoration` and `set_restore`. A cluster makes the consumers of a restored stream one after the other and
+elects a leader for each, and lists those only that have one. So which there must be is known from the backup alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Delivered(Struct, frozen=True):
 
 
 class _State(Struct, frozen=True):
-    """JetStream's state of a consumer, as far as it is needed here."""
+    """A consumer's state as JetStream has it, as far as it is needed here."""
 
     delivered: _Delivered
     pending: dict[str, Any] | None = None
@@ -45,17 +45,18 @@ class StoredConsumer(Struct, frozen=True):
 
     @property
     def is_durable(self) -> bool:
-        """Whether it outlives its readers."""
+        """Whether the consumer is durable, so that it outlives its readers."""
         return bool(self.config.durable_name)
 
     @property
     def lasts(self) -> bool:
-        """Whether it is there for as long as nobody deletes it."""
+        """Whether the consumer stays until it is deleted."""
         return self.is_durable and not self.config.inactive_threshold
 
 
 def read(backup: Backup, identities: Identities | None) -> Mapping[str, StoredConsumer]:
-    """Return the consumers in a backup by name; of a server before 2.15, whose archive cannot be read here, none.
+    """Return the consumers in a backup by name; none for the archive of a server before 2.15, which cannot be read
+    here.
 
     Raises `BackupError`.
     """

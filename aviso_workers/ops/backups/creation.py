@@ -1,4 +1,4 @@
-"""Backups of streams that are in use, full ones and increments."""
+"""Creation of backups of streams that are in use, full ones and increments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["Made", "create", "create_next", "named_streams"]
 
 
 class Made(Struct, frozen=True, kw_only=True):
-    """A backup that was made, and why it is a full one although an increment was asked for."""
+    """A new backup, and the reason why it is a full one although an increment was asked for."""
 
     backup: Backup
     full_because: str = ""
@@ -101,10 +101,10 @@ async def _opened_before(
     encrypt_to: Sequence[str],
     identities: Identities | None,
 ) -> AsyncIterator[Iterator[Entry] | None]:
-    """The messages of the backup before, from the stream's first one on; None where there is no backup before.
+    """Open the messages of the backup before, from the stream's first one on; None where there is no backup before.
 
-    A server gives up a snapshot that nobody takes for 5 seconds. So what has left the stream at its beginning, which
-    may be millions of messages, is read before the snapshot is asked for.
+    A server aborts a snapshot that is not received for 5 seconds. So messages that have left the stream at its
+    beginning, which may be millions, are read before the snapshot is asked for.
     """
     if since is None:
         yield None
@@ -137,8 +137,8 @@ async def create_next(
     """Make an increment after the newest backup of a stream in `<to>/<stream>`, or a full backup where that cannot be.
 
     A full one is made where there is none, where the last full one is older than `full_every_seconds`, where the newest
-    chain is damaged, where the stream is not the one that it is of, and where the server gave up while the two were
-    compared. Raises as `create` does otherwise.
+    chain is damaged, where the stream is not the one that it is of, and where the server aborted the snapshot while the
+    two were compared. Raises as `create` does otherwise.
     """
     since, why = await anyio.to_thread.run_sync(_newest_to_continue, to, stream, full_every_seconds)
     if since:
@@ -163,7 +163,7 @@ async def create_next(
 
 
 def _newest_to_continue(to: Path, stream: str, full_every_seconds: float | None) -> tuple[Backup | None, str]:
-    """Return the newest backup, where an increment can be made after it; otherwise why not."""
+    """Return the newest backup, where an increment can be made after it; else None and the reason."""
     found = [each for each in find(to / stream, stream=stream) if each.record]
     if not found:
         return None, "there is none before it"
@@ -183,7 +183,9 @@ def _newest_to_continue(to: Path, stream: str, full_every_seconds: float | None)
 
 
 def _require_continuable(since: Backup, place: Path, encrypt_to: Sequence[str], identities: Identities | None) -> None:
-    """Raise `BackupError` where no increment can be made after a backup, or it would show what that one encrypts."""
+    """Raise `BackupError` where no increment can be made after a backup, or would store in the clear what that one
+    encrypts.
+    """
     if not since.record or not since.of_entries:
         raise BackupError(f"{since.directory} was made by another program or an older server: make a full backup first")
     if since.directory.resolve().parent != place.resolve().parent:
@@ -191,7 +193,7 @@ def _require_continuable(since: Backup, place: Path, encrypt_to: Sequence[str], 
     if len(chains.chain(since)) == chains.MOST_LINKS:
         raise BackupError(f"a chain has {chains.MOST_LINKS} backups at most: make a full one")
     if since.encrypted and not encrypt_to:
-        raise BackupError(f"{since.directory} is encrypted: say to whom the increment is (--encrypt-to)")
+        raise BackupError(f"{since.directory} is encrypted: say the public keys for the increment (--encrypt-to)")
     chains.require_identities(since, identities)
     chains.require_whole(since)
 
@@ -199,9 +201,9 @@ def _require_continuable(since: Backup, place: Path, encrypt_to: Sequence[str], 
 def _archive(
     stream: str, arriving: Iterator[bytes], before: Iterator[Entry] | None, *, encrypted: bool
 ) -> Iterator[bytes]:
-    """Yield what is stored of a server's archive.
+    """Yield the archive of the new backup: that of the server, or an increment of it.
 
-    Nobody can read an encrypted one to see whether it is whole, so that is looked at before.
+    An encrypted archive cannot be checked for completeness afterwards, so that is checked meanwhile.
     """
     if before is None:
         yield from _read_meanwhile(arriving) if encrypted else arriving
@@ -238,9 +240,9 @@ def _arriving(chunks: AsyncGenerator[bytes, None], progress: Progress) -> Iterat
 
 
 async def named_streams(admin: Admin, config: Config, names: Sequence[str]) -> list[str]:
-    """Return the streams of event types, or of that name; of no names, all streams that there are.
+    """Return the streams of event types, or with that name; without names all streams of the account.
 
-    Raises `NotFoundError`, which says what there is.
+    Raises `NotFoundError`, which names the streams that exist.
     """
     present = await admin.stream_names()
     if not names:

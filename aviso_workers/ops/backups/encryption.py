@@ -1,4 +1,4 @@
-"""Archives encrypted to public keys, in the format of age, so that a backup may lie anywhere.
+"""Encryption of archives to public keys, in the format of age, so that a backup may be stored anywhere.
 
 Called by `storage`, `chains` and `spools`. Followed: age-encryption.org/v1, by the library pyrage; the programs age and
 rage read what is written here, and `age-keygen` makes keys. Whoever makes backups needs the recipients' public keys
@@ -28,7 +28,7 @@ RECIPIENT, SECRET = "age1", "AGE-SECRET-KEY-"
 
 
 class Encrypted(Readable, Protocol):
-    """A file that is read from where it is on."""
+    """A file that is decrypted from its present position."""
 
     @property
     def name(self) -> str: ...
@@ -42,7 +42,9 @@ class Identities:
 
     @classmethod
     def read(cls, file: Path) -> Identities:
-        """Read a file as `age-keygen` makes it: a key on each line, and comments. Raises `DeclarationError`."""
+        """Read the secret keys in a file of `age-keygen`: a key on each line, and comments. Raises
+        `DeclarationError`.
+        """
         keys = []
         for number, line in _lines(file):
             if not _is_secret(line):
@@ -56,7 +58,9 @@ class Identities:
         return cls(keys)
 
     def decrypt(self, file: Encrypted, write: _Writer) -> None:
-        """Raises `BackupError` where none of the keys opens the file, `MalformedError` where it is damaged."""
+        """Decrypt a file. Raises `BackupError` where none of the keys opens it, `MalformedError` where it is
+        damaged.
+        """
         try:
             _pyrage().decrypt_io(file, write, self._keys)
         except _pyrage().DecryptError as error:
@@ -98,7 +102,9 @@ def encrypt(pieces: Iterable[bytes], write: Callable[[bytes], object], recipient
 
 @contextmanager
 def decrypted(file: Encrypted, identities: Identities) -> Iterator[Readable]:
-    """What a file holds, to be read while it is decrypted in a thread. Reading raises as `Identities.decrypt`."""
+    """Open the decrypted content of a file, which a thread decrypts while it is read. Reading raises as
+    `Identities.decrypt`.
+    """
 
     def decrypt(put: Callable[[bytes], None]) -> None:
         writer = _Writer(put)
@@ -110,7 +116,7 @@ def decrypted(file: Encrypted, identities: Identities) -> Iterator[Readable]:
 
 
 class _Writer:
-    """Takes what is decrypted, and hands it on in larger pieces."""
+    """A file for pyrage to write decrypted data to, which passes it on in larger pieces."""
 
     def __init__(self, put: Callable[[bytes], None]) -> None:
         self._put = put
@@ -132,7 +138,7 @@ class _Writer:
 
 
 class _Source:
-    """What is to be encrypted, as a file; it keeps the error that ended it."""
+    """A file for pyrage to read plain data from, which keeps the error of a read."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self._file = Pieces(iter(pieces))
@@ -147,7 +153,7 @@ class _Source:
 
 
 class _Target:
-    """Where what is encrypted goes, as a file; it keeps the error that ended it."""
+    """A file for pyrage to write encrypted data to, which keeps the error of a write."""
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
         self._write = write
@@ -170,7 +176,7 @@ def _keys_of(said: str) -> list[str]:
 
 
 def _lines(file: Path) -> list[tuple[int, str]]:
-    """Return the lines of a file of keys, numbered, without comments.
+    """Return the lines of a file of keys, with their numbers, without comments.
 
     Raises `DeclarationError`, which shows none of them.
     """

@@ -1,8 +1,8 @@
-"""What was erased from a server, or is to be, found in backups: which messages of each backup go.
+"""Search of backups for messages that were erased from a server, or are to be, and their removal.
 
-Called by `backup cleanse`. It goes by what the messages say of themselves, as `ops.erasure.copies` does on a server, by
-the records of erasures, or by both. A message of a record is told by its sequence and store time, which mirrors,
-restored streams and copies of streams keep, and by which a stream that was made again is told apart.
+Called by `backup cleanse`. It judges messages by themselves, as `ops.erasure.copies` does on a server, by the records
+of erasures, or by both. A message of a record is identified by its sequence and store time, which mirrors, restored
+streams and copies of streams keep, and which differ in a stream that was made again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = ["Forgotten", "forget", "of_identifier", "of_subject", "one_of_each_ch
 
 
 class Forgotten:
-    """The messages that are to go from backups: those that `wanted` tells of, those of the records of erasures, and
-    those of these `keys` (`<bucket>/<key>`, as `erase --key` takes them).
+    """A selection of messages to remove from backups: those that `wanted` matches, those in the records of erasures,
+    and those of these `keys` (`<bucket>/<key>`, as `erase --key` takes them).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Forgotten:
         self._whole = [record for record in records if record.state != "begun"]
 
     def takes(self, backup: Backup) -> Takes:
-        """Return whether a message of the backup is to go."""
+        """Return a function that tells whether a message of the backup is to be removed."""
 
         carrier = copies.carrier(backup.stream, {backup.stream: backup.config})
 
@@ -66,14 +66,14 @@ class Forgotten:
         return takes
 
     def _is_copy(self, stream: str, message: Message) -> bool:
-        """Return whether a message is a copy by what it says of itself, as one of that stream."""
+        """Return whether a message of that stream is a copy, judged by the message alone."""
         if self._wanted and self._wanted.is_copy(stream, message):
             return True
         original = copies.original_in(stream, message)
         return original is not None and (original[0], _which(original[1])) in self._originals
 
     def doubts(self, backups: Iterable[Backup]) -> list[str]:
-        """Return what cannot be told of these backups by what is known: a sentence each."""
+        """Return sentences on messages of these backups of which it is not known whether they are copies."""
         configs = {backup.stream: backup.config for backup in backups}
         doubts = [
             f"{stream} has other subjects than the streams whose messages it copies, so which of its messages are "
@@ -91,20 +91,20 @@ class Forgotten:
 
 
 def one_of_each_chain(found: Iterable[Backup]) -> list[Backup]:
-    """Return the first of those backups that are made after the same full one: `forget` concerns all of them."""
+    """Return the first of the backups that are made after the same full one: `forget` rewrites all of them."""
     chosen: dict[Path, Backup] = {}
     for backup in found:
         try:
             full = chains.chain(backup)[0].directory
         except BackupError:
-            full = backup.directory  # whoever looks into it says why
+            full = backup.directory  # `forget` raises it again
         chosen.setdefault(full.resolve(), backup)
     return list(chosen.values())
 
 
 def forget(backup: Backup, takes: Takes, *, identities: Identities | None = None, progress: Progress = ignore) -> int:
-    """Remove messages from a backup and all that are made after the same full one, and read them again; returns how
-    many went. It takes seconds for a million.
+    """Remove messages from a backup and all that are made after the same full one, search them again, and return how
+    many were removed. It takes seconds for a million.
 
     Raises `BackupError`, also where any of them is there afterwards.
     """
@@ -125,7 +125,7 @@ def _forget(backup: Backup, takes: Takes, identities: Identities | None, progres
 def of_identifier(
     config: Config, backups: Sequence[Backup], where: Mapping[str, Any], *, event_type: str = ""
 ) -> Wanted:
-    """Return the notifications that a filter lets through, as agents have it; a field that is left out takes any value.
+    """Return the notifications that a filter matches, as agents declare it; a field that is left out takes any value.
 
     Without an event type, it is the one whose stream is among the backups. Raises `BackupError` where that is none or
     not one alone, `UnknownEventTypeError`, `InvalidIdentifierError`.
@@ -146,7 +146,7 @@ def of_identifier(
 
 
 def of_subject(subject: str) -> Takes:
-    """Return whether a message is of a subject, which may have the wildcards of NATS."""
+    """Return a function that tells whether a message is of a subject, which may have the wildcards of NATS."""
     matches = subjects.pattern([subject]).fullmatch
     return lambda entry: matches(entry.name.decode()) is not None
 
@@ -155,9 +155,9 @@ _Configs = Mapping[str, Mapping[str, Any]]
 
 
 def _is_renamed(origin: str, stream: str, configs: _Configs) -> bool:
-    """Return whether a stream has messages of `origin`, maybe by way of others, under subjects that are not theirs and
-    do not tell them. What is sourced from the origin says which subject it had, also in a mirror of where it was
-    sourced to.
+    """Return whether a stream has messages of `origin`, maybe by way of others, under subjects that are not theirs, and
+    without a header with theirs. A message sourced from the origin has that header, also in a mirror of the stream that
+    sources it.
     """
     config = StreamConfig(configs[stream])
     others = {name: each for name, each in configs.items() if name != stream}
@@ -170,8 +170,8 @@ def _is_renamed(origin: str, stream: str, configs: _Configs) -> bool:
 
 
 def _transformed(origin: str, links: Iterable[SourceConfig], configs: _Configs) -> bool | None:
-    """Return whether there is a transform on a way from `origin` to these mirrors and sources; None where there is no
-    way.
+    """Return whether there is a subject transform on a way from `origin` to these mirrors and sources; None where there
+    is no way.
     """
     found = None
     for link in links:
@@ -190,7 +190,9 @@ def _which(message: Message) -> tuple[int, int]:
 
 
 def _is_repetition(record: Record, *, of: Record) -> bool:
-    """Return whether an erasure may be another one's repetition: which values were erased, no record tells."""
+    """Return whether an erasure may repeat another one, as far as records show: none has the values that were
+    erased.
+    """
     named = [(each.event_type, each.by_fields, each.by_id) for each in (record, of)]
     return named[0] == named[1] and record.begun > of.begun
 

@@ -1,11 +1,11 @@
-"""What an increment stores of a stream: only what the backup before it does not have, without a loss of exactness.
+"""The content of an increment: the messages that the backup before it does not have, and references to all others.
 
 Called by `creation`, `cleanse` and `chains`; pure, entries in and entries out. An increment is an archive of entries
 like a server's (`archive`): the stream's state and its consumers as they are now, then the messages by sequence. A
 message that the backup before has is not stored again. In its place stands an entry that says from which sequence to
-which the backup before is to be read, and how many messages that gives. What is not named in either way is gone from
-the stream. The last entry is a digest of all messages of the stream, so that a chain that does not give exactly what
-the server gave is an error and not a stream.
+which the backup before is to be read, and how many messages that gives. Other messages of the backup before were gone
+from the stream. The last entry is a digest of all messages of the stream, so that a chain that does not give exactly
+what the server gave is an error and not a stream.
 
 The whole stream is compared with the backup before, message by message and byte by byte. Reading the stream from the
 last sequence on would save the transfer, and would not show what was deleted since, nor a stream that was made again.
@@ -37,7 +37,7 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class _Unchanged(Struct, frozen=True):
-    """All messages that the backup before has from one sequence to another."""
+    """A reference to all messages that the backup before has from one sequence to another."""
 
     first: Count
     last: Count
@@ -45,7 +45,8 @@ class _Unchanged(Struct, frozen=True):
 
 
 def encode(now: Iterator[Entry], before: Iterator[Entry]) -> Iterator[bytes]:
-    """Return the archive of an increment, in pieces: the entries of a stream now, without what was there before.
+    """Yield the archive of an increment, in pieces: the entries of a stream now, with references to those of the backup
+    before.
 
     Raises `StreamReplacedError` where a message is another one than the message of that sequence before.
     """
@@ -81,7 +82,7 @@ def encode(now: Iterator[Entry], before: Iterator[Entry]) -> Iterator[bytes]:
 
 
 def merge(increment: Iterator[Entry], before: Iterator[Entry]) -> Iterator[Entry]:
-    """Return the entries of the stream as it was when the increment was made, as a server's archive has them.
+    """Yield the entries of the stream as it was when the increment was made, as a server's archive has them.
 
     Raises `MalformedError` where the two do not give what the increment was made of.
     """

@@ -1,4 +1,4 @@
-"""A full backup made of a chain, such as the nats CLI restores, or one that is encrypted to others or not at all."""
+"""Merging of a chain into a full backup, such as the nats CLI restores, with other encryption or without."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def merge(
     identities: Identities | None = None,
     progress: Progress = ignore,
 ) -> Backup:
-    """Write a full backup of what a backup gives, with those before it, into `<to>/<stream>/<time>`.
+    """Write the merged chain of a backup as a full backup into `<to>/<stream>/<time>`.
 
     Raises `BackupError` where it is damaged, where a key is missing, or where there is a backup at that place.
     """

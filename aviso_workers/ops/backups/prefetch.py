@@ -1,4 +1,4 @@
-"""Pieces of data that one thread makes and another one takes: some ahead, and no more.
+"""Prefetching of data: one thread makes pieces that another one takes, with a few pieces in between.
 
 Called by `encryption`, whose library writes where a reader is wanted, and by `chains`, where a server waits for what
 may take long to find.
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
 
-__all__ = ["NobodyTakesError", "Prefetch", "prefetched"]
+__all__ = ["NotReadError", "Prefetch", "prefetched"]
 
 PIECES_WAITING = 8
 
 
-class NobodyTakesError(Exception):
-    """The pieces are not wanted any more."""
+class NotReadError(Exception):
+    """The reader does not take pieces any more."""
 
 
 class Prefetch:
@@ -26,13 +26,13 @@ class Prefetch:
         self._closed = Event()
 
     def put(self, piece: bytes) -> None:
-        """Raises `NobodyTakesError`."""
+        """Add a piece, and wait while there are enough. Raises `NotReadError` where the reader is closed."""
         if self._closed.is_set():
-            raise NobodyTakesError
+            raise NotReadError
         self._waiting.put(piece)
 
     def next(self, *, within_seconds: float | None = None) -> bytes:
-        """Return the next piece, none of length 0; b"" at the end. Raises what the making of it raised, and
+        """Return the next piece, which is never empty; b"" at the end. Raises what `make` raised, and
         `TimeoutError`.
         """
         try:
@@ -44,11 +44,11 @@ class Prefetch:
         return piece
 
     def run(self, make: Callable[[Callable[[bytes], None]], None]) -> None:
-        """Have `make` put all pieces, and then the end. Nothing is raised here."""
+        """Call `make` with the function that adds pieces, then add the end. An exception is passed to the reader."""
         try:
             make(self.put)
             self.put(b"")
-        except NobodyTakesError:
+        except NotReadError:
             pass
         except Exception as error:
             self._waiting.put(error)
@@ -56,13 +56,15 @@ class Prefetch:
     def close(self) -> None:
         self._closed.set()
         with suppress(queue.Empty):
-            while True:  # who waits for room, gets it
+            while True:  # so that a `put` that waits for space returns
                 self._waiting.get_nowait()
 
 
 @contextmanager
 def prefetched(make: Callable[[Callable[[bytes], None]], None]) -> Iterator[Prefetch]:
-    """What `make` puts, in a thread of its own, which has ended when the block is left."""
+    """Run `make` in a thread of its own, and give the reader of its pieces. The thread has ended when the block is
+    left.
+    """
     prefetch = Prefetch()
     thread = Thread(target=prefetch.run, args=(make,), name="reading a backup", daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Streams made of backups: where the original was lost, beside it under another name, and for a drill."""
+"""Restoration of streams from backups: in place of the original, beside it under another name, and for a drill."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ __all__ = [
 
 ENTRIES_SINCE = (2, 15)
 AT_WORK = ("mirror", "sources", "republish", "subject_transform")
-"""What a copy of a stream does not have, so that nothing changes it, and it changes nothing."""
+"""Settings that a copy of a stream does not have, so that nothing changes it, and it changes nothing."""
 SCRATCH = "AVISO_DRILL_"
 CONSUMERS_SECONDS = 30.0
 """A cluster makes a stream's consumers, and elects their leaders, a moment after the stream."""
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 STANDSTILL_SECONDS = 6.0
-"""A server gives a restore up after 5 s in which nothing came."""
+"""A server aborts a restore that received nothing for 5 s."""
 
 
 class Restored(Struct, frozen=True, kw_only=True):
@@ -57,14 +57,14 @@ class Restored(Struct, frozen=True, kw_only=True):
 
 
 class Drill(Struct, frozen=True, kw_only=True):
-    """A backup beside a stream that was restored from it and read back."""
+    """A comparison of a backup with a stream that was restored from it and read back."""
 
     backup: Contents
     restored: Contents
 
     @property
     def differences(self) -> list[str]:
-        """Empty where the restored stream is the same, message by message and consumer by consumer."""
+        """Sentences on the differences; none where the restored stream is the same, with all messages and consumers."""
         found = [
             f"{field}: {before} in the backup, {after} restored"
             for field in ("messages", "first_sequence", "last_sequence", "sha256")
@@ -89,9 +89,9 @@ async def restore(
     identities: Identities | None = None,
     progress: Progress = ignore,
 ) -> Restored:
-    """Make the stream of a backup again, with its messages, sequences and consumers; an increment's from its chain.
+    """Restore the stream of a backup with its messages, sequences and consumers; that of an increment from its chain.
 
-    Under another `name` it is a copy to look into: it has none of the original's subjects, mirrors or sources.
+    Under another `name` it is a copy for inspection: it has none of the original's subjects, mirrors or sources.
     A `config` takes the place of the one that the backup has; `storage` is `file` or `memory`. Inside of
     `async with app:`. Raises `BackupError` where the backup is damaged or there is such a stream, `RefusedError` where
     the server is older than the backup's format needs, `BackendError`. Nothing is touched then, and what was begun is
@@ -104,7 +104,7 @@ async def restore(
     changes = {"storage": storage, "num_replicas": replicas}
     wanted |= {field: value for field, value in changes.items() if value is not None}
     await require_restorable(admin, backup, wanted, identities)
-    await _make_room(admin, wanted)
+    await _require_free(admin, wanted)
     made = await upload(admin, backup, wanted, identities, progress)
     return Restored(stream=stream, state=made.state, messages_before=backup.state.messages)
 
@@ -112,9 +112,9 @@ async def restore(
 async def drill(
     admin: Admin, backup: Backup, *, identities: Identities | None = None, progress: Progress = ignore
 ) -> Drill:
-    """Restore a backup into a stream that nobody else uses, read that back, compare the two, and delete it.
+    """Restore a backup into a stream of its own, read that back, compare the two, and delete it.
 
-    It takes as much room on the server as the original, and for a while as much here as the backup. Raises as
+    It takes as much space on the server as the original, and for a while as much here as the backup. Raises as
     `restore` does, and `BackupError` for the archive of a nats-server before 2.15, which cannot be read here.
     """
     _require_reader(admin, backup)
@@ -173,8 +173,8 @@ def _require_whole(backup: Backup) -> None:
         chains.require_whole(backup)
 
 
-async def _make_room(admin: Admin, config: Mapping[str, Any]) -> None:
-    """Raise `BackupError` where the name or a subject is taken; by the rest of an interrupted restore, remove it."""
+async def _require_free(admin: Admin, config: Mapping[str, Any]) -> None:
+    """Raise `BackupError` where the name or a subject is taken. The rest of an interrupted restore is removed."""
     name = config["name"]
     try:
         found = await admin.stream_info(name)
@@ -190,7 +190,7 @@ async def _make_room(admin: Admin, config: Mapping[str, Any]) -> None:
             raise BackupError(f"stream {name} is of a set that is not whole yet: do `backup restore --all` again")
         await anyio.sleep(STANDSTILL_SECONDS)
         if (await admin.stream_info(name)).last_sequence != found.last_sequence:
-            raise BackupError(f"stream {name} is being restored by somebody else")
+            raise BackupError(f"stream {name} is being restored by another command")
         await admin.delete_stream(name)
     if other := await taken(admin, StreamConfig(config).subjects):
         raise BackupError(
@@ -199,7 +199,7 @@ async def _make_room(admin: Admin, config: Mapping[str, Any]) -> None:
 
 
 async def taken(admin: Admin, subjects: Iterable[str], *, besides: Container[str] = ()) -> str:
-    """Return the first part of a sentence on a stream, besides these, that has one of the subjects; empty for none.
+    """Return the first part of a sentence on another stream that has one of the subjects; empty where there is none.
 
     Raises `BackendError`.
     """
@@ -218,7 +218,7 @@ async def upload(
     *,
     stays_unfinished: bool = False,
 ) -> StreamInfo:
-    """Send a backup to a server that has no such stream; return the info of the stream that it made of it.
+    """Send a backup to a server that has no such stream, and return the info of the restored stream.
 
     Where it `stays_unfinished`, it keeps its mark and has no subjects. Raises as `Administration.restore` does.
     """
@@ -233,9 +233,9 @@ async def upload(
 
 
 async def _wait_for_consumers(admin: Admin, stream: str, backup: Backup, identities: Identities | None) -> None:
-    """Return when the server tells of all consumers that the backup holds and that do not end by themselves.
+    """Wait until the server lists all consumers of the backup that stay until they are deleted.
 
-    Raises `BackupError` where it does not: nobody knows then whether they are there.
+    Raises `BackupError` where it does not: then it is not known whether they exist.
     """
     stored = await anyio.to_thread.run_sync(consumer_entries.read, backup, identities)
     lasting = {name for name, each in stored.items() if each.lasts}
@@ -244,14 +244,15 @@ async def _wait_for_consumers(admin: Admin, stream: str, backup: Backup, identit
         if anyio.current_time() > deadline:
             raise BackupError(
                 f"stream {stream} is restored, but not proven to have its consumers {', '.join(sorted(missing))}: the "
-                f"servers have told nothing of them for {CONSUMERS_SECONDS:.0f} s. Look with `aviso-workers streams "
+                f"servers have not listed them for {CONSUMERS_SECONDS:.0f} s. Check with `aviso-workers streams "
                 "show` before workers start; where they are missing, delete the stream and restore it again"
             )
-        await anyio.sleep(LOOK_SECONDS)
+        await anyio.sleep(POLL_SECONDS)
 
 
 async def read_back(admin: Admin, stream: str) -> Contents:
-    """Return what is in a stream now, as a backup of it would have it. None is made, and nothing goes to a disk.
+    """Return the contents of a stream, as a backup of it would have them. No backup is made, and nothing is written to
+    a disk.
 
     Raises `BackendError`, and `BackupError` where what the server sends cannot be read.
     """

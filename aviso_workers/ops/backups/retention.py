@@ -1,6 +1,4 @@
-"""How many backups of a stream are kept: never without what an increment that is kept was made after, nor without the
-newest set that is whole.
-"""
+"""Retention of backups: how many of a stream are kept, with those that increments need and the newest complete set."""
 
 from __future__ import annotations
 
@@ -19,18 +17,18 @@ __all__ = ["Keep", "Pruned", "prune"]
 
 
 class Keep(Struct, frozen=True):
-    """Which backups of a stream are kept: the newest whole one always, all of which one of these is true, and what
-    these were made after.
+    """The rule by which backups of a stream are kept: the newest whole one always, all of which one of these is true,
+    and what these were made after.
     """
 
     newest: int | None = None
-    """It is one of so many."""
+    """Keep so many of the newest whole ones."""
     days: float | None = None
-    """It is not older."""
+    """Keep those that are not older than so many days."""
 
 
 class Pruned(Struct, frozen=True, kw_only=True):
-    """What became of the backups of a stream."""
+    """The result of pruning the backups of a stream."""
 
     removed: Sequence[Backup] = ()
     """The oldest first."""
@@ -78,7 +76,9 @@ def _prune(directory: Path, stream: str, keep: Keep, now: datetime) -> Pruned:
 
 
 def _damage_of_chain(backup: Backup, damage_of: Callable[[Path], str]) -> str:
-    """Return what is wrong with a backup and what it was made after, without reading messages; empty if none."""
+    """Return the damage of a backup or of one in its chain, found without reading messages; empty where there is
+    none.
+    """
     try:
         found = [damage_of(link.directory.resolve()) for link in chains.chain(backup)]
     except BackupError as error:

@@ -1,4 +1,4 @@
-"""S2 streams, which nats-servers compress snapshots with: read, and written without compression.
+"""S2 streams, the compression of nats-servers' snapshots: read, and written without compression.
 
 Called by `archive`. A stream is a sequence of chunks with a type, a length and, where it carries data, a checksum of
 what it holds uncompressed. Followed: the framing format of Snappy, and S2's extensions of it
@@ -41,7 +41,7 @@ PADDING = b"\xfe\x04\x00\x00" + bytes(4)
 
 
 class MalformedError(ValueError):
-    """The bytes are no S2 stream, or not all of one, or not as they were written."""
+    """The bytes are no S2 stream, or an incomplete or a changed one."""
 
 
 class Readable(Protocol):
@@ -49,14 +49,14 @@ class Readable(Protocol):
 
 
 class Pieces:
-    """A file of pieces that come one after another."""
+    """A file-like reader of pieces that come one after another."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
         self._buffer = bytearray()
 
     def read(self, size: int, /) -> bytes:
-        """Return so many bytes, fewer at the end only. Raises what the pieces raise."""
+        """Return `size` bytes, fewer at the end only. Raises what the pieces raise."""
         while len(self._buffer) < size and (piece := next(self._pieces, None)) is not None:
             self._buffer += piece
         data = bytes(self._buffer[:size])
@@ -65,7 +65,7 @@ class Pieces:
 
 
 def compressed_blocks(file: Readable) -> Iterator[tuple[int, bytes]]:
-    """Yield the chunks that carry data: type, and checksum and data as they are in the file.
+    """Yield the chunks that carry data, each as its type, and its checksum and data as they are in the file.
 
     Raises `MalformedError`.
     """
@@ -85,7 +85,7 @@ def compressed_blocks(file: Readable) -> Iterator[tuple[int, bytes]]:
 
 
 def decompress(kind: int, chunk: bytes) -> bytes:
-    """Return what one of the `compressed_blocks` holds. Raises `MalformedError` where its checksum is another."""
+    """Return the data of one of the `compressed_blocks`. Raises `MalformedError` where its checksum differs."""
     try:
         block = chunk[4:] if kind == UNCOMPRESSED else _decompress(chunk[4:])
     except IndexError as error:
@@ -102,7 +102,7 @@ def decompressed(file: Readable) -> Iterator[bytes]:
 
 
 def written(data: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield a stream that holds the data, not compressed, in pieces of 64 KiB."""
+    """Yield an S2 stream of the data, not compressed, in blocks of 64 KiB."""
     yield IDENTIFIER
     waiting = bytearray()
     for piece in chain(data, (None,)):
@@ -114,13 +114,13 @@ def written(data: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _checksum(block: bytes) -> bytes:
-    """CRC-32C, turned and moved: a checksum of data that holds its own checksum would tell little."""
+    """Return the masked CRC-32C of a block, little-endian, as the format has it."""
     crc: int = google_crc32c.value(block)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8 & 0xFFFFFFFF).to_bytes(4, "little")
 
 
 def _size(block: bytes) -> tuple[int, int]:
-    """Return how many bytes a block holds uncompressed, and where its first tag is."""
+    """Return the uncompressed size of a block in bytes, and the position of its first tag."""
     size = shift = at = 0
     while (byte := block[at]) >= 0x80:
         size |= (byte & 0x7F) << shift
@@ -132,7 +132,7 @@ def _size(block: bytes) -> tuple[int, int]:
 
 
 def _decompress(block: bytes) -> bytes:
-    """Literals and copies of what came before; the two low bits of a tag say which.
+    """Return a block decompressed from its literals and copies; the two low bits of a tag tell which of them it is.
 
     All in one function, because it turns once for every few bytes. What is not checked here the checksum finds.
     """

@@ -1,11 +1,11 @@
-"""Backups made again and again, by a process that a supervisor keeps running.
+"""Scheduled backups, made again and again by a process that a supervisor keeps running.
 
 Called by `backup create --every`. What is due follows from the backups in the directory alone: a stream is backed up
 where its newest backup is as old as the interval, and all streams are as a set where the newest whole set is. So a
 process that is started again goes on where the one before it was, and one that is started beside another by mistake
-finds nothing to do. One process at a time backs up into a directory. What fails is tried again within a minute, for as
-long as it takes, and each failure says how old the newest backup is; a server that is away and a disk that is full may
-come back. What the command was told wrongly is found before the first round.
+finds nothing to do. One process at a time backs up into a directory. A backup that fails is tried again within a
+minute, for as long as it takes, and each failure says how old the newest backup is; a server that is away and a disk
+that is full may come back. Mistakes in the command's options are found before the first round.
 
 Where only some streams of a set cannot be backed up, the backups of the others are whole, and stay. So that they do not
 fill the disk each next attempt waits twice as long, up to the interval, and nothing is removed until there is a set.
@@ -38,7 +38,7 @@ __all__ = ["Schedule", "keep_backing_up"]
 log = structlog.get_logger("aviso_workers")
 
 AGAIN_SECONDS = 60.0
-"""After what failed, unless backups are made more often."""
+"""Seconds until a failed backup is tried again, unless backups are made more often."""
 
 Connect = Callable[[], AbstractAsyncContextManager[Admin]]
 Make = Callable[[Admin, str, Spool | None], Awaitable[Made]]
@@ -46,7 +46,7 @@ Make = Callable[[Admin, str, Spool | None], Awaitable[Made]]
 
 
 class Schedule(Struct, frozen=True, kw_only=True):
-    """What is backed up, where to, and how often."""
+    """The schedule of backups: of which streams, to which directory, and how often."""
 
     names: Sequence[str]
     """Event types or streams; of none, all streams as a set."""
@@ -54,7 +54,7 @@ class Schedule(Struct, frozen=True, kw_only=True):
     every_seconds: float
     keep: Keep = Keep()
     encrypted: bool
-    """Whether the backups are, so that nothing may lie on the disk in the clear."""
+    """Whether the backups are encrypted, so that nothing may be on the disk in the clear."""
 
     @property
     def again_seconds(self) -> float:
@@ -62,7 +62,7 @@ class Schedule(Struct, frozen=True, kw_only=True):
 
 
 async def keep_backing_up(schedule: Schedule, config: Config, connect: Connect, make: Make) -> None:
-    """Back up what is due, and wait, until it is cancelled. Each round has a connection of its own."""
+    """Make backups when they are due, until cancelled. Each round has a connection of its own."""
     log.info("backup.schedule_started", directory=str(schedule.to), every_seconds=schedule.every_seconds)
     scheduled = _Streams(schedule, config, make) if schedule.names else _Set(schedule, make)
     while True:
@@ -71,7 +71,7 @@ async def keep_backing_up(schedule: Schedule, config: Config, connect: Connect, 
 
 
 async def _round(schedule: Schedule, connect: Connect, scheduled: _Streams | _Set) -> float:
-    """Back up what is due; returns in how many seconds something is due again."""
+    """Make the backups that are due, and return in how many seconds the next one is due."""
     try:
         with exclusive(schedule.to):
             async with connect() as admin:
@@ -84,7 +84,7 @@ async def _round(schedule: Schedule, connect: Connect, scheduled: _Streams | _Se
 
 
 class _Streams:
-    """Backups of single streams, each of which is due by itself."""
+    """Scheduled backups of single streams, each of which is due by itself."""
 
     def __init__(self, schedule: Schedule, config: Config, make: Make) -> None:
         self._schedule = schedule
@@ -92,12 +92,12 @@ class _Streams:
         self._make = make
 
     def newest(self, stream: str | None = None) -> datetime | None:
-        """Return when the newest backup was made."""
+        """Return when the newest backup was made, of one stream or of any; None where there is none."""
         to = self._schedule.to
         return chains.newest(to / stream if stream else to, stream=stream)
 
     async def back_up(self, admin: Admin) -> float:
-        """Back up the streams that are due; return in how many seconds one is due again."""
+        """Back up the streams that are due, and return in how many seconds the next one is due."""
         names = await named_streams(admin, self._config, self._schedule.names)
         return min([await self._back_up(admin, each) for each in names])
 
@@ -118,23 +118,24 @@ class _Streams:
 
 
 class _Set:
-    """Sets of all streams."""
+    """Scheduled sets of backups of all streams."""
 
     def __init__(self, schedule: Schedule, make: Make) -> None:
         self._schedule = schedule
         self._make = make
         self._again_seconds = schedule.again_seconds
-        """After an attempt that makes no set."""
+        """Seconds until the next attempt, after one that made no set."""
 
     def newest(self) -> datetime | None:
-        """Return when the newest set that is whole was begun. One of a time to come counts for nothing."""
+        """Return when the newest complete set was begun. One whose time is in the future does not count."""
         found = sets.newest(self._schedule.to, until=datetime.now(UTC))
         return found.written.made if found else None
 
     async def back_up(self, admin: Admin) -> float:
-        """Make a set if one is due; return in how many seconds one is due again.
+        """Make a set if one is due, and return in how many seconds the next one is due.
 
-        Raises what cannot be mended by another attempt, as a key that cannot be used, and what no set can be begun for.
+        Raises errors that another attempt does not mend, as of a key that cannot be used, and those for which no set
+        can be begun.
         """
         if (wait := await self._due_in()) > 0:
             return wait

@@ -1,4 +1,4 @@
-"""All streams of an account backed up as one set, while they are in use.
+"""Creation of sets: all streams of an account backed up together, while they are in use.
 
 Called by `backup create --all`. `set_order` says in which order, and why a restored set repeats and never skips.
 """
@@ -29,7 +29,7 @@ BackUp = Callable[[str, Spool | None], Awaitable[Backup]]
 
 
 class MadeSet(Struct, frozen=True, kw_only=True):
-    """What became of a set."""
+    """The result of making a set."""
 
     file: Path | None
     """None where it is not whole: then it is no set, and the backups that were made are backups of single streams."""
@@ -39,12 +39,11 @@ class MadeSet(Struct, frozen=True, kw_only=True):
 
 
 async def create_set(admin: Admin, to: Path, back_up: BackUp, *, encrypted: bool) -> MadeSet:
-    """Back up all streams of the account, in an order that fits, and write down that they belong together.
+    """Back up all streams of the account, in an order that fits, and record that the backups belong together.
 
-    Where one fails the others are backed up all the same, and there is no set. `encrypted`: what `back_up` makes is, so
-    nothing may lie on the disk in the clear. Raises `BackupError` where there are no
-    streams, there is no such order or `to` cannot be written, `RefusedError` where the server is older than 2.15, and
-    `BackendError`.
+    Where one fails the others are backed up all the same, and there is no set. `encrypted`: `back_up` encrypts, so
+    nothing may be on the disk in the clear. Raises `BackupError` where there are no streams, there is no such order or
+    `to` cannot be written, `RefusedError` where the server is older than 2.15, and `BackendError`.
     """
     admin.connection.require_server(2, 15, to="back up all streams as a set")
     made = datetime.now(UTC)
@@ -86,7 +85,9 @@ async def create_set(admin: Admin, to: Path, back_up: BackUp, *, encrypted: bool
 
 
 async def _streams(admin: Admin) -> dict[str, tuple[datetime | None, dict[str, Any]]]:
-    """Return when each stream was created, and its configuration. Raises `BackupError` where not all can be known."""
+    """Return when each stream was created, and its configuration. Raises `BackupError` where the server cannot read
+    all.
+    """
     found = {}
     for name in await admin.stream_names():
         if name == UNREADABLE:
@@ -106,8 +107,8 @@ async def _streams(admin: Admin) -> dict[str, tuple[datetime | None, dict[str, A
 def _changed(
     before: dict[str, tuple[datetime | None, dict[str, Any]]], after: dict[str, tuple[datetime | None, dict[str, Any]]]
 ) -> str:
-    """Return which streams came or went meanwhile; empty where none did."""
+    """Return the names of streams that were created or deleted meanwhile, as text; empty where there are none."""
     came = sorted(name for name in after if name not in before or after[name][0] != before[name][0])
     went = sorted(before.keys() - after.keys())
-    told = [f"{', '.join(names)} {verb}" for names, verb in ((came, "was created"), (went, "was deleted")) if names]
-    return " and ".join(told)
+    changes = [f"{', '.join(names)} {verb}" for names, verb in ((came, "was created"), (went, "was deleted")) if names]
+    return " and ".join(changes)

@@ -1,17 +1,17 @@
-"""In which order the streams of an account are backed up, so that what is restored of them repeats and never skips.
+"""The order in which the streams of an account are backed up, so that agents on a restored set repeat and never skip.
 
-Called by `creating_sets`; pure. Streams are backed up one after the other while all are in use, so each is of another
+Called by `set_creation`; pure. Streams are backed up one after the other while all are in use, so each is of another
 moment. Whatever moves from one place to another is stored in the second before it leaves the first. It is lost exactly
 where the first is taken after it has left and the second before it came. So a source is taken before its target:
 
 1. The positions of all consumers, before anything else. What a position says is settled has had its effects by then:
-   tables, counters, windows, outputs, dead letters, what is to be delivered later. What is settled after that is
+   tables, counters, windows, outputs, dead letters, delayed messages. Notifications that are settled after that are
    handled again, as after any crash.
 2. The claims of timers and leases, so that a tick whose effects are in a table may be run again and is not skipped.
 3. Windows. A window leaves its bucket when its result is published, or a dead letter.
 4. Tables, counters and all other buckets.
-5. Dead letters, then what is tried again, which is copied from them.
-6. What is to be delivered later, which goes to the streams of events.
+5. Dead letters, then retries, which are copied from them.
+6. Delayed messages, which go to the streams of events.
 7. The streams of events and all others. They come last so that they hold every sequence that the state before them
    knows: a stream that is restored with fewer stores other notifications under sequences that tables, windows and
    failure counts remember as handled.
@@ -42,11 +42,11 @@ __all__ = ["order", "twice"]
 
 BUCKET = "KV_"
 LIMITS = "limits"
-"""The retention of a stream that keeps what is settled."""
+"""The retention of a stream that keeps settled messages."""
 
 
 def order(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the names of streams as they are to be backed up, by their configurations.
+    """Return the names of streams in the order in which they are to be backed up, by their configurations.
 
     Raises `BackupError` where streams are sources of one another: none of them may be taken before the other.
     """
@@ -71,7 +71,7 @@ def order(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def twice(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the names of those streams that are to be taken before all others as well."""
+    """Return the names of streams that are to be backed up once more, before all others."""
     losing = [name for name, config in configs.items() if StreamConfig(config).retention != LIMITS]
     windows = any(windowed.is_bucket(name.removeprefix(BUCKET)) for name in configs if name.startswith(BUCKET))
     dead_letters = [dead_letter_store.STREAM] if windows and dead_letter_store.STREAM in configs else []

@@ -1,9 +1,10 @@
-"""Sets of backups on disk: which backups of the streams of an account belong together, and the positions of agents.
+"""Sets of backups on disk: which backups of an account's streams belong together, and the positions of agents.
 
-Called by `creating_sets` and `restoring_sets`, and by who lists and verifies. The backups of a set lie where all
+Called by `set_creation` and `set_restore`, and by the commands that list and verify. The backups of a set lie where all
 backups do. What makes them a set is one file beside the streams' directories, `set-TIME.json`. It is written last and
 gets its name when it is on the disk, so there is none of a set that is not whole. While a set is being made there is
-another file, `.unfinished-set-TIME.json`, with a lock; what a killed process has left is named and never restored.
+another file, `.unfinished-set-TIME.json`, with a lock; the file that a killed process has left is listed and never
+restored.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ class Member(Struct, frozen=True, kw_only=True):
 
 
 class Written(Struct, frozen=True, kw_only=True):
-    """What is written of a set."""
+    """The record of a set: its members and the positions of consumers."""
 
     made: Moment
-    """When the first thing was asked for it, UTC."""
+    """When the set was begun, UTC."""
     finished: Moment
     members: Sequence[Member]
     """In the order in which they were made."""
@@ -71,14 +72,14 @@ class Written(Struct, frozen=True, kw_only=True):
 
 
 class BackupSet(Struct, frozen=True, kw_only=True):
-    """Backups that belong together."""
+    """A set of backups that belong together, with its file."""
 
     file: Path
     written: Written
 
     @property
     def id(self) -> str:
-        """What tells it from other sets."""
+        """The first 16 hex digits of the record's digest, which identify the set."""
         return self.written.digest[:16]
 
 
@@ -93,7 +94,7 @@ def find(directory: Path) -> list[Path]:
 
 
 def unfinished(directory: Path) -> list[str]:
-    """Return a sentence for each set in a directory that was not finished."""
+    """Return a sentence for each set in a directory that is not finished."""
     return [
         f"{left}: this set is being made" if _is_locked(left) else f"{left}: this set was not finished, and is none"
         for left in sorted(directory.glob(UNFINISHED + NAMED))
@@ -101,7 +102,7 @@ def unfinished(directory: Path) -> list[str]:
 
 
 def load_set(place: Path) -> BackupSet:
-    """Return the set of a file, or the newest one in a directory. Raises `BackupError`."""
+    """Return the set in a file, or the newest one in a directory. Raises `BackupError`."""
     file = place
     if place.is_dir():
         found = find(place)
@@ -121,8 +122,8 @@ def load_set(place: Path) -> BackupSet:
 
 
 def members(found: BackupSet) -> list[Backup]:
-    """Return the backups of a set. Raises `BackupError`, which names all that are missing or replaced, or need one that
-    is.
+    """Return the backups of a set. Raises `BackupError`, which names all that are missing or replaced, or whose chains
+    are broken.
     """
     wrong: list[str] = []
     backups: list[Backup] = []
@@ -142,8 +143,8 @@ def members(found: BackupSet) -> list[Backup]:
 
 
 def newest(directory: Path, *, until: datetime | None = None) -> BackupSet | None:
-    """Return the newest set in a directory that is whole, as far as is known without reading archives; with `until`,
-    of those that were begun by then.
+    """Return the newest complete set in a directory, as far as is known without reading archives; with `until`, of
+    those that were begun by then; None where there is none.
     """
     for file in reversed(find(directory)):
         with suppress(BackupError):
@@ -156,7 +157,9 @@ def newest(directory: Path, *, until: datetime | None = None) -> BackupSet | Non
 
 
 def remove_those_with(backup: Backup, directory: Path) -> None:
-    """Remove the files of the sets in a directory that have a backup, which is about to be removed. Raises OSError."""
+    """Remove the files of the sets in a directory that include a backup, which is about to be removed. Raises
+    OSError.
+    """
     for file in find(directory):
         with suppress(BackupError):
             places = [(directory / member.directory).resolve() for member in load_set(file).written.members]
@@ -165,8 +168,8 @@ def remove_those_with(backup: Backup, directory: Path) -> None:
 
 
 class Draft:
-    """A set that is being made. It is one when it is finished, and not before. What an earlier one has left
-    unfinished is removed. Raises `BackupError`.
+    """A set in the making. Its file is written when it is finished, and not before. Unfinished files of killed
+    processes are removed. Raises `BackupError`.
     """
 
     def __init__(self, directory: Path, made: datetime) -> None:
@@ -185,7 +188,7 @@ class Draft:
         fcntl.flock(self._file, fcntl.LOCK_EX)
         for left in self._directory.glob(UNFINISHED + NAMED):
             if not _is_locked(left):
-                with suppress(OSError):  # somebody else was faster
+                with suppress(OSError):  # another command was faster
                     left.unlink()
         return self
 
@@ -195,7 +198,7 @@ class Draft:
         self._file.close()
 
     def finish(self, found: Written) -> Path:
-        """Write the set's file. Return its place."""
+        """Write the set's file, and return its path."""
         try:
             self._file.write(msgspec.json.format(msgspec.json.encode(_File(set=found, digest=found.digest))) + b"\n")
             files.sync(self._file)
@@ -207,7 +210,7 @@ class Draft:
 
 
 def _is_locked(left: Path) -> bool:
-    """Return whether the process lives that makes the set of this file."""
+    """Return whether the process that makes the set of this file is alive."""
     try:
         file = os.open(left, os.O_RDONLY)
     except OSError:

@@ -1,6 +1,6 @@
-"""Archives that are collected on the disk while a backup is made, and are gone with the command.
+"""Spools: archives that are collected on the disk while a backup is made, and removed with the command.
 
-Called by `completion`. A spool is a file without a name in the directory of the backups, where there is room for a
+Called by `completion`. A spool is a file without a name in the directory of the backups, where there is space for a
 stream. The disk may keep its blocks, so where the backup is to be encrypted the spool is as well: to a key that is
 made for it, and that exists in the memory of this process only.
 """
@@ -23,7 +23,7 @@ __all__ = ["Spool", "spool"]
 
 
 class Spool:
-    """An archive that is written once, and read as often as is wanted, also by several readers at once."""
+    """An archive that is written once and read as often as needed, also by several readers at once."""
 
     def __init__(self, file: IO[bytes], key: encryption.OwnKey | None) -> None:
         self._file = file
@@ -41,14 +41,14 @@ class Spool:
     def opened(self) -> Iterator[Readable]:
         """Open the archive from its beginning. Reading raises `MalformedError` where the file has changed, OSError."""
         if not self._key:
-            yield _Reading(self._file)
+            yield _SpoolReader(self._file)
             return
-        with encryption.decrypted(_Reading(self._file), self._key.identities) as plain:
+        with encryption.decrypted(_SpoolReader(self._file), self._key.identities) as plain:
             yield plain
 
 
-class _Reading:
-    """A file from its beginning, which others read at other places."""
+class _SpoolReader:
+    """A reader of a file from its beginning, with a position of its own."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.name = "a temporary file"
@@ -63,7 +63,7 @@ class _Reading:
 
 @contextmanager
 def spool(beside: Path, *, encrypted: bool) -> Iterator[Spool]:
-    """Make an empty spool in a directory. Raises `BackupError` where that cannot be written to."""
+    """Make an empty spool in a directory. Raises `BackupError` where the directory cannot be written to."""
     try:
         make_directory(beside)
         with tempfile.TemporaryFile(dir=beside) as file:

@@ -1,9 +1,9 @@
-"""Backups on disk: found, read, and written so that a half one is never taken for a whole one.
+"""Backups on disk: found, read, and written so that an incomplete one is never taken for a complete one.
 
 A backup is a directory in the layout of the nats CLI: `backup.json` with the stream's configuration and state, and the
 archive. We add a record of how it was made, under a key of `backup.json` that the nats CLI passes over; a backup that
 it made has none. Ours lie in `<directory>/<stream>/<time>`. While one is being written its directory has another name,
-and a lock, by which whoever comes next can tell what nobody goes on writing.
+and a lock, which the next command finds free where the process that wrote it was killed.
 
 The name of the archive says what it is: `stream...` is all of a stream as a server has it, `increment...` what the
 backup before it does not have (`increments`), and `.age` at the end that it is encrypted (`encryption`).
@@ -66,7 +66,7 @@ OF_ENTRIES, OF_FILES = "stream.arc.s2", "stream.tar.s2"
 INCREMENT = "increment.arc.s2"
 ENCRYPTED = ".age"
 ARCHIVES = (INCREMENT + ENCRYPTED, OF_ENTRIES + ENCRYPTED, INCREMENT, OF_ENTRIES, OF_FILES)
-"""In the order in which they are looked for: what somebody decrypted beside an encrypted one is passed over."""
+"""In the order in which they are looked for: a decrypted file beside an encrypted one is ignored."""
 UNFINISHED = ".unfinished-"
 REPLACED = ".replaced"
 NAMED_AFTER_TIME = re.compile(r"\d{8}T\d{6}\.\d{3}Z")
@@ -79,11 +79,11 @@ Progress = Callable[[int], None]
 
 
 def ignore(size: int) -> None:
-    """A `Progress` that nobody looks at."""
+    """Ignore the progress."""
 
 
 class Counted:
-    """A file that tells how much of it was read."""
+    """A file that reports how many bytes of it were read."""
 
     def __init__(self, file: Readable, progress: Progress) -> None:
         self._file = file
@@ -100,7 +100,7 @@ DirectoryName = Annotated[str, Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00]+\Z")]
 
 
 class Previous(Struct, frozen=True):
-    """The backup that an increment was made after."""
+    """The link of an increment to the backup that it was made after."""
 
     directory: DirectoryName
     """Its name, beside the increment's."""
@@ -108,7 +108,7 @@ class Previous(Struct, frozen=True):
 
 
 class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a backup was made, beside what the nats CLI keeps."""
+    """The record of how a backup was made, beside what the nats CLI keeps."""
 
     made: Moment
     """When the snapshot began, UTC."""
@@ -168,12 +168,12 @@ class Backup(Struct, frozen=True, kw_only=True):
 
     @property
     def previous(self) -> Previous | None:
-        """The backup that it was made after; None where it is a full one."""
+        """The link to the backup that this one was made after; None where it is a full one."""
         return self.record.previous if self.record else None
 
 
 def load(directory: Path) -> Backup:
-    """Return the backup that a directory is, without a look into its archive. Raises `BackupError`."""
+    """Return the backup in a directory, without reading its archive. Raises `BackupError`."""
     _put_back(directory)
     try:
         _require_file(directory / META)
@@ -207,7 +207,9 @@ def load(directory: Path) -> Backup:
 
 
 def _require_file(path: Path) -> os.stat_result:
-    """Raise `BackupError` for a device or a pipe, which has no end or waits for somebody to write; OSError for none."""
+    """Return the status of a regular file. Raises `BackupError` for a device or a pipe, where a read may never end, and
+    OSError for none.
+    """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise BackupError(f"{path} is no regular file")
@@ -227,7 +229,8 @@ def find(directory: Path, *, stream: str | None = None) -> list[Backup]:
 
 
 def places(directory: Path) -> list[Path]:
-    """Return the directories that are or should be backups, one itself or some below, the readable and the others.
+    """Return the directories that are or should be backups, the given one or some below, also those that cannot be
+    read.
 
     What is named as a backup of ours, holds a file of one, or lies in a stream's directory beside one, should be one.
     """
@@ -244,17 +247,17 @@ def _looks_like_backup(directory: Path) -> bool:
 
 
 def place_of(directory: Path, stream: str, made: datetime) -> Path:
-    """Return where in a directory a backup of ours goes."""
+    """Return the path of a backup of ours in a directory."""
     return directory / stream / time_of(made)
 
 
 def time_of(made: datetime) -> str:
-    """Return a time as it stands in names."""
+    """Return a time as it is spelled in names."""
     return f"{made:%Y%m%dT%H%M%S}.{made.microsecond // 1000:03d}Z"
 
 
 def damage(backup: Backup) -> str:
-    """Return what shows without reading the archive's messages; empty where nothing does. Raises `BackupError`."""
+    """Return the damage that is found without parsing the archive; empty where there is none. Raises `BackupError`."""
     record = backup.record
     if record and _digest(backup.config, backup.state, record.previous) != record.meta_sha256:
         return "backup.json has changed since it was written"
@@ -262,14 +265,14 @@ def damage(backup: Backup) -> str:
         if record and hashlib.file_digest(file, "sha256").hexdigest() != record.archive_sha256:
             return "the archive has changed since it was written"
         if backup.encrypted:
-            return ""  # its end was looked at before it was encrypted
+            return ""  # its end was checked before it was encrypted
         file.seek(0)
         return "" if archive.has_end(file, of_entries=backup.of_entries) else "the archive breaks off before its end"
 
 
 @contextmanager
 def opened(backup: Backup) -> Iterator[BufferedReader]:
-    """The archive's file, to be read. Raises `BackupError` where it cannot be, or what is read is malformed."""
+    """Open the archive's file. Raises `BackupError` where it cannot be read, or the block finds it malformed."""
     try:
         with backup.archive.open("rb") as file:
             yield file
@@ -280,14 +283,14 @@ def opened(backup: Backup) -> Iterator[BufferedReader]:
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory and those above it where they are missing, for nobody but their owner. Raises OSError."""
+    """Make a directory and those above it where they are missing, readable by their owner only. Raises OSError."""
     if not directory.is_dir():
         make_directory(directory.parent)
         directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def remove(backup: Backup) -> None:
-    """Raises `BackupError`."""
+    """Remove a backup. Raises `BackupError`."""
     leaving = backup.directory.with_name(UNFINISHED + backup.directory.name)
     try:
         backup.directory.rename(leaving)  # so that, if we are killed, the rest of it is not taken for a backup
@@ -297,8 +300,8 @@ def remove(backup: Backup) -> None:
 
 
 class Draft:
-    """A backup that is being written. It is at its place when it is finished, and not before; where the block is left
-    earlier nothing of it stays. A backup that was there is replaced.
+    """A backup in the making. It is at its place when it is finished, and not before; where the block is left earlier
+    nothing of it stays. A backup that was there is replaced.
 
     Every method raises `BackupError` where the disk is full, or not ours to write to.
     """
@@ -316,7 +319,7 @@ class Draft:
             parent = self._place.parent
             make_directory(parent)
             sweep(parent)
-            self._directory = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))  # for nobody else's eyes
+            self._directory = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))  # readable by its owner only
             self._lock = _locked(self._directory)
             self._file = files.create_file(self._directory / OF_ENTRIES)
         return self
@@ -330,7 +333,7 @@ class Draft:
         os.close(self._lock)
 
     def write_all(self, pieces: Iterable[bytes]) -> None:
-        """The archive, which is encrypted here where it is to be."""
+        """Write the archive, encrypted where the backup is."""
         if self._encrypt_to:
             encryption.encrypt(pieces, self._write, self._encrypt_to)
             return
@@ -353,7 +356,9 @@ class Draft:
         cleansed: datetime | None = None,
         digests_before: tuple[str, ...] = (),
     ) -> Backup:
-        """Raises `BackupError` also where the archive is not whole; of an encrypted one, `write_all` knew."""
+        """Write the metadata, put the backup in place, and return it. Raises `BackupError` also where the archive is
+        not complete; that of an encrypted one was checked by the caller.
+        """
         record = Record(
             made=made,
             server_version=server_version,
@@ -380,7 +385,7 @@ class Draft:
         return load(self._place)
 
     def _check_end(self) -> bool:
-        """Return whether it is an archive of entries."""
+        """Return whether the written archive is one of entries. Raises `BackupError` where it breaks off."""
         path = self._directory / OF_ENTRIES
         try:
             with path.open("rb") as file:
@@ -395,7 +400,7 @@ class Draft:
     def _put_in_place(self) -> None:
         replaced = self._place.with_name(self._place.name + REPLACED)
         if self._place.exists():
-            shutil.rmtree(replaced, ignore_errors=True)  # left by one who was killed before the last line
+            shutil.rmtree(replaced, ignore_errors=True)  # left by a process that was killed before the last line
             self._place.rename(replaced)
         self._directory.rename(self._place)
         files.sync_directory(self._place.parent)
@@ -416,7 +421,7 @@ def _digest(config: Mapping[str, Any], state: Mapping[str, Any], previous: Previ
 
 
 def _put_back(directory: Path) -> None:
-    """Where a process was killed while it put a backup in the place of another one, give that its name again."""
+    """Restore the name of a backup that was being replaced when its process was killed."""
     replaced = directory.with_name(directory.name + REPLACED)
     if directory.name and replaced.exists() and not directory.exists():
         with suppress(OSError):
@@ -424,14 +429,14 @@ def _put_back(directory: Path) -> None:
 
 
 def sweep(parent: Path) -> None:
-    """Remove from a directory what was being written, or was replaced, by processes that are no more."""
+    """Remove the unfinished and the replaced backups of killed processes from a directory."""
     for replaced in parent.glob(f"*{REPLACED}"):
         place = replaced.with_name(replaced.name.removesuffix(REPLACED))
-        with suppress(BackupError):  # somebody else's directory
+        with suppress(BackupError):  # a directory of another program
             if _which(load(place)) == _which(load(replaced)):
                 shutil.rmtree(replaced, ignore_errors=True)
     for left in parent.glob(f"{UNFINISHED}*"):
-        with suppress(OSError):  # it is locked, or somebody else was faster
+        with suppress(OSError):  # it is locked, or another command was faster
             lock = _locked(left)
             try:
                 shutil.rmtree(left)
@@ -445,7 +450,9 @@ def _which(backup: Backup) -> tuple[str, datetime]:
 
 @contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Nobody else does this in the directory meanwhile. Raises `BlockingIOError` where somebody does, `BackupError`."""
+    """Hold the lock of a directory for the block. Raises `BlockingIOError` where another process holds it,
+    `BackupError`.
+    """
     try:
         make_directory(directory)
         lock = _locked(directory)
@@ -461,10 +468,10 @@ def exclusive(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def locked_backups(directory: Path, *, alone: bool) -> Iterator[None]:
-    """Wait until nobody removes or rewrites the backups in a stream's directory, and keep it so within the block.
+    """Wait until no process removes or rewrites backups in a stream's directory, and hold its lock for the block.
 
-    Whoever makes an increment after one of them holds the lock together with others, and whoever removes or rewrites
-    one holds it alone. It blocks. Raises `BackupError`.
+    Commands that make an increment after one of them share the lock, and those that remove or rewrite one hold it
+    `alone`. It blocks. Raises `BackupError`.
     """
     try:
         lock = _locked(directory, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
@@ -477,7 +484,9 @@ def locked_backups(directory: Path, *, alone: bool) -> Iterator[None]:
 
 
 def _locked(directory: Path, operation: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> int:
-    """Raises `BlockingIOError` where somebody has it and the operation does not wait, OSError."""
+    """Return a locked descriptor of a directory. Raises `BlockingIOError` where another process has the lock and the
+    operation does not wait, OSError.
+    """
     lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, operation)

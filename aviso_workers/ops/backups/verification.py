@@ -1,4 +1,4 @@
-"""Whether a backup is what it was when it was made: all of it read, and counted."""
+"""Verification of a backup: all of it is read, counted and compared with what it says of itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Contents", "read_contents", "verify"]
 
 
 class Contents(Struct, frozen=True, kw_only=True):
-    """What is in an archive."""
+    """The contents of an archive, counted."""
 
     state: SnapshotState
     """JetStream's state of the stream, as the archive has it."""
@@ -39,18 +39,20 @@ class Contents(Struct, frozen=True, kw_only=True):
 
     @property
     def missing(self) -> int:
-        """Messages that were in the stream when the snapshot began, and were deleted or expired while it was taken."""
+        """The number of messages that were in the stream when the snapshot began, and were deleted or expired while it
+        was taken.
+        """
         return self.state.messages - self.messages
 
 
 class _Consumer(Struct, frozen=True):
-    """The entry of a consumer; its configuration is left out."""
+    """The entry of a consumer, without its configuration."""
 
     state: dict[str, Any]
 
 
 def verify(backup: Backup, *, identities: Identities | None = None, progress: Progress = ignore) -> Contents | None:
-    """Read all of a backup and count what is in it; with the backups before it, where it is an increment. It takes
+    """Read all of a backup and return what is in it; with the backups before it, where it is an increment. It takes
     seconds for a million messages.
 
     None where only the files can be verified: against their digests, and the links of a chain against each other. That
@@ -78,7 +80,7 @@ def verify(backup: Backup, *, identities: Identities | None = None, progress: Pr
 
 
 def read_contents(entries: Iterator[Entry], *, in_memory: bool) -> Contents:
-    """Return what an archive of these entries holds. Raises `MalformedError`."""
+    """Return the contents of an archive of these entries. Raises `MalformedError`."""
     try:
         return _read_contents(entries, in_memory=in_memory)
     except UNREADABLE_JSON as error:
@@ -120,7 +122,9 @@ def _read_contents(entries: Iterator[Entry], *, in_memory: bool) -> Contents:
 
 
 def _contradiction(backup: Backup, found: Contents) -> str:
-    """Return what the archive says of itself that is not so. Of a stream in use, messages may go while it is read."""
+    """Return a contradiction between an archive and its state; empty where there is none. Of a stream in use, messages
+    may be deleted while it is read.
+    """
     state = found.state
     if len(found.consumers) != state.consumers:
         return f"it has {len(found.consumers)} consumers of {state.consumers}"

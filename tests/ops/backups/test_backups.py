@@ -198,7 +198,7 @@ async def test_a_subject_that_is_taken_meanwhile_leaves_nothing(
     async def see_no_other(app: App, config: Any) -> None:
         await site.server.api("STREAM.CREATE.OTHER", {"name": "OTHER", "subjects": ["mars.od.>"]})
 
-    monkeypatch.setattr(restoration, "_make_room", see_no_other)
+    monkeypatch.setattr(restoration, "_require_free", see_no_other)
     with pytest.raises(RefusedError, match=r"STREAM\.UPDATE\.MARS: subjects overlap"):
         await backups.restore(site.app.session.admin, original.backup)
     assert await site.streams() == ["OTHER"]

@@ -548,7 +548,7 @@ async def test_a_consumer_that_the_server_does_not_list_yet_is_taken_back(
                 raise NotFoundError("consumer not found")
             return await reset(self, stream, consumer, sequence=sequence)
 
-        monkeypatch.setattr(set_restore._Restoring, "_consumers", none_listed)
+        monkeypatch.setattr(set_restore._SetRestoration, "_consumers", none_listed)
         monkeypatch.setattr(type(backend), "reset_consumer", soon)
         await site.restore(tmp_path)
         assert asked == ["slow", "slow"]
@@ -571,7 +571,7 @@ async def test_a_consumer_that_cannot_be_taken_back_ends_the_restore(
             raise UnavailableError("no answer in time")
 
         monkeypatch.setattr(type(backend), "reset_consumer", never)
-        with pytest.raises(BackupError, match="consumer slow of MARS cannot be taken back to 1: no answer in time"):
+        with pytest.raises(BackupError, match="consumer slow of MARS cannot be reset to 1: no answer in time"):
             await site.restore(tmp_path)
         assert metadata.is_unfinished((await backend.stream_info("MARS")).config), "no worker uses it"
 
