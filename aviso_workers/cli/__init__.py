@@ -1,4 +1,4 @@
-"""The command `aviso-workers`. A command parses, calls and prints; what it knows is elsewhere.
+"""The command `aviso-workers`. A command parses, calls and prints; everything else is in other packages.
 
 Exit codes: 0 done, 1 failed, 2 refused before anything was done (usage, configuration, bad input), 3 done and not
 proven to be whole.
@@ -88,8 +88,8 @@ WITHOUT_CONTEXT = frozenset({"dev", "server", "spark"})
 
 
 class _Commands(UserDict[str, Any]):
-    """The commands by name, each imported when it is asked for. To import and to build them all takes longer than
-    everything else that the start of a worker takes.
+    """The commands by name, each imported when it is asked for. To import and to build them all would take longer than
+    the rest of a worker's start.
     """
 
     def __getitem__(self, name: str) -> Any:
@@ -121,7 +121,7 @@ class _AllCommands(_Group):
 
 
 def _renamed(args: list[str]) -> list[str]:
-    """Return the arguments with the name that a command has now, and say on stderr which that is."""
+    """Return the arguments with the present name of a renamed command, and print that name on stderr."""
     before, now = next((each for each in RENAMED.items() if tuple(args[: len(each[0])]) == each[0]), ((), ()))
     if args[:1] == ["agents"] and re.match(r"-(?!h$|-help$)|.*[.:]", "".join(args[1:2])):
         before, now = ("agents",), ("agents", "show")  # it was a command; its first argument was an app or an option
@@ -150,7 +150,7 @@ command = typer.Typer(
 
 @command.callback()
 def _before_each() -> None:
-    pass  # with it, typer makes a group, although it is told of no command
+    pass  # with it, typer makes a group, although no command is added to it
 
 
 @cache
@@ -172,15 +172,15 @@ def _load(name: str) -> Any:
 def main() -> None:
     """Run the command line; our errors end it with a message and no traceback."""
     code = _run()
-    if any(_goes_on(thread) for thread in threading.enumerate() if thread.name == ANYIO_THREAD):
+    if any(_is_running(thread) for thread in threading.enumerate() if thread.name == ANYIO_THREAD):
         # A plain function of an agent that did not end in time: Python would wait for it, however long it takes.
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
 
 
-def _goes_on(thread: threading.Thread) -> bool:
-    """Return whether a thread is at work still. An idle one has been told to end, and does in a moment."""
+def _is_running(thread: threading.Thread) -> bool:
+    """Return whether a thread is still running. An idle one has been asked to end, and does so in a moment."""
     thread.join(IDLE_SECONDS)
     return thread.is_alive()
 

@@ -1,4 +1,4 @@
-"""`python -m aviso_workers.cli`: the command by its module, as a fleet starts its processes."""
+"""The module behind `python -m aviso_workers.cli`, with which a fleet starts its processes."""
 
 from aviso_workers.cli import main
 

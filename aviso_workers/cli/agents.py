@@ -1,4 +1,4 @@
-"""`agents ls|show`: how far agents have come, and what is in effect for them."""
+"""`agents ls|show`: the progress of agents, and the policy that is in effect for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["agents"]
 agents = typer.Typer(help="Show how far agents have come, pause and reset them.", no_args_is_help=True)
 
 ANSWER_SECONDS = 30.0
-"""Longer than three servers take to answer everything of which one has died a moment ago."""
+"""Longer than three servers of which one has just ended take to answer all requests."""
 
 Report = Callable[[Opened], Awaitable[list[Progress]]]
 
@@ -59,7 +59,7 @@ def list_agents(
             return await agent_report.of_deployment(server.admin, server.config)
         return await agent_report.of_app(server.admin, server.config, app)
 
-    async def look(server: Opened) -> list[AgentRow]:
+    async def snapshots(server: Opened) -> list[AgentRow]:
         before = await report(server)
         began = anyio.current_time()
         await anyio.sleep(seconds)
@@ -70,7 +70,7 @@ def list_agents(
     if watch:
         connected(source, lambda server: _watch(server, report, seconds))
         return
-    rows = connected(source, look)
+    rows = connected(source, snapshots)
     print_rows(AGENTS, map(_row, rows), rows, as_json=as_json)
     if any(row.trouble for row in rows):
         raise typer.Exit(1)
@@ -82,7 +82,7 @@ def show(
 ) -> None:
     """Show the policy of every agent of an app, what of it differs on the server, and how far each has come.
 
-    Where the server does not tell how far they have come, the policy is shown all the same; exit 1.
+    Where the server does not answer, the policy is shown all the same; exit 1.
 
     Example: aviso-workers agents show mine.agents:app
     """
@@ -127,8 +127,10 @@ def _progress(progress: Progress) -> dict[str, str]:
         "redelivered": progress.redelivered,
         "dead letters": progress.dead_letters,
     }
-    told = {"paused until": progress.paused_until, "trouble": progress.trouble}
-    return {name: str(number) for name, number in numbers.items()} | {name: text for name, text in told.items() if text}
+    texts = {"paused until": progress.paused_until, "trouble": progress.trouble}
+    return {name: str(number) for name, number in numbers.items()} | {
+        name: text for name, text in texts.items() if text
+    }
 
 
 def _differing(app: App, agent: Agent[Any, Any], progress: Progress) -> dict[str, str]:

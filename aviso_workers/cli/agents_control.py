@@ -33,7 +33,7 @@ def pause(
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Give an agent nothing for a while, in all its workers; what it has begun it finishes.
+    """Pause an agent for a while, in all its workers; notifications that it has begun are finished.
 
     Example: aviso-workers agents pause index_field --app field-index --for 2h
     """
@@ -43,12 +43,12 @@ def pause(
         await agent_control.pause(server.admin, target, until=until)
         typer.echo(f"{agent} is paused until {until.isoformat(timespec='seconds') if for_ else 'it is resumed'}")
 
-    _steer(agent, app, config, run)
+    _control(agent, app, config, run)
 
 
 @agents.command()
 def resume(agent: Agent, app: Owner, config: ConfigOption = None) -> None:
-    """Let a paused agent go on.
+    """Resume a paused agent.
 
     Example: aviso-workers agents resume index_field --app field-index
     """
@@ -57,7 +57,7 @@ def resume(agent: Agent, app: Owner, config: ConfigOption = None) -> None:
         await agent_control.resume(server.admin, target)
         typer.echo(f"{agent} goes on")
 
-    _steer(agent, app, config, run)
+    _control(agent, app, config, run)
 
 
 @agents.command()
@@ -75,7 +75,7 @@ def reset(
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Let an agent go on at another notification, back to handle some again or forward to pass over some.
+    """Reset an agent to another notification, back to handle some again or forward to pass over some.
 
     Example: aviso-workers agents reset index_field --app field-index --to 2026-11-20
     """
@@ -88,7 +88,7 @@ def reset(
         ahead = await agent_control.reset(server.admin, plan)
         typer.echo(f"{agent} goes on at {target.stream}@{plan.sequence}, with {ahead} notifications ahead of it")
 
-    _steer(agent, app, config, run)
+    _control(agent, app, config, run)
 
 
 @agents.command("rm")
@@ -100,7 +100,7 @@ def remove(
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Remove an app that nobody runs any more, or one agent, with its consumers, buckets and tables; for good.
+    """Remove an app that is not run any more, or one agent, with its consumers, buckets and tables; for good.
 
     Example: aviso-workers agents rm field-index
     """
@@ -126,10 +126,12 @@ def _retirement_rows(plan: Retirement) -> list[tuple[str, str, str]]:
     ]
 
 
-def _steer(
+def _control(
     agent: str, owner: str, config: ConfigSource | None, run: Callable[[Opened, AgentConsumer], Awaitable[None]]
 ) -> None:
-    """With MODULE:APP the code says which stream the agent reads, with a name its consumer does."""
+    """Call `run` with an agent's consumer, which is found by the app's code for MODULE:APP, else by its name on the
+    server.
+    """
     if ":" in owner:
         app = find_app(owner, agent=None, config=config)
         target = agent_control.declared(app, app.config, agent)
@@ -155,7 +157,7 @@ def _print_plan(plan: Reset) -> None:
 
 
 def _position(text: str) -> Position:
-    """Digits are a sequence, not a time: one mistaken for the other would be handled again by the million."""
+    """Parse a position. Digits are a sequence and no time: mistaken for one, millions would be handled again."""
     if text in ("all", "new"):
         return Position(sequence=1) if text == "all" else Position(time=datetime.now(UTC))
     if text.isascii() and text.isdigit():

@@ -1,4 +1,4 @@
-"""What is typed on a command line, as the values that the calls want."""
+"""Parsing of command-line arguments into the values that calls take."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_pairs(pairs: Sequence[str]) -> dict[str, str]:
-    """`["class=od", "step=12"]` as a mapping. Raises `InvalidNotificationError`."""
+    """Parse pairs such as `["class=od", "step=12"]` into a mapping. Raises `InvalidNotificationError`."""
     found: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -40,12 +40,14 @@ def parse_pairs(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def parse_where(pairs: Sequence[str]) -> dict[str, Any]:
-    """Like `parse_pairs`; a value in JSON brackets is a list or a constraint: `stream=["oper","wave"]`."""
+    """Parse pairs as `parse_pairs` does; a value in JSON brackets is a list or a constraint:
+    `stream=["oper","wave"]`.
+    """
     return {key: _json(value) if value[:1] in ("[", "{") else value for key, value in parse_pairs(pairs).items()}
 
 
 def parse_duration(text: str, *, name: str) -> Duration:
-    """Such as `10m`, of an option of this name. Raises `InvalidPositionError`."""
+    """Parse a duration such as `10m`, which the option `name` was given. Raises `InvalidPositionError`."""
     try:
         return Duration.parse(text)
     except ValueError as error:
@@ -53,7 +55,7 @@ def parse_duration(text: str, *, name: str) -> Duration:
 
 
 def parse_payload(text: str | None) -> Any:
-    """JSON, or `@FILE` that holds it, or `-` for standard input; None where nothing is given."""
+    """Parse a payload from JSON, `@FILE` with JSON, or `-` for standard input; None where nothing is given."""
     if text is None:
         return None
     if text == "-":

@@ -301,7 +301,7 @@ def _keep_backing_up(schedule: Schedule, config: Config, make: Callable[..., Awa
 def _maker(
     to: Path, since: str | None, full_every: str | None, encrypt_to: Sequence[str] | None, identity: Path | None
 ) -> Callable[..., Awaitable[Made]]:
-    """Return what makes one backup of a stream, as the options say. Raises `DeclarationError`."""
+    """Return a function that makes one backup of a stream as the options say. Raises `DeclarationError`."""
     if since and full_every:
         raise DeclarationError("say --since or --full-every: the second makes increments as well")
     every = _parsed(full_every) if full_every else None
@@ -406,6 +406,6 @@ def _each(directories: Sequence[Path], act: Callable[[Path], None]) -> list[Avis
 
 
 def _end(failures: Sequence[AvisoWorkersError]) -> None:
-    """What failed is told when the rest is done."""
+    """Raise all failures as one `BackupError`, when everything else is done."""
     if failures:
         raise BackupError("\n".join(map(str, failures)))

@@ -82,13 +82,13 @@ def _of_subject(subject: str) -> Callable[[Backup], Takes]:
 
 
 def _load(directory: Path) -> tuple[list[Backup], bool]:
-    """Return the backups, and whether there are others, which cannot be read."""
+    """Return the backups in a directory, and whether there are others, which cannot be read."""
     loaded = [_try(place, backups.load) for place in backups.places(directory) or [directory]]
     return [backup for backup in loaded if backup], None in loaded
 
 
 def _try(thing: T, act: Callable[[T], U]) -> U | None:
-    """Return what `act` makes of it; None where it cannot, and a line says why."""
+    """Return the result of `act`; None where it raises `BackupError`, which is printed."""
     try:
         return act(thing)
     except BackupError as error:

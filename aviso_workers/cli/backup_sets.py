@@ -25,7 +25,7 @@ async def create(
     *,
     encrypted: bool,
 ) -> list[AvisoWorkersError]:
-    """Back up all streams, and say whether the backups are a set; then remove old ones. Return what failed."""
+    """Back up all streams, print whether the backups are a set, remove old ones, and return the failures."""
     made = await backups.create_set(admin, to, back_up, encrypted=encrypted)
     if made.file:
         typer.echo(f"{len(made.backups)} streams are a set, to be restored as one: {made.file}")
@@ -43,7 +43,7 @@ async def restore(
     replicas: int | None,
     identities: Identities | None,
 ) -> None:
-    """Restore the set of a file, or the newest one in a directory, and say where agents go on."""
+    """Restore the set of a file, or the newest one in a directory, and print where agents go on."""
     found = backups.load_set(place)
     restored = await backups.restore_set(
         admin,
@@ -71,7 +71,7 @@ async def restore(
 
 
 def prune(to: Path, stream: str, keep: Keep) -> list[AvisoWorkersError]:
-    """Remove old backups of a stream, and say which. Return a failure for each that is damaged."""
+    """Remove old backups of a stream, print which, and return a failure for each that is damaged."""
     try:
         pruned = backups.prune(to, stream, keep)
     except BackupError as error:

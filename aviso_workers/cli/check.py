@@ -1,4 +1,4 @@
-"""`check`: every mistake at once, before anything runs."""
+"""`check`: lists all mistakes in an app and its configuration before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--yes`: what cannot be taken back is shown first, and done when it is said."""
+"""`--yes`: operations that cannot be taken back are shown first, and done with this option only."""
 
 from __future__ import annotations
 

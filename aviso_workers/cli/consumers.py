@@ -1,4 +1,4 @@
-"""`consumers ls|show|rm|unpin`: the consumers of any stream. What cannot be taken back is done with `--yes`."""
+"""`consumers ls|show|rm|unpin`: the consumers of any stream. Operations that cannot be taken back need `--yes`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.output import AsJson, end_where_silent, print_json, print_rows
+from aviso_workers.cli.output import AsJson, end_where_unavailable, print_json, print_rows
 from aviso_workers.cli.report import Seconds, consumer_state, duration, snapshots
 from aviso_workers.cli.streams import Stream
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
@@ -43,7 +43,7 @@ def list_consumers(
     now, before = snapshots(config, seconds, take)
     rows = reports.consumers(now, before)
     print_rows(CONSUMERS, map(_consumer_row, rows), rows, as_json=as_json)
-    end_where_silent(now.unavailable)
+    end_where_unavailable(now.unavailable)
     if any(row.stuck for row in rows):
         raise typer.Exit(1)
 
@@ -63,7 +63,7 @@ def show(stream: Stream, consumer: Consumer, config: ConfigOption = None) -> Non
 
 @consumers.command("rm")
 def remove_consumer(stream: Stream, consumer: Consumer, yes: Yes = False, config: ConfigOption = None) -> None:
-    """Remove a consumer: how far it has come is forgotten.
+    """Remove a consumer, and with it its position.
 
     Example: aviso-workers consumers rm MARS field-index__index_field --yes
     """

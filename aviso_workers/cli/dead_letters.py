@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from aviso_workers.aviso.codec import store_time
 from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.aviso.positions import parse_date
-from aviso_workers.cli.output import Columns, print_json, print_table, printable, skipped_told
+from aviso_workers.cli.output import Columns, print_json, print_table, printable, skipped_reported
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected
 from aviso_workers.errors import NotFoundError
 from aviso_workers.events import Events
@@ -175,7 +175,9 @@ def _act(
 
 
 async def _found(stored: StoredDeadLetters, wanted: Selection) -> frozenset[int]:
-    """Return the selected dead letters that are there, which are shown, counted."""
+    """Print the counts of the selected dead letters, and return their sequences. Raises `NotFoundError` where one is
+    missing.
+    """
     found: set[int] = set()
     counts = Counter[tuple[str, str, str]]()
     async with aclosing(stored.select(wanted)) as dead_letters:
@@ -198,7 +200,9 @@ async def _act_on(
     act: Action,
     done: str,
 ) -> None:
-    """Read them once more, which needs no memory for all of them, and act on exactly those that were shown."""
+    """Read the dead letters once more, which needs no memory for all of them, and act on exactly those that were
+    shown.
+    """
     count = 0
     columns = (TextColumn(done), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
@@ -219,7 +223,7 @@ async def _act_on(
 
 def _run(config: ConfigSource | None, run: Callable[[StoredDeadLetters], Awaitable[None]]) -> None:
     events = Events()
-    with skipped_told(events):
+    with skipped_reported(events):
 
         async def run_connected(server: Opened) -> None:
             await run(StoredDeadLetters(server.admin, server.config, events=events))
@@ -284,7 +288,7 @@ def _print_dead_letter(dead_letter: DeadLetter) -> None:
 
 
 def _body(data: bytes) -> str:
-    """JSON laid out, other text as it is, and bytes that are neither as base64."""
+    """Return a body as text: JSON with indents, other text as it is, and other bytes as base64."""
     try:
         text = data.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""`delete`: one notification."""
+"""`delete`: deletes one notification."""
 
 from __future__ import annotations
 

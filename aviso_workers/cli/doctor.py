@@ -1,4 +1,4 @@
-"""`doctor`: the servers, streams, consumers and our own settings against what is known to go wrong."""
+"""`doctor`: checks servers, streams, consumers and our own settings for known problems."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Format = Literal["text", "json", "prometheus", "nagios"]
 
 def doctor(
     app: Annotated[
-        str | None, typer.Option("--app", metavar="MODULE:APP", help="Look at its agents too, by its configuration.")
+        str | None, typer.Option("--app", metavar="MODULE:APP", help="Check its agents too, by its configuration.")
     ] = None,
     monitor: Annotated[
         list[str] | None,

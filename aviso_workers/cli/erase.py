@@ -1,4 +1,4 @@
-"""`erase`."""
+"""`erase`: erases notifications and their copies for good."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _print(survey: Survey) -> None:
     for each in survey.unreached:
         echo(f"not reached: {each.where}: {each.why}. {each.cure.capitalize()}.")
     for what in ELSEWHERE:
-        echo(f"not looked at: {what}.")
+        echo(f"not searched: {what}.")
 
 
 def _print_suspect(suspect: Suspect) -> None:

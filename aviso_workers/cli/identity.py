@@ -1,4 +1,4 @@
-"""`--identity`: what opens encrypted backups."""
+"""`--identity`: the secret keys that open encrypted backups."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ IdentityOption = Annotated[
 
 
 def identities_of(file: Path | None) -> Identities | None:
-    """Return the keys in the file; None of none. Raises `BackupError`."""
+    """Return the keys in a file; None where no file is given. Raises `DeclarationError`."""
     return Identities.read(file) if file else None

@@ -101,7 +101,9 @@ def recover(
 
 
 def _print_missing(stream: str, count: int, undecided: int) -> None:
-    """Say how much only the origin has; exit 2 where there is something to be published, 3 where nobody knows."""
+    """Print how many messages only the origin has; exit 2 where some are to be published, 3 where some cannot be
+    compared.
+    """
     if count > MOST_LISTED:
         typer.echo(f"... and {count - MOST_LISTED} more")
     typer.echo(f"only the origin of {stream} has {count} messages")
@@ -112,7 +114,7 @@ def _print_missing(stream: str, count: int, undecided: int) -> None:
 
 
 def _print_recovered(stream: str, found: Recovered) -> None:
-    """Say what was published; exit 3 where nobody knows whether that is all."""
+    """Print how many messages were published; exit 3 where some cannot be compared."""
     typer.echo(f"{stream}: {found.published} messages published, {found.present} were there already")
     if found.superseded:
         typer.echo(f"{found.superseded} were not published, because {stream} has a newer one of their subject")
@@ -128,7 +130,7 @@ def _print_undecided(count: int) -> None:
 
 @mirror.command()
 def fence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: ConfigOption = None) -> None:
-    """Let a stream take no publish any more; it keeps what it has, and whoever reconciles leaves it alone.
+    """Let a stream take no publish any more; it keeps its messages, and reconciliation leaves it alone.
 
     Example: aviso-workers mirror fence MARS --yes
     """
@@ -174,7 +176,7 @@ def drill(
 
     found = connected(config, run)
     _print_promotion(found.promotion)
-    typer.echo(f"no publish was taken for {found.interrupted_seconds:.3f} s at most")
+    typer.echo(f"no publish was stored for {found.interrupted_seconds:.3f} s at most")
     typer.echo(f"the fenced origin took {found.after_fence}; {found.stored} of {found.published} published are stored")
     if not found.passed:
         raise typer.Exit(1)
@@ -182,7 +184,7 @@ def drill(
 
 def _print_promotion(found: Promotion) -> None:
     if found.gap is None:
-        typer.echo(f"gap: nobody knows how many messages are missing; when {found.origin} answers, ask by")
+        typer.echo(f"gap: how many messages are missing is not known; when {found.origin} answers, ask by")
         typer.echo(f"  aviso-workers mirror recover {found.stream}")
     else:
         typer.echo(f"gap: {found.gap} messages were to come and came; {found.equal} were compared and are the same")
@@ -205,9 +207,9 @@ def _consumer(found: Carried) -> str:
     if not found.made:
         return f"consumer {found.consumer}: was at work here already, and goes on at {found.next_sequence}"
     again = max(0, found.delivered + 1 - found.next_sequence)
-    told = f"consumer {found.consumer}: goes on at {found.next_sequence}"
+    sentence = f"consumer {found.consumer}: goes on at {found.next_sequence}"
     if again:
-        told += f"; what is unsettled up to {found.delivered} is handled again"
+        sentence += f"; what is unsettled up to {found.delivered} is handled again"
     if found.has_readers:
-        told += "; it still has readers at the origin: stop them, or what they do from now on is done again"
-    return told
+        sentence += "; it still has readers at the origin: stop them, or what they handle from now on is handled again"
+    return sentence

@@ -1,4 +1,4 @@
-"""Tables for people at a terminal, which fit its width, and for pipes, where a row is one line; JSON for programs."""
+"""Output of commands: tables for terminals, one line a row for pipes, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = [
     "AsJson",
     "Columns",
     "echo",
-    "end_where_silent",
+    "end_where_unavailable",
     "print_json",
     "print_record",
     "print_rows",
     "print_table",
     "printable",
-    "skipped_told",
+    "skipped_reported",
     "terminal",
 ]
 
@@ -37,7 +37,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON document a row.")
 
 WIDE = 10_000
 MOST_SKIPPED = 10
-"""Messages that are left out of which each has a line; more are only counted."""
+"""Skipped messages that have a line each; more are only counted."""
 
 
 def print_rows(
@@ -52,7 +52,7 @@ def print_rows(
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print the rows, or that there are none."""
+    """Print a table of the rows, or that there are none."""
     cells = [list(row) for row in rows]
     console = terminal()
     if not cells:
@@ -64,7 +64,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
 
 
 def print_record(pairs: Iterable[tuple[str, str]]) -> None:
-    """Print one thing: a line for each of its names and values."""
+    """Print one record, with a line for each name and its value."""
     console = terminal()
     made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     made.add_column(no_wrap=True, style="bold")
@@ -75,14 +75,14 @@ def print_record(pairs: Iterable[tuple[str, str]]) -> None:
 
 
 class Columns:
-    """A table of any length, printed some rows at a time: plain columns, which become wider where a row needs it."""
+    """A table of any length, printed some rows at a time, whose columns become wider where a row needs it."""
 
     def __init__(self, *names: str) -> None:
         self._widths = [0] * len(names)
         self._unprinted: list[Sequence[str]] = [[name.upper() for name in names]]
 
     def print(self, rows: Iterable[Sequence[str]]) -> None:
-        """Print the next rows, below the names of the columns where they are the first."""
+        """Print the next rows, the first of them below the names of the columns."""
         cells = [*self._unprinted, *([printable(cell) for cell in row] for row in rows)]
         self._unprinted = []
         self._widths = [max(width, *map(len, column)) for width, *column in zip(self._widths, *cells, strict=True)]
@@ -93,11 +93,13 @@ class Columns:
 
 
 @contextmanager
-def skipped_told(told: Events) -> Iterator[None]:
-    """Write to standard error what these events leave out: the first with a line each, and at the end how many more."""
+def skipped_reported(source: Events) -> Iterator[None]:
+    """Print messages that are skipped to standard error for the block: the first ones with a line each, the others as a
+    count.
+    """
     skipped = 0
 
-    def tell(event: Skipped) -> None:
+    def report(event: Skipped) -> None:
         nonlocal skipped
         skipped += 1
         if skipped <= MOST_SKIPPED:
@@ -105,7 +107,7 @@ def skipped_told(told: Events) -> Iterator[None]:
         elif skipped == MOST_SKIPPED + 1:
             print("more is left out, which is counted until the end", file=sys.stderr)
 
-    told.listen(tell, Skipped)
+    source.listen(report, Skipped)
     try:
         yield
     finally:
@@ -119,7 +121,7 @@ def terminal() -> Console:
 
 
 def print_json(document: Any) -> None:
-    """One document, one line."""
+    """Print a document as one line of JSON."""
     text = msgspec.json.encode(document).decode()
     if not text.isprintable():  # within texts only, where JSON has another spelling for each
         text = "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)
@@ -128,12 +130,14 @@ def print_json(document: Any) -> None:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print text of which some may be anybody's."""
+    """Print text that may come from other programs, with unprintable characters escaped."""
     typer.echo(printable_lines(text), err=err)
 
 
-def end_where_silent(names: Sequence[str]) -> None:
-    """End the command with exit code 1 and a line for each of these, if there are any: no server answers for them."""
+def end_where_unavailable(names: Sequence[str]) -> None:
+    """End the command with exit code 1 and a line for each of these names, if there are any: no server answers for
+    them.
+    """
     for name in names:
         echo(f"{name}: no server answers for it, so that it is not shown", err=True)
     if names:

@@ -1,4 +1,4 @@
-"""How far a long command has come: a bar for a terminal, lines for terminals, pipes and logs alike."""
+"""Progress of long commands: a bar for a terminal, lines for terminals, pipes and logs alike."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ EVERY_SECONDS = 10.0
 
 
 class ProgressLines:
-    """Writes a line to standard error every ten seconds: how many of all are done, how many a second, and how long the
-    others will take at that rate. Called with how many more are done.
+    """A callable that prints a line to standard error every ten seconds: how many of all are done, how many a second,
+    and how long the others will take at that rate. It is called with how many more are done.
     """
 
     def __init__(self, done: str, *, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`done` is what has become of them, as `erased`."""
+        """Begin to count; `done` is the participle in the line, such as `erased`."""
         self._done = done
         self._total = total
         self._count = 0
         self._clock = clock
-        self._began = self._told = clock()
+        self._began = self._printed = clock()
 
     def __call__(self, count: int) -> None:
         self._count += count
         now = self._clock()
-        if now - self._told < EVERY_SECONDS:
+        if now - self._printed < EVERY_SECONDS:
             return
-        self._told = now
+        self._printed = now
         rate = self._count / (now - self._began)
         left = max(self._total - self._count, 0) / rate
         line = f"{self._count} of {self._total} {self._done}, {rate:.0f} a second, about {left:.0f} s left"
@@ -46,7 +46,7 @@ class ProgressLines:
 
 @contextmanager
 def bar(what: str, total: int | None = None) -> Iterator[Progress]:
-    """For people at a terminal; a log or a pipe gets none."""
+    """Show a progress bar at a terminal for the block; a log or a pipe gets none."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bars(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bars:

@@ -1,4 +1,4 @@
-"""`report streams|mirrors|account`, and `top`: how things do, once or again and again."""
+"""`report streams|mirrors|account`, and `top`: the state of streams, consumers and the account, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from aviso_workers.backends import Admin
-from aviso_workers.cli.output import AsJson, end_where_silent, print_rows, printable, terminal
+from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows, printable, terminal
 from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
 from aviso_workers.errors import BackendError
@@ -83,7 +83,7 @@ def streams(
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
-    """Sizes against limits, rates and replicas of all streams, and the servers' disks; exit 1 on trouble.
+    """Show sizes against limits, rates and replicas of all streams, and the servers' disks; exit 1 on trouble.
 
     Example: aviso-workers report streams --json
     """
@@ -95,7 +95,7 @@ def streams(
     )
     if servers:
         print_rows(SERVERS, map(_server_row, servers), servers, as_json=as_json)
-    end_where_silent(now.unavailable)
+    end_where_unavailable(now.unavailable)
     if any(row.trouble for row in rows) or any(row.trouble for row in servers):
         raise typer.Exit(1)
 
@@ -109,7 +109,7 @@ def top(seconds: Seconds = 2.0, config: ConfigOption = None) -> None:
 
 
 def snapshots(config: Any, seconds: float, take: Take = reports.take) -> tuple[Snapshot, Snapshot]:
-    """Return two snapshots that were taken so many seconds apart, the later one first."""
+    """Return two snapshots that are taken `seconds` apart, the later one first."""
 
     async def run(server: Opened) -> tuple[Snapshot, Snapshot]:
         before = await take(server.admin)
@@ -138,7 +138,7 @@ async def _top(server: Opened, seconds: float) -> None:
 
 
 class _Screen:
-    """What `top` shows: the newest snapshot, and rates and lags of the ones before."""
+    """The screen of `top`: the newest snapshot, with the rates and lags of those before."""
 
     def __init__(self) -> None:
         self._rates: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
@@ -156,15 +156,15 @@ class _Screen:
             lags.append(consumer.lag)
             numbers = (str(consumer.lag), f"{consumer.rate:+.1f}", str(consumer.redelivered))
             consumers.append((consumer.stream, consumer.consumer, *numbers, _sparkline(lags), consumer_state(consumer)))
-        silent = [Text(printable(f"no server answers for {', '.join(now.unavailable)}"))] if now.unavailable else []
+        missing = [Text(printable(f"no server answers for {', '.join(now.unavailable)}"))] if now.unavailable else []
         below = [table(TOP_CONSUMERS, consumers, width=width)] if consumers else []
         above = [table(TOP_STREAMS, streams, width=width), Text()] if streams else []
-        return Group(*above, *below, *silent)
+        return Group(*above, *below, *missing)
 
 
 STREAMS = ("stream", "messages", "bytes", "used", "per second", "last stored", "replicas", "trouble")
 SERVERS = ("server", "stores", "may store", "free on its disk", "trouble")
-MIRRORS = ("stream", "relation", "origin", "lag", "heard of it", "compared", "trouble")
+MIRRORS = ("stream", "relation", "origin", "lag", "last contact", "compared", "trouble")
 ACCOUNT = ("what", "used", "limit")
 TOP_STREAMS = ("stream", "messages", "bytes", "per second", "state")
 TOP_CONSUMERS = ("stream", "consumer", "lag", "per second", "redelivered", "lag before", "state")
@@ -196,14 +196,14 @@ def _server_row(row: ServerRow) -> tuple[str, ...]:
 
 def _mirror_row(link: Link) -> tuple[str, ...]:
     origin = f"{link.origin} at {link.api}" if link.api else link.origin
-    heard = "never" if link.active_seconds is None else f"{link.active_seconds:.1f} s ago"
+    contact = "never" if link.active_seconds is None else f"{link.active_seconds:.1f} s ago"
     compared = "" if link.relation != "mirror" else "not" if link.equal is None else f"{link.equal} are the same"
     return (
         link.stream,
         link.relation,
         origin,
         str(link.lag),
-        "" if link.relation == "promoted" else heard,
+        "" if link.relation == "promoted" else contact,
         compared,
         link.trouble,
     )
@@ -214,12 +214,12 @@ def _use_row(use: Use) -> tuple[str, ...]:
 
 
 def consumer_state(row: ConsumerRow) -> str:
-    """Return what an operator has to know of a consumer besides its numbers."""
+    """Return the state of a consumer as text: paused, or why it is stuck; empty where it is neither."""
     return "paused" if row.paused else row.stuck
 
 
 def duration(seconds: float | None) -> str:
-    """Return a duration for people; None is never."""
+    """Return a duration in seconds as text; None is `never`."""
     if seconds is None:
         return "never"
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
@@ -229,7 +229,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _sparkline(values: Iterable[float]) -> str:
-    """Return the values beside one another; the highest one has the highest bar."""
+    """Return the values as bars side by side, the highest value with the highest bar."""
     known = list(values)
     highest = max(known) or 1
     return "".join(BARS[round(value / highest * (len(BARS) - 1))] for value in known)

@@ -48,15 +48,15 @@ def render(
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Write nats-server.conf, once nats-server has checked it, and say what the server stands.
+    """Write nats-server.conf, once nats-server has checked it, and show what follows from the settings.
 
     Example: aviso-workers server render --output /etc/nats/nats-server.conf
     """
     if role is not None:
         granted = _permissions(role, app, config)
         typer.echo(_as_yaml(granted))
-        for told in permissions.beyond(granted):
-            typer.echo(f"aviso-workers: {told}", err=True)
+        for warning in permissions.beyond(granted):
+            typer.echo(f"aviso-workers: {warning}", err=True)
         return
     loaded = load(config)
     settings, choices = profiles.choose(loaded, profile=profile)

@@ -1,4 +1,4 @@
-"""`spark ...`: what concerns Spark."""
+"""`spark ...`: the reconciliation of Spark's jobs, and pipelines on Spark."""
 
 from __future__ import annotations
 

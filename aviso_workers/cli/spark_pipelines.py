@@ -107,7 +107,7 @@ def report(
     last: Annotated[str | None, typer.Option(metavar="DATE", help="Last day; default: today, UTC.")] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Compare notifications with a schedule, and tell of cycles that are complete and of those that are late.
+    """Compare notifications with a schedule, and announce cycles that are complete and those that are late.
 
     Example: aviso-workers spark report mars --schedule schedule.yaml --to /data/report
     """
@@ -136,7 +136,7 @@ def report(
 
 
 def _position(text: str) -> dict[str, str] | None:
-    """Return where to begin in a stream, as options; None where the text is a path."""
+    """Return the position where reading a stream begins, as options; None where the text is a path."""
     if text.isdecimal():
         return {"startingOffsets": text}
     if not re.match(r"\d{4}-\d{2}-\d{2}", text):
@@ -146,7 +146,7 @@ def _position(text: str) -> dict[str, str] | None:
 
 
 def _source(event: str, where: Sequence[str] | None, config: ConfigSource | None) -> dict[str, str | int]:
-    """Return the options of the data source."""
+    """Return the options of the data source for an event type and a filter."""
     options: dict[str, str | int] = {f"where.{field}": value for field, value in parse_pairs(where or []).items()}
     return options | {"event": event} | ({"config": str(config.path)} if config else {})
 

@@ -1,4 +1,4 @@
-"""`streams`, and `streams ls|info|gaps|get`: what a server holds, and nothing is changed."""
+"""`streams`, and `streams ls|info|gaps|get`: the streams and messages of a server, which are not changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from aviso_workers.cli.output import AsJson, end_where_silent, print_json, print_rows
+from aviso_workers.cli.output import AsJson, end_where_unavailable, print_json, print_rows
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
 from aviso_workers.errors import DeclarationError
 from aviso_workers.jetstream.info import StreamInfo
@@ -20,7 +20,7 @@ __all__ = ["Stream", "streams"]
 streams = typer.Typer(help="Show, plan, change and remove streams.", no_args_is_help=True)
 
 STREAMS = ("stream", "configured", "messages", "bytes", "consumers")
-"""What the table has of the documents; `report streams` has more for people."""
+"""The columns of the table; `report streams` has more for people."""
 GAPS = ("first", "last", "gone")
 
 Stream = Annotated[str, typer.Argument(metavar="STREAM", help="Its name, e.g. MARS.")]
@@ -40,7 +40,7 @@ def ls(as_json: AsJson = False, config: ConfigOption = None) -> None:
         print_rows(STREAMS, ([str(each[name]) for name in STREAMS] for each in documents), documents, as_json=as_json)
         return listed
 
-    end_where_silent(connected(config, run).unavailable)
+    end_where_unavailable(connected(config, run).unavailable)
 
 
 @streams.command()

@@ -86,7 +86,7 @@ def _print(stream: str, copied: Copied) -> None:
 
 
 def _end(stream: str, copied: Copied) -> None:
-    """Say what is left to be done; exit 3 where the copy lacks what was stored meanwhile."""
+    """Print what is left to be done; exit 3 where the copy lacks messages that were stored meanwhile."""
     if copied.subjects and not copied.original_is_fenced:
         typer.echo(
             f"{stream} takes them here as well: to move it for good, `aviso-workers mirror fence {stream}` before",
@@ -110,10 +110,10 @@ def _print_followed(found: Followed) -> None:
 
 
 def _moved_on(stream: str, copied: Copied) -> str:
-    told = f"{stream} has moved on: {copied.meanwhile} messages were stored meanwhile and are not in the copy"
+    moved = f"{stream} has moved on: {copied.meanwhile} messages were stored meanwhile and are not in the copy"
     if copied.restored.stream != stream:
-        return told
+        return moved
     return (
-        f"{told}, which takes no publishes. The same command with --follow carries on from there; "
+        f"{moved}, which takes no publishes. The same command with --follow carries on from there; "
         f"`aviso-workers mirror unfence {stream}` there lets it take publishes as it is"
     )

@@ -1,4 +1,4 @@
-"""`streams purge|seal|rm|step-down|remove-peer`: what operators do by hand.
+"""`streams purge|seal|rm|step-down|remove-peer`: maintenance of streams by hand.
 
 What cannot be taken back is shown, and done with `--yes`.
 """
@@ -84,7 +84,7 @@ def step_down(
     consumer: Annotated[
         str, typer.Option("--consumer", metavar="CONSUMER", help="Of this consumer, not of the stream.")
     ] = "",
-    prefer: Annotated[str, typer.Option("--prefer", metavar="SERVER", help="Who is to lead instead.")] = "",
+    prefer: Annotated[str, typer.Option("--prefer", metavar="SERVER", help="Server that is to lead instead.")] = "",
     config: ConfigOption = None,
 ) -> None:
     """Let another server lead a stream, or one of its consumers.
@@ -102,19 +102,19 @@ def step_down(
 @streams.command("remove-peer")
 def remove_peer(
     stream: Stream,
-    peer: Annotated[str, typer.Argument(metavar="PEER", help="Name of the server that gives up its copy.")],
+    peer: Annotated[str, typer.Argument(metavar="PEER", help="Name of the server whose copy is removed.")],
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Give up the copy that a server holds; another server makes one instead.
+    """Remove the copy that a server holds; another server makes one instead.
 
     Example: aviso-workers streams remove-peer MARS n-2 --yes
     """
 
     async def run(server: Opened) -> None:
         print_table(("server", f"copy of {stream}"), (await maintenance.peers(server.admin, stream)).items())
-        confirm(yes, to=f"give up the copy on {peer}")
+        confirm(yes, to=f"remove the copy on {peer}")
         await maintenance.remove_peer(server.admin, stream, peer)
-        typer.echo(f"{stream}: {peer} gives up its copy")
+        typer.echo(f"{stream}: the copy on {peer} is removed")
 
     connected(config, run)

@@ -1,4 +1,4 @@
-"""How rows become text: in columns where these fit beside one another, and nothing is ever cut."""
+"""Tables as text: in columns where these fit side by side, and no cell is ever cut."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NARROWEST = 24
 
 
 def table(columns: Sequence[str], rows: Iterable[Iterable[str]], *, width: int) -> Text:
-    """Return the rows below the names of their columns, no wider than `width`.
+    """Return the table as text, no wider than `width` characters.
 
     Where they are wider, the names of the columns are wrapped, and the last column too. Where that is too wide as well,
     the last column, which says the most, is written below its row; and where it still is, each row is written as names
-    and values, as many on a line as there is room for.
+    and values, as many on a line as fit.
     """
     names = [name.upper() for name in columns]
     cells = [[printable(cell) for cell in row] for row in rows]
@@ -42,7 +42,9 @@ def table(columns: Sequence[str], rows: Iterable[Iterable[str]], *, width: int) 
 
 
 def _in_columns(names: Sequence[str], cells: Iterable[Sequence[str]], widths: Sequence[int], *, below: int = 0) -> Text:
-    """Return a row of names and the others; with `below`, the last cell of each row is beneath it, so wide at most."""
+    """Return rows in columns, with the names on top; with `below`, each row's last cell is beneath it, in lines of that
+    width.
+    """
     wrapped = [textwrap.wrap(name, width) for name, width in zip(names, widths, strict=True)]
     height = max(map(len, wrapped))
     text = Text()
@@ -59,14 +61,14 @@ def _in_columns(names: Sequence[str], cells: Iterable[Sequence[str]], widths: Se
 
 
 def _lines(cells: Iterable[Sequence[str]], widths: Sequence[int]) -> Iterator[str]:
-    """Yield the lines of one row, whose cells have several each."""
+    """Yield the lines of one row whose cells have several lines each."""
     for line in zip_longest(*cells, fillvalue=""):
         padded = (cell + " " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=True))
         yield GAP.join(padded).rstrip()
 
 
 def _record(columns: Sequence[str], row: Sequence[str], width: int) -> Text:
-    """Return the names and values of a row, except empty ones."""
+    """Return a row as names and values, without empty ones."""
     text = Text(overflow="fold")
     used = 0
     for name, cell in zip(columns, row, strict=True):

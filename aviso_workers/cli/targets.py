@@ -1,4 +1,4 @@
-"""From what was typed to an app: MODULE:APP, the name of a built-in agent, a configuration file."""
+"""Targets of commands: an app by MODULE:APP or a built-in agent, and the configuration file."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ ENTRY_POINTS = "aviso_workers.agents"
 
 
 class ConfigSource(Struct, frozen=True):
-    """Where a command has its configuration from."""
+    """The source of a command's configuration: a file, a context of the `nats` command line, or the defaults."""
 
     path: Path | None = None
     context: str | None = None
-    """A context of the `nats` command line, which has the connection. The commands declare `--config` only: who makes
-    their parsers adds `--context` to it."""
+    """A context of the `nats` command line, which has the connection. The commands declare `--config` only;
+    `add_context_option` adds `--context` to their parsers."""
 
     @classmethod
     def of_file(cls, text: str) -> ConfigSource:
@@ -114,18 +114,18 @@ def find_app(target: str | None, *, agent: str | None, config: ConfigSource | No
 
 
 def connected_app(config: ConfigSource | None) -> App:
-    """Return an app without agents, for a command that publishes or reads."""
+    """Return an app without agents, for a command that publishes or reads notifications."""
     return _configured(App("aviso-workers-cli"), config)
 
 
 def load(config: ConfigSource | None) -> Config:
-    """Return the configuration by itself. Raises `ConfigError`."""
+    """Return the configuration of a source. Raises `ConfigError`."""
     source = config or ConfigSource()
     return load_config(source.path, context=source.context)
 
 
 class Opened(Struct, frozen=True):
-    """What a command works with that needs no agents."""
+    """A connection to the server of a configuration, for commands that need no agents."""
 
     admin: Admin
     config: Config
@@ -133,14 +133,14 @@ class Opened(Struct, frozen=True):
 
 @asynccontextmanager
 async def opened(config: Config | ConfigSource | None) -> AsyncIterator[Opened]:
-    """The server that the configuration names, connected meanwhile. Raises `ConfigError`, `BackendError`."""
+    """Connect to the server of a configuration for the block. Raises `ConfigError` and `BackendError`."""
     loaded = config if isinstance(config, Config) else load(config)
     async with open_backend(loaded) as admin:
         yield Opened(admin, loaded)
 
 
 def run_connected(app: App, run: Callable[[App], Awaitable[T]]) -> T:
-    """Return what `run` returns of the app, which is connected meanwhile."""
+    """Connect the app, call `run` with it, and return its result."""
 
     async def connect() -> T:
         async with app:
@@ -150,7 +150,7 @@ def run_connected(app: App, run: Callable[[App], Awaitable[T]]) -> T:
 
 
 def connected(config: Config | ConfigSource | None, run: Callable[[Opened], Awaitable[T]]) -> T:
-    """Return what `run` returns of the server, which is connected meanwhile."""
+    """Connect to the server of a configuration, call `run`, and return its result."""
 
     async def connect() -> T:
         async with opened(config) as server:
@@ -189,7 +189,7 @@ def _import(target: str) -> App:
 
 
 def settings_of_installed(names: Iterable[str]) -> dict[str, type[Struct]]:
-    """Return the type of the settings of those routers of these names that are installed and have settings."""
+    """Return the settings types of installed routers by name, of those with these names that have settings."""
     installed = _installed()
     routers = [_router(name) for name in names if name in installed]
     return {router.name: router.settings_type for router in routers if router.settings_type is not None}

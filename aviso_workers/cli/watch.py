@@ -11,7 +11,7 @@ import typer
 
 from aviso_workers.app import App
 from aviso_workers.cli.arguments import parse_where
-from aviso_workers.cli.output import print_json, skipped_told
+from aviso_workers.cli.output import print_json, skipped_reported
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected_app
 
 __all__ = ["replay", "watch"]
@@ -59,7 +59,7 @@ def replay(
     spatial_arrays: SpatialArrays = False,
     config: ConfigOption = None,
 ) -> None:
-    """Print stored notifications, from the first to the last unless told otherwise.
+    """Print stored notifications, from the first to the last unless other positions are given.
 
     Example: aviso-workers replay mars --from-id 1000 --to-id 2000
     """
@@ -75,7 +75,7 @@ def replay(
 async def _print(config: ConfigSource | None, spatial_arrays: bool, read: Callable[[App], AsyncIterator[Any]]) -> None:
     app = connected_app(config)
     base_url = app.config.application.base_url
-    with skipped_told(app.events):
+    with skipped_reported(app.events):
         async with app, aclosing(read(app)) as notifications:  # type: ignore[type-var]
             async for notification in notifications:
                 print_json(notification.cloud_event(base_url, spatial_arrays=spatial_arrays))

@@ -82,8 +82,8 @@ def dev(
     url = urlsplit(first if "://" in first else f"nats://{first}")
     if (host := url.hostname) not in ("localhost", "127.0.0.1"):
         raise ConfigError([f"notification_backend.jetstream.nats_url: dev serves 127.0.0.1 only, found {host}"])
-    with tempfile.TemporaryDirectory() as forgotten:
-        store_dir = Path(forgotten) if ephemeral else Path.cwd() / STORE_DIR
+    with tempfile.TemporaryDirectory() as temporary:
+        store_dir = Path(temporary) if ephemeral else Path.cwd() / STORE_DIR
         store_dir.mkdir(parents=True, exist_ok=True)
         tell = partial(typer.echo, err=True)
         with NatsServer.start(store_dir=store_dir, port=url.port or 4222, tell=tell) as server:
@@ -96,7 +96,7 @@ def dev(
 
 
 def _worker(target: str | None, agent: str | None, config: ConfigSource | None, **limits: object) -> tuple[str, ...]:
-    """Return the command that runs one process of a fleet."""
+    """Return the command line of one process of a fleet."""
     source = config or ConfigSource()
     options = {"agent": agent, "config": source.path, "context": source.context, **limits}
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]

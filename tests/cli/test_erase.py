@@ -24,7 +24,7 @@ def test_without_yes_nothing_is_erased(run: Run, stored: Path) -> None:
     ran = run("erase", "mars", "step=1", "-c", stored)
     assert (ran.code, ran.err) == (2, "nothing was done; say --yes to erase all of them\n")
     assert "notifications of mars" in ran.out
-    assert "not looked at: backups: `aviso-workers backup cleanse DIR --erasure RECORD` rewrites them." in ran.lines
+    assert "not searched: backups: `aviso-workers backup cleanse DIR --erasure RECORD` rewrites them." in ran.lines
     assert run("erase", "mars", "step=1", "--dry-run", "-c", stored).code == 0
     assert len(run("replay", "mars", "-c", stored).lines) == 2
 

@@ -1,4 +1,4 @@
-"""Copies on three servers: who leads, who gives up its copy, and which servers may hold one."""
+"""Copies on three servers: which server leads, whose copy is removed, and which servers may hold one."""
 
 from __future__ import annotations
 
