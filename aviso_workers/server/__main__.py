@@ -13,7 +13,9 @@ from aviso_workers.server import NatsServer
 
 
 def main() -> int:
-    """Run it until SIGTERM or Ctrl-C, which end with 0; 1 where it cannot start, or ends by itself."""
+    """Run a nats-server until SIGTERM or Ctrl-C, which end with 0; return 1 where it cannot start, or ends by
+    itself.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m aviso_workers.server", description="Run a nats-server on 127.0.0.1."
     )

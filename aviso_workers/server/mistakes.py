@@ -1,4 +1,4 @@
-"""What is wrong with the section `server` of a configuration, beyond what its types say.
+"""Mistakes in the section `server` of a configuration that its types do not show.
 
 `profiles` and `nats_conf` ask before a server is rendered or run; a worker that shares the file does not.
 """
@@ -17,7 +17,7 @@ LARGEST_PAYLOAD = 64 * 2**20
 
 
 def located(path: str, problem: str, *, origins: Mapping[str, str]) -> str:
-    """Return a sentence on a key path, with the place where it, or what is around it, was set."""
+    """Return a sentence on a mistake at a key path, with the place where the key, or the one around it, was set."""
     around = path
     while around and around not in origins:
         around = around.rpartition(".")[0]
@@ -25,7 +25,7 @@ def located(path: str, problem: str, *, origins: Mapping[str, str]) -> str:
 
 
 def find(server: Server, given: Container[str]) -> Iterator[tuple[str, str]]:
-    """Yield what types cannot say, as (key path, what is wrong). `given` holds the key paths that were written."""
+    """Yield the mistakes as (key path, what is wrong). `given` holds the key paths that were written."""
     yield from _jetstream_mistakes(server)
     yield from _account_mistakes(server)
     yield from _user_mistakes(server, given)
@@ -98,7 +98,7 @@ def _account_mistakes(server: Server) -> Iterator[tuple[str, str]]:
 
 
 def _user_mistakes(server: Server, given: Container[str]) -> Iterator[tuple[str, str]]:
-    """Yield a user without password, or the other way round, between servers."""
+    """Yield mistakes of logins between servers: a user without a password, or a password without a user."""
     places = ["server.cluster"] if server.cluster else []
     places += ["server.gateways"] if server.gateways else []
     places += [f"server.leafnodes.remotes.{name}" for name in server.leafnodes.remotes] if server.leafnodes else []

@@ -1,4 +1,4 @@
-"""The section `server` of our configuration -> nats-server.conf.
+"""nats-server.conf, rendered from the section `server` of our configuration.
 
 `render` is pure but for the files with keys; `write` has nats-server itself check the text (`-t`) before the file is
 in place. Every line of the text knows the key path that it came from, so that what nats-server refuses is refused
@@ -50,12 +50,12 @@ NO_POSITION = 1
 
 
 class Rendered(Struct, frozen=True, kw_only=True):
-    """A nats-server.conf."""
+    """A rendered nats-server.conf."""
 
     lines: tuple[tuple[str, str], ...]
     """Each line with the key path that it came from."""
     secrets: tuple[str, ...]
-    """What is in the lines and must be nowhere else."""
+    """Secrets in the lines, which must be nowhere else."""
 
     @property
     def text(self) -> str:
@@ -74,10 +74,10 @@ def render(
     choices: tuple[Choice, ...] = (),
     run: Mapping[str, str] | None = None,
 ) -> Rendered:
-    """Return the configuration as nats-server reads it.
+    """Return the nats-server.conf of a configuration.
 
     `origins` has the place of each key path that was set, `choices` become comments at its head, `run` are further
-    settings of whoever runs it, such as pid_file.
+    settings of the process, such as pid_file.
 
     Raises ConfigError where a file with a key cannot be read, or a text holds what no configuration can.
     """
@@ -129,13 +129,13 @@ def _refusals(rendered: Rendered, said: str, *, file: str, origins: Mapping[str,
 
 
 def _named_in(problem: str, paths: Mapping[str, str]) -> str:
-    """Return the key path whose last name nats-server says, where it gives no line."""
+    """Return the key path with the last name that nats-server mentions, for a mistake without a line."""
     named = [path for path in paths if path.startswith("server.") and path.rpartition(".")[2] in problem.split()]
     return max(named, key=len, default="server")
 
 
 class _Conf:
-    """The lines so far."""
+    """The lines of a nats-server.conf, while it is rendered."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
@@ -147,14 +147,14 @@ class _Conf:
         self.lines.append((f"# {text}", "server"))
 
     def put(self, key: str, value: Any, path: str) -> None:
-        """One setting; None and an empty list are left out."""
+        """Add one setting; None and an empty list are left out."""
         if isinstance(value, tuple):
             self._list(key, value, path)
         elif value is not None:
             self._line(f"{key}: {self._value(value, path)}", path)
 
     def settings(self, struct: Struct, path: str, *names: str) -> None:
-        """Settings that have the same name in both configurations; all of the Struct where none are named."""
+        """Add settings that have the same name in both configurations; all of the Struct where no names are given."""
         for name in names or struct.__struct_fields__:
             self.put(name, getattr(struct, name), f"{path}.{name}")
 
@@ -167,7 +167,7 @@ class _Conf:
         self._line(ends[1], path)
 
     def file(self, key: str, name: str | None, path: str) -> None:
-        """A file that nats-server reads, wherever it is started; None is left out."""
+        """Add a file by its absolute path, so that nats-server finds it wherever it is started; None is left out."""
         if name is not None and not os.path.isfile(name):
             # The name is not repeated: a key may stand where its file should.
             self.mistakes.append((path, f"must name a file that exists, as seen from {os.getcwd()}"))
@@ -180,7 +180,7 @@ class _Conf:
         return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
     def secret_in(self, name: str, path: str) -> Secret | None:
-        """Return the content of a file, without the line break at its end."""
+        """Return the content of a file as a secret, without the line break at its end."""
         try:
             return Secret(Path(name).read_text(encoding="utf-8").strip())
         except (OSError, ValueError):
@@ -337,7 +337,7 @@ def _gateways(conf: _Conf, gateways: Gateways, cluster: Cluster) -> None:
 
 
 def _shared_login(conf: _Conf, section: Cluster | Gateways, path: str) -> str:
-    """Ask for the user of a section where there is one; returns what stands before the host in the others' URLs."""
+    """Add the login of a section where it has one, and return what precedes the host in the URLs of other servers."""
     if section.user is None or section.password is None:
         return ""
     with conf.block("authorization", path):
@@ -371,7 +371,7 @@ def _remote(conf: _Conf, remote: Remote, path: str) -> None:
 
 
 def _login(conf: _Conf, user: str, password: Secret) -> str:
-    """Return what stands before the host in a URL; nats-server has no other place for it."""
+    """Return a login as it precedes the host in a URL; nats-server has no other place for it."""
     escaped = quote(password.reveal(), safe="")
     conf.secrets += [password.reveal(), escaped]
     return f"{quote(user, safe='')}:{escaped}@"

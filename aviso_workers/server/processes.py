@@ -3,7 +3,7 @@
 The commands `server start|stop|reload|status` call here. Every node has a directory of its own below one that the
 commands agree on: its nats-server.conf, its log, and a record of its ports. The node inherits an open file on that
 record with a lock on it, and holds the lock until it ends, however it ends: whether a node runs is asked of the lock,
-and a process id that was given to somebody else meanwhile is never signalled.
+and a process id that belongs to another process by now is never signalled.
 
 Production servers run under the site's own supervisor, with a file that `nats_conf` wrote.
 """
@@ -52,13 +52,13 @@ STOP_SECONDS = 10.0
 RACE_SECONDS = 1.0
 LOCK = "lock"
 MOVING = "moving"
-"""Below the directory of servers, those that `server rotate-key` runs for itself."""
+"""The directory, below that of servers, for those that `server rotate-key` runs itself."""
 ANSWER_SECONDS = 5.0
 UNRECOVERABLE = "could not be recovered"
 """What a server says of a stream on its disk that it cannot read, with another key for example."""
 PORTS = range(15_000, 32_000)
 PARTS = 100
-CURE = "Look at its encryption key, its accounts and its log before anybody makes them anew, which destroys them:"
+CURE = "Check its encryption key, its accounts and its log before they are made anew, which destroys them:"
 HEALTH = "Healthcheck failed"
 
 _CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
@@ -66,7 +66,7 @@ _CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
 
 
 class Node(Struct, frozen=True, kw_only=True):
-    """A nats-server by itself, or of a cluster. The ports are on 127.0.0.1."""
+    """A nats-server, single or in a cluster. Its ports are on 127.0.0.1."""
 
     name: str
     directory: Path
@@ -81,18 +81,18 @@ class Node(Struct, frozen=True, kw_only=True):
 
     @property
     def pid(self) -> int:
-        """The process id, as the server wrote it down. Raises ValueError or OSError where it has not."""
+        """The process id, as the server wrote it. Raises ValueError or OSError where it has not done so."""
         return int((self.directory / "nats-server.pid").read_text())
 
     @property
     def log(self) -> str:
-        """What the server has logged since it was started."""
+        """The log of the server since it was started."""
         file = self.directory / "nats-server.log"
         return file.read_text(errors="replace") if file.exists() else ""
 
 
 class State(Struct, frozen=True, kw_only=True):
-    """How a node does. `health` is `ok`, or what is wrong."""
+    """The state of a node. `health` is `ok`, or what is wrong."""
 
     node: Node
     pid: int | None
@@ -105,7 +105,7 @@ def start(
     directory: Path,
     nodes: int = 1,
     detached: bool = True,
-    tell: Tell = readiness.silent,
+    tell: Tell = readiness.ignore,
     in_stores: Mapping[str, Path] | None = None,
 ) -> tuple[Node, ...]:
     """Start the nodes that do not run, and wait until all of them are healthy and serve all that is in their stores.
@@ -116,7 +116,7 @@ def start(
 
     Raises ServerProcessError where a store would be converted to another encryption, where one ends, or does not serve
     what is in its store: those that were started are ended again, without force. It is raised too where one does
-    nothing for two minutes, and that one goes on. Raises ConfigError where nats-server refuses its configuration.
+    nothing for two minutes, and that one still runs. Raises ConfigError where nats-server refuses its configuration.
     """
     server, choices = profiles.choose(config, profile="development")
     with alone(directory):
@@ -169,10 +169,10 @@ def _start(
 
 
 def reload(config: Config, *, directory: Path) -> tuple[Node, ...]:
-    """Have the nodes that run take over the configuration as it is now. Returns them.
+    """Have the running nodes reload the configuration, and return them.
 
     Raises ServerProcessError where none runs, or one says that it cannot take over a change, and ConfigError where
-    nats-server refuses the configuration; then none of them has been told.
+    nats-server refuses the configuration; then no node was signalled.
     """
     server, choices = profiles.choose(config, profile="development")
     planned = recorded(directory)
@@ -190,7 +190,7 @@ def reload(config: Config, *, directory: Path) -> tuple[Node, ...]:
 
 
 def stop(directory: Path, *, lame_duck: bool = False) -> tuple[Node, ...]:
-    """End the nodes that run, and forget those that do not. Returns those that ran; what they stored stays.
+    """End the nodes that run, remove the records of all, and return those that ran; their stores stay.
 
     With `lame_duck`, each hands its streams to the others and tells its clients to leave, one node after the other,
     as long as the configuration gives them; without, it is done within 10 s, by force if need be.
@@ -208,7 +208,7 @@ def stop(directory: Path, *, lame_duck: bool = False) -> tuple[Node, ...]:
 
 
 def states(directory: Path) -> tuple[State, ...]:
-    """Return every node that was started there and not stopped, in the order of their names."""
+    """Return the state of every node that was started in a directory and not stopped, in the order of their names."""
     return tuple(_state(node) for node in recorded(directory))
 
 
@@ -224,13 +224,15 @@ def stores(server: Server, *, directory: Path, nodes: int) -> dict[str, Path]:
 
 @contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """Keep others from starting servers in a directory, and from moving their streams. Raises ServerProcessError."""
+    """Hold the lock of a directory of servers for the block. Raises ServerProcessError where another process has it."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ServerProcessError(f"servers in {directory} are being started, or moved, by somebody else") from error
+            raise ServerProcessError(
+                f"servers in {directory} are being started, or moved, by another command"
+            ) from error
         moving = [node for side in ("old", "new") for node in recorded(directory / MOVING / side) if is_running(node)]
         if moving and not eventually(lambda: not any(map(is_running, moving)), STOP_SECONDS):
             raise ServerProcessError(f"the streams of {directory} are being moved: wait for `server rotate-key`")
@@ -249,7 +251,7 @@ def recorded(directory: Path) -> list[Node]:
 
 
 def is_running(node: Node) -> bool:
-    """Return whether the process that was started is there: it holds the lock."""
+    """Return whether the process of a node runs: it holds a lock as long as it does."""
     try:
         with (node.directory / "node.json").open("rb") as record:
             fcntl.flock(record, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -261,7 +263,7 @@ def is_running(node: Node) -> bool:
 
 
 def ask(node: Node, path: str) -> dict[str, Any]:
-    """Return what the node answers on its monitoring port, such as /varz.
+    """Return the node's answer on its monitoring port for a path such as /varz.
 
     Raises ServerProcessError where it does not.
     """
@@ -273,7 +275,8 @@ def ask(node: Node, path: str) -> dict[str, Any]:
 
 
 def unserved(node: Node) -> str:
-    """Return a sentence on what is in the node's store and not served by it, or an empty text.
+    """Return a sentence on streams and consumers in the node's store that it does not serve; empty where there are
+    none.
 
     Raises ServerProcessError where the node does not answer.
     """
@@ -301,7 +304,7 @@ def _names(server: Server, nodes: int) -> list[str]:
 
 
 def _ports(server: Server) -> tuple[int, int, int, int]:
-    """Return the first node's ports that are configured, in the order of `Node`; the next node's are one higher."""
+    """Return the configured ports of the first node, in the order of `Node`; the next node's are one higher."""
     cluster_port = server.cluster.port if server.cluster else 0
     leaf_port = (server.leafnodes.port if server.leafnodes else None) or 0
     return server.port, server.monitoring.port, cluster_port, leaf_port
@@ -341,7 +344,7 @@ def _planned(server: Server, names: list[str], directory: Path) -> list[Node]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports on which nobody listens, outside of the range from which the kernel takes those of connections.
+    """Return ports that no process listens on, outside of the range from which the kernel takes those of connections.
 
     A process has a part of the range that it takes from first, and so do others: the ports of a server that is down are
     free, and it needs them when it is started again.
@@ -360,7 +363,7 @@ def _is_free(port: int) -> bool:
 
 
 def _settings(server: Server, node: Node, *, peers: list[Node], place: Path) -> Server:
-    """Return the configuration of one node, with what has to differ between nodes on one machine."""
+    """Return the configuration of one node, with the settings that differ between nodes on one machine."""
     is_alone = len(peers) == 1
     unique, tags = server.jetstream.unique_tag, server.server_tags
     if unique and not is_alone:
@@ -425,7 +428,9 @@ def _spawn_with(node: Node, store_lock: int, *, detached: bool) -> None:
 
 
 def _locked_store(node: Node, place: Path) -> int:
-    """Raise ServerProcessError where another server of ours has the store: nats-server does not look."""
+    """Return a locked descriptor of a store. Raises ServerProcessError where another server of ours uses it, which
+    nats-server does not check.
+    """
     try:
         place.mkdir(parents=True, exist_ok=True)
         lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
@@ -455,9 +460,9 @@ def _locked_record(node: Node) -> IO[bytes]:
             return True
         return False
 
-    if not eventually(locked, RACE_SECONDS):  # who asks whether it runs has it for a moment
+    if not eventually(locked, RACE_SECONDS):  # `is_running` of another process has it for a moment
         record.close()
-        raise ServerProcessError(f"{node.name} in {node.directory} was started by somebody else just now")
+        raise ServerProcessError(f"{node.name} in {node.directory} was started by another command just now")
     record.truncate(0)
     record.write(msgspec.json.encode(node, enc_hook=str))
     record.flush()
@@ -488,18 +493,20 @@ def _require_same_encryption(server: Server, directory: Path) -> None:
 
 
 def _require_all_served(node: Node, before: frozenset[Asset], *, is_alone: bool) -> None:
-    """Raise ServerProcessError where a node does not serve what is in its store, or was until it started."""
-    told = unserved(node)
+    """Raise ServerProcessError where a node does not serve everything in its store, or has removed something from
+    it.
+    """
+    problem = unserved(node)
     # A server of a cluster removes what was deleted while it was down.
     erased = {asset for asset in before - served(node) if not asset.consumer} if is_alone else set[Asset]()
-    if not told and erased:
-        told = store.describe(erased, of=before)
-    if told:
-        raise ServerProcessError(f"nats-server {node.name}: {told}. {CURE} {last_error(node.log)}")
+    if not problem and erased:
+        problem = store.describe(erased, of=before)
+    if problem:
+        raise ServerProcessError(f"nats-server {node.name}: {problem}. {CURE} {last_error(node.log)}")
 
 
 def _progress(node: Node) -> tuple[int, int]:
-    """Return what changes while a node works at getting ready."""
+    """Return numbers that change while a node works at getting ready."""
     lines = sum(HEALTH not in line for line in node.log.splitlines())  # it logs when it is asked
     with suppress(OSError, ValueError):
         return lines, readiness.processor_seconds(node.pid)
@@ -516,7 +523,7 @@ def _stands_still(nodes: list[Node]) -> str:
     late = _late(nodes)
     return (
         f"nats-server {late.name} is not ready, and has done nothing for {readiness.STANDSTILL_SECONDS:.0f} s: "
-        f"{_health(late)}: {last_error(late.log)}. It goes on: look at {late.directory / 'nats-server.log'} and at "
+        f"{_health(late)}: {last_error(late.log)}. It still runs: see {late.directory / 'nats-server.log'} and "
         "`aviso-workers server status`, or end it with `aviso-workers server stop`"
     )
 
@@ -526,7 +533,7 @@ def _late(nodes: list[Node]) -> Node:
 
 
 def _is_healthy(node: Node) -> bool:
-    """Raises ServerProcessError where there is nothing to wait for."""
+    """Return whether a node is healthy. Raises ServerProcessError where it never will be."""
     if not is_running(node):
         raise ServerProcessError(f"nats-server {node.name} ended at once: {last_error(node.log)}")
     health = _health(node)
@@ -574,7 +581,9 @@ def _reload(node: Node) -> None:
 
 
 def _end_in_order(node: Node) -> None:
-    """Signal a node that was started, and forget it when it has ended; it is never killed while it reads its store."""
+    """Signal a node that was started, and remove its record when it has ended; it is never killed while it reads its
+    store.
+    """
     _signal(node, signal.SIGTERM)
     if eventually(lambda: not is_running(node), STOP_SECONDS):
         _forget(node)
@@ -613,7 +622,7 @@ def _signal(node: Node, number: signal.Signals) -> None:
 
 
 def eventually(condition: Callable[[], bool], seconds: float) -> bool:
-    """Return whether it holds within this time; it is looked at 50 times a second."""
+    """Wait until a condition is true, and return whether it became so in time. It is checked 50 times a second."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -1,7 +1,8 @@
-"""What a server stands, chosen for production or for development, and why.
+"""Profiles of a server for production and for development: they fill in settings, and say which risks remain.
 
-`nats_conf` asks `choose` before it writes a nats-server.conf. A profile fills in what the configuration leaves open
-and says what follows from it; what only the site can know, production asks for. What is configured is never changed.
+`choose` is called before `nats_conf` writes a nats-server.conf. A profile fills in what the configuration leaves open
+and says what follows from it; settings that only the site can know are required in production. What is configured is
+never changed.
 
 The one choice that loses data is when files are flushed: a nats-server acknowledges a message before that. What is
 in between survives the end of the process, but not a power cut; with several copies, not a cut that takes a majority
@@ -33,7 +34,7 @@ TEMPORARY = ("/tmp/", "/var/tmp/")
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """A setting that decides what the server stands, its value in force, and what follows."""
+    """A setting that decides about a risk, its value in force, and what follows."""
 
     key: str
     value: str
@@ -41,9 +42,9 @@ class Choice(Struct, frozen=True, kw_only=True):
 
 
 def choose(config: Config, *, profile: Profile) -> tuple[Server, tuple[Choice, ...]]:
-    """Return the server with nothing left open, and what was chosen.
+    """Return the server with all settings filled in, and the choices that were made.
 
-    Raises ConfigError with all mistakes in the section, and where production needs to be told more.
+    Raises ConfigError with all mistakes in the section, and where production requires more settings.
     """
     server = config.server
     if found := list(mistakes.find(server, config.origins)):
@@ -65,7 +66,7 @@ def choose(config: Config, *, profile: Profile) -> tuple[Server, tuple[Choice, .
 
 
 def _open(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield what production has to be told, as (key path, what is wrong)."""
+    """Yield the settings that production requires and the configuration lacks, as (key path, what is wrong)."""
     jetstream, cluster = config.server.jetstream, config.server.cluster
     for key, what in {
         "store_dir": "where the streams are",
@@ -96,7 +97,7 @@ def _choices(config: Config, server: Server) -> Iterator[Choice]:
 
 
 def _open_ports(server: Server) -> Iterator[Choice]:
-    """Say who gets in without being asked who they are, and what can be read on the network."""
+    """Yield the settings by which clients connect without authentication, or data can be read on the network."""
     if not server.accounts:
         yield Choice(key="server.accounts", value="none", why="whoever reaches the port may do everything")
     if server.tls is None and not _is_loopback(server.host):
@@ -126,7 +127,7 @@ def _open_to_servers(section: Cluster | Gateways, path: str) -> Iterator[Choice]
         why = f"whoever reaches port {section.port} joins as a server, and reads and writes in every account"
         yield Choice(key=f"{path}.password", value="none", why=why)
     if section.tls is None:
-        yield Choice(key=f"{path}.tls", value="none", why="what servers tell each other can be read on the network")
+        yield Choice(key=f"{path}.tls", value="none", why="what servers send each other can be read on the network")
 
 
 def _open_to_leaf_nodes(server: Server, leaf_nodes: LeafNodes) -> Iterator[Choice]:

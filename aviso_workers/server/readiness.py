@@ -1,7 +1,7 @@
 """Waiting for a nats-server that starts, for as long as it works.
 
-A server that recovers a large store takes minutes, and one that is killed meanwhile begins again. So whoever has
-started one waits while something happens: its log grows, or it uses the processor.
+A server that recovers a large store takes minutes, and one that is killed meanwhile begins again. So a command that
+starts one waits while something happens: its log grows, or it uses the processor.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ import time
 from collections.abc import Callable, Hashable
 from pathlib import Path
 
-__all__ = ["STANDSTILL_SECONDS", "Tell", "processor_seconds", "silent", "wait"]
+__all__ = ["STANDSTILL_SECONDS", "Tell", "ignore", "processor_seconds", "wait"]
 
 STANDSTILL_SECONDS = 120.0
-TELL_SECONDS = 5.0
+REPORT_SECONDS = 5.0
 SOON_SECONDS = 5.0
 OFTEN_SECONDS, SELDOM_SECONDS = 0.02, 0.5
-"""How often it is looked, while the server is expected to be ready at once, and afterwards."""
+"""Seconds between checks, while the server is expected to be ready at once, and afterwards."""
 
 Tell = Callable[[str], None]
-"""Takes a line for whoever waits."""
+"""A function that prints a line while a server starts."""
 
 
-def silent(line: str) -> None:
-    """A `Tell` to which nobody listens."""
+def ignore(line: str) -> None:
+    """Ignore a line: a `Tell` for callers without output."""
 
 
 def wait(is_ready: Callable[[], bool], *, progress: Callable[[], Hashable], tell: Tell) -> bool:
-    """Return whether it got ready; False when `progress` has not changed for `STANDSTILL_SECONDS`.
+    """Wait until a server is ready, and return True; False when `progress` has not changed for `STANDSTILL_SECONDS`.
 
     `tell` is called every few seconds with how long it has taken so far.
     """
-    began = moved = told = time.monotonic()
+    began = moved = reported = time.monotonic()
     seen = progress()
     while not is_ready():
         now = time.monotonic()
@@ -40,17 +40,17 @@ def wait(is_ready: Callable[[], bool], *, progress: Callable[[], Hashable], tell
             seen, moved = current, now
         if now - moved > STANDSTILL_SECONDS:
             return False
-        if now - told > TELL_SECONDS:
+        if now - reported > REPORT_SECONDS:
             tell(f"{now - began:.0f} s")
-            told = now
+            reported = now
         time.sleep(OFTEN_SECONDS if now - began < SOON_SECONDS else SELDOM_SECONDS)
     return True
 
 
 def processor_seconds(pid: int) -> int:
-    """Return the processor time of a process in tens of seconds, which hardly grows while it only waits.
+    """Return the processor time of a process in tens of seconds, which hardly grows while the process only waits.
 
-    0 where the system does not tell it.
+    0 where the system does not provide it.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()

@@ -1,10 +1,10 @@
 """The store directory of a nats-server: which streams and consumers are in it, and how they are encrypted.
 
-`processes` looks before and after it starts a server, and `server status` and the doctor look at one that runs: a
+`processes` reads it before and after it starts a server, `server status` and the doctor while one runs: a
 server that cannot read a stream or a consumer goes on without it, says so in its log at most, and a client that makes
 it anew destroys it. The names of streams and consumers are the names of directories, also where the store is encrypted.
 
-How a store is encrypted is told by the sizes of its keys. nats-server 2.15.0 converts a store that it finds encrypted
+How a store is encrypted shows in the sizes of its keys. nats-server 2.15.0 converts a store that it finds encrypted
 in another way, or not at all, and loses consumers and streams in doing so, so nothing of ours has it do that.
 """
 
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 SERVED = "/jsz?accounts=true&streams=true&consumers=true&limit=1000000"
-"""Where the monitoring port of a server tells what it serves, for `served`."""
+"""The path at which the monitoring port of a server lists what it serves, for `served`."""
 METADATA, KEY = "meta.inf", "meta.key"
 KEY_BYTES = {72: "chacha", 64: "aes"}
 """The size of an encrypted key, as nats-server 2.15.0 writes it."""
@@ -45,7 +45,7 @@ SETTLE_SECONDS = 0.5
 
 
 class Asset(Struct, frozen=True, order=True):
-    """A stream, or a consumer of it."""
+    """A stream or a consumer in a store."""
 
     account: str
     stream: str
@@ -75,14 +75,14 @@ class _Config(Struct, frozen=True):
 
 
 class Served(Struct, frozen=True):
-    """What a server answers to `SERVED`: the directory of its store, and what it serves of it."""
+    """The answer of a server to `SERVED`: the directory of its store, and the streams and consumers that it serves."""
 
     config: _Config
     account_details: tuple[_Account, ...] | None = None
 
     @property
     def directory(self) -> Path:
-        # Not of /varz: where that was asked before JetStream had started, it never tells the configuration.
+        # Not of /varz: where that was asked before JetStream had started, it never has the configuration.
         return Path(self.config.store_dir)
 
     @property
@@ -95,12 +95,12 @@ class Served(Struct, frozen=True):
         return frozenset(found)
 
 
-# Servers are looked at side by side, in threads. msgspec crashes where two threads are the first to decode a type.
+# Servers are inspected side by side, in threads. msgspec crashes where two threads are the first to decode a type.
 _SERVED = msgspec.json.Decoder(Served)
 
 
 def within(store_dir: str | Path) -> Path:
-    """Return the directory that a server makes in its configured `store_dir`."""
+    """Return the directory of the store that a server makes in its configured `store_dir`."""
     return Path(store_dir) / "jetstream"
 
 
@@ -112,7 +112,7 @@ def on_disk(directory: Path) -> frozenset[Asset]:
 
 
 def served(answer: bytes) -> Served:
-    """Return what a server answers to `SERVED`. Raises `ServerProcessError` where that is another answer."""
+    """Parse the answer of a server to `SERVED`. Raises `ServerProcessError` where it is another answer."""
     try:
         return _SERVED.decode(answer)
     except msgspec.MsgspecError as error:
@@ -120,7 +120,8 @@ def served(answer: bytes) -> Served:
 
 
 def unserved(ask: Callable[[], bytes]) -> str:
-    """Return a sentence on what is in a server's store and not served, or an empty text. `ask` answers `SERVED`.
+    """Return a sentence on streams and consumers in a server's store that it does not serve, or an empty text. `ask`
+    answers `SERVED`.
 
     It blocks. Raises what `ask` and `served` raise.
     """
@@ -137,7 +138,7 @@ def _missing(answer: Served) -> frozenset[Asset]:
 
 
 def ciphers(directory: Path) -> set[str]:
-    """Return how the streams of a store are encrypted; the empty text is for those that are not."""
+    """Return the ciphers with which the streams of a store are encrypted; the empty text stands for no encryption."""
     found = set[str]()
     for metadata in directory.glob(f"*/streams/*/{METADATA}"):
         key = metadata.with_name(KEY)

@@ -1,8 +1,8 @@
-"""New stores put in the places of old ones, so that a kill at any moment leaves the whole old or the whole new ones.
+"""Replacement of old stores by new ones, so that a kill at any moment leaves the whole old or the whole new ones.
 
-`ops.key_rotation` says what is to be put where, and `processes` finishes what was begun before it starts a server. What
-is begun is written down first: while the file is there the new stores are the ones that count, and the old ones before.
-A store that is replaced is renamed, and nobody of ours removes it.
+`ops.key_rotation` decides which store goes where, and `processes` finishes what was begun before it starts a server.
+What is begun is written down first: while the file is there the new stores are the ones that count, and the old ones
+before. A store that is replaced is renamed, and no command of ours removes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BEGUN = "swap.json"
 
 
 class Replacement(Struct, frozen=True, kw_only=True):
-    """One store that takes another one's place. The three are on one file system."""
+    """The replacement of one store by another. The three paths are on one file system."""
 
     place: Path
     new: Path
@@ -31,7 +31,9 @@ class Replacement(Struct, frozen=True, kw_only=True):
 
 
 def begin(directory: Path, replacements: Sequence[Replacement]) -> None:
-    """Decide for the new stores. From here on `finish` puts them in place, in this process or in another one."""
+    """Record that the new stores are to replace the old ones. From here on `finish` puts them in place, in any
+    process.
+    """
     draft = directory / f"{BEGUN}.draft"
     with draft.open("wb") as file:
         file.write(msgspec.json.encode(replacements, enc_hook=str))
@@ -41,7 +43,9 @@ def begin(directory: Path, replacements: Sequence[Replacement]) -> None:
 
 
 def finish(directory: Path) -> Sequence[Replacement]:
-    """Put the new stores in place where that was begun; return what was replaced, nothing where nothing was begun."""
+    """Put the new stores in place where that was begun, and return what was replaced; nothing where nothing was
+    begun.
+    """
     begun = directory / BEGUN
     if not begun.exists():
         return ()

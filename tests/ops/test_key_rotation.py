@@ -311,5 +311,5 @@ def test_a_start_takes_the_new_store_where_rotate_key_was_killed_before_it_was_i
 
 def test_no_server_is_started_on_stores_that_are_being_moved(configure: Configure) -> None:
     loaded = load_server(configure(""), "port: 0\nmonitoring: {port: 0}")
-    with processes.alone(DIRECTORY), pytest.raises(ServerProcessError, match="started, or moved, by somebody else"):
+    with processes.alone(DIRECTORY), pytest.raises(ServerProcessError, match="started, or moved, by another command"):
         processes.start(loaded, directory=DIRECTORY)

@@ -123,7 +123,7 @@ def test_a_node_that_does_nothing_is_told_of_and_goes_on(
     monkeypatch.setattr(readiness, "STANDSTILL_SECONDS", 0.5)
     loaded = load(ANYWHERE)
     try:
-        with pytest.raises(ServerProcessError, match=r"has done nothing for .* It goes on: .* server stop"):
+        with pytest.raises(ServerProcessError, match=r"has done nothing for .* It still runs: .* server stop"):
             start(loaded)
         (state,) = processes.states(tmp_path / "servers")
         assert not ended(int(Path("pid").read_text()))
