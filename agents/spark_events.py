@@ -468,7 +468,7 @@ class _Application:
             moved = reader.position != self._stored.position
             goes_on = self._stored.lost and moved
             if goes_on:
-                await self._notify(job_events.resumed(Application.of_log(grown.name), heard=self._stored.level))
+                await self._notify(job_events.resumed(Application.of_log(grown.name), since=self._stored.level))
             for event in batch.events:
                 await self._learn(grown)
                 await self._notify(event)
@@ -499,7 +499,7 @@ class _Application:
         async for notification in self._replay(application, since=0):
             unfinished.add(notification.headers.get("Nats-Msg-Id", ""), notification.identifier)
         for begun in (*unfinished, None):
-            await self._notify(job_events.lost(application, begun, heard=grown.modified))
+            await self._notify(job_events.lost(application, begun, since=grown.modified))
 
     async def _resume(self, grown: EventLog) -> EventLogReader[JobEvent]:
         entry = await self._checkpoints.get(self._key(grown))

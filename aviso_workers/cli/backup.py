@@ -1,4 +1,4 @@
-"""`backup create|ls|verify|restore|drill|cleanse|merge`."""
+"""`backup create|ls|verify|restore|drill|cleanse|merge`: backups of streams in a directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`backup cleanse`."""
+"""`backup cleanse`: removes erased messages from backups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`config schema` and `config show`."""
+"""`config schema` and `config show`: print the schema of configuration files, and the values in effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mirror promote|recover|fence|unfence|drill`."""
+"""`mirror promote|recover|fence|unfence|drill`: failover to the mirror of a stream."""
 
 from __future__ import annotations
 

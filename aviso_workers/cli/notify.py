@@ -1,4 +1,4 @@
-"""`notify`: publish one notification, or a file of them."""
+"""`notify`: publishes one notification, or those in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`server render|start|rotate-key|stop|reload|status`: a nats-server of our own."""
+"""`server render|start|rotate-key|stop|reload|status`: renders nats-server.conf, and runs servers for development."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`streams copy`."""
+"""`streams copy`: copies a stream to another server, cluster or account."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`streams purge|seal|rm|step-down|remove-peer`: maintenance of streams by hand.
+"""`streams purge|seal|rm|step-down|remove-peer`: change streams by hand.
 
 What cannot be taken back is shown, and done with `--yes`.
 """

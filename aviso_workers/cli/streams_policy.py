@@ -1,4 +1,4 @@
-"""`streams plan|apply|show|wipe|wipe-all`: the streams of the configuration."""
+"""`streams plan|apply|show|wipe|wipe-all`: bring streams in line with the configuration, or empty them."""
 
 from __future__ import annotations
 

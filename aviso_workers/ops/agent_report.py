@@ -31,7 +31,7 @@ __all__ = ["AgentRow", "Progress", "differing", "of_app", "of_deployment", "poli
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """The progress of an agent on one event stream."""
+    """How far an agent has come on one event stream: what is pending, delivered and dead-lettered."""
 
     app: str
     agent: str

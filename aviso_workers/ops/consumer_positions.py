@@ -36,7 +36,7 @@ class Place(Struct, frozen=True, kw_only=True):
 
 
 class Carried(Struct, frozen=True, kw_only=True):
-    """The result for one durable consumer."""
+    """The result for one durable consumer: where it goes on, and whether it was made."""
 
     consumer: str
     next_sequence: int

@@ -30,7 +30,7 @@ AGAIN_SECONDS = 0.01
 
 
 class Drill(Struct, frozen=True, kw_only=True):
-    """The result of a drill."""
+    """The result of a drill, which has passed where every message is stored once."""
 
     promotion: Promotion
     published: int

@@ -44,7 +44,7 @@ PROGRESS_SECONDS = 5.0
 """How often is reported how far it is, while the original stores more and more."""
 PUBLISH_SECONDS = 30.0
 MOST_TRIES = 10
-"""How often in a row appending may fail before it is given up."""
+"""How often in a row appending may fail before the error is raised."""
 FILLER = "aviso_workers_filler"
 """The last part of the subject of what is stored for a sequence that the original does not have."""
 HOW_TO_STORE = ("Nats-Expected-", "Nats-Batch-")
@@ -57,7 +57,7 @@ UNFIT = ("mirror", "sources", "subject_transform", "republish", "allow_msg_count
 
 
 class Followed(Struct, frozen=True, kw_only=True):
-    """The result of copy an original to its end."""
+    """The result of following an original to its end: what was appended and deleted in the copy."""
 
     stream: str
     messages: int

@@ -42,7 +42,7 @@ USER = "aviso-workers-rotate-key"
 
 
 class Rotated(Struct, frozen=True, kw_only=True):
-    """The result of a key rotation."""
+    """The result of a key rotation: the servers, which run again, and their old stores."""
 
     nodes: tuple[Node, ...]
     """The servers, which run with the new encryption."""

@@ -36,7 +36,7 @@ POLL_SECONDS = 0.05
 
 
 class Purge(Struct, frozen=True, kw_only=True):
-    """The plan of a purge."""
+    """The plan of a purge: what is removed, and how many messages that are."""
 
     stream: str
     subject: str = ""

@@ -49,7 +49,7 @@ class Found(NamedTuple):
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
-    """The result of comparing a mirror with its origin."""
+    """The result of comparing a mirror with its origin: how many messages are the same, and what differs."""
 
     equal: int = 0
     """Messages that both hold and that are the same."""

@@ -1,10 +1,10 @@
 """Mirrors and sources: whether they keep up with their origins, and fences of streams.
 
-Called by the commands `mirror ...`, by `promotion` and by `doctor`. A mirror is judged by when it last heard of its
+Called by the commands `mirror ...`, by `promotion` and by `doctor`. A mirror is judged by its last contact with its
 origin, because its lag stays at nought when the origin is gone, and by whether both have the same history (see
-`histories`). A stream that is fenced keeps what it has and gives up its subjects, so that it takes no publish any more,
-now or after a restart; for two streams that both take publishes are two histories which nobody can join again. Who
-reconciles streams leaves a fenced one alone.
+`mirror_histories`). A stream that is fenced keeps its messages and loses its subjects, so that it takes no publish any
+more, now or after a restart; for two streams that both take publishes are two histories which cannot be joined.
+Reconciliation leaves a fenced stream alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 STALE_SECONDS = 30.0
-"""A mirror that has heard nothing for so long is not following: an idle origin is heard of every few seconds."""
+"""A mirror without contact for so long is not following: an idle origin sends a heartbeat every few seconds."""
 PROMOTED = "aviso-workers-promoted-from"
 """The metadata of a promoted mirror: the API and the name of its origin, and the last sequence that it mirrored (which
 is missing where an older version promoted it)."""
@@ -68,7 +68,7 @@ class Link(Struct, frozen=True, kw_only=True):
 
 
 class Fenced(Struct, frozen=True, kw_only=True):
-    """The result of fencing a stream."""
+    """The result of fencing a stream: the subjects that it took, and its last sequence."""
 
     subjects: tuple[str, ...]
     """The subjects that it took."""

@@ -30,7 +30,7 @@ UNFENCE_SECONDS = 10.0
 
 
 class Promotion(Struct, frozen=True, kw_only=True):
-    """The result of a promotion."""
+    """The result of a promotion: the subjects that the mirror takes now, and whether anything is missing in it."""
 
     stream: str
     origin: str

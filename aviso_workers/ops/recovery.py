@@ -39,7 +39,7 @@ DOMAIN_PARTS = 3
 
 
 class Recovered(Struct, frozen=True, kw_only=True):
-    """The result of a recovery."""
+    """The result of a recovery: how many messages were published, and how many were not and why."""
 
     published: int
     present: int

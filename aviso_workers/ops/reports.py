@@ -1,7 +1,7 @@
 """Reports on streams and consumers from two snapshots of a server: a single one does not show whether anything changes.
 
 Called by the commands `report streams`, `consumers ls` and `top`. A snapshot is one request for all streams and one or
-more for each that has consumers, which are told some hundreds at a time. What is made of two snapshots is pure.
+more for each that has consumers, which a server lists some hundreds at a time. What is made of two snapshots is pure.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
 
 class StreamRow(Struct, frozen=True, kw_only=True):
-    """The report on a stream."""
+    """The report on a stream: its size, its rate, its replicas and its trouble."""
 
     stream: str
     messages: int
@@ -88,7 +88,7 @@ class ServerRow(Struct, frozen=True, kw_only=True):
 
 
 class ConsumerRow(Struct, frozen=True, kw_only=True):
-    """The report on a consumer."""
+    """The report on a consumer: its lag, its rate, and whether it is stuck."""
 
     stream: str
     consumer: str

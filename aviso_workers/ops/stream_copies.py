@@ -40,7 +40,7 @@ OF_THE_COPY = ("storage", "num_replicas", "placement")
 
 
 class Copied(Struct, frozen=True, kw_only=True):
-    """The result of copying a stream."""
+    """The result of copying a stream: the copy, its comparison with the original, and what was stored meanwhile."""
 
     restored: Restored
     compared: Drill

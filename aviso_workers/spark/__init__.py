@@ -13,7 +13,7 @@ from aviso_workers.config import Config
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from aviso_workers.spark.listeners import Listening
+    from aviso_workers.spark.listeners import Listener
 
 __all__ = ["listen", "register"]
 
@@ -33,7 +33,7 @@ def register(spark: SparkSession) -> None:
     data_source.register(spark)
 
 
-def listen(spark: SparkSession, *, config: Config | str | Path | None = None) -> Listening:
+def listen(spark: SparkSession, *, config: Config | str | Path | None = None) -> Listener:
     """Publish what happens in the application of this session, from now on until it or this process ends.
 
     `config` is a path, a loaded `Config`, or None for the file that the environment names. Needs no NATS server to be

@@ -1,4 +1,4 @@
-"""The event type and the filter of an archive, recorded in the archive.
+"""The record in an archive of which event type and filter it holds.
 
 What a run leaves out is behind the checkpoint, and no later run archives it. So an archive takes one event type and one
 filter: `archives` calls `check` before its query starts, and the command makes the `Selection` of its arguments.

@@ -1,9 +1,10 @@
 """The list of the files that belong to an archive, as `archives` writes one for each batch and reads the newest.
 
 The form is that of the log of Spark's own file sink: a line with the version, and a JSON document for each file. So
-`spark.read.parquet` reads it, of any Spark. The first document has one field more, which Spark passes over: a digest
-of the list. By it a list that was cut is told from a shorter one, also where it was cut at the end of a line. Two kinds
-of list have no digest and cannot prove that they are whole: those of versions before this one, and those of no files.
+`spark.read.parquet` reads it, of any Spark. The first document has one field more, which Spark passes over: a digest of
+the list. By it a list that was cut is distinguished from a shorter one, also where it was cut at the end of a line. Two
+kinds of list have no digest and cannot prove that they are whole: those of versions before this one, and those of no
+files.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ PLAIN_CHUNK = 256 << 10
 EVENT = b'{"Event":"'
 ROLLING = "eventlog_v2_"
 NAME = re.compile(r"[^\s*>]+")
-"""Names of applications. Others could not be told from a filter for several applications, or not be published."""
+"""Names of applications. Others would look like a filter for several applications, or could not be published."""
 ROLLED_FILE = re.compile(r"events_(\d{1,9})_[^.]+(\.\w+)?(\.compact)?")
 COMPACTED = ".compact"
 APP_STATUS = "appstatus_"

@@ -170,25 +170,26 @@ class Unfinished:
         return iter(self._begun.values())
 
 
-def lost(application: Application, begun: Begun | None = None, *, heard: float) -> JobEvent:
-    """Return the event that Spark cannot write: the application's log has not grown since `heard`, seconds since 1970.
+def lost(application: Application, begun: Begun | None = None, *, since: float) -> JobEvent:
+    """Return the event that Spark cannot write: the application's log has not grown from `since` on, seconds since
+    1970.
 
     It is of the application, or of what had begun in it. That the driver is gone is a guess. One that was only idle
     goes on writing (`resumed`), and may be lost again.
     """
-    return _of_loss(application, begun, "lost", heard)
+    return _of_loss(application, begun, "lost", since)
 
 
-def resumed(application: Application, *, heard: float) -> JobEvent:
-    """Return the event that an application which was reported lost goes on; its log had not grown since `heard`,
+def resumed(application: Application, *, since: float) -> JobEvent:
+    """Return the event that an application which was reported lost goes on; its log had not grown from `since` on,
     seconds since 1970.
     """
-    return _of_loss(application, None, "resumed", heard)
+    return _of_loss(application, None, "resumed", since)
 
 
-def _of_loss(application: Application, begun: Begun | None, event: str, heard: float) -> JobEvent:
+def _of_loss(application: Application, begun: Begun | None, event: str, since: float) -> JobEvent:
     begun = begun or Begun("application", application.id, application.id)
-    milliseconds = int(heard * 1000)
+    milliseconds = int(since * 1000)
     return JobEvent(
         application=application,
         kind=begun.kind,

@@ -46,7 +46,7 @@ from aviso_workers.spark import job_events
 from aviso_workers.spark.duplicate_window import DuplicateWindow
 from aviso_workers.spark.job_events import EVENT_TYPE, Application, JobEvent
 
-__all__ = ["Listening", "listen"]
+__all__ = ["Listener", "listen"]
 
 QUEUE = "aviso"
 MOST_WAITING = 10_000
@@ -75,16 +75,16 @@ QUERY_EVENT = "org.apache.spark.sql.streaming.StreamingQueryListener$Query"
 log = structlog.get_logger(__name__)
 
 
-def listen(spark: Any, *, config: Config | str | Path | None = None) -> Listening:
+def listen(spark: Any, *, config: Config | str | Path | None = None) -> Listener:
     """Listen to the application of a session, as `aviso_workers.spark.listen` describes."""
     loaded = config if isinstance(config, Config) else load(config)
     if EVENT_TYPE not in loaded.notification_schema:
         raise UnknownEventTypeError(EVENT_TYPE, loaded.notification_schema)
     application = Application.of_run(spark.conf.get("spark.app.id"), spark.conf.get("spark.app.attempt.id", None))
-    listening = Listening(loaded, application)
+    listener = Listener(loaded, application)
     remote = type(spark).__module__.startswith("pyspark.sql.connect.")
-    listening.start(_listen_to_queries if remote else _listen_to_jobs, spark)
-    return listening
+    listener.start(_listen_to_queries if remote else _listen_to_jobs, spark)
+    return listener
 
 
 class _WaitingEvent(Struct, frozen=True):
@@ -93,7 +93,7 @@ class _WaitingEvent(Struct, frozen=True):
     """When it happened, by `time.monotonic`: since then the agent may have published it."""
 
 
-class Listening:
+class Listener:
     """A running listener. `close`, the end of its `with` block or the end of the process stops it."""
 
     def __init__(self, config: Config, application: Application) -> None:
@@ -130,7 +130,7 @@ class Listening:
         self.dropped += len(self._waiting)
         atexit.unregister(self.close)
 
-    def __enter__(self) -> Listening:
+    def __enter__(self) -> Listener:
         return self
 
     def __exit__(

@@ -1,4 +1,4 @@
-"""A client of Spark's monitoring REST API, of a history server or of a driver's UI.
+"""A client of the monitoring REST API that a Spark history server or a driver's UI has.
 
 Called by the command that holds it against what was published (`ops.spark_reconciliation`). Everything here blocks on
 the network. It answers with states, not events, and keeps the newest only (`spark.ui.retainedJobs` and others, 1000

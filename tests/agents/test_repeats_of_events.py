@@ -17,7 +17,7 @@ from aviso_workers import App
 from aviso_workers.config import load
 from aviso_workers.spark import job_events
 from aviso_workers.spark.job_events import EVENT_TYPE, Application, JobEvent
-from aviso_workers.spark.listeners import Listening
+from aviso_workers.spark.listeners import Listener
 from tests.agents.test_spark_events import app_of, config_file, job_start
 from tests.stories.processes import Server
 from tests.waits import PATIENCE_SECONDS
@@ -36,7 +36,7 @@ async def test_a_listener_ends_an_attempt_that_outlasts_the_duplicate_window(tmp
 
     with Server(tmp_path / "jetstream") as server:
         file = with_a_window_of_a_second(config_file(tmp_path, tmp_path / "logs", server.url))
-        listening = Listening(load(file), APPLICATION)
+        listening = Listener(load(file), APPLICATION)
         listening.start(add, None)
         hear[0](started_now(1))
         async with app_of(file) as app:

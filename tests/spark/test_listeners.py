@@ -21,7 +21,7 @@ from aviso_workers.errors import UnknownEventTypeError
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import listen, listeners
 from aviso_workers.spark.job_events import Application
-from aviso_workers.spark.listeners import Listening
+from aviso_workers.spark.listeners import Listener
 from tests.spark.logs import ids_in, logs_in
 from tests.waits import LONG_SECONDS, PATIENCE_SECONDS
 
@@ -33,7 +33,7 @@ async def test_the_listener_alone_tells_of_jobs_and_queries_as_the_log_does(
 ) -> None:
     async with app:
         spark = await anyio.to_thread.run_sync(start_spark, tmp_path / "logs", {})
-        with listen(spark, config=config) as heard:
+        with listen(spark, config=config) as listener:
             await anyio.to_thread.run_sync(work, spark, tmp_path)
             await anyio.to_thread.run_sync(spark.stop)
         stored = await ids(app)
@@ -43,7 +43,7 @@ async def test_the_listener_alone_tells_of_jobs_and_queries_as_the_log_does(
         which for which in logged if which.split(":")[4] in before
     }
     assert stored == Counter(which for which in logged if which in stored), "each once"
-    assert (heard.stored, heard.dropped) == (len(stored), 0)
+    assert (listener.stored, listener.dropped) == (len(stored), 0)
 
 
 async def test_listener_and_agent_together_store_each_event_once(
@@ -52,14 +52,14 @@ async def test_listener_and_agent_together_store_each_event_once(
     async with app, anyio.create_task_group() as tasks:
         tasks.start_soon(spark_events.tail, app)
         spark = await anyio.to_thread.run_sync(start_spark, tmp_path / "logs", {})
-        with listen(spark, config=config) as heard:
+        with listen(spark, config=config) as listener:
             for _ in range(3):
                 await anyio.to_thread.run_sync(work, spark, tmp_path)
             await anyio.to_thread.run_sync(spark.stop)
         await until_published(app, tmp_path / "logs")
         tasks.cancel_scope.cancel()
         assert await ids(app) == Counter(in_log(tmp_path / "logs"))
-    assert heard.stored > 0
+    assert listener.stored > 0
 
 
 async def test_an_agent_that_comes_later_adds_what_is_missing_and_nothing_else(
@@ -88,10 +88,10 @@ async def test_what_spark_tells_its_listeners_late_is_left_to_the_agent(app: App
         hear(event)
         return lambda: None
 
-    heard = Listening(load(config), Application(id="local-1"))
-    await anyio.to_thread.run_sync(heard.start, tell, None)
-    await anyio.to_thread.run_sync(heard.close)
-    assert (heard.stored, heard.dropped) == (0, 1)
+    listener = Listener(load(config), Application(id="local-1"))
+    await anyio.to_thread.run_sync(listener.start, tell, None)
+    await anyio.to_thread.run_sync(listener.close)
+    assert (listener.stored, listener.dropped) == (0, 1)
 
 
 async def test_a_closed_listener_hears_nothing_and_the_context_goes_on(
@@ -100,15 +100,15 @@ async def test_a_closed_listener_hears_nothing_and_the_context_goes_on(
     async with app:
         spark = await anyio.to_thread.run_sync(start_spark, tmp_path / "logs", {})
         try:
-            heard = listen(spark, config=config)
+            listener = listen(spark, config=config)
             await anyio.to_thread.run_sync(spark.range(3).count)
-            heard.close()
-            stored = heard.stored
+            listener.close()
+            stored = listener.stored
             await anyio.to_thread.run_sync(spark.range(3).count)
-            heard.close()
+            listener.close()
         finally:
             await anyio.to_thread.run_sync(spark.stop)
-        assert stored == heard.stored == (await ids(app)).total() > 0
+        assert stored == listener.stored == (await ids(app)).total() > 0
 
 
 async def test_without_a_server_spark_works_on_and_what_is_dropped_is_counted(
@@ -122,14 +122,14 @@ async def test_without_a_server_spark_works_on_and_what_is_dropped_is_counted(
     server.stop()
     spark = await anyio.to_thread.run_sync(start_spark, tmp_path / "logs", {})
     try:
-        heard = listen(spark, config=config)
+        listener = listen(spark, config=config)
         for _ in range(3):
             assert spark.range(3).count() == 3
     finally:
         await anyio.to_thread.run_sync(spark.stop)
-    heard.close(within_seconds=0.1)
-    assert heard.stored == 0
-    assert heard.dropped >= 12, "three jobs with their stages start and end"
+    listener.close(within_seconds=0.1)
+    assert listener.stored == 0
+    assert listener.dropped >= 12, "three jobs with their stages start and end"
 
 
 async def test_without_the_event_type_it_says_so_at_once(tmp_path: Path) -> None:
@@ -166,11 +166,11 @@ import sys, time
 from pyspark.sql import SparkSession
 from aviso_workers.spark import listen
 spark = SparkSession.builder.remote("local[1]").getOrCreate()
-with listen(spark, config=sys.argv[1]) as heard:
+with listen(spark, config=sys.argv[1]) as listener:
     rows = spark.readStream.format("text").load(sys.argv[2]).writeStream.format("noop")
     query = rows.option("checkpointLocation", sys.argv[3]).trigger(availableNow=True).start()
     query.awaitTermination()  # stopped within a batch it may tell of that with a stack trace
-    while heard.stored < 3:
+    while listener.stored < 3:
         time.sleep(0.05)
 print(spark.conf.get("spark.app.id"), query.id)
 """

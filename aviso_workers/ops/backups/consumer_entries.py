@@ -38,7 +38,7 @@ class _State(Struct, frozen=True):
 
 
 class StoredConsumer(Struct, frozen=True):
-    """A consumer in a backup."""
+    """A consumer as its backup has it: its configuration and its state."""
 
     config: _Config
     state: _State

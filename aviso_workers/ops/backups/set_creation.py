@@ -29,7 +29,7 @@ BackUp = Callable[[str, Spool | None], Awaitable[Backup]]
 
 
 class MadeSet(Struct, frozen=True, kw_only=True):
-    """The result of making a set."""
+    """The result of making a set: the backups and, where all succeeded, the file that makes them a set."""
 
     file: Path | None
     """None where it is not whole: then it is no set, and the backups that were made are backups of single streams."""

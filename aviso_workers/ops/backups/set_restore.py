@@ -45,7 +45,7 @@ Watch = Callable[[Backup], AbstractContextManager[Progress]]
 
 
 class GoesOn(Struct, frozen=True, kw_only=True):
-    """The position of a consumer after a restore."""
+    """The position at which a consumer goes on after a restore."""
 
     consumer: str
     sequence: int

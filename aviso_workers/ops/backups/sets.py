@@ -46,7 +46,7 @@ UNFINISHED = ".unfinished-"
 
 
 class Member(Struct, frozen=True, kw_only=True):
-    """A backup of a set."""
+    """A backup that belongs to a set."""
 
     stream: str
     directory: str

@@ -139,7 +139,7 @@ class _Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Backup(Struct, frozen=True, kw_only=True):
-    """A backup of a stream, on disk."""
+    """A backup of a stream as its directory has it, with the stream's configuration and state."""
 
     directory: Path
     config: Mapping[str, Any]

@@ -52,7 +52,7 @@ class JetStreamConfig(Struct, frozen=True, kw_only=True):
 
 
 class Jsz(Struct, frozen=True, kw_only=True):
-    """The answer to /jsz."""
+    """The answer to /jsz, as far as checks need it: the configuration of JetStream."""
 
     config: JetStreamConfig = JetStreamConfig()
 

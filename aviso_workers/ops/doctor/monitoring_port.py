@@ -42,7 +42,7 @@ class Closed(Struct, frozen=True, kw_only=True):
 
 
 class Connections(Struct, frozen=True):
-    """The answer to /connz."""
+    """The answer to /connz: the connections that have ended."""
 
     connections: tuple[Closed, ...] | None
 
