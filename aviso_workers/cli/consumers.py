@@ -50,7 +50,7 @@ def list_consumers(
 
 @consumers.command()
 def show(stream: Stream, consumer: Consumer, config: ConfigOption = None) -> None:
-    """Print a consumer's configuration and state as JSON, as the server tells them.
+    """Print a consumer's configuration and state as JSON, as the server has them.
 
     Example: aviso-workers consumers show MARS field-index__index_field
     """

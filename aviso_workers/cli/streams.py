@@ -45,7 +45,7 @@ def ls(as_json: AsJson = False, config: ConfigOption = None) -> None:
 
 @streams.command()
 def info(stream: Stream, config: ConfigOption = None) -> None:
-    """Print a stream's configuration, state and copies as JSON, as the server tells them.
+    """Print a stream's configuration, state and copies as JSON, as the server has them.
 
     Example: aviso-workers streams info MARS
     """

@@ -2,7 +2,7 @@
 
 Consumers are asked for by stream and some hundreds at a time, and counts are those of a stream's subjects: a handful of
 requests, however many agents there are. An agent is known by its durable consumer, `<app>__<agent>`. A stream that does
-not exist has nothing to tell.
+not exist has no agents.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ T = TypeVar("T", StreamInfo, ConsumerInfo)
 
 
 class Listed(Struct, Generic[T], frozen=True, kw_only=True):
-    """A listing of streams or consumers. A cluster leaves out those for which no server answers, such as while it is
-    down.
+    """A listing of streams or consumers. A cluster leaves out those for which no server answers, as where the only
+    server that has them is down.
     """
 
     found: list[T]

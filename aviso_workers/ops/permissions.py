@@ -4,8 +4,8 @@
 consumers by which they do, and the buckets of its state. Where an operator creates streams (`stream_management:
 observe`), no other role may.
 
-A replay reads by a consumer that the server names. So who may replay a stream may also take from the consumers of
-others on it, and delete them.
+A replay reads by a consumer that the server names. So a user who may replay a stream may also take from the
+consumers of others on it, and delete them.
 """
 
 from __future__ import annotations

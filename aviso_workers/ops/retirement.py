@@ -103,8 +103,8 @@ async def retire(admin: Admin, plan: Retirement) -> None:
 
 
 async def _subjects(admin: Admin, owner: str, agent: str) -> dict[tuple[str, str], int]:
-    """Return the subjects of retries and, of the app, its counters or, of one agent, its failure counts, with their
-    messages.
+    """Return the number of messages to purge by stream and subject: the retries, and the counters of the app or the
+    failure counts of the agent.
     """
     wanted = [(dead_letter_store.RETRIES, dead_letter_store.retry_subject(owner, agent or "*"))]
     if not agent:

@@ -2,9 +2,9 @@
 
 Called by the command `streams copy`; `following_copies` goes on where a copy has ended. It is a backup that is restored
 elsewhere: messages keep their sequences and times, consumers their positions. While it is not whole, the copy is fenced
-(see `mirrors`), so that nobody publishes into it: what is stored in it under a sequence of its own could not be
-joined with what the original stores under the same one. It gets the subjects of the original when it was compared, and
-when the original stores no more, or has stored nothing since.
+(see `mirrors`), so that no client publishes into it: a message that is stored in it under a sequence of its own could
+not be joined with one that the original stores under the same sequence. It gets the subjects of the original when it
+was compared, and when the original stores no more, or has stored nothing since.
 """
 
 from __future__ import annotations

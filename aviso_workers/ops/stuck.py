@@ -1,9 +1,9 @@
 """The rule by which a consumer is stuck, used by `agents ls`, `consumers ls`, `top`, `doctor` and the observer.
 
-The ack floor stands before the oldest notification that is not finished. So what is settled beside it, however much,
-does not hide it. The server does not tell since when it stands; the workers' records do (`engine.consumer_records`),
-and say how long the agent's policy allows it. Without a record, such as for other clients' consumers, the last delivery
-or acknowledgement is taken, which traffic can hide.
+The ack floor is before the oldest notification that is not finished. So notifications that are settled after it,
+however many, do not hide it. The server does not say since when it is unchanged; the workers' records do
+(`engine.consumer_records`), and say how long the agent's policy allows it. Without a record, such as for other clients'
+consumers, the last delivery or acknowledgement is taken, which traffic can hide.
 """
 
 from __future__ import annotations

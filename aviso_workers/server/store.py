@@ -4,7 +4,7 @@
 server that cannot read a stream or a consumer goes on without it, says so in its log at most, and a client that makes
 it anew destroys it. The names of streams and consumers are the names of directories, also where the store is encrypted.
 
-How a store is encrypted shows in the sizes of its keys. nats-server 2.15.0 converts a store that it finds encrypted
+The cipher of a store follows from the sizes of its keys. nats-server 2.15.0 converts a store that it finds encrypted
 in another way, or not at all, and loses consumers and streams in doing so, so nothing of ours has it do that.
 """
 

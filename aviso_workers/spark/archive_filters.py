@@ -53,7 +53,7 @@ def check(files: Files, wanted: Selection | None, *, aside: str) -> None:
     """Check that an archive has the selection `wanted`; record it, by way of the file `aside`, where none is recorded
     yet.
 
-    Raises `PipelineError` where the archive has something else, or where nobody says what is to be archived.
+    Raises `PipelineError` where the archive has something else, or where `wanted` is None though it has a record.
     """
     if not files.exists(RECORD):
         if wanted is None:
@@ -73,7 +73,7 @@ def _read(files: Files) -> Selection:
         return msgspec.json.decode(files.read(RECORD), type=Selection)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise PipelineError(
-            f"{files.root}/{RECORD} is damaged, so nobody knows what the archive leaves out: {error}. Put a good copy "
+            f"{files.root}/{RECORD} is damaged, so what the archive leaves out is not known: {error}. Put a good copy "
             "of it back, or archive to a new directory"
         ) from error
 

@@ -1,13 +1,13 @@
 """Archives of notifications as Parquet, by the day on which they were stored: each once, and never half of a
 micro-batch.
 
-`aviso-workers spark archive` calls it, and whoever has a stream of notifications in Spark. A micro-batch is written
-to the side, moved in, and becomes visible by one more file in the directory's `_spark_metadata`, which says what
-belongs to the archive. It is the log that Spark's own file sink keeps, so that `spark.read.parquet(PATH)` of any
+`aviso-workers spark archive` calls it, as may any program with a stream of notifications in Spark. A micro-batch is
+written to the side, moved in, and becomes visible by one more file in the directory's `_spark_metadata`, which says
+what belongs to the archive. It is the log that Spark's own file sink keeps, so that `spark.read.parquet(PATH)` of any
 Spark reads it; each of its files is a whole list here, because the step that adds files also takes small ones away
 after it has merged them. The number of the file is that of the batch: a batch that is there is not written again.
 
-Readers that know no such log look at the directories of the days. So what was merged is removed in the same step, and
+Readers that know no such log read the directories of the days. So what was merged is removed in the same step, and
 what a run left that was killed in the middle of one is removed when the next has done that step again. A query of
 Spark that had begun with files that were merged since ends with an error. Lists that were followed by others stay for
 an hour.
@@ -115,12 +115,12 @@ class _Archive:
             raise PipelineError(f"{self.root} is written by Spark's own file sink: archive to a directory of its own")
         if lists and not self._files.exists(f"{CHECKPOINT}/offsets"):
             raise PipelineError(
-                f"{self.root} is an archive whose {CHECKPOINT} is gone, so nobody knows how far it came: "
+                f"{self.root} is an archive whose {CHECKPOINT} is gone, so how far it came is not known: "
                 "archive to a new directory"
             )
         if not lists and self._files.list(f"{CHECKPOINT}/commits"):
             raise PipelineError(
-                f"{self.root} is an archive whose {LOG} is gone, so nobody knows what belongs to it: "
+                f"{self.root} is an archive whose {LOG} is gone, so what belongs to it is not known: "
                 "archive to a new directory"
             )
         self._check_same_age(self._newest().number)
@@ -206,8 +206,8 @@ class _Archive:
             return
         if not all(self._files.exists(entry.name) for entry in added):
             raise PipelineError(
-                f"somebody has removed files that this run wrote to {self.root}: let one run at a time write there; "
-                "the next one archives them"
+                f"another process has removed files that this run wrote to {self.root}: let one run at a time write "
+                "there; the next one archives them"
             )
         self._files.sync(f"{CHECKPOINT}/offsets/{number}")  # a list without the plan of its batch is refused
         text = archive_lists.encode([*kept, *added])
@@ -248,7 +248,7 @@ class _Archive:
             return archive_lists.decode(self._files.read(f"{LOG}/{file.name}"), number=number)
         except ValueError as problem:
             raise PipelineError(
-                f"{self.root}/{LOG}/{file.name} is damaged, so nobody knows what belongs to the archive: {problem}. "
+                f"{self.root}/{LOG}/{file.name} is damaged, so what belongs to the archive is not known: {problem}. "
                 "No file was removed. Put a good copy of it back, or archive to a new directory"
             ) from problem
 

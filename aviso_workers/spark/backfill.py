@@ -1,8 +1,9 @@
 """Backfills: stored notifications published again, filtered and checked against a schema, each once.
 
-`aviso-workers spark backfill` calls it with an archive or a stream, and whoever has such rows. What is no notification
-of the event type that it is to become goes to a table with the reason; where there is no such table, nothing at all is
-published. A second run publishes what the first one did not come to, and adds nothing after one that came to its end.
+`aviso-workers spark backfill` calls it with an archive or a stream, as may any program with such rows. What is no
+notification of the event type that it is to become goes to a table with the reason; where there is no such table,
+nothing at all is published. A second run publishes what the first one did not come to, and adds nothing after one that
+came to its end.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ except ImportError as error:
 __all__ = ["CODECS", "MAGIC_BYTES", "Decompressor", "by_content", "by_name"]
 
 MAGIC_BYTES = 8
-"""Bytes that tell how a file is compressed."""
+"""The number of bytes that show how a file is compressed."""
 BLOCK_BYTES = 32 << 20
 """The largest block that lz4-java writes; snappy-java's are no larger."""
 
@@ -167,7 +167,7 @@ def _snappy_decompressed_size(block: bytes) -> int:
         size |= (byte & 0x7F) << (7 * place)
         if byte < 0x80 and size <= BLOCK_BYTES:
             return size
-    raise UndecodableError("damaged: a block does not tell its size")
+    raise UndecodableError("damaged: a block does not state its size")
 
 
 CODECS: dict[str, Callable[[], Decompressor]] = {"zstd": _ZstdFrames, "lz4": _Lz4Blocks, "snappy": _SnappyBlocks}

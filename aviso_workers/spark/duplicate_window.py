@@ -22,7 +22,7 @@ __all__ = ["DuplicateWindow"]
 MOST_SECONDS = 60.0
 """Half of the usual window. A longer one is not relied on: what waited for so long was not published for a reason."""
 CACHE_SECONDS = 5.0
-"""A window that somebody changes is noticed within this time."""
+"""A changed window is noticed within this time."""
 
 
 class DuplicateWindow:

@@ -1,6 +1,6 @@
 """Spark's listener events as notifications of the event type `spark_job`.
 
-Called by whoever hears of events as JSON: the agent that tails event logs (`aviso_agents.spark_events`) and the
+Called by those that get events as JSON: the agent that tails event logs (`aviso_agents.spark_events`) and the
 listeners inside of a driver (`listeners`). It is the same JSON and makes the same ids, so that a stream that got both
 ways holds each event once.
 
@@ -92,7 +92,7 @@ class JobEvent(Struct, frozen=True, kw_only=True):
     id: str
     """Of what it happened to: application id, job id, `stage.attempt`, SQL execution id, query id, executor id."""
     occurrence: str
-    """What tells it from the others of the same kind, event and application."""
+    """What distinguishes it from others of the same kind, event and application."""
     payload: Mapping[str, Any]
 
     def identifier(self, cluster: str) -> dict[str, str]:

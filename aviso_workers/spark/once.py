@@ -59,7 +59,7 @@ def publish(rows: DataFrame, event: str, *, config: str | None = None) -> int:
     """Publish rows of `id`, `topic`, `identifier`, `payload` and `sequence`, in order within each topic, and return how
     many were stored now.
 
-    A row is not stored where somebody else has stored it since the stream was read, or has published another
+    A row is not stored where another publisher has stored it since the stream was read, or has published another
     notification of its topic in a stream that keeps the newest of each. Raises `UnknownEventTypeError`, and what the
     data source raises, in a `PySparkException`.
     """

@@ -33,7 +33,7 @@ RUNNING, SUCCEEDED, FAILED, ENDED = "running", "succeeded", "failed", "ended"
 WORDS = {"SUCCEEDED": SUCCEEDED, "COMPLETE": SUCCEEDED, "COMPLETED": SUCCEEDED, "FAILED": FAILED}
 """What Spark calls the ends of jobs, stages and SQL executions. Its other words are no ends."""
 NEVER_BEGUN = ("PENDING", "SKIPPED")
-"""Stages that were planned, and of which Spark tells no events."""
+"""Stages that were planned, and for which Spark has no events."""
 
 States = Mapping[tuple[str, str], str]
 """`running`, `succeeded`, `failed` or `ended`, by kind and id as in a notification."""

@@ -357,7 +357,7 @@ class Draft:
         digests_before: tuple[str, ...] = (),
     ) -> Backup:
         """Write the metadata, put the backup in place, and return it. Raises `BackupError` also where the archive is
-        not complete; that of an encrypted one was checked by the caller.
+        not complete; that of an encrypted one was checked while it was written.
         """
         record = Record(
             made=made,

@@ -142,7 +142,7 @@ def dead_letters(facts: Facts) -> Iterator[Finding]:
     "Workers do not die of what they handle",
     why="a notification whose worker died on each of its deliveries ends the next worker too, until it exceeds "
     "max_deliver",
-    cure="look for memory and for crashes in the workers' logs; `aviso-workers dead-letters ls --reason "
+    cure="search for memory and for crashes in the workers' logs; `aviso-workers dead-letters ls --reason "
     "max_deliveries` shows the notifications",
     needs=("dead_letters",),
 )

@@ -143,8 +143,8 @@ def held_back(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS064",
     "The server has in effect for an agent what its code says",
-    why="workers of another version share the consumer, or somebody changed it: a shorter ack_wait has notifications "
-    "handled twice at the same time, and a narrower filter hides some",
+    why="workers of another version share the consumer, or an operator changed it: a shorter ack_wait has "
+    "notifications handled twice at the same time, and a narrower filter hides some",
     cure="where no worker of another version runs any more, wait for five minutes; else restart a worker of {app}, "
     "which brings its consumer in line",
     needs=("agents", "consumers", "streams"),

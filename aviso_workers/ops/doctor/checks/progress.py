@@ -177,7 +177,7 @@ def unfinished(facts: Facts) -> Iterator[Finding]:
     why="without it nothing is delivered to the agent, nothing waits for it, and no lag shows what comes meanwhile",
     cure="start a worker of {app}: it makes the consumer anew, and begins after what was settled. "
     + CANNOT_MAKE
-    + " If nobody needs the agent any more: `aviso-workers agents rm {app} --agent {agent}`",
+    + " If the agent is not needed any more: `aviso-workers agents rm {app} --agent {agent}`",
     severity=State.FAIL,
     needs=("consumers", "records", "streams"),
 )

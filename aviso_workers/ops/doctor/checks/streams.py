@@ -60,7 +60,7 @@ def unlimited_bytes(facts: Facts) -> Iterator[Finding]:
 def unlimited_age(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
         config = stream.config
-        # A dead letter is kept until somebody has looked at it.
+        # A dead letter is kept until an operator has dealt with it.
         if not config.max_age and config.max_msgs <= 0 and not _keeps_state(stream) and not _has_dead_letters(stream):
             yield Finding(stream=stream.name, found="neither max_age nor max_msgs")
 
