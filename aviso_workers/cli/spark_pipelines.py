@@ -26,7 +26,7 @@ Event = Annotated[str, typer.Argument(metavar="EVENT", help="The event type, e.g
 Filter = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help='A value, or JSON: step={"gte":24}')]
 
 MOST_PER_BATCH = 1_000_000
-"""Of a long backlog, so much is done at a time and need not be done again."""
+"""Messages of a long backlog that are handled at a time, and not again after a failure."""
 
 
 @spark.command()

@@ -24,7 +24,7 @@ from aviso_workers.ops import aviso_admin, deployment
 __all__ = ["UNTIL_RESUMED", "AgentConsumer", "Reset", "declared", "find", "pause", "plan_reset", "reset", "resume"]
 
 UNTIL_RESUMED = datetime(2200, 1, 1, tzinfo=UTC)
-"""As late as a server's nanoseconds allow for centuries to come."""
+"""The end of a pause without end: about as late as a server's nanoseconds allow."""
 
 
 class AgentConsumer(Struct, frozen=True, kw_only=True):

@@ -37,14 +37,15 @@ class Progress(Struct, frozen=True, kw_only=True):
     agent: str
     stream: str
     events: ConsumerInfo | None
-    """None: it has no consumer."""
+    """The consumer of its events; None where it has none."""
     retries: ConsumerInfo | None
     record: ConsumerRecord | None = None
-    """What was recorded of the consumer of this stream; None: no worker has ever been there, or of an older version."""
+    """The record of the consumer of this stream; None where no worker, or one of an older version, has run."""
     behind: int | None = None
-    """Notifications after what was settled, where the consumer is gone and no operator has removed it; else None."""
+    """Notifications after the recorded ack floor, where the consumer is gone and no operator has removed it; else
+    None."""
     dead_letters: int = 0
-    """Of this agent, whatever stream their originals are in."""
+    """Dead letters of this agent, of all streams."""
 
     @property
     def lag(self) -> int:
@@ -122,11 +123,11 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
     consumers: dict[tuple[str, str, str], ConsumerInfo]
     """By app, agent and stream."""
     retries: dict[tuple[str, str], ConsumerInfo]
-    """By app and agent, those of what is tried again."""
+    """The consumers of retries, by app and agent."""
     records: dict[tuple[str, str], ConsumerRecord]
     """By stream and consumer."""
     behind: dict[tuple[str, str, str], int]
-    """By app, agent and stream, of those whose consumer is gone: notifications after what was settled."""
+    """Notifications after the recorded ack floor, where the consumer is gone, by app, agent and stream."""
     dead_letters: dict[tuple[str, ...], int]
     """By app and agent."""
 

@@ -50,7 +50,7 @@ class RunAlone(Struct, frozen=True, kw_only=True):
 
 
 SUBJECT_TOKENS = dead_letter_store.SUBJECT.count(".") + 3
-"""Of the subject of a dead letter."""
+"""The number of tokens in the subject of a dead letter."""
 
 
 def streams_of(config: Config) -> list[str]:

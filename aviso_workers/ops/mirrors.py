@@ -54,7 +54,7 @@ class Link(Struct, frozen=True, kw_only=True):
     api: str
     """The prefix of the API where the origin is; empty where it is in the same account."""
     whole: bool = True
-    """Whether a mirror has all of its origin, and as it is there."""
+    """Whether a mirror is configured to have all of its origin, unchanged."""
     lag: int = 0
     """Messages that are still to come, as far as the stream knows."""
     active_seconds: float | None = None
@@ -62,7 +62,7 @@ class Link(Struct, frozen=True, kw_only=True):
     trouble: str = ""
     """Why it cannot be relied on; empty where it can."""
     other_history: str = ""
-    """That part of the trouble which says that a mirror and its origin are two histories."""
+    """The part of the trouble which says that a mirror and its origin are two histories."""
     equal: int | None = None
     """Messages of a mirror that were compared with those of its origin and are the same; None where none could be."""
 

@@ -35,7 +35,7 @@ EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 BATCH = 500
 PUBLISH_SECONDS = 30.0
 DOMAIN_PARTS = 3
-"""Of the prefix of a domain's API, `$JS.<domain>.API`."""
+"""The number of tokens in the prefix of a domain's API, `$JS.<domain>.API`."""
 
 
 class Recovered(Struct, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class Recovery:
         self._origin = origin
         self._mirrored = mirrored
         self.undecided = 0
-        """As far as `only_there` has come."""
+        """Messages that cannot be compared, counted as far as `only_there` has come."""
 
     async def only_there(self) -> AsyncGenerator[Message, None]:
         """Yield the messages that only the origin has, by their sequence. Raises `BackendError`."""
@@ -137,12 +137,12 @@ class _Publisher:
         self._created = created
         self._mirrored = mirrored
         self._replaces = False
-        """Whether the stream keeps some messages for each subject, and forgets the older ones."""
+        """Whether the stream keeps some messages for each subject, and removes the older ones."""
         self._recovered: set[int] = set()
         self._ids: set[str] = set()
-        """What publishers have stored since the promotion."""
+        """Message ids that publishers have used since the promotion."""
         self._used_ids: set[str] = set()
-        """What was recovered under: the origin stores an id again when its duplicate window is over."""
+        """Message ids of recovered messages: the origin may have stored one again after its duplicate window."""
         self._newest: dict[str, tuple[int, int | None]] = {}
         """By subject, the newest message that was stored since the promotion: its sequence, and its sequence at the
         origin where it comes from there."""

@@ -48,7 +48,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     consumers: dict[tuple[str, str], ConsumerInfo]
     """By stream and name."""
     records: Mapping[tuple[str, str], ConsumerRecord] = {}
-    """What workers recorded of consumers, by stream and name."""
+    """The records that workers keep of consumers, by stream and name."""
 
 
 class StreamRow(Struct, frozen=True, kw_only=True):
@@ -67,11 +67,11 @@ class StreamRow(Struct, frozen=True, kw_only=True):
     """When the last message was stored."""
     consumers: int
     replicas: int
-    """That its configuration asks for."""
+    """The number of replicas that its configuration asks for."""
     current: int | None
     """Replicas that are current; None on a server that is in no cluster."""
     leader: str
-    """Empty: none, or on a server that is in no cluster."""
+    """The server that leads; empty where there is none, or the server is in no cluster."""
     sealed: bool
     trouble: str
 
@@ -95,17 +95,17 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
     filters: tuple[str, ...]
     """The subjects that it delivers; empty: all of the stream."""
     pending: int
-    """Never delivered yet."""
+    """Notifications that were never delivered yet."""
     ack_pending: int
-    """Delivered and not settled."""
+    """Notifications that are delivered and not settled."""
     redelivered: int
-    """Of these, delivered more than once."""
+    """Those of them that were delivered more than once."""
     rate: float
     """By how many notifications the lag grows in a second; negative where it shrinks."""
     deliveries: int
-    """In all."""
+    """The number of all deliveries."""
     last_settled: datetime | None
-    """None: never, or not since its server was started, which does not keep it."""
+    """The time of the last acknowledgement; None where there was none since its server was started."""
     paused: bool
     stuck: str
     """Why it is stuck, by the rule of `ops.stuck`; empty where it is not."""

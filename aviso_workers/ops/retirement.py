@@ -27,7 +27,7 @@ class Retirement(Struct, frozen=True, kw_only=True):
 
     app: str
     agent: str
-    """Empty: all of them, and what belongs to the app as a whole."""
+    """The agent; empty for all of them, and what belongs to the app as a whole."""
     consumers: tuple[tuple[str, str], ...]
     """Stream and name of each."""
     records: tuple[tuple[str, str], ...]
@@ -37,7 +37,7 @@ class Retirement(Struct, frozen=True, kw_only=True):
     subjects: dict[tuple[str, str], int]
     """By stream and subject, messages in streams that others share."""
     dead_letters: int
-    """Those that stay, until they are dropped."""
+    """Dead letters, which stay until they are dropped."""
 
     @property
     def nothing(self) -> bool:

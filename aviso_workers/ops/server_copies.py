@@ -54,10 +54,10 @@ class Moved(Struct, frozen=True, kw_only=True):
     on_disk: bool
     """Whether it is stored in files."""
     consumers: tuple[str, ...]
-    """Those that do not end by themselves."""
+    """The consumers that do not end by themselves."""
     consumers_on_disk: tuple[str, ...]
     delivered_again: Mapping[str, int]
-    """By consumer, how many deliveries are not sent: a cluster sends the ack floor, and not what was acked above it."""
+    """Deliveries that are repeated, by consumer: a cluster sends the ack floor, and not what was acked above it."""
 
 
 async def move_all(source: Admin, target: Admin, tell: Callable[[str], None]) -> list[Moved]:

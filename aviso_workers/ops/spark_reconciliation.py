@@ -33,9 +33,9 @@ NOT_PUBLISHED = "not published"
 class Difference(Struct, frozen=True, kw_only=True):
     id: str
     spark: str
-    """What Spark says: `running`, `succeeded`, `failed` or `ended`."""
+    """The state that Spark reports: `running`, `succeeded`, `failed` or `ended`."""
     published: str
-    """The same, or `lost`, or `not published`."""
+    """The published state: one of the same, `lost`, or `not published`."""
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
@@ -45,13 +45,13 @@ class Comparison(Struct, frozen=True, kw_only=True):
     attempt: str
     kind: str
     spark: int
-    """How many Spark knows."""
+    """The number of things that Spark knows."""
     published: int
     differences: list[Difference]
     twice: list[str]
     """Ids of events that the stream holds more than once."""
     only_published: int
-    """How many Spark does not know, which is no mistake: it forgets the oldest."""
+    """The number of published things that Spark does not know, which is no mistake: it removes the oldest."""
 
     @property
     def agrees(self) -> bool:

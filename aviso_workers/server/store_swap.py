@@ -25,9 +25,9 @@ class Replacement(Struct, frozen=True, kw_only=True):
 
     place: Path
     new: Path
-    """In a directory of its own, which goes with it."""
+    """The new store, in a directory of its own, which is removed with it."""
     previous: Path
-    """Where the store goes that is at the place."""
+    """The path to which the store at the place is renamed."""
 
 
 def begin(directory: Path, replacements: Sequence[Replacement]) -> None:

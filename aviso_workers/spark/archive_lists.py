@@ -48,7 +48,7 @@ class FileList(Struct, frozen=True, kw_only=True):
     """The content of a list: the files that belong to the archive after a batch."""
 
     number: int = -1
-    """Of its batch; -1 where there is no list yet."""
+    """The number of its batch; -1 where there is no list yet."""
     entries: Sequence[Entry] = ()
     is_proven: bool = False
     """Whether a digest shows that nothing of it is missing."""

@@ -90,7 +90,7 @@ class JobEvent(Struct, frozen=True, kw_only=True):
     `removed`.
     """
     id: str
-    """Of what it happened to: application id, job id, `stage.attempt`, SQL execution id, query id, executor id."""
+    """The id of its subject: application id, job id, `stage.attempt`, SQL execution id, query id or executor id."""
     occurrence: str
     """What distinguishes it from others of the same kind, event and application."""
     payload: Mapping[str, Any]
@@ -211,11 +211,11 @@ class _Fact(Struct, frozen=True):
     kind: str
     event: str
     id: str | int | None
-    """None: the application itself."""
+    """The id of its subject; None for the application itself."""
     payload: Json
-    """Without the fields that are None."""
+    """The payload; fields that are None are left out of the event."""
     occurrence: str | None = None
-    """None: the id, where a thing starts and ends but once."""
+    """The occurrence; None where it is the id, because the subject starts and ends but once."""
 
 
 def _application_start(spark: Json) -> _Fact:

@@ -69,7 +69,7 @@ METHODS = frozenset(
         "OtherEvent",
     )
 )
-"""Of a SparkListener's methods those that say something here: never the ones about tasks, of which there are most."""
+"""The methods of a SparkListener that are used here: none about tasks, which are called most often."""
 QUERY_EVENT = "org.apache.spark.sql.streaming.StreamingQueryListener$Query"
 
 log = structlog.get_logger(__name__)

@@ -25,7 +25,7 @@ WIDEST_HOUR = 60.0
 MOST_HOURS = 24 * 31
 """The last ones of a longer time."""
 CHARACTERS = 32
-"""Of a cycle's name beside a plot, of which these are its end, where its date is:"""
+"""The most characters of a cycle's name beside a plot; `LAST_CHARACTERS` of them are its end, with its date."""
 LAST_CHARACTERS = 16
 LEAST = 2.0
 """Pixels of a bar that should be seen, however little it stands for."""

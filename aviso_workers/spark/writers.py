@@ -85,7 +85,7 @@ class _Writer:
     def __init__(self, writing: WriteOptions) -> None:
         self._writing = writing
         self._run = uuid.uuid4().hex
-        """Of a write of its own: the same for every attempt at it, and different for all others."""
+        """The id of a write of its own: the same for every attempt at it, and different for all others."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
         settings = load_config(self._writing.config)

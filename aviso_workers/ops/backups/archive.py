@@ -62,7 +62,7 @@ class Entry(Struct, frozen=True, gc=False):
     raw: bytes
     """All of it, as it is in the archive."""
     header_at: int
-    """Where in `raw` the message's headers begin, and what it carries."""
+    """The positions in `raw` at which the message's headers and, below, its body begin."""
     body_at: int
 
     @property

@@ -40,7 +40,7 @@ __all__ = [
 
 
 MOST_LINKS = 40
-"""Of a chain. The files of all are open while it is read, and every message passes through each."""
+"""The most backups of a chain. The files of all are open while it is read, and every message passes through each."""
 
 
 PADDING_SECONDS = 1.0
@@ -178,7 +178,7 @@ class _Padded:
     def __init__(self, chunks: Prefetch) -> None:
         self._chunks = chunks
         self._begun = chunks.next()  # the stream's identifier, before which nothing may stand
-        """What is left of a chunk, into which no padding goes."""
+        """The rest of a chunk, which no padding may interrupt."""
 
     def read(self, size: int, /) -> bytes:
         if not self._begun:

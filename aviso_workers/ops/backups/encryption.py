@@ -22,7 +22,7 @@ from aviso_workers.ops.backups.s2 import MalformedError, Pieces, Readable
 __all__ = ["Identities", "OwnKey", "decrypted", "encrypt", "read_recipients"]
 
 PIECE_BYTES = 256 * 1024
-"""Of decrypted data, handed from thread to thread at once."""
+"""Bytes of decrypted data that are handed from thread to thread at a time."""
 RECIPIENT, SECRET = "age1", "AGE-SECRET-KEY-"
 """How a public and a secret key begin."""
 

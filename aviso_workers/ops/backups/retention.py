@@ -33,7 +33,7 @@ class Pruned(Struct, frozen=True, kw_only=True):
     removed: Sequence[Backup] = ()
     """The oldest first."""
     damaged: Sequence[str] = ()
-    """What is wrong with those that are kept and do not count, one sentence each."""
+    """Sentences on damaged backups, which are kept and do not count."""
 
 
 def prune(directory: Path, stream: str, keep: Keep, *, now: datetime | None = None) -> Pruned:

@@ -31,7 +31,7 @@ SKIPPABLE = range(0x80, 0x100)
 """Padding, an index, the identifier of another stream."""
 LARGEST_BLOCK = 4 * 1024 * 1024
 LARGEST_CHUNK = LARGEST_BLOCK + 64 * 1024
-"""Of a block: its checksum, and what a block that cannot be compressed grows by."""
+"""Bytes of a chunk: those of a block, its checksum, and how much a block grows that cannot be compressed."""
 SIZE_BITS = 28
 """Where the last byte of a block's size begins, at most."""
 WRITTEN_BLOCK = 64 * 1024

@@ -35,7 +35,7 @@ class MadeSet(Struct, frozen=True, kw_only=True):
     """None where it is not whole: then it is no set, and the backups that were made are backups of single streams."""
     failures: list[AvisoWorkersError]
     backups: list[Backup]
-    """Those that were made."""
+    """The backups that were made."""
 
 
 async def create_set(admin: Admin, to: Path, back_up: BackUp, *, encrypted: bool) -> MadeSet:

@@ -113,11 +113,11 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
     made: Moment
     """When the snapshot began, UTC."""
     server_version: str | None
-    """Of the server that we were connected to; None where another program made the backup."""
+    """The version of the server that we were connected to; None where another program made the backup."""
     archive_sha256: str
-    """Of the file, so of what is encrypted where it is."""
+    """The digest of the archive's file, as it is on the disk."""
     meta_sha256: str
-    """Of configuration, state and `previous` as JSON without spaces, its keys sorted."""
+    """The digest of configuration, state and `previous` as JSON without spaces, its keys sorted."""
     previous: Previous | None = None
     """None where the backup is a full one."""
     encrypted_to: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cleansed: Moment | None = None
     """When messages were last removed from it."""
     digests_before: tuple[str, ...] = ()
-    """What its digest was before each cleansing; those made after it name one of them."""
+    """The digests before each cleansing; increments name one of them."""
 
     @property
     def digest(self) -> str:

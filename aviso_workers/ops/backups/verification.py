@@ -28,14 +28,14 @@ class Contents(Struct, frozen=True, kw_only=True):
     """JetStream's state of the stream, as the archive has it."""
     messages: int
     bytes: int
-    """As a server counts them."""
+    """The bytes of the messages, as a server counts them."""
     first_sequence: int
     """0 where there are no messages."""
     last_sequence: int
     consumers: Mapping[str, ConsumerState]
-    """JetStream's state of each: what is delivered, acked and pending."""
+    """JetStream's state of each consumer: what is delivered, acked and pending."""
     sha256: str
-    """Of the messages, with subject, headers, sequence and time."""
+    """The digest of the messages, with subject, headers, sequence and time."""
 
     @property
     def missing(self) -> int:

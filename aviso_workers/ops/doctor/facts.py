@@ -61,7 +61,7 @@ class Scope(Struct, frozen=True, kw_only=True):
     """The scope of an examination: which agents, monitoring ports and backups, and for how long."""
 
     agents: tuple[Agent[Any, Any], ...] | None = None
-    """Of the app that is examined; None where it is not known."""
+    """The agents of the app that is examined; None where it is not known."""
     app: str = ""
     monitors: tuple[str, ...] = ()
     """URLs of monitoring ports; where there is none, that of the section `server`."""
@@ -95,7 +95,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     elapsed_seconds: float
     """Between the two."""
     plans: Mapping[str, Plan]
-    """By what configures it, such as `event type mars` or `streams.ORDERS`, what would have to be done to a stream."""
+    """The plans for configured streams, by their place in the configuration: `event type mars` or `streams.ORDERS`."""
     advisories: tuple[Advisory, ...]
     """Advisories and metrics that were received between the samples."""
     dead_letters: Mapping[tuple[str, ...], int]
@@ -115,7 +115,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     """Streams that follow others, or did until they were promoted, and their origins as far as these answer."""
     unknown: Mapping[Need, str]
     server_certificate: bytes | None = None
-    """Of the server that we are connected to, in DER form; None without TLS."""
+    """The certificate of the server that we are connected to, in DER form; None without TLS."""
 
     @property
     def streams(self) -> Mapping[str, StreamInfo]:

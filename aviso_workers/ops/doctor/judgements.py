@@ -33,11 +33,11 @@ class Finding(Struct, frozen=True, kw_only=True):
     """A finding of a check: what is wrong with a stream, a consumer, a server or a setting."""
 
     found: str
-    """What there is, with its numbers."""
+    """The fact that is wrong, with its numbers."""
     stream: str = ""
     consumer: str = ""
     place: str = ""
-    """Where it is no stream: a server, an event type, a key of the configuration."""
+    """The server, the event type or the key of the configuration, where the finding is not about a stream."""
     state: State | None = None
     """Default: as bad as the check says."""
     cure: str = ""
@@ -61,9 +61,9 @@ Judge = Callable[[Facts], Iterator[Finding]]
 class Check(Struct, frozen=True, kw_only=True):
     code: str
     title: str
-    """What is so where it passes."""
+    """The statement that is true where the check passes."""
     severity: State
-    """Of a finding that does not say otherwise."""
+    """The state of a finding that has none of its own."""
     why: str
     cure: str
     """What to do, with `{stream}`, `{consumer}`, `{place}`, `{app}` and `{agent}` for those of the finding."""

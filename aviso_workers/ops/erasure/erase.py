@@ -118,12 +118,12 @@ class Eraser:
         self._wanted = Wanted(name, config.notification_schema[name], where=where or {}, sequence=sequence)
         self._keys = [parse_key(key) for key in keys]
         self._known: dict[str, dict[int, int]] = {}
-        """By stream, the sequences and store times of what has been found so far, also of what is erased by now."""
+        """Sequences and store times of all messages that were found so far, also of erased ones, by stream."""
         self._what: dict[str, str] = {}
-        """What each of these streams is to the notifications."""
+        """The relation of each of these streams to the notifications, for people."""
         conditions = [condition for _, condition in self._wanted.where.conditions]
         self._values = {value for each in conditions if isinstance(each, frozenset) for value in each}
-        """What is to be erased has these values, in the fields by which it was named."""
+        """Values of the notifications to erase, in the fields that name them."""
         self._suspects: tuple[Suspect, ...] | None = None
         """Searched for once: buckets are read whole for it."""
 

@@ -29,7 +29,7 @@ class Finding(Struct, frozen=True, kw_only=True):
 
     stream: str
     what: str
-    """What the stream is to the notifications, as `mirror of MARS`."""
+    """The relation of the stream to the notifications, such as `mirror of MARS`."""
     sequences: tuple[int, ...]
     times_ns: tuple[int, ...] = ()
     """When each was stored, in nanoseconds since 1970; none in records of versions before this one."""
@@ -61,7 +61,7 @@ class Record(Struct, frozen=True, kw_only=True):
     ended: str | None = None
     subjects_on_disk_until: str | None = None
     erased: dict[str, int] = {}
-    """By stream, how many messages."""
+    """The number of erased messages, by stream."""
     left: list[Finding] = []
 
 

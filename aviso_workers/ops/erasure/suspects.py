@@ -38,7 +38,7 @@ class Suspect(Struct, frozen=True, kw_only=True):
 
     kind: Kind
     name: str
-    """As `--key` wants it before the slash."""
+    """The name as `--key` takes it before the slash."""
     keys: int
     named: tuple[str, ...] = ()
     """Those keys that have a value of what is to be erased, in their name or in their value."""
