@@ -107,6 +107,7 @@ class SparkRest:
             with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as response:
                 return msgspec.json.decode(response.read(), type=answer)
         except urllib.error.HTTPError as error:
+            error.close()
             raise SparkRestError(f"{url}: {error.code} {error.reason}") from error
         except http.client.HTTPException as error:
             raise SparkRestError(f"{url}: no whole answer of HTTP: {error!r}") from error

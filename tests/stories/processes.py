@@ -330,12 +330,21 @@ class Proxy:
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                server = socket.socket()
-                server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, HELD_BYTES)
-                server.connect(("127.0.0.1", self._server))
-                self._pairs.append((client, server))
-                for source, sink in ((client, server), (server, client)):
-                    threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+                threading.Thread(target=self._connect, args=(client,), daemon=True).start()
+
+    def _connect(self, client: socket.socket) -> None:
+        """Connect a client to the server until one of them ends the connection."""
+        with suppress(OSError), client, socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, HELD_BYTES)
+            server.connect(("127.0.0.1", self._server))
+            pair = (client, server)
+            self._pairs.append(pair)
+            answers = threading.Thread(target=self._pass_on, args=(server, client), daemon=True)
+            answers.start()
+            self._pass_on(client, server)
+            answers.join()
+            with suppress(ValueError):
+                self._pairs.remove(pair)
 
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):

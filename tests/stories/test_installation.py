@@ -279,21 +279,20 @@ def test_a_token_that_no_server_reads_as_it_is_is_refused(environ: dict[str, str
 
 
 def test_a_process_id_that_was_given_to_somebody_else_is_left_alone(environ: dict[str, str], tmp_path: Path) -> None:
-    stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        directory = tmp_path / "nats"
-        directory.mkdir()
-        (directory / "nats-server.pid").write_text(f"{stranger.pid}\n")
-        assert run(SCRIPTS / "init_nats.sh", "stop", **environ).returncode == 0
-        assert stranger.poll() is None
-        (directory / "nats-server.pid").write_text(f"{stranger.pid}\n")
-        started = run(SCRIPTS / "init_nats.sh", **environ)
-        assert started.returncode == 0, started.stderr
-        assert stranger.poll() is None
-    finally:
-        run(SCRIPTS / "init_nats.sh", "stop", **environ)
-        stranger.kill()
-        stranger.wait()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+        try:
+            directory = tmp_path / "nats"
+            directory.mkdir()
+            (directory / "nats-server.pid").write_text(f"{stranger.pid}\n")
+            assert run(SCRIPTS / "init_nats.sh", "stop", **environ).returncode == 0
+            assert stranger.poll() is None
+            (directory / "nats-server.pid").write_text(f"{stranger.pid}\n")
+            started = run(SCRIPTS / "init_nats.sh", **environ)
+            assert started.returncode == 0, started.stderr
+            assert stranger.poll() is None
+        finally:
+            run(SCRIPTS / "init_nats.sh", "stop", **environ)
+            stranger.kill()
 
 
 def test_a_server_that_ends_at_once_is_told_with_its_reason(environ: dict[str, str]) -> None:
