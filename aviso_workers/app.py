@@ -361,7 +361,7 @@ class App(Router):
         await self.session.work(self, stop, agents=self.agents)
 
     def _mistake(self, path: str, problem: str, config: Config) -> str:
-        """With where the key is from, or the section that lacks it: a file and line, a variable, or the code."""
+        """Return the mistake with the origin of its key (or section): a file and line, a variable, or the code."""
         origins = {
             f"workers.agents.{router}{key}": f"config= of router {router!r}"
             for router, given in self._given.items()

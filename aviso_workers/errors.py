@@ -234,7 +234,7 @@ class WorkerProcessError(AvisoWorkersError):
 
 
 class SparkError(AvisoWorkersError):
-    """What concerns Spark."""
+    """The base of errors of the Spark data source, its pipelines and the bridge."""
 
 
 class InvalidOptionError(SparkError):

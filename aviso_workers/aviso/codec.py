@@ -212,7 +212,7 @@ class NotificationWriter:
         self._all_routed = set(place.key_order) == set(event_type.identifier)
 
     def message(self, identifier: Mapping[str, Any], payload: Any) -> Message:
-        """Raises `InvalidNotificationError`."""
+        """Return the message that stores a notification. Raises `InvalidNotificationError`."""
         subject = self._known_subject(identifier)
         if subject is not None and payload is not None:
             return Message(subject=subject, data=encode_payload(self._name, payload))
@@ -334,7 +334,7 @@ class _Check:
         self.known = set(LEFT_OUT)
 
     def add(self, value: str) -> None:
-        """Raises `UndecodableError` where the rule does not allow the value."""
+        """Take a value as known. Raises `UndecodableError` where the rule does not allow it."""
         try:
             self._rule.canonical(value)
         except ValueError as problem:

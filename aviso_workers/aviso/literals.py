@@ -89,7 +89,7 @@ class SizeLimit(Size):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ValueError as `Size.parse` does."""
+        """Return the size that a text says. Raises ValueError as `Size.parse` does."""
         return cls(-1) if text.strip() == "unlimited" else super().parse(text)
 
     def literal(self) -> str:
@@ -176,5 +176,5 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """As `printable`, of a text whose lines are to stay lines."""
+    """Return a text of several lines with each of them made `printable`."""
     return "\n".join(map(printable, text.split("\n")))

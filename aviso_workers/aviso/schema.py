@@ -308,7 +308,7 @@ class EventType(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def allow_duplicates(self) -> bool | None:
-        """As the storage policy says; None where it does not."""
+        """The storage policy's `allow_duplicates`; None where it does not say."""
         return self.storage_policy.allow_duplicates if self.storage_policy else None
 
 

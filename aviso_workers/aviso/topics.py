@@ -133,7 +133,7 @@ def topic(event_type_name: str, event_type: EventType, identifier: Mapping[str, 
 
 
 def key_of(topic: schema.Topic, fields: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """From a subject to the values of these fields, as they stand in it. Raises InvalidNotificationError."""
+    """Return a function from a subject to the tokens of these fields. Raises InvalidNotificationError."""
     for field in fields:
         if field not in topic.key_order:
             near = difflib.get_close_matches(field, topic.key_order, n=1)

@@ -126,7 +126,7 @@ class Chunk(Struct, frozen=True, kw_only=True):
             )
 
     def only(self, wanted: Sequence[bool]) -> Chunk:
-        """Without those for which `wanted` is false."""
+        """Return the chunk without the messages for which `wanted` is false."""
         return Chunk(**{name: list(compress(getattr(self, name), wanted)) for name in self.__struct_fields__})
 
 

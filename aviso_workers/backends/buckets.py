@@ -40,7 +40,7 @@ SHORTEST_TTL_SECONDS = 1.0
 async def open_bucket(
     backend: Backend, name: str, *, ttl_seconds: float | None, history: int, replicas: int = 1
 ) -> Bucket:
-    """See `Backend.key_value`."""
+    """Return a bucket, created if it is missing, as `Backend.key_value` does."""
     if not NAME.fullmatch(name):
         raise RefusedError(f"bucket {name!r}: a name is made of letters, digits, '-' and '_'")
     if not 1 <= history <= MOST_HISTORY:
@@ -73,7 +73,7 @@ async def open_bucket(
 
 
 class Bucket:
-    """See `BulkKeyValue`."""
+    """A key-value bucket in a stream, laid out as NATS' own clients do; see `BulkKeyValue`."""
 
     def __init__(self, backend: Backend, name: str, *, config: StreamConfig) -> None:
         self._backend = backend

@@ -26,7 +26,7 @@ _NOT_KEYS = (SERVER_FILE, WORKERS_FILE, f"{WORKERS}NATS_SERVER")
 def overrides(
     root: Node, environ: Mapping[str, str], *, wanted: inspect.Type, rank: int
 ) -> tuple[Node, list[tuple[Place, str]]]:
-    """`root` with the environment laid over it, and the mistakes as (place, what is wrong).
+    """Return `root` with the environment laid over it, and the mistakes as (place, what is wrong).
 
     `wanted` is the root's type, `rank` where the environment sorts among the sources. A variable that names no key is
     a mistake if it is one of ours; one of aviso-server's is left to the server.

@@ -94,7 +94,7 @@ class Agent(Generic[P, R]):
         return declare
 
     def durable_name(self, app: str) -> str:
-        """See `durable_name`."""
+        """Return the name of the agent's durable consumer in an app; see `durable_name`."""
         return durable_name(app, self.name)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

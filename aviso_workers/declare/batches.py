@@ -53,7 +53,7 @@ class Batch(Generic[T]):
         return len(self.notifications)
 
     def ack(self, notification: Notification[T]) -> None:
-        """It is done, even if the function raises later."""
+        """Ack a notification of the batch, even if the function raises later."""
         self.outcomes[notification.sequence] = None
 
     def retry(self, notification: Notification[T], *, after: float | None = None) -> None:
@@ -61,7 +61,7 @@ class Batch(Generic[T]):
         self.outcomes[notification.sequence] = Retry(after)
 
     def reject(self, notification: Notification[T], reason: str) -> None:
-        """It can never be handled: keep it as a dead letter."""
+        """Keep a notification that can never be handled as a dead letter, with this reason."""
         self.outcomes[notification.sequence] = Reject(reason)
 
 
@@ -91,7 +91,10 @@ class Stream(Generic[T]):
         return Stream(self._source, only=lambda one: (before is None or before(one)) and only(one))
 
     async def take(self, size: int, within: float) -> AsyncIterator[list[Notification[T]]]:
-        """Lists of up to `size`, or of what came within so many seconds of the first. All of one are done together."""
+        """Yield lists of up to `size`, or of what came `within` so many seconds of the first.
+
+        All notifications of a list are acked when the function asks for the next one.
+        """
         while (first := await self._next()) is not None:
             taken = [first]
             while len(taken) < size and (another := await self._source.next(within_seconds=within)) is not None:
@@ -103,7 +106,7 @@ class Stream(Generic[T]):
     async def group_by(
         self, key: Callable[[Notification[T]], K], *, size: int = 100, within: float = 1.0
     ) -> AsyncIterator[dict[K, list[Notification[T]]]]:
-        """As `take`, by key: each list in order."""
+        """Yield what `take` yields as a mapping from key to the notifications of the key, in order."""
         async for taken in self.take(size, within):
             groups: dict[K, list[Notification[T]]] = {}
             for notification in taken:

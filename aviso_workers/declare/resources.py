@@ -68,7 +68,7 @@ def needs_of(what: str, function: Callable[..., Any], *, without: Collection[str
 
 
 def hints_of(what: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """Its annotations, resolved. Raises `DeclarationError`."""
+    """Return a function's annotations, resolved. Raises `DeclarationError`."""
     try:
         return typing.get_type_hints(function)
     except (AttributeError, NameError, SyntaxError, TypeError) as error:

@@ -80,7 +80,7 @@ class Restarts:
         self._started = math.inf
 
     def note_start(self, now: float) -> None:
-        """It runs."""
+        """Note that what may be started again is running."""
         self._started = now
 
     def next_wait(self, now: float) -> float:

@@ -33,7 +33,7 @@ LONGEST_WAIT_SECONDS = 0.5
 
 
 class Change(Struct, Generic[T], frozen=True, kw_only=True):
-    """What became of a key."""
+    """A change of a key in a table."""
 
     key: str
     value: T | None
@@ -222,7 +222,7 @@ class Counter:
 
 
 def encode_key(key: str) -> str:
-    """Any text as a bucket's key: what a bucket does not take is written as `=` and the hexadecimal of its bytes.
+    """Return any text as a bucket's key: what it cannot contain is written as `=` and the hexadecimal of its bytes.
 
     Raises `InvalidKeyError`.
     """

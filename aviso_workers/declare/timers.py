@@ -56,8 +56,10 @@ class Every(Struct, frozen=True):
 
 
 class Cron(Struct, frozen=True):
-    """As Debian's cron reads it, also where clocks are changed: an hour that is left out is made up for right after it,
-    one that comes twice counts once. A sixth field in front is for seconds."""
+    """A cron expression as Debian's cron reads it. A sixth field in front is for seconds.
+
+    Where clocks are changed, an hour that is left out is made up for right after it, one that comes twice counts once.
+    """
 
     expression: str
     timezone: ZoneInfo
@@ -98,7 +100,7 @@ class Timer(Generic[P, R]):
 
 
 def every(interval: str) -> Every:
-    """Raises ValueError."""
+    """Return the schedule of an interval such as `10m`. Raises ValueError."""
     duration = Duration.parse(interval)
     if not duration:
         raise ValueError("the interval must be longer than nought")
@@ -106,7 +108,7 @@ def every(interval: str) -> Every:
 
 
 def cron(expression: str, timezone: str) -> Cron:
-    """Raises ValueError."""
+    """Return the schedule of a cron expression in a time zone. Raises ValueError."""
     try:
         zone = ZoneInfo(timezone)
     except (KeyError, ValueError, OSError) as error:

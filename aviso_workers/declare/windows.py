@@ -127,14 +127,17 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
         return self.key(notification) if self.key else ""
 
     def time_of(self, notification: Notification[T]) -> float:
-        """Raises `ValueError` for a time that has no zone, or is so far away that its windows end at no time."""
+        """Return the time by which a notification is counted, in seconds since 1970.
+
+        Raises `ValueError` for a time that has no zone, or a year outside of 1001 to 8999.
+        """
         time = self.time(notification) if self.time else notification.time
         if time.tzinfo is None or not 1000 < time.year < 9000:
             raise ValueError(f"the time of a notification needs a zone, and a year from 1001 to 8999; found {time!r}")
         return time.timestamp()
 
     def starts(self, time: float) -> list[int]:
-        """Of the windows that a time is in."""
+        """Return the starts of the windows that a time is in, the latest first."""
         every = self.every_seconds
         last = int(time // every) * every
         return list(range(last, int(time // 1) - self.size_seconds, -every))

@@ -42,7 +42,7 @@ EXCEEDED = "max_deliveries"
 
 
 class _End(NamedTuple):
-    """What became of a delivery, because of which error, how many failures that makes, and when it is tried again."""
+    """The outcome of a delivery, its error, how many failures that makes, and when it is tried again."""
 
     outcome: SettledOutcome
     reason: str = ""
@@ -155,7 +155,7 @@ class Settler:
         self._events = events
 
     async def pass_over(self, delivery: Delivery) -> None:
-        """The agent did not ask for it: the server's filter is wider than the agent's."""
+        """Ack a delivery that the agent did not ask for: the server's filter is wider than the agent's."""
         if self._buffer.holds(delivery):
             self._ack(delivery)
             await self._failures.forget(delivery)

@@ -160,7 +160,7 @@ class AgentSubscriptions:
         )
 
     def _windows(self, context: HandlerContext, stream: str) -> AsWindows | None:
-        """Of an agent that has some."""
+        """Return what closes the windows of an agent that has some."""
         if context.agent.policy.window is None:
             return None
         return AsWindows(
@@ -247,7 +247,7 @@ def _reported_within(agent: Agent[Any, Any], ack_wait_seconds: float) -> float:
 
 
 def _prefetch(agent: Agent[Any, Any]) -> int:
-    """As many as can begin at once, so that a worker that becomes free finds work."""
+    """Return how many to prefetch: as many as can begin at once, so that a task that becomes free finds work."""
     policy = agent.policy
     if policy.order_by:
         return max(ORDERED_PREFETCH, policy.concurrency)

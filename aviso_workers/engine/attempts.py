@@ -110,7 +110,7 @@ class Failures:
         await self._write(lambda values: values.put(self._began(key), ALONE if alone else BESIDE_OTHERS))
 
     async def clear(self, delivery: Delivery) -> None:
-        """Its handler does not run, and this process lives: remove the record that it began."""
+        """Remove the record that its handler began: it does not run any more, and this process lives."""
         key = _key(delivery)
         self._begun_here.discard(key)
         if key in self._begun:
@@ -119,7 +119,7 @@ class Failures:
                 await self._write(lambda values: values.delete(self._began(key)))
 
     async def clear_all(self) -> None:
-        """The same for all whose handler has begun here and was cancelled."""
+        """Remove the records of all whose handler has begun here and was cancelled."""
         begun, self._begun_here = self._begun_here, set()
         for key in begun:
             self._begun.discard(key)
@@ -154,7 +154,7 @@ class Failures:
         await self._counted.write(self._name(key), str(failures).encode(), then=counted)
 
     async def forget(self, delivery: Delivery) -> None:
-        """It is settled."""
+        """Forget the failures of a delivery that is settled."""
         if delivery.num_delivered == 1 and not self._counts:
             return
         await self.clear(delivery)

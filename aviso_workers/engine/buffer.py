@@ -44,7 +44,7 @@ MOST_SURPLUS_BYTES = MOST_WAITING_BYTES // 2
 
 
 def _nobody(*_: object) -> None:
-    """What is called where nobody wants to know."""
+    """Do nothing: the callback of a buffer whose owner gives none."""
 
 
 class _Held:
@@ -268,7 +268,7 @@ class Buffer:
             self._wake()
 
     def done(self, delivery: Delivery) -> None:
-        """It is settled: it is held no more, and what waits behind it may go."""
+        """Remove a delivery that is settled; what waits behind it may begin."""
         if place := self._entry(delivery):
             self.finished += 1
             self._waits(place)
@@ -290,7 +290,7 @@ class Buffer:
             del self._queues[key]
 
     def again(self, delivery: Delivery, *, after_seconds: float) -> None:
-        """It waits, at the head of its key, and goes once more after the delay."""
+        """Let a delivery wait at the head of its key, and begin again after the delay."""
         due = self._clock.monotonic() + after_seconds
         if place := self._entry(delivery):
             self._waits(place)
@@ -348,7 +348,7 @@ class Buffer:
         return place is not None and place.bodiless
 
     def restore_body(self, delivery: Delivery, message: Message) -> None:
-        """Its message was read again."""
+        """Put back the body of a delivery, whose message was read again."""
         place = self._entry(delivery)
         if place is not None and place.bodiless:
             delivery.message = structs.replace(delivery.message, data=message.data, headers=message.headers)
@@ -413,7 +413,7 @@ class Buffer:
         return place if place is not None and place.delivery is delivery else None
 
     def _waits(self, place: _Held) -> None:
-        """It does not run, or not any more."""
+        """Note that a delivery does not run, or not any more."""
         if place.waited is not None:
             self.running -= 1
             self._running_bytes -= len(place.delivery.message.data)
@@ -460,7 +460,7 @@ class Buffer:
             self.admit(delivery)
 
     def _resume(self, delivery: Delivery) -> None:
-        """The head of a key that was stopped may begin."""
+        """Let the head of a key begin that was stopped."""
         if self.holds(delivery):
             self._stop(delivery, stopped=False)
         self._offer(delivery)

@@ -75,7 +75,7 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, message: Message) -> DeadLetter:
-        """Raises `UndecodableError` where it is none."""
+        """Return the dead letter that a message stores. Raises `UndecodableError` where it stores none."""
         headers = dict(message.headers or {})
         try:
             return cls(
@@ -266,6 +266,6 @@ def _digest(error: BaseException | None) -> str:
 
 
 def _one_line(text: str, *, most: int) -> str:
-    """As a header can carry it: an error may quote a file name that is no text, or bytes."""
+    """Return a text as a header can carry it: an error may quote a file name that is no text, or bytes."""
     cut = " ".join(text.split())[:most]
     return "".join(character if character.isprintable() else "?" for character in cut)

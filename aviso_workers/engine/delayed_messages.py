@@ -54,7 +54,7 @@ DIGEST_BYTES = 16
 
 
 def require_server(backend: Backend) -> None:
-    """Raises `RefusedError` where the server is too old to keep what is to be delivered later."""
+    """Raise `RefusedError` where the server is too old to keep what is to be delivered later."""
     backend.connection.require_server(2, 12, to="deliver a notification later")
 
 

@@ -66,8 +66,9 @@ def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGro
             acknowledging.settle(delivery, settlement)
 
     def take_unwrapped(delivery: Delivery) -> None:
-        """The buffer holds one of each sequence. Another one of this sequence is of the agent's own stream, and
-        settling one of them does not settle the other.
+        """Take an unwrapped delivery, unless the buffer holds the agent's own message of the same sequence.
+
+        The buffer holds one delivery of each sequence, and settling one of the two does not settle the other.
         """
         held = buffer.delivery_of(delivery.message.sequence)
         if held is None or held.message == delivery.message:
@@ -98,7 +99,7 @@ def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGro
 
 
 def _passing_over(repeats: Repeats, put: Callable[[Delivery], None], joining: TaskGroup) -> Callable[[Delivery], None]:
-    """`put` for what was not settled here before; see `repeats`."""
+    """Return a `put` that leaves out what was settled here before; see `repeats`."""
     includes = repeats.includes
 
     async def settle() -> None:

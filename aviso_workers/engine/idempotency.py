@@ -40,16 +40,16 @@ class IdempotencyKeys:
         _KEYS.reset(self._token)
 
     def begin(self, *handled: Message) -> None:
-        """These are handled from now on, and nothing has been published yet."""
+        """Begin with these messages: they are handled from now on, and nothing has been published for them yet."""
         self._handled = handled
         self._ids = None
 
     def also(self, message: Message) -> None:
-        """This one is handled too."""
+        """Add one more message to those that are handled."""
         self.begin(*self._handled, message)
 
     def begin_with(self, place: str, *, of: str) -> None:
-        """As `begin`, for what is no message: a place among those of its kind, such as a time, and whose it is."""
+        """Begin as `begin` does for what is no message, as a window: `place` is its start, `of` its end and key."""
         self._ids = _Ids(f"{self._prefix}.{place}", f"{place} {of}")
 
     def message_id(self, message: Message, *, when: str) -> str | None:

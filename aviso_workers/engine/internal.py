@@ -65,7 +65,7 @@ class _Internal:
         self._events = events
 
     async def work(self) -> None:
-        """See `subscription.Handler`."""
+        """Handle one delivery after the other from the buffer; see `subscription.Handler`."""
         while (delivery := await self._buffer.take()) is not None:
             acknowledging.settle(delivery, await self._settlement(delivery))
             self._buffer.done(delivery)

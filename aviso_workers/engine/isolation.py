@@ -68,7 +68,7 @@ class Isolation:
         await self._ended.wait()
 
     def note_end(self, delivery: Delivery) -> None:
-        """A delivery of one of the buffers runs no more."""
+        """Note that a delivery of one of the buffers does not run any more."""
         if delivery is self.alone:
             self._ended.set()
         elif not self._busy():

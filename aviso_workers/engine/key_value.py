@@ -177,7 +177,7 @@ class CachedKeyValue(RetryingKeyValue):
         return self._version if self._current else None
 
     async def keep(self) -> None:
-        """Never returns."""
+        """Keep the copy current by following the bucket. Never returns."""
         while True:
             try:
                 await self._follow(await self.opened())

@@ -51,11 +51,11 @@ class Prefetch:
         return tuple(self._consumers.values())
 
     def attach(self, stream: str, consumer: Consumer) -> None:
-        """A consumer that is read now; it is told when there is capacity."""
+        """Add a consumer that is read from now on; it is called when there is capacity."""
         self._consumers[stream] = consumer
 
     def detach(self, stream: str) -> None:
-        """A consumer that is not read any more."""
+        """Remove the consumer of a stream that is not read any more."""
         del self._consumers[stream]
 
     def pinned(self, stream: str) -> bool:
@@ -77,7 +77,7 @@ class Prefetch:
         return fitting if self._fills_budget else capacity
 
     def note_begin(self, buffer: Buffer) -> None:
-        """One that the buffer held begins to be handled: ask for another, and learn at which pace they begin."""
+        """Note that a delivery of the buffer begins: ask for another one, and measure at which rate they begin."""
         self._begun += 1
         if self._begun % self._check_after and not self._fills_budget and not buffer.surplus:
             return

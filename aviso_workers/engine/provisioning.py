@@ -41,7 +41,10 @@ class Provisioner:
         self._lock = anyio.Lock()
 
     async def ensure(self, spec: StreamSpec) -> None:
-        """Raises `NotFoundError` where only observing is allowed, `RefusedError` where the stream cannot be used."""
+        """Create or reconcile a stream, once.
+
+        Raises `NotFoundError` where it may only be observed and is missing, `RefusedError` where it cannot be used.
+        """
         if spec.name in self._known:
             return
         async with self._lock:

@@ -148,7 +148,7 @@ class Publisher:
         return await self._store_all(_chunks(map(self._prepare, wanted)), store)
 
     async def store_chunk(self, event_type: str, chunk: OutgoingChunk) -> int:
-        """As `notify_many`, for notifications of one event type that are messages already, each with its id."""
+        """Store notifications of one event type that are messages already, each with its id, as `notify_many` does."""
         _, spec = self._writers.get(event_type) or self._writer(event_type)
         return await self._store_all(_parts(chunk), partial(self._store_part, event_type, spec))
 
@@ -168,7 +168,7 @@ class Publisher:
         return [ack for number in sorted(acks) for ack in acks[number]]
 
     async def _store_part(self, event_type: str, spec: StreamSpec, part: OutgoingChunk) -> int:
-        """As many as possible without an answer for each, the others as any notifications."""
+        """Store as many as possible without an answer for each, the others as any notifications."""
         stored = 0
         if max(map(len, part.data)) <= self.most_bytes:
             with suppress(BackendError):  # `_store` meets it too, and decides
@@ -209,14 +209,14 @@ class Publisher:
         return count
 
     def _prepare(self, wanted: Notify) -> _Prepared:
-        """Raises as `_checked` does."""
+        """Return a notification ready to be published. Raises as `_checked` does."""
         spec, message = self._checked(wanted)
         if delayed_messages.is_later(wanted):
             return self._prepare_later(wanted, spec, message)
         return self._ready(wanted.event_type, spec, message, wanted.message_id or self._message_id(message))
 
     def _prepare_later(self, wanted: Notify, spec: StreamSpec, message: Message) -> _Prepared:
-        """Raises as `_checked` does."""
+        """Return a notification ready to be stored as a schedule, unless it is due. Raises as `_checked` does."""
         now = datetime.fromtimestamp(self._backend.clock.time_ns() / 1e9, UTC)
         due = delayed_messages.due_of(wanted, now=now)
         delayed_messages.require_server(self._backend)
@@ -237,7 +237,10 @@ class Publisher:
         return f"{self._nonce}{next(self._numbers):x}"
 
     def _checked(self, wanted: Notify) -> tuple[StreamSpec, Message]:
-        """Raises `InvalidNotificationError`, `TakenOverError`, `RefusedError` where the server is too old for a ttl."""
+        """Return the stream and message of a valid notification.
+
+        Raises `InvalidNotificationError`, `TakenOverError`, `RefusedError` where the server is too old for a ttl.
+        """
         singletons.check()
         writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
         message = writer.message(wanted.identifier, wanted.payload)
@@ -306,8 +309,11 @@ class Publisher:
     async def _answers(
         self, chunk: Sequence[_Prepared], *, together: bool = False, answered: bool = False
     ) -> list[PubAck | ConflictError]:
-        """As `_store`. With `answered`, a message that expects another state of the stream is answered by its refusal,
-        which is raised otherwise."""
+        """Store as `_store` does, and return each answer.
+
+        With `answered`, the refusal of a message that expects another state of the stream is returned; it is raised
+        otherwise.
+        """
         clock = self._backend.clock
         tries = Tries(
             self._backoff,
@@ -408,7 +414,7 @@ def _chunks(prepared: Iterable[_Prepared]) -> Iterator[list[_Prepared]]:
 
 
 def _parts(chunk: OutgoingChunk) -> Iterator[OutgoingChunk]:
-    """As `_chunks`."""
+    """Yield a chunk in parts of the size that `_chunks` allows."""
     first = size = 0
     for end, data in enumerate(chunk.data, 1):
         size += len(data)

@@ -82,7 +82,7 @@ class Redeliveries:
                     tasks.start_soon(self._decide, delivery)
 
     async def end(self) -> None:
-        """No handler runs any more: remove the records of those that began and were cancelled."""
+        """Remove the records of handlers that began and were cancelled, now that none runs any more."""
         await self._failures.clear_all()
 
     def _admit_known(self, delivery: Delivery) -> bool:
@@ -144,7 +144,7 @@ class Redeliveries:
         self._events.emit(NotReadAgain(agent=self._agent, stream=self._stream, sequence=sequence, error=error))
 
     def _end_if_quiet(self) -> None:
-        """What could not be read may have left the worker, as with its stream: then nothing waits for it any more."""
+        """Report that messages can be read again, once none failed for a while: it may have left with its stream."""
         if self._clock.monotonic() >= self._failed_at + QUIET_SECONDS:
             self._note_readable()
 

@@ -49,7 +49,7 @@ class Repeats:
         return len(self._newer) + len(self._older)
 
     def note(self, delivery: Delivery) -> None:
-        """It is settled for good."""
+        """Remember a delivery that is settled for good."""
         if not delivery.can_be_read_again:
             return  # a dead letter that was handed back, which has the sequence of its original
         message, newer = delivery.message, self._newer

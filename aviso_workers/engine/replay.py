@@ -109,7 +109,7 @@ class Replayer:
                     reading = _Reading(Position(time=start.time), created=info.created)
 
     async def _messages(self, reading: _Reading, last: int | None) -> AsyncGenerator[Message, None]:
-        """In order, once each, also where reading was interrupted in between.
+        """Yield the messages in order, once each, also where reading was interrupted in between.
 
         Raises `NotFoundError` where the stream is gone, or not the one that was read; `BackendError` when the
         connection is lost for good, or what is stored up to `last` does not come although there is a connection.
@@ -237,7 +237,7 @@ def _made_again(stream: str) -> NotFoundError:
 
 
 def _before(time: datetime) -> datetime:
-    """From when on a server is asked for what was stored at a time or later."""
+    """Return the time from which a server is asked for what was stored at `time` or later."""
     try:
         return time - SKEW
     except OverflowError:

@@ -53,7 +53,7 @@ class WhileHeld:
 
 
 def check() -> None:
-    """Raises `TakenOverError` in a handler whose notification may have been given to another worker."""
+    """Raise `TakenOverError` in a handler whose notification may have been given to another worker."""
     handled = _HANDLED.get()
     if handled is not None and not handled.held:
         raise TakenOverError

@@ -109,11 +109,11 @@ class Run:
         self._beat_again.set()
 
     def attach(self, stream: str, consumer: Consumer) -> None:
-        """A consumer that is read now; it is told when there is capacity."""
+        """Add a consumer that is read from now on; it is called when there is capacity."""
         self._prefetch.attach(stream, consumer)
 
     def detach(self, stream: str) -> None:
-        """A consumer that is not read any more. When none is because the agent is stuck, others get what waits."""
+        """Remove a consumer that is not read any more. A stuck agent gives back what waits with its last one."""
         self._prefetch.detach(stream)
         if self._is_stuck and not self._prefetch.consumers and not self._stopping:
             acknowledging.give_back(self.buffer.withdraw())
@@ -337,7 +337,7 @@ async def _release_when_quiet(buffer: Buffer, clock: Clock) -> None:
 
 
 async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> Passed | None:
-    """See `AgentStarted.passed`."""
+    """Return what the consumer had passed when the agent started, for `AgentStarted.passed`."""
     if stream.subjects is UNSET or not info.config.reads_all(stream.subjects):
         return None
     if info.deliveries or not info.num_pending:

@@ -80,13 +80,13 @@ class Threads:
             await self._changed.wait()
 
     def close(self) -> None:
-        """The agent stops: let the workers end that wait here."""
+        """Stop, and let the tasks end that wait here."""
         self._closed = True
         self._cancel_timer()
         self._change()
 
     def give_up(self, call: _Call, argument: object) -> None:
-        """The call was cancelled; when it runs on in its thread, count that thread until it has ended."""
+        """Leave a cancelled call behind; when it runs on in its thread, count that thread until it has ended."""
         deliveries = [
             delivery
             for sequence in _sequences(argument)

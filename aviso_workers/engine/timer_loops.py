@@ -133,7 +133,7 @@ class Hindrance:
         self._told = False
 
     def begin(self, error: BackendError) -> None:
-        """The bucket could not be used, or still cannot be."""
+        """Note that the bucket could not be used, or still cannot be."""
         now = self._clock.monotonic()
         if now - self._last > LONGEST_SLEEP_SECONDS:
             self._since = now  # it was used well in between, or not at all
@@ -143,7 +143,7 @@ class Hindrance:
             self._events.emit(LeadershipHindered(bucket=self._bucket, error=error))
 
     def end(self) -> None:
-        """The bucket was written, or is not needed for now."""
+        """Note that the bucket was written, or is not needed for now."""
         self._last = -math.inf
         if self._told:
             self._told = False
@@ -305,7 +305,7 @@ class Claims:
         return True
 
     def note_failure(self, error: BackendError) -> None:
-        """The claims could not be read or written, or another leader was faster, which hinders nobody."""
+        """Note that the claims could not be read or written; that another leader was faster is no hindrance."""
         if not isinstance(error, ConflictError):
             self._hindrance.begin(error)
 

@@ -54,7 +54,7 @@ class KeyValue(Protocol):
         """
 
     async def keys(self) -> list[str]:
-        """In alphabetical order."""
+        """Return the keys that have a value, in alphabetical order."""
 
     async def entries(self) -> list[Entry]:
         """Return the newest of each key that has a value, oldest first."""

@@ -165,7 +165,7 @@ def _version_named(name: str, ack_wait: int) -> Version:
 
 
 def _digits(text: str) -> int:
-    """Raises ValueError for what is no number, or a longer one than any of ours."""
+    """Return a text's number. Raises ValueError for what is no number, or a longer one than any of ours."""
     if not text.isdecimal() or len(text) > MOST_DIGITS:
         raise ValueError("no number of ours")
     return int(text)

@@ -268,7 +268,7 @@ class Fleet:
         self._stop_processes()
 
     def _stop_processes(self) -> None:
-        """What still runs, ends in order; what waits to be started again, waits no longer."""
+        """Let the processes that run end in order, and those that wait to be started again wait no longer."""
         for place in self._places:
             place.stop()
         self._woken.set()

@@ -96,7 +96,7 @@ def _write_traceback(target: TextIO, raised: structlog.typing.ExcInfo) -> None:
 
 
 def observe(event: Event) -> None:
-    """An observer of the engine's facts that are `OBSERVED`."""
+    """Log an event of the engine; the observer of those that are `OBSERVED`."""
     match event:
         case ConsumerDiffers() | FiltersDiffer() | AckWaitDiffers():
             _observe_consumer(event)

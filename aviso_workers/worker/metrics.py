@@ -73,7 +73,7 @@ BOUNDS = (*map(str, BUCKETS), "+Inf")
 
 
 class _Seconds:
-    """A histogram's numbers."""
+    """The counts of a histogram of seconds."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BUCKETS) + 1)
@@ -485,7 +485,7 @@ class Metrics:
 
 
 def render_gauges(measured: Iterable[Measured]) -> bytes:
-    """These and nothing else, in Prometheus' text format."""
+    """Return these gauges, and nothing else, in Prometheus' text format."""
     return "".join(map(_gauge, measured)).encode()
 
 
@@ -517,7 +517,7 @@ class FleetMetrics:
         self._processes[process].running = False
 
     def exited(self, process: str, ending: str) -> None:
-        """`ending` is one of `ENDINGS`."""
+        """Note how a process ended: `ending` is one of `ENDINGS`."""
         self._processes[process].endings.add(ending)
 
     def render(self) -> bytes:

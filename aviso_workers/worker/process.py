@@ -58,7 +58,7 @@ BODIES = "bodies"
 
 
 def run(app: App, *, status_port: int | None = None, member: Member | None = None) -> None:
-    """`serve` on an event loop of its own: uvloop's, where that is installed."""
+    """Run `serve` on an event loop of its own: uvloop's, where that is installed."""
     anyio.run(
         lambda: serve(app, status_port=status_port, member=member),
         backend_options={"use_uvloop": importlib.util.find_spec("uvloop") is not None},

@@ -57,12 +57,12 @@ class Account:
         stream.ended()
 
     def delete_durable(self, stream: str, name: str) -> None:
-        """Raises `NotFoundError`."""
+        """Delete a durable consumer. Raises `NotFoundError`."""
         self.durable(stream, name)
         del self._streams[stream].durables[name]
 
     def durable(self, stream: str, name: str) -> Durable:
-        """Raises `NotFoundError`."""
+        """Return a durable consumer. Raises `NotFoundError`."""
         durable = self.stream(stream).durables.get(name)
         if durable is None:
             raise NotFoundError(f"consumer {name} of stream {stream}: not found", code=error_codes.CONSUMER_NOT_FOUND)
@@ -143,7 +143,7 @@ class Account:
         return sequence, duplicate
 
     def _store_due(self, taker: Stream, schedule: Message, sequence: int) -> None:
-        """Its time has come, unless it was removed or replaced meanwhile, or its stream was."""
+        """Store what a schedule produces, unless the schedule or its stream was removed or replaced meanwhile."""
         newest = taker.newest(schedule.subject)
         if newest is None or newest.sequence != sequence or self._streams.get(taker.config["name"]) is not taker:
             return

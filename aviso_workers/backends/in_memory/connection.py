@@ -15,7 +15,7 @@ __all__ = ["Connection"]
 
 
 class Connection:
-    """See `backends.Connection`."""
+    """The connection to a server that lives in this process; see `backends.Connection`."""
 
     def __init__(self, listener: ConnectionListener | None) -> None:
         self.watchers: set[Callable[[], None]] = set()
@@ -34,7 +34,7 @@ class Connection:
         return MAX_PAYLOAD
 
     def require_server(self, major: int, minor: int, *, to: str) -> None:
-        """There is none, and everything is offered."""
+        """Do nothing: this backend has every feature, whatever the version of a server that would be needed."""
 
     async def failed(self) -> None:
         await anyio.sleep_forever()  # there is no server to lose
@@ -55,7 +55,7 @@ class Connection:
         self._tell()
 
     def close(self) -> None:
-        """As we wish it: nobody is told."""
+        """Close the connection. The listener is not called, because this is no loss."""
         self._change(ready=False, reason="it is closed")
 
     def _change(self, *, ready: bool, reason: str) -> None:

@@ -150,7 +150,7 @@ class Dispatcher:
         self.serving, self._stream, self.durable = True, stream, durable
 
     def end(self) -> None:
-        """The consumer was deleted."""
+        """End the delivery, because the consumer was deleted."""
         self.serving = False
         if self._pause is not None:
             self._pause.cancel()

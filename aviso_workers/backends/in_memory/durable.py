@@ -105,12 +105,12 @@ class Durable:
         self._configure({"metadata": metadata.after_reset(self.config.get("metadata"))})
 
     def offer(self, message: Message) -> None:
-        """The stream has stored a message."""
+        """Note a message that the stream has stored, to be delivered where the filter takes it."""
         if message.sequence > self._cursor and self._wanted.fullmatch(message.subject):
             self._waiting[message.sequence] = None
 
     def forget(self, sequence: int) -> None:
-        """The stream has lost a message; it is not delivered any more, nor again."""
+        """Leave out a message that the stream does not hold any more: it is not delivered, nor redelivered."""
         self._waiting.pop(sequence, None)
         self.settle(sequence)
 

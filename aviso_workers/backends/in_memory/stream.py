@@ -127,7 +127,7 @@ class Stream:
         return sequence, False
 
     def forget_expired(self, now_ns: int) -> None:
-        """`expire`, and tell who watches."""
+        """Remove the messages that are too old, and wake those who watch the stream."""
         self.expire(now_ns)
         self._changed()
 
@@ -144,7 +144,7 @@ class Stream:
         self._changed()
 
     def ended(self) -> None:
-        """It was deleted: tell who watches it."""
+        """Wake those who watch the stream, because it was deleted."""
         self._changed()
 
     def purge(self, subject: str = "") -> int:
@@ -198,7 +198,7 @@ class Stream:
         return self.last_sequence
 
     def _end(self, now_ns: int, sequence: int) -> None:
-        """The message's time to live is over. Of a subject's last one it can be read for a while that it is."""
+        """Remove a message whose ttl is over; store a delete marker, as a server does, for a subject's newest one."""
         if (message := self.messages.get(sequence)) is None:
             return
         marker_ns = self.config.get("subject_delete_marker_ttl") or 0

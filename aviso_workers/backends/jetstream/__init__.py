@@ -120,7 +120,7 @@ class JetStreamBackend(Management):
     async def _put_as_allowed(
         self, stream: str, consumer: str, config: Mapping[str, Any], *, action: Literal["create", "update"]
     ) -> ConsumerInfo:
-        """With the `max_ack_pending` that is allowed, where the server, the account or the stream allows less."""
+        """Put a consumer, with as much `max_ack_pending` as the server, the account and the stream allow."""
         try:
             return await self.put_consumer(stream, consumer, config, action=action)
         except RefusedError as error:

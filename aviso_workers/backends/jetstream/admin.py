@@ -25,7 +25,7 @@ __all__ = ["Administration"]
 
 
 class Administration:
-    """See `backends.Administration`."""
+    """What operators need of a nats-server, through its JetStream API; see `backends.Administration`."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

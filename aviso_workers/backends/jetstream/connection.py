@@ -334,7 +334,7 @@ class Connection:
         self._tell(connected=True, reason="")
 
     async def _on_lame_duck(self) -> None:
-        """The server is about to shut down: leave while there is time. The only one there is, is used to its end."""
+        """Leave a server that is about to shut down while there is time, unless no other one is known."""
         if len(self.nc.servers) > 1:
             self._last_error = "the server is shutting down"
             await self.nc.force_reconnect()

@@ -259,7 +259,7 @@ class PullConsumer:
         )
 
     async def open(self) -> None:
-        """Raises `BackendError`, also where messages cannot be asked for."""
+        """Begin to pull messages. Raises `BackendError`, also where the server does not allow a pull request."""
         found = await self._management.consumer_info(*self._consumer)
         self._made_at = self._made[self._consumer] = found.created_text
         if found.config.priority_policy == PINNED:

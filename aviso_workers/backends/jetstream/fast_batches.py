@@ -40,7 +40,7 @@ START, ADD, COMMIT = 0, 1, 2
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What became of a batch; or, if it has a type, how it goes on."""
+    """The server's answer to a batch: its result, or, if it has a type, its progress."""
 
     type: str = ""
     stream: str = ""
@@ -96,7 +96,7 @@ class Ingester:
             self._streams.discard(config.name)
 
     async def publish(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> list[PubAck | BackendError]:
-        """See `backends.Backend.publish_many`."""
+        """Publish in batches what can be, as `backends.Backend.publish_many` does."""
         sent_at = anyio.current_time()
         results: dict[int, PubAck | BackendError] = {}
         for batch in await self._ingest(self._batches(outgoing), timeout_seconds=timeout_seconds):
@@ -113,7 +113,7 @@ class Ingester:
         return [results[place] for place in range(len(outgoing))]
 
     async def publish_chunk(self, stream: str, chunk: OutgoingChunk, *, timeout_seconds: float) -> int:
-        """See `backends.Backend.publish_chunk`."""
+        """Publish a chunk as one batch, as `backends.Backend.publish_chunk` does."""
         if stream not in self._streams or len(chunk) < FEWEST or not self._connection.ready:
             return 0
         batch = _Batch()

@@ -27,7 +27,7 @@ MOST_LISTINGS = 5
 
 
 class Management:
-    """See `backends.Management`."""
+    """The management of streams and consumers through JetStream's API; see `backends.Management`."""
 
     def __init__(self, connection: Connection, *, prefix: str = "") -> None:
         self._connection = connection

@@ -58,7 +58,7 @@ class Publisher:
         self._connection.on_disconnect.add(self._on_disconnect)
 
     async def publish(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> list[PubAck | BackendError]:
-        """See `backends.Backend.publish_many`."""
+        """Publish each message with an answer of its own, as `backends.Backend.publish_many` does."""
         if not self._connection.ready:
             # It would be kept and sent after the reconnect, when nobody waits for the answer any more.
             return [UnavailableError(f"{_what(each)}: not connected") for each in outgoing]
@@ -144,7 +144,7 @@ class _Batch:
             self.complete.set_result(None)
 
     def breaks(self, error: type[Exception]) -> None:
-        """No more answers are waited for, because of this."""
+        """Stop waiting for answers, because of this error."""
         if not self.complete.done():
             self.complete.set_exception(error)
 

@@ -94,7 +94,7 @@ class PullSubscription:
         self._expires_ns = EXPIRES_SECONDS * SECOND
 
     async def open(self, *, limits: Mapping[str, Any] | None = None, priority: int = 0) -> None:
-        """`limits` is the consumer's configuration, where requests may be limited by it."""
+        """Subscribe, so that requests can be sent. `limits` is the consumer's configuration, which may limit them."""
         limits = limits or {}
         self._most_messages = limits.get("max_batch") or self._most_messages
         self._most_bytes = min(self._most_bytes, limits.get("max_bytes") or self._most_bytes)

@@ -65,7 +65,7 @@ async def read(
     start_time: datetime | None,
     last_sequence: int | None,
 ) -> AsyncGenerator[Message, None]:
-    """See `backends.Backend.read`."""
+    """Yield a stream's messages, as `backends.Backend.read` does."""
     start = _start(start_sequence, start_time)
 
     def before(message: Message) -> bool:
@@ -87,7 +87,7 @@ async def read(
 async def read_chunks(
     connection: Connection, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
 ) -> AsyncGenerator[Chunk, None]:
-    """See `backends.Backend.read_chunks`."""
+    """Yield a stream's messages in chunks, as `backends.Backend.read_chunks` does."""
     start = _start(start_sequence)
     ahead = 2 * CHUNK
     async with _reader(connection, stream, filter_subjects, start, ahead=ahead, last_sequence=last_sequence) as reader:

@@ -68,7 +68,7 @@ async def restore(
     *,
     stays_unfinished: bool,
 ) -> StreamInfo:
-    """See `Administration.restore`."""
+    """Restore a stream from a snapshot, as `Administration.restore` does."""
     name = config["name"]
     management = Management(connection)
     request = {"config": _unfinished(config), "state": state}
@@ -111,7 +111,11 @@ class _Answers:
         self._waiting = anyio.CancelScope()
 
     async def next(self, *, to: str, within: float = SILENCE_SECONDS) -> Heard:
-        """Raises `UnavailableError` where nothing comes, `RefusedError` where we may not send `to` this subject."""
+        """Return the next message.
+
+        Raises `UnavailableError` where none comes `within` so many seconds, `RefusedError` where the permissions deny
+        to publish to the subject `to`.
+        """
         until = anyio.current_time() + within
         while not self._lost and anyio.current_time() < until:
             with anyio.move_on_after(LOOK_SECONDS) as self._waiting:
@@ -184,7 +188,7 @@ class _Upload:
         self._unanswered += 1
 
     async def _answer(self, *, within: float = SILENCE_SECONDS) -> None:
-        """Raises `RefusedError` where the server does not take the archive."""
+        """Wait for the answer to a chunk. Raises `RefusedError` where the server does not take the archive."""
         answer = await self._answers.next(to=self._subject, within=within)
         self._unanswered -= 1
         if answer.status:  # nobody listens

@@ -125,7 +125,7 @@ def _tls_object(transport: Any) -> Any:
 
 
 def _no_password() -> str:
-    """Without this, OpenSSL asks the terminal."""
+    """Refuse to give a passphrase, for which OpenSSL would ask at the terminal. Raises ValueError."""
     raise ValueError("the private key is encrypted with a passphrase, which cannot be given: store it without one")
 
 

@@ -82,7 +82,7 @@ class Wire(Protocol):
         """Ask the server to send no more. What is on its way still arrives."""
 
     async def forget(self, interest: Interest) -> None:
-        """Nothing arrives any more."""
+        """End a subscription: nothing of it arrives any more."""
 
     def send(self, subject: bytes, data: bytes, *, reply: bytes = b"", headers: bytes = b"") -> None:
         """Publish, soon. While disconnected it is kept, as far as there is room, and dropped beyond that."""
@@ -122,7 +122,7 @@ class Headers(Mapping[str, str]):
 
     @property
     def raw(self) -> bytes:
-        """As they are on the wire."""
+        """The headers' bytes, as they came over the wire."""
         return self._block
 
     def __getitem__(self, name: str) -> str:
@@ -181,7 +181,7 @@ def status(block: bytes) -> tuple[str, str]:
 
 
 class _ShortWire:
-    """See `Wire`."""
+    """The `Wire` that writes to nats-py's transport itself, which costs less for each message."""
 
     slow_because = ""
 

@@ -24,7 +24,7 @@ class InBatches:
         self._context = context
 
     async def work(self) -> None:
-        """See `subscription.Handler`."""
+        """Handle batches from the buffer until the agent stops; see `subscription.Handler`."""
         context, buffer, batching = self._context, self._context.buffer, self._context.agent.policy.batch
         with context.outputs.keys() as keys:
             while first := await buffer.take():

@@ -132,7 +132,7 @@ def _number(entry: Entry) -> int | None:
 
 
 def _page(entry: Entry) -> Page:
-    """Raises `UndecodableError`."""
+    """Return the page that an entry stores. Raises `UndecodableError`."""
     return read_json(entry.value, Page)
 
 

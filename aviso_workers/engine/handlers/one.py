@@ -102,7 +102,7 @@ class OneByOne:
         self._step = step or context.step
 
     async def work(self) -> None:
-        """See `subscription.Handler`."""
+        """Handle one notification after the other from the buffer; see `subscription.Handler`."""
         context = self._context
         run = calls.runner(self._step)
         with context.outputs.keys() as keys:

@@ -34,7 +34,7 @@ class Outputs:
         return IdempotencyKeys(self._prefix)
 
     async def publish(self, output: object) -> None:
-        """Raises `FinalError` for what is no valid notification, else as `Publisher.notify` does."""
+        """Publish one output. Raises `FinalError` for an invalid notification, else as `Publisher.notify` does."""
         try:
             await self._publish(output)
         except InvalidNotificationError as error:

@@ -63,7 +63,7 @@ class _Source:
         return None
 
     async def settle(self) -> None:
-        """What was handed out is done, unless the function was cancelled and asks for more all the same."""
+        """Settle what was handed out, unless the function was cancelled and asks for more all the same."""
         await checkpoint_if_cancelled()
         await self._settle(None)
 

@@ -101,7 +101,7 @@ class AsWindows:
         self._again_at: dict[tuple[str, int], float] = {}
 
     async def work(self) -> None:
-        """See `subscription.Handler`."""
+        """Count notifications in their windows; see `subscription.Handler`."""
         await self._counting.work()
 
     async def close(self, stop: anyio.Event) -> None:
@@ -115,7 +115,7 @@ class AsWindows:
             keeping.cancel_scope.cancel()
 
     async def _count(self, notification: Notification[Any]) -> None:
-        """Raises `FinalError` for one that is late, and whatever the author's functions raise."""
+        """Count a notification. Raises `FinalError` for a late one, and what the author's functions raise."""
         time, key = self._windowing.time_of(notification), self._windowing.key_of(notification)
         sequence, stored = notification.sequence, notification.time.timestamp()
         retry = notification.headers.get(RETRIED, "")
@@ -156,7 +156,7 @@ class AsWindows:
                 return changed
 
     async def _update(self, key: str, change: Callable[[State[Any]], State[Any]]) -> State[Any]:
-        """As `_change`, by what the state says alone."""
+        """Change a key's state as `_change` does, by what the state alone says."""
 
         async def changed(state: State[Any], _: Progress) -> State[Any]:
             return change(state)
@@ -381,7 +381,10 @@ class _States:
         """What `by_key` has read, so that it reads only what has changed since."""
 
     def read(self, entry: Entry) -> State[Any]:
-        """Raises `UndecodableError`, as where the agent's type is another one than it was."""
+        """Return the state that an entry stores.
+
+        Raises `UndecodableError`, as where the agent's type is another one than it was.
+        """
         try:
             state = self._decoder.decode(entry.value)
         except UNREADABLE_JSON as error:
@@ -414,7 +417,10 @@ class _States:
             return None
 
     def spell(self, state: State[Any]) -> bytes:
-        """Raises `msgspec.ValidationError` where the author's `fold` has returned something else than it should."""
+        """Return a state as it is stored.
+
+        Raises `msgspec.ValidationError` where the author's `fold` has returned something else than it should.
+        """
         data = msgspec.json.encode(state)
         self._decoder.decode(data)
         return data
@@ -440,7 +446,7 @@ async def unfinished(agent: Agent[Any, Any], windowing: Windowing[Any, Any], bac
 
 
 def _spelled(key: str) -> str:
-    """Raises `InvalidKeyError`."""
+    """Return a window's key as a bucket's key. Raises `InvalidKeyError`."""
     return encode_key(key) if key else NO_KEY
 
 
