@@ -165,6 +165,8 @@ def _permissions(role: permissions.Role, app: str | None, config: ConfigSource |
             return permissions.of_worker(bridge, bridge.config, buckets=[permissions.BRIDGE])
         case "publisher":
             return permissions.of_publisher(load(config))
+        case "spark":
+            return permissions.of_spark(load(config))
         case "operator":
             return permissions.of_operator(load(config))
 

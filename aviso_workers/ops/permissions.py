@@ -28,12 +28,14 @@ from aviso_workers.engine import (
 )
 from aviso_workers.jetstream.specs import UNREADABLE
 
-__all__ = ["BRIDGE", "Role", "beyond", "of_operator", "of_publisher", "of_worker"]
+__all__ = ["BRIDGE", "Role", "beyond", "of_operator", "of_publisher", "of_spark", "of_worker"]
 
-Role = Literal["worker", "publisher", "operator", "bridge"]
+Role = Literal["worker", "publisher", "operator", "bridge", "spark"]
 
 BRIDGE = "spark-events"
 """The agent that a bridge runs, and the bucket in which it keeps how far it has read."""
+QUERIES = "aviso_workers_spark_queries"
+"""The bucket of `spark.query_records`, which is not imported: operators need no PySpark."""
 ADVISORIES = "$JS.EVENT.>"
 
 
@@ -47,6 +49,12 @@ def of_worker(app: Router, config: Config, *, buckets: Iterable[str] = ()) -> Pe
     """Return the permissions of a worker of the app; `buckets` are those that its code opens by name."""
     api = _Api(config)
     return _permissions(_working(api, app, buckets), subscribe=(api.inboxes,))
+
+
+def of_spark(config: Config) -> Permissions:
+    """Return what the drivers and executors of Spark need to read and write notifications of all event types."""
+    api = _Api(config)
+    return _permissions(_spark(api), subscribe=(api.inboxes,))
 
 
 def of_operator(config: Config) -> Permissions:
@@ -123,11 +131,23 @@ class _Api:
             yield f"{self.prefix}.STREAM.CREATE.{UNREADABLE}"
 
 
-def _publishing(api: _Api) -> Iterator[str]:
+def _storing(api: _Api) -> Iterator[str]:
     yield from api.before_creating()
     yield from _bases(api.config)
     for stream in _event_streams(api.config):
         yield from api.use(stream)
+
+
+def _spark(api: _Api) -> Iterator[str]:
+    yield from _storing(api)
+    for stream in _event_streams(api.config):
+        yield from api.read(stream)
+    yield from _bucket(api, QUERIES, updates=False)
+
+
+def _publishing(api: _Api) -> Iterator[str]:
+    yield from _storing(api)
+    for stream in _event_streams(api.config):
         yield f"{delayed_messages.SUBJECT}.wait.{stream}.*"
     yield from api.use(delayed_messages.STREAM)
     yield f"{api.prefix}.STREAM.PURGE.{delayed_messages.STREAM}"  # `cancel`

@@ -8,13 +8,16 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import anyio
 import nats
+import pyarrow as pa
 import pytest
 from msgspec import structs
 from nats.aio.msg import Msg
+from pyspark.sql.types import DataType, LongType, MapType, StringType, StructField, StructType, TimestampType
 
 from aviso_agents import spark_events
 from aviso_workers import App, Backoff, Notification, Window, Windowing, cli
@@ -29,6 +32,8 @@ from aviso_workers.errors import NotFoundError
 from aviso_workers.jetstream.subjects import pattern
 from aviso_workers.ops import permissions
 from aviso_workers.server import NatsServer
+from aviso_workers.spark import writers
+from aviso_workers.spark.data_source import AvisoDataSource
 from tests.conftest import write_mars_config
 from tests.waits import PATIENCE_SECONDS
 
@@ -151,6 +156,45 @@ async def bridge(configure: Configure) -> None:
                 await find_the_server_unreadable(app)
 
 
+async def run_jobs(configure: Configure) -> None:
+    for changed in CHANGES:
+        config = configure(**changed)
+        await anyio.to_thread.run_sync(write_and_read, config)
+        if changed:
+            async with App("job", config=config) as app:
+                assert await message_at(app.session.backend, "MARS", 10_000) is None
+                await find_the_server_unreadable(app)
+
+
+def write_and_read(config: Path) -> None:
+    """What a driver and an executor do, here without Spark's processes: rows are written under ids of their own, twice,
+    which compares them with those that are stored; then as a batch of a streaming query, and all are read.
+    """
+    options = {"config": str(config), "event": "mars"}
+    rows = pa.RecordBatch.from_pylist([{"id": "one", "class": "od", "step": 1, "payload": "{}"}])
+    text, number = StringType(), LongType()
+    columns = struct({"id": text, "class": text, "step": number, "payload": text})
+    with pytest.MonkeyPatch.context() as patched:
+        task = SimpleNamespace(partitionId=lambda: 0)
+        patched.setattr(writers, "TaskContext", SimpleNamespace(get=lambda: task))
+        with_ids = AvisoDataSource({**options, "msgIdColumn": "id"}).writer(columns, False)
+        for _ in range(2):
+            with_ids.commit([with_ids.write(iter([rows]))])
+        of_query = {**options, "msgIdColumn": "id", "queryId": "copy"}
+        for batch in ("0", "1"):
+            of_batch = AvisoDataSource({**of_query, "batchId": batch}).writer(columns, False)
+            of_batch.commit([of_batch.write(iter([rows]))])
+    seen = {"event_type": text, "sequence": number, "time": TimestampType(), "topic": text}
+    reader = AvisoDataSource({"config": str(config), "stream": "MARS"}).reader(
+        struct({**seen, "identifier": MapType(text, text), "payload": text})
+    )
+    assert sum(batch.num_rows for partition in reader.partitions() for batch in reader.read(partition)) == 1
+
+
+def struct(columns: dict[str, DataType]) -> StructType:
+    return StructType([StructField(name, kind) for name, kind in columns.items()])
+
+
 async def operate(configure: Configure) -> None:
     async with App("operator", config=configure()) as app:
         backend, dead_letters = app.session.admin, f"{dead_letter_store.RETRIES_SUBJECT}.field.index"
@@ -197,6 +241,7 @@ SCENARIOS: dict[permissions.Role, Scenario] = {
     "publisher": publish,
     "worker": work,
     "bridge": bridge,
+    "spark": run_jobs,
     "operator": operate,
 }
 
@@ -209,6 +254,8 @@ def granted(role: permissions.Role, config: Path) -> Permissions:
         case "bridge":
             app = a_bridge(config)
             return permissions.of_worker(app, app.config, buckets=[permissions.BRIDGE])
+        case "spark":
+            return permissions.of_spark(App("any", config=config).config)
         case "operator":
             return permissions.of_operator(App("any", config=config).config)
         case _:
@@ -324,7 +371,7 @@ def test_a_worker_may_use_the_lease_by_which_one_of_all_closes_windows(tmp_path:
 
 def test_where_an_operator_creates_streams_no_other_role_may(tmp_path: Path) -> None:
     config = write_mars_config(tmp_path / "config.yaml", NOWHERE, stream_management="observe")
-    for role in ("publisher", "worker", "bridge"):
+    for role in ("publisher", "worker", "bridge", "spark"):
         allowed = granted(role, config).publish.allow
         assert not [line for line in allowed if ".STREAM.CREATE." in line or ".STREAM.UPDATE." in line]
         assert "$JS.API.STREAM.INFO.MARS" in allowed
