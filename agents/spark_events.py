@@ -447,7 +447,7 @@ class _Application:
                 raise  # It is the same for all applications.
             except Exception as error:
                 # It is looked at again when the log grows, and after a restart. Other applications go on.
-                self.report(f"given up: {type(error).__name__}: {error}", "failed")
+                self.report(f"failed for good: {type(error).__name__}: {error}", "failed")
         self.published, self.grew_at = grown, anyio.current_time()
         self._noticed = None
 

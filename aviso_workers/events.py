@@ -61,7 +61,7 @@ PublishOutcome = Literal["stored", "duplicate", "scheduled", "failed"]
 
 
 class Published(Struct, frozen=True, kw_only=True):
-    """Publishing `count` notifications ended: stored, found to be stored already, kept until they are due, or given up.
+    """Publishing `count` notifications ended: stored, found to be stored already, kept until they are due, or failed.
 
     What was kept is stated again when it is stored. Of many that are published together, those that were there already
     may count as stored: see `PubAck.sequence`.
@@ -173,7 +173,7 @@ class ReadAgain(Struct, frozen=True, kw_only=True):
 
 
 class ThreadsStuck(Struct, frozen=True, kw_only=True):
-    """All threads of an agent run calls that were given up and do not end: it handles nothing until one of them ends.
+    """All threads of an agent run calls that were abandoned and do not end: it handles nothing until one of them ends.
 
     What waits is given back, so that other workers handle it.
     """

@@ -82,7 +82,7 @@ ELSEWHERE = (
 )
 """Settings that belong to another server than a test has."""
 NAP_SECONDS = 0.001
-LOOK_SECONDS = 0.05
+CHECK_SECONDS = 0.05
 _WITHIN_CODE: ContextVar[bool] = ContextVar("within_code", default=False)
 
 
@@ -106,7 +106,7 @@ class Harness:
         self.dead_letters: list[DeadLetter] = []
         self._dead_lettered: set[int] = set()
         """The sequences of what is stored as dead letters."""
-        """What was given up, in order."""
+        """The dead letters, in order."""
         self._first_parts: dict[int, bytes] = {}
         """By sequence, of dead letters that are stored as two."""
         self._code = _Code()
@@ -344,7 +344,7 @@ class Harness:
     async def _let_time_pass(self, deadline: float) -> bool:
         """False where that does not help, or no time is left."""
         if self._clock is None:
-            await anyio.sleep(LOOK_SECONDS)
+            await anyio.sleep(CHECK_SECONDS)
             return self.clock.monotonic() < deadline
         await at_rest()  # nothing may happen between this and the next call: code that ends now needs no time
         if (seconds := self._code.seconds) is None:
@@ -363,7 +363,7 @@ class Harness:
             return True
         left = await self._left()
         if not left and not self._clock:
-            await anyio.sleep(LOOK_SECONDS)  # a server counts a little later
+            await anyio.sleep(CHECK_SECONDS)  # a server counts a little later
             left = await self._left()
         return bool(left)
 

@@ -47,7 +47,6 @@ __all__ = [
     "ConsumerInfo",
     "Delivery",
     "Entry",
-    "Heard",
     "KeyValue",
     "Management",
     "Message",
@@ -55,6 +54,7 @@ __all__ = [
     "Outgoing",
     "OutgoingChunk",
     "PubAck",
+    "Received",
     "Snapshot",
     "StreamInfo",
     "Streams",
@@ -130,7 +130,7 @@ class Chunk(Struct, frozen=True, kw_only=True):
         return Chunk(**{name: list(compress(getattr(self, name), wanted)) for name in self.__struct_fields__})
 
 
-class Heard(Struct, frozen=True, kw_only=True):
+class Received(Struct, frozen=True, kw_only=True):
     """A message as it came: an answer, a chunk of a snapshot, an advisory."""
 
     subject: str
@@ -180,7 +180,7 @@ class Administration(Protocol):
         `subject` is what follows the prefix, which may be that of another domain.
         """
 
-    async def request(self, subject: str, data: bytes = b"", *, timeout_seconds: float = 5.0) -> Heard:
+    async def request(self, subject: str, data: bytes = b"", *, timeout_seconds: float = 5.0) -> Received:
         """Ask whoever listens to a subject, and return the first answer."""
 
     def send(self, subject: str, data: bytes = b"", *, reply: str = "") -> None:
@@ -189,7 +189,7 @@ class Administration(Protocol):
     def new_inbox(self) -> str:
         """Return a subject for answers, which nobody else has."""
 
-    def listen(self, subject: str) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Heard]]:
+    def listen(self, subject: str) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Received]]:
         """Receive what is published to a subject while the block runs. Messages are kept until they are read."""
 
     def snapshot(self, stream: str) -> AbstractAsyncContextManager[Snapshot]:

@@ -188,8 +188,8 @@ class Router:
         notifications of equal values are handled strictly one after another, also while one waits to be tried again.
         `start` is where an agent begins that has never run: with `all` that is stored, with what is `new`, at a
         sequence or at a time. `singleton` lets one worker of all that run the app handle everything, one notification
-        at a time and in order, and another one within `ack_wait` when that dies. A worker that dies is given up after
-        `ack_wait`; one that lives may take as long as it likes. `name` (default: the function's) names the durable
+        at a time and in order. Another one takes over `ack_wait` after that one has died; one that lives may take as
+        long as it likes. `name` (default: the function's) names the durable
         consumer, so keep it when you rename the function.
 
         Raises `DeclarationError`.

@@ -144,16 +144,16 @@ class FinalError(Exception):
 
 def before_handling(
     record: Record, *, num_delivered: int, attempts: int
-) -> Literal["run", "run_recorded", "run_alone", "worker_died", "give_up"]:
+) -> Literal["run", "run_recorded", "run_alone", "worker_died", "max_deliveries"]:
     """Return what to do with a notification that is delivered again, before its handler is run.
 
-    `run_recorded` is after a record that it begins. `worker_died` counts as a failed attempt, `give_up` is the end of
-    what cannot be counted.
+    `run_recorded` is after a record that it begins. `worker_died` counts as a failed attempt, `max_deliveries` is the
+    end where failures cannot be counted.
     """
     if record.began == "alone":
         return "worker_died"
     if not record.stored and num_delivered - 1 - UNCOUNTED_DELIVERIES >= attempts:
-        return "give_up"
+        return "max_deliveries"
     unexplained = num_delivered - 1 - record.failures
     if record.began or (not record.stored and unexplained >= SUSPECT_AFTER):
         return "run_alone"

@@ -162,7 +162,7 @@ class Settler:
         else:
             self._buffer.done(delivery)
 
-    def give_up(self, delivery: Delivery) -> None:
+    def nak_removed(self, delivery: Delivery) -> None:
         """Nak a delivery whose message has left the stream: a server delivers no such message again."""
         delivery.nak()
         self._buffer.done(delivery)

@@ -3,7 +3,7 @@
 The delivery count of a server also rises when a worker dies or is replaced, and a deploy must not use up attempts.
 So failures are counted in a bucket of the app's own. It is asked only where a notification may have failed before,
 which is rare, and forgets what nobody asked for within a week. Where it cannot be used, failures are counted in this
-process, and a notification is given up after more deliveries than any deploy would cost it.
+process, and a notification is dead-lettered after more deliveries than any deploy would cost it.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Failures:
         self._remember(key, failures)
         return Record(failures=failures, stored=self._stored)
 
-    async def look(self, delivery: Delivery) -> Record:
-        """Return what is known of a notification that was delivered before. `count` says the same from then on."""
+    async def read(self, delivery: Delivery) -> Record:
+        """Return what is known of a notification that was delivered before. From then on `count` returns the same."""
         if (record := self.recall(delivery)) is not None:
             return record
         key = _key(delivery)

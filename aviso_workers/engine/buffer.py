@@ -43,12 +43,12 @@ MOST_SURPLUS_BYTES = MOST_WAITING_BYTES // 2
 """Once so much waits, the surplus is kept without its bodies, so that there is room for other keys."""
 
 
-def _nobody(*_: object) -> None:
+def _ignore(*_: object) -> None:
     """Do nothing: the callback of a buffer whose owner gives none."""
 
 
-class _Held:
-    """A delivery's place in the buffer."""
+class _Entry:
+    """A delivery that the buffer holds."""
 
     __slots__ = ("begin", "bodiless", "delivery", "since", "waited")
 
@@ -68,7 +68,7 @@ class _KeyQueue(deque[Delivery]):
     """The deliveries of one key that are held, in order of sequence. Only the head is handed out."""
 
     stopped = False
-    """Whether the head waits to be tried again, or for something that was given up and goes on."""
+    """Whether the head waits to be tried again, or for an abandoned call that still runs."""
     surplus = 0
     """How many of them count as surplus."""
 
@@ -84,8 +84,8 @@ class Buffer:
         *,
         key: Callable[[str], Hashable] | None = None,
         isolation: Isolation | None = None,
-        on_begin: Callable[[Buffer], None] = _nobody,
-        on_surplus: Callable[[], None] = _nobody,
+        on_begin: Callable[[Buffer], None] = _ignore,
+        on_surplus: Callable[[], None] = _ignore,
         on_lost: Callable[[Delivery], None] | None = None,
     ) -> None:
         """With `isolation`, what was delivered before is given to `take_redelivered` first.
@@ -103,7 +103,7 @@ class Buffer:
         self._isolation.join(self)
         self._redelivered: deque[Delivery] = deque()
         self._redelivery = anyio.Event()
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _Entry] = {}
         """All, by sequence, in order of arrival."""
         self._ready: deque[Delivery] = deque()
         self._queues: dict[Hashable, _KeyQueue] = {}
@@ -127,7 +127,7 @@ class Buffer:
         """Deliveries that came to their end here."""
         self._on_begin = on_begin
         self._on_surplus = on_surplus
-        self._on_lost = on_lost or _nobody
+        self._on_lost = on_lost or _ignore
 
     def __len__(self) -> int:
         return len(self._held)
@@ -163,21 +163,21 @@ class Buffer:
         held = tuple(self._held.values())  # at once, because a scrape comes from a thread
         if not held:
             return 0.0
-        oldest_ns = min(place.delivery.message.timestamp_ns for place in held)
+        oldest_ns = min(entry.delivery.message.timestamp_ns for entry in held)
         return max(0.0, (self._clock.time_ns() - oldest_ns) / 1e9)
 
     def waited_seconds(self, delivery: Delivery) -> float | None:
         """Return the seconds that a delivery has waited for its turn in its key and a free worker; None: not held."""
-        place = self._entry(delivery)
-        return place.waited or 0.0 if place is not None else None
+        entry = self._entry(delivery)
+        return entry.waited or 0.0 if entry is not None else None
 
     def holds(self, delivery: Delivery) -> bool:
         """False for one whose stream was deleted and made anew: its sequence is that of another message now."""
         return self._entry(delivery) is not None
 
     def delivery_of(self, sequence: int) -> Delivery | None:
-        place = self._held.get(sequence)
-        return place.delivery if place is not None else None
+        entry = self._held.get(sequence)
+        return entry.delivery if entry is not None else None
 
     @property
     def gathers(self) -> int:
@@ -201,10 +201,10 @@ class Buffer:
         if held is not None:
             if held.delivery.message.timestamp_ns == message.timestamp_ns:
                 return  # delivered again while it is held: settling the older delivery settles both
-            self._waits(held)
+            self._note_waiting(held)
             self._let_go(held)
         self._bytes += len(message.data)
-        self._held[message.sequence] = _Held(delivery, self._clock.monotonic())
+        self._held[message.sequence] = _Entry(delivery, self._clock.monotonic())
         if self._gathered is not None:
             self._gather(delivery)
         elif self.ordered:
@@ -217,7 +217,7 @@ class Buffer:
         if self._taken_at >= self._turn_ends:  # handlers that never wait must not stop the loop
             await checkpoint()
             self._turn_ends = self._clock.monotonic() + TURN_SECONDS
-        while (place := self._next()) is None:
+        while (entry := self._next()) is None:
             if self.closed:
                 await checkpoint()  # who asks again and again must not stop the loop
                 return None
@@ -225,14 +225,14 @@ class Buffer:
         if self._ready and not self._waking:
             self._wake()  # one calls the next, so that who never waits does not wake all of them in vain
         now = self._taken_at = self._clock.monotonic()
-        place.waited = now - place.since
+        entry.waited = now - entry.since
         self.running += 1
-        self._running_bytes += len(place.delivery.message.data)
+        self._running_bytes += len(entry.delivery.message.data)
         self._on_begin(self)
-        if place.begin is not None:
-            begin, place.begin = place.begin, None
+        if entry.begin is not None:
+            begin, entry.begin = entry.begin, None
             await begin()
-        return place.delivery
+        return entry.delivery
 
     async def take_redelivered(self) -> Delivery | None:
         """Return the next that was delivered before, for whoever decides whether it may be taken; None when closed."""
@@ -249,8 +249,8 @@ class Buffer:
         """Let it be taken, before all others or after them. `begin` is awaited before it is handed out."""
         if self.closed:
             return
-        if begin is not None and (place := self._entry(delivery)):
-            place.begin = begin
+        if begin is not None and (entry := self._entry(delivery)):
+            entry.begin = begin
         if first:
             self._ready.appendleft(delivery)
         else:
@@ -269,11 +269,11 @@ class Buffer:
 
     def done(self, delivery: Delivery) -> None:
         """Remove a delivery that is settled; what waits behind it may begin."""
-        if place := self._entry(delivery):
+        if entry := self._entry(delivery):
             self.finished += 1
-            self._waits(place)
+            self._note_waiting(entry)
             del self._held[delivery.message.sequence]
-            self._let_go(place)
+            self._let_go(entry)
         if self._key is None:
             return
         key = self._key(delivery.message.subject)
@@ -292,15 +292,15 @@ class Buffer:
     def again(self, delivery: Delivery, *, after_seconds: float) -> None:
         """Let a delivery wait at the head of its key, and begin again after the delay."""
         due = self._clock.monotonic() + after_seconds
-        if place := self._entry(delivery):
-            self._waits(place)
-            place.since = due
+        if entry := self._entry(delivery):
+            self._note_waiting(entry)
+            entry.since = due
             self._stop(delivery, stopped=True)
             self._leave_out_body(delivery)
         self._clock.call_at(due, lambda: self._resume(delivery))
 
     def block(self, delivery: Delivery) -> None:
-        """Hand out nothing of its key until `unblock`: something works on it that was given up and goes on."""
+        """Hand out nothing of its key until `unblock`: a call for it that was abandoned still runs."""
         if self._key is not None:
             self._blocked[self._key(delivery.message.subject)] = None
 
@@ -324,7 +324,7 @@ class Buffer:
 
     def withdraw(self) -> list[Delivery]:
         """Hold no more what has not begun, and return it, to be given back in this order."""
-        return self._withdraw([sequence for sequence, place in self._held.items() if place.waited is None])
+        return self._withdraw([sequence for sequence, entry in self._held.items() if entry.waited is None])
 
     def withdraw_all(self) -> list[Delivery]:
         """Hold nothing any more, and return all of it, also what runs, to be given back in this order."""
@@ -332,27 +332,27 @@ class Buffer:
 
     async def heartbeat(self) -> None:
         """Tell the server that what is held is being worked on."""
-        for number, place in enumerate(tuple(self._held.values()), start=1):
-            if self._entry(place.delivery) is None:
+        for number, entry in enumerate(tuple(self._held.values()), start=1):
+            if self._entry(entry.delivery) is None:
                 continue  # it was settled while others had a turn
-            if place.delivery.held:
-                place.delivery.in_progress()
+            if entry.delivery.held:
+                entry.delivery.in_progress()
             else:
-                self._on_lost(place.delivery)
+                self._on_lost(entry.delivery)
             if number % HEARTBEATS_AT_ONCE == 0:
                 await checkpoint()
 
     def is_bodiless(self, delivery: Delivery) -> bool:
         """Return whether the body of its message was left out, to be read again when its turn has come."""
-        place = self._entry(delivery)
-        return place is not None and place.bodiless
+        entry = self._entry(delivery)
+        return entry is not None and entry.bodiless
 
     def restore_body(self, delivery: Delivery, message: Message) -> None:
         """Put back the body of a delivery, whose message was read again."""
-        place = self._entry(delivery)
-        if place is not None and place.bodiless:
+        entry = self._entry(delivery)
+        if entry is not None and entry.bodiless:
             delivery.message = structs.replace(delivery.message, data=message.data, headers=message.headers)
-            place.bodiless = False
+            entry.bodiless = False
             self._bodiless -= 1
             self._bytes += len(message.data)
 
@@ -408,26 +408,26 @@ class Buffer:
         self._ready.remove(head)
         return True
 
-    def _entry(self, delivery: Delivery) -> _Held | None:
-        place = self._held.get(delivery.message.sequence)
-        return place if place is not None and place.delivery is delivery else None
+    def _entry(self, delivery: Delivery) -> _Entry | None:
+        entry = self._held.get(delivery.message.sequence)
+        return entry if entry is not None and entry.delivery is delivery else None
 
-    def _waits(self, place: _Held) -> None:
+    def _note_waiting(self, entry: _Entry) -> None:
         """Note that a delivery does not run, or not any more."""
-        if place.waited is not None:
+        if entry.waited is not None:
             self.running -= 1
-            self._running_bytes -= len(place.delivery.message.data)
-            place.waited = None
+            self._running_bytes -= len(entry.delivery.message.data)
+            entry.waited = None
         if self._isolation.alone is not None:
-            self._isolation.note_end(place.delivery)
+            self._isolation.note_end(entry.delivery)
 
-    def _next(self) -> _Held | None:
+    def _next(self) -> _Entry | None:
         if self._isolation.closed and not (self._ready and self.alone(self._ready[0])):
             return None
         while self._ready:
             delivery = self._ready.popleft()
-            if place := self._entry(delivery):
-                return place
+            if entry := self._entry(delivery):
+                return entry
             self.done(delivery)
         return None
 
@@ -497,10 +497,10 @@ class Buffer:
     def _withdraw(self, sequences: list[int]) -> list[Delivery]:
         withdrawn = []
         for sequence in sorted(sequences):  # in order, so that they come back in order
-            place = self._held.pop(sequence)
-            self._waits(place)
-            self._let_go(place)
-            withdrawn.append(place.delivery)
+            entry = self._held.pop(sequence)
+            self._note_waiting(entry)
+            self._let_go(entry)
+            withdrawn.append(entry.delivery)
         for key, queue in tuple(self._queues.items()):
             kept = [delivery for delivery in queue if self.holds(delivery)]
             queue.clear()
@@ -510,9 +510,9 @@ class Buffer:
                 del self._queues[key]
         return withdrawn
 
-    def _let_go(self, place: _Held) -> None:
-        self._bytes -= len(place.delivery.message.data)
-        self._bodiless -= place.bodiless
+    def _let_go(self, entry: _Entry) -> None:
+        self._bytes -= len(entry.delivery.message.data)
+        self._bodiless -= entry.bodiless
 
 
 def _sequence(delivery: Delivery) -> int:

@@ -49,11 +49,11 @@ BUCKET = "aviso_workers_consumers"
 STUCK_SECONDS = 300.0
 """What may be unfinished for so long, whatever the agent's policy."""
 MOST_ATTEMPTS = 20
-"""Of a policy that never gives up, so many attempts are waited for."""
+"""So many attempts are waited for where the policy sets no limit."""
 
 
 class ConsumerRecord(Struct, frozen=True, kw_only=True):
-    """How far an agent's consumer had come when a worker last looked."""
+    """How far an agent's consumer had come when a worker last read it."""
 
     stream_created: datetime
     """When the stream was created that the sequences are of."""
@@ -97,11 +97,11 @@ class ConsumerRecorder:
         self._longest_seconds = longest_seconds
         self._events = events
         self._created: datetime | None = None
-        """When the stream was created; None before anybody could look."""
+        """When the stream was created; None before it could be read."""
         self._known: tuple[datetime | None, int] | None = None
         """Which consumer was recorded last: when it was created, and how often it was taken to another place."""
         self._last: ConsumerRecord | None = None
-        self._told = False
+        self._reported = False
         """Whether it was stated that the record cannot be written."""
 
     async def found(self) -> ConsumerInfo | None:
@@ -138,20 +138,20 @@ class ConsumerRecorder:
         found = (consumer.created, metadata.resets_of(consumer.config))
         try:
             if self._last is None or found != self._known or consumer.ack_floor < self._last.ack_floor:
-                await self._look()  # it was reset, or the stream is another one than before
+                await self._read()  # it was reset, or the stream is another one than before
             self._known = found
             await self._store(consumer)
         except BackendError as error:
-            if not self._told:
-                self._told = True
+            if not self._reported:
+                self._reported = True
                 self._events.emit(ConsumerNotRecorded(agent=self._agent, bucket=BUCKET, error=error))
         else:
-            self._told = False
+            self._reported = False
 
     async def _settled(self) -> int | None:
         """Return up to where everything is settled, as recorded; None where no consumer of this stream is."""
         try:
-            last_sequence = await self._look()
+            last_sequence = await self._read()
         except NotFoundError:
             raise  # the stream is gone too: it is made anew first
         except BackendError as error:
@@ -162,7 +162,7 @@ class ConsumerRecorder:
         # A stream whose server lost its end, as without power, stores other notifications under the sequences it had.
         return min(self._last.ack_floor, last_sequence) if self._last else None
 
-    async def _look(self) -> int:
+    async def _read(self) -> int:
         """Read the record, and return the last sequence of the stream. A record of another stream of that name, or of a
         consumer that an operator has removed, counts for nothing.
         """

@@ -115,7 +115,7 @@ class DeadLetterStore:
         error: BaseException | None,
         part: str = "",
     ) -> None:
-        """Store a copy, acknowledged. Raises `BackendError`: then the original must not be given up.
+        """Store a copy, acknowledged. Raises `BackendError`: then the original must stay.
 
         `part` says which part of the message it is, where it is not the whole of it.
         """

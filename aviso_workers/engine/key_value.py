@@ -207,7 +207,7 @@ class CachedKeyValue(RetryingKeyValue):
         try:
             stored = await super().put(key, value, revision=revision, ttl_seconds=ttl_seconds, message_id=message_id)
         except ConflictError:
-            await self._look(key)
+            await self._read_again(key)
             raise
         self._note(key, stored, value)
         return stored
@@ -216,13 +216,13 @@ class CachedKeyValue(RetryingKeyValue):
         try:
             stored = await super().delete(key, revision=revision, message_id=message_id)
         except ConflictError:
-            await self._look(key)
+            await self._read_again(key)
             raise
         self._note(key, stored, None)
         return stored
 
     async def _follow(self, bucket: KeyValue) -> None:
-        # Begun anew each time: what was forgotten during a long interruption is told of by nobody.
+        # Begun anew each time: what expired during a long interruption comes as no change.
         self._rows, self._seen = {}, 0
         self._version += 1
         last = await bucket.revision()
@@ -237,8 +237,8 @@ class CachedKeyValue(RetryingKeyValue):
         finally:
             self._current = False
 
-    async def _look(self, key: str) -> None:
-        """Somebody else was faster than what comes here: see what there is."""
+    async def _read_again(self, key: str) -> None:
+        """Read a key that somebody else has changed before the change came here."""
         newest = await super().get(key)
         if newest is None:
             self._version += 1

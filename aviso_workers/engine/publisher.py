@@ -350,7 +350,7 @@ class Publisher:
             if delay is None:
                 for _, prepared in left:
                     self._emit(prepared.event_type, "failed", attempt)
-                raise failure(f"{error}; given up after {attempt} attempts", code=error.code) from error
+                raise failure(f"{error}; tried {attempt} times", code=error.code) from error
             await clock.sleep(delay)
 
     async def _attempt(

@@ -69,7 +69,7 @@ class Redeliveries:
         self._attempts = attempts
         self._clock = clock
         self._events = events
-        self._told = False
+        self._reported = False
         """Whether it was stated that a message cannot be read."""
         self._failed_at = 0.0
         """When a message could not be read the last time."""
@@ -101,7 +101,7 @@ class Redeliveries:
         if delivery.num_delivered == 1:
             self._buffer.admit(delivery)
             return
-        record = await self._failures.look(delivery)
+        record = await self._failures.read(delivery)
         match verdicts.before_handling(record, num_delivered=delivery.num_delivered, attempts=self._attempts):
             case "run":
                 self._buffer.admit(delivery)
@@ -111,12 +111,12 @@ class Redeliveries:
                 await self._run_alone(delivery)
             case "worker_died":
                 await self._fail(delivery, Failure(WorkerDiedError(record.failures + 1), worker_died=True))
-            case "give_up":
+            case "max_deliveries":
                 exhausted = DeliveriesExhaustedError(delivery.num_delivered)
                 await self._fail(delivery, Failure(exhausted, final="max_deliveries"))
 
     async def _read(self, delivery: Delivery) -> bool:
-        """Read the message of a delivery again; whether it could be read."""
+        """Read the message of a delivery again, and return whether it could be read."""
         try:
             async with self._reads:
                 message = await self._backend.message(self._stream, delivery.message.sequence)
@@ -128,7 +128,7 @@ class Redeliveries:
             return False
         self._note_readable()
         if message is None or abs(message.timestamp_ns - delivery.message.timestamp_ns) > SAME_TIME_NS:
-            self._settler.give_up(delivery)
+            self._settler.nak_removed(delivery)
             return False
         self._buffer.restore_body(delivery, message)
         return True
@@ -137,9 +137,9 @@ class Redeliveries:
         """State, once, why what waits does not begin."""
         self._failed_at = self._clock.monotonic()
         self._clock.call_at(self._failed_at + QUIET_SECONDS, self._end_if_quiet)
-        if self._told:
+        if self._reported:
             return
-        self._told = True
+        self._reported = True
         sequence = delivery.message.sequence
         self._events.emit(NotReadAgain(agent=self._agent, stream=self._stream, sequence=sequence, error=error))
 
@@ -149,8 +149,8 @@ class Redeliveries:
             self._note_readable()
 
     def _note_readable(self) -> None:
-        if self._told:
-            self._told = False
+        if self._reported:
+            self._reported = False
             self._events.emit(ReadAgain(agent=self._agent, stream=self._stream))
 
     async def _run_alone(self, delivery: Delivery) -> None:

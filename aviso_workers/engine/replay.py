@@ -105,7 +105,7 @@ class Replayer:
             except NotFoundError:
                 info = await self._found_again()
                 if not reading.is_of(info):
-                    self._tell_made_again(info, reading.next_sequence)
+                    self._report_made_again(info, reading.next_sequence)
                     reading = _Reading(Position(time=start.time), created=info.created)
 
     async def _messages(self, reading: _Reading, last: int | None) -> AsyncGenerator[Message, None]:
@@ -172,7 +172,7 @@ class Replayer:
         times_behind = 0
         while start.sequence is not None and start.sequence > info.last_sequence + 1:
             if times_behind == MOST_BEHIND:
-                self._tell_made_again(info, start.sequence)
+                self._report_made_again(info, start.sequence)
                 return info, Position(sequence=1)
             times_behind += 1
             await self._pause()
@@ -181,7 +181,7 @@ class Replayer:
 
     async def _found_again(self) -> StreamInfo:
         """Return what the stream is, as soon as there is one. Raises `BackendError` as `Backend.failed` does."""
-        told = False
+        reported = False
         while True:
             await self._pause()
             try:
@@ -189,16 +189,16 @@ class Replayer:
             except UnavailableError:
                 continue
             except NotFoundError:
-                if not told:
+                if not reported:
                     self._events.emit(StreamGone(stream=self._stream))
-                told = True
+                reported = True
 
     async def _pause(self) -> None:
         """Wait before the next attempt. Raises `BackendError` when the connection is lost for good."""
         with clocks.move_on_after(self._backend.clock, AGAIN_AFTER_SECONDS):
             await self._backend.connection.failed()
 
-    def _tell_made_again(self, info: StreamInfo, next_sequence: int) -> None:
+    def _report_made_again(self, info: StreamInfo, next_sequence: int) -> None:
         self._events.emit(
             StreamMadeAgain(stream=self._stream, next_sequence=next_sequence, last_sequence=info.last_sequence)
         )

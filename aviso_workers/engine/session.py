@@ -256,7 +256,7 @@ async def open_session(
             events.emit(PermissionDenied(denied=denied))
             return
         nonlocal opened, was
-        if connected is not was:  # a client that gives up says a second time that it is disconnected
+        if connected is not was:  # a client that reconnects no more says a second time that it is disconnected
             events.emit(ConnectionChanged(connected=connected, reason=reason, opened=opened))
         opened, was = opened or connected, connected
 

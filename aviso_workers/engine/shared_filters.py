@@ -4,23 +4,23 @@ This is so in a deploy.
 
 A `where` that was changed makes another version of the agent, and all of them read one consumer. Its filter is the
 union of what its versions want, and its metadata names them. A worker that opens the consumer only adds its own
-version: it cannot know whether another one, newer or older than itself, still runs. Each version is heard of while
-there are several, because its workers count up a number in the metadata. One that nobody has heard of for
-`GONE_SECONDS`, by the clock of the worker that looks, is taken out, and the filter with it.
+version: it cannot know whether another one, newer or older than itself, still runs. While there are several versions,
+the workers of each count up a number in the metadata, as a heartbeat. A version whose number has not changed for
+`GONE_SECONDS`, by the clock of the worker that reads it, is taken out, and the filter with it.
 
 So a worker is also given what lies outside its own filter. It gives that back with a delay until it comes to a worker
 that wants it: this is no failure, and the agent never sees it. It acks it only where it knows that no other version
-wants it, from a look at the consumer that began after the notification was stored. A version that is widened later
+wants it, because it has read the consumer since the notification was stored. A version that is widened later
 begins with what is stored from then on.
 
 The `ack_wait` of the consumer is the longest that one of its versions wants, so that each of them reports often enough
-what it holds. What the server really has is looked at each time: where somebody has made it shorter, the worker reports
+what it holds. What the server really has is read each time: where somebody has made it shorter, the worker reports
 as often as that needs, sets it right, and says so.
 
 Its `max_ack_pending` is the largest as well: where a worker of another version has started with a smaller one, it is
 set again.
 
-A server looks at subjects only. What an agent leaves out of its own subjects, such as all numbers beyond a range, it
+A server filters by subjects only. What an agent leaves out of its own subjects, such as all numbers beyond a range, it
 acks whatever other versions want: see `acknowledging.Settler.pass_over`.
 """
 
@@ -46,13 +46,13 @@ from aviso_workers.jetstream.specs import ConsumerSpec
 
 __all__ = ["SharedFilter"]
 
-LOOK_SECONDS = 30.0
-"""How often a worker looks which versions there are."""
-LOOK_AGAIN_SECONDS = 1.0
-"""How soon it does where it has just opened the consumer, or was given what it does not want."""
+CHECK_SECONDS = 30.0
+"""How often a worker reads which versions there are."""
+CHECK_AGAIN_SECONDS = 1.0
+"""How soon it does so where it has just opened the consumer, or was given what it does not want."""
 GONE_SECONDS = 300.0
-"""A version that was not heard of for so long has no worker. Longer than a network is usually interrupted: what only
-workers want that are cut off for longer is given up."""
+"""A version without a heartbeat for so long has no worker. This is longer than a network is usually interrupted: what
+only workers want that are cut off for longer is not delivered to them."""
 LAST_RECORD_SECONDS = 2.0
 GIVEN_BACK = Backoff(first=0.1, factor=2.0, max=5.0, jitter=0.0)
 """When what is given back comes again, by how often it was delivered."""
@@ -61,7 +61,7 @@ Filters = tuple[str, ...]
 """Filter subjects; none means everything."""
 
 
-class _Heard(Struct, frozen=True):
+class _Seen(Struct, frozen=True):
     """The number of a version, and since when it is that one."""
 
     number: int
@@ -100,15 +100,15 @@ class SharedFilter:
         """The `max_ack_pending` that the server has given; an account may allow less than what is wanted."""
         self._others: dict[Filters, Callable[[str], object]] = {}
         """The other filters, and what of a subject they want."""
-        self._heard: dict[Version, _Heard] = {}
+        self._seen: dict[Version, _Seen] = {}
         self._given_back = 0
         """The newest sequence that was given back."""
         self._known_up_to = 0
-        """Up to this sequence, notifications were stored before the last look."""
-        self._looked_at = 0.0
-        self._told = False
-        """Whether it was stated that what nobody wants any more is passed over."""
-        self._look_soon = anyio.Event()
+        """Up to this sequence, notifications were stored before the consumer was read last."""
+        self._checked_at = 0.0
+        self._reported = False
+        """Whether it was reported that what no version wants any more is acked."""
+        self._check_soon = anyio.Event()
 
     async def ensure(self) -> ConsumerInfo:
         """Create the consumer, or bring it in line so that this version is among those that it serves.
@@ -124,7 +124,7 @@ class SharedFilter:
         self._follow(info)
         self._note(versions)
         if len(versions) > 1:
-            self._look_soon.set()  # two that open it at once may have overwritten each other
+            self._check_soon.set()  # two that open it at once may have overwritten each other
         return info
 
     async def ensure_retries(self, consumer: ConsumerSpec) -> ConsumerInfo:
@@ -150,22 +150,22 @@ class SharedFilter:
         message = delivery.message
         known = message.sequence <= self._known_up_to
         if known and not any(wants(message.subject) for wants in self._others.values()):
-            if not self._told:
+            if not self._reported:
                 self._state(gone=())
             return Ack()
         if not known:
             self._given_back = max(self._given_back, message.sequence)
-            self._look_soon.set()
+            self._check_soon.set()
         return Nak(GIVEN_BACK.delay_seconds(delivery.num_delivered))
 
     async def keep(self) -> None:
-        """Look which versions there are, again and again, and take out those that are gone."""
+        """Read which versions there are, again and again, and take out those that are gone."""
         while True:
-            with clocks.move_on_after(self._backend.clock, LOOK_SECONDS):
-                await self._look_soon.wait()
-            await self._backend.clock.sleep(LOOK_AGAIN_SECONDS)
-            self._look_soon = anyio.Event()
-            await self._look()
+            with clocks.move_on_after(self._backend.clock, CHECK_SECONDS):
+                await self._check_soon.wait()
+            await self._backend.clock.sleep(CHECK_AGAIN_SECONDS)
+            self._check_soon = anyio.Event()
+            await self._check()
 
     async def record_last(self) -> None:
         """Record how far the consumer has come when the worker stops, where the server answers soon."""
@@ -173,7 +173,7 @@ class SharedFilter:
             await self._recorder.refresh()
             await self._retries.refresh()
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         stored_before = self._given_back
         try:
             found = await self._backend.consumer_info(self._stream, self.consumer.durable_name)
@@ -192,29 +192,27 @@ class SharedFilter:
             await self._retries.refresh()
 
     def _still_there(self, noted: Mapping[Version, int]) -> dict[Version, int]:
-        """Return the versions that were heard of, this one among them and, where it is not the only one, heard of
-        again.
-        """
+        """Return the versions that live, this one among them, and count up its number where there are several."""
         now = self._backend.clock.monotonic()
-        if now - self._looked_at > 2 * LOOK_SECONDS + LOOK_AGAIN_SECONDS:
-            self._heard.clear()  # who could not look has heard nothing, and the others may have been cut off as well
-        self._looked_at = now
-        self._heard = {version: self._when_heard(version, number, now) for version, number in noted.items()}
+        if now - self._checked_at > 2 * CHECK_SECONDS + CHECK_AGAIN_SECONDS:
+            self._seen.clear()  # without an answer for so long, the others may have been cut off as well
+        self._checked_at = now
+        self._seen = {version: self._last_seen(version, number, now) for version, number in noted.items()}
         versions = {
             version: number
             for version, number in noted.items()
-            if version == self._own or now - self._heard[version].since < GONE_SECONDS
+            if version == self._own or now - self._seen[version].since < GONE_SECONDS
         }
-        own = self._heard.get(self._own)
+        own = self._seen.get(self._own)
         if own is None:
             versions[self._own] = 0  # another worker's update overwrote ours, or has taken us for gone
-        elif len(versions) > 1 and now - own.since >= LOOK_SECONDS:
+        elif len(versions) > 1 and now - own.since >= CHECK_SECONDS:
             versions[self._own] += 1
         return versions
 
-    def _when_heard(self, version: Version, number: int, now: float) -> _Heard:
-        before = self._heard.get(version)
-        return before if before is not None and before.number == number else _Heard(number, now)
+    def _last_seen(self, version: Version, number: int, now: float) -> _Seen:
+        before = self._seen.get(version)
+        return before if before is not None and before.number == number else _Seen(number, now)
 
     def _note(self, versions: Mapping[Version, int]) -> None:
         before = self._others.keys()
@@ -242,7 +240,7 @@ class SharedFilter:
         )
 
     def _state(self, *, gone: tuple[Filters, ...]) -> None:
-        self._told = not self._others
+        self._reported = not self._others
         self._events.emit(
             FiltersDiffer(
                 agent=self._agent,

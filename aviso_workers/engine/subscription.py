@@ -217,7 +217,7 @@ def consumer_spec(
         filter_subjects=filters,
         ack_wait=int(ack_wait * SECOND),
         max_ack_pending=max_ack_pending,
-        max_deliver=-1,  # only an agent gives up, when its dead letter is stored
+        max_deliver=-1,  # only the agent ends the attempts, when its dead letter is stored
         **metadata.starting(start),
     )
 

@@ -1,6 +1,6 @@
-"""The threads in which the plain function of an agent runs, and those that run on after their call was given up.
+"""The threads in which the plain function of an agent runs, and those that run on after their call was abandoned.
 
-Python cannot end a thread. When a call is given up, at its `timeout` or because a singleton's notification was lost,
+Python cannot end a thread. When a call is abandoned, at its `timeout` or because a singleton's notification was lost,
 its thread runs on for as long as it likes. So it goes on counting: an agent has at most `concurrency` threads, and
 the workers of a call form wait for their turn before they take the next notification. With `order_by`, the key that
 such a thread works on is blocked in the buffer until it ends.
@@ -37,7 +37,7 @@ STUCK_SECONDS = 5.0
 
 
 class Threads:
-    """The threads of one agent that run on after their call was given up."""
+    """The threads of one agent that run on after their call was abandoned."""
 
     def __init__(self, agent: Agent[Any, Any], *, buffer: Buffer, clock: Clock, events: Events) -> None:
         self.left_behind = 0
@@ -85,14 +85,14 @@ class Threads:
         self._cancel_timer()
         self._change()
 
-    def give_up(self, call: _Call, argument: object) -> None:
+    def abandon(self, call: _Call, argument: object) -> None:
         """Leave a cancelled call behind; when it runs on in its thread, count that thread until it has ended."""
         deliveries = [
             delivery
             for sequence in _sequences(argument)
             if (delivery := self._buffer.delivery_of(sequence)) is not None
         ]
-        if not call.give_up(when_ended=partial(self._note_end, deliveries)):
+        if not call.abandon(when_ended=partial(self._note_end, deliveries)):
             return
         for delivery in deliveries:
             self._buffer.block(delivery)
@@ -126,19 +126,19 @@ class Threads:
 
 
 class _Call:
-    """One call of a plain function. It is begun in a thread, and may be given up by the event loop meanwhile."""
+    """One call of a plain function. It is begun in a thread, and may be abandoned by the event loop meanwhile."""
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._function = function
         self._lock = threading.Lock()
         self._runs = False
-        self._given_up = False
+        self._abandoned = False
         self._when_ended: Callable[[], object] | None = None
 
     def run(self) -> object:
-        """Call the function, in the thread; nothing comes of a call that was given up before."""
+        """Call the function, in the thread; nothing comes of a call that was abandoned before."""
         with self._lock:
-            if self._given_up:
+            if self._abandoned:
                 return None
             self._runs = True
         try:
@@ -151,7 +151,7 @@ class _Call:
             if self._when_ended is not None:
                 self._when_ended()
 
-    def give_up(self, *, when_ended: Callable[[], None]) -> bool:
+    def abandon(self, *, when_ended: Callable[[], None]) -> bool:
         """Return whether the function runs on; then `when_ended` is called on this event loop when it has ended."""
         loop = asyncio.get_running_loop()
 
@@ -160,14 +160,14 @@ class _Call:
                 loop.call_soon_threadsafe(when_ended)
 
         with self._lock:
-            self._given_up = True
+            self._abandoned = True
             if self._runs:
                 self._when_ended = tell
             return self._runs
 
 
 def in_thread(agent: Agent[Any, Any], *, threads: Threads | None = None) -> Callable[[Any], Awaitable[object]]:
-    """Return the agent's plain function, to be run in a thread; `threads` counts those that run on when given up."""
+    """Return the agent's plain function, to be run in a thread; `threads` counts those that run on when abandoned."""
     limiter = anyio.CapacityLimiter(agent.policy.concurrency)
 
     async def call(argument: Any, **resources: Any) -> object:
@@ -178,7 +178,7 @@ def in_thread(agent: Agent[Any, Any], *, threads: Threads | None = None) -> Call
             returned = await anyio.to_thread.run_sync(call.run, limiter=limiter, abandon_on_cancel=True)
         except anyio.get_cancelled_exc_class():
             if threads is not None:
-                threads.give_up(call, argument)
+                threads.abandon(call, argument)
             raise
         if isinstance(returned, Failure):
             raise returned.error

@@ -49,7 +49,7 @@ RENEW_SECONDS = 2.0
 OVERDUE_SECONDS = LEASE_SECONDS + RENEW_SECONDS
 """A lease that nobody has renewed for so long is over, also where the server does not forget it: one that was put while
 the server's clock was ahead is forgotten only when that time has come."""
-LOOK_SECONDS = 1.0
+CHECK_SECONDS = 1.0
 """How often it is looked whether there is a leader."""
 LONGEST_SLEEP_SECONDS = 30.0
 """The time of day may be set while a timer waits for it."""
@@ -130,7 +130,7 @@ class Hindrance:
         self._events = events
         self._since = self._last = -math.inf
         """When what hinders now began, and when it was last noticed."""
-        self._told = False
+        self._reported = False
 
     def begin(self, error: BackendError) -> None:
         """Note that the bucket could not be used, or still cannot be."""
@@ -138,15 +138,15 @@ class Hindrance:
         if now - self._last > LONGEST_SLEEP_SECONDS:
             self._since = now  # it was used well in between, or not at all
         self._last = now
-        if not self._told and now - self._since >= LEASE_SECONDS:
-            self._told = True
+        if not self._reported and now - self._since >= LEASE_SECONDS:
+            self._reported = True
             self._events.emit(LeadershipHindered(bucket=self._bucket, error=error))
 
     def end(self) -> None:
         """Note that the bucket was written, or is not needed for now."""
         self._last = -math.inf
-        if self._told:
-            self._told = False
+        if self._reported:
+            self._reported = False
             self._events.emit(LeadershipUnhindered(bucket=self._bucket))
 
 
@@ -179,7 +179,7 @@ class Lease:
             if self.held:
                 self.token = self._revision
                 return True
-            await clocks.sleep_until(self._clock, LOOK_SECONDS, stop)
+            await clocks.sleep_until(self._clock, CHECK_SECONDS, stop)
         return False
 
     async def _overdue(self) -> int:

@@ -24,7 +24,7 @@ from aviso_workers.events import Settled
 
 __all__ = ["Limits", "Member"]
 
-LOOK_SECONDS = 0.25
+CHECK_SECONDS = 0.25
 SPREAD = 0.1
 """Part of `max_notifications` by which it is raised at random, so that processes that began together part ways."""
 STATM = Path("/proc/self/statm")
@@ -66,7 +66,7 @@ class Member:
     async def until_recycled(self) -> str:
         """Wait until the process is to be replaced, and return why."""
         while True:
-            await anyio.sleep(LOOK_SECONDS)
+            await anyio.sleep(CHECK_SECONDS)
             if self._left <= 0:
                 return "it has handled as many as --max-notifications allows"
             if self._max_rss is not None and (now := _resident()) > self._max_rss:

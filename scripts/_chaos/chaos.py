@@ -43,7 +43,7 @@ ENDED_SECONDS = 60.0
 """A worker that is told to stop gets 30 s to finish, and has a server to find first."""
 STILL_SECONDS = 60.0
 """When nothing was handled for so long, what is missing will not be handled any more."""
-LOOK_SECONDS = 0.05
+CHECK_SECONDS = 0.05
 SHOWN = 20
 
 console = Console(highlight=False, soft_wrap=True, markup=False)
@@ -171,7 +171,7 @@ class Chaos:
             while not all(place.worker.is_ready() for place in self.places):
                 for place in self.places:
                     place.worker.child.check_alive()
-                await anyio.sleep(LOOK_SECONDS)
+                await anyio.sleep(CHECK_SECONDS)
             return
         said = "; ".join(f"{place.name}: {place.worker.ask('/readyz')[1]}" for place in self.places)
         raise ShortfallError(f"not all workers are ready after {READY_SECONDS:.0f} s: {said}")

@@ -104,7 +104,7 @@ async def test_a_new_consumer_is_not_made_while_it_is_not_known_how_far_the_old_
     await settled_before(t)
     await t.app.session.admin.delete_consumer("MARS", "contract__index")
     with monkeypatch.context() as patched:
-        patched.setattr(ConsumerRecorder, "_look", refuse)
+        patched.setattr(ConsumerRecorder, "_read", refuse)
         await t.start()
         await t.advance(0.5)
         with pytest.raises(NotFoundError):

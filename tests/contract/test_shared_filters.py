@@ -117,8 +117,8 @@ class Deployment:
 
 @pytest.fixture
 async def deployment(app: App, nats_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Deployment]:
-    monkeypatch.setattr(shared_filters, "LOOK_SECONDS", 0.5)
-    monkeypatch.setattr(shared_filters, "LOOK_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(shared_filters, "CHECK_SECONDS", 0.5)
+    monkeypatch.setattr(shared_filters, "CHECK_AGAIN_SECONDS", 0.1)
     monkeypatch.setattr(shared_filters, "GONE_SECONDS", 2.0)
     async with harness(app, server=nats_url or None) as t:
         await t.notify("mars", mars(step=0, **{"class": "xx"}), {})  # makes the stream

@@ -172,7 +172,7 @@ async def test_what_is_out_of_order_is_waited_for_by_the_lateness(
     async with harness(app, server=url) as t:
         await notify(t, 70, 10, 74, 59)
         await t.settle()
-        await t.advance(2 * windowed.LOOK_SECONDS)
+        await t.advance(2 * windowed.CHECK_SECONDS)
         await notify(t, 58)
         await t.settle()
         assert sums(t) == {}
@@ -188,10 +188,10 @@ async def test_while_nothing_comes_nothing_is_stored(
     async with harness(app, server=url) as t:
         await notify(t, 10)
         await t.settle()
-        await t.advance(2 * windowed.LOOK_SECONDS)
+        await t.advance(2 * windowed.CHECK_SECONDS)
         bucket = await app.key_value("contract_windows_sums")
         revision = await bucket.revision()
-        await t.advance(2 * windowed.LOOK_SECONDS)
+        await t.advance(2 * windowed.CHECK_SECONDS)
         assert await bucket.revision() == revision
 
 

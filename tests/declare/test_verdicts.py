@@ -200,7 +200,7 @@ def test_what_else_is_returned_is_no_failure(output: object) -> None:
         ({"stored": False}, 2, "run_recorded"),
         ({"stored": False}, 3, "run_alone"),
         ({"stored": False}, 23, "run_alone"),
-        ({"stored": False}, 24, "give_up"),
+        ({"stored": False}, 24, "max_deliveries"),
     ],
 )
 def test_what_is_delivered_again_is_run_alone_where_it_may_have_ended_its_worker(

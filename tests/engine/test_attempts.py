@@ -88,27 +88,27 @@ async def test_a_handler_that_began_and_did_not_end_its_worker_leaves_no_record_
 ) -> None:
     here = worker()
     await here.begin(Redelivered(), alone=alone)
-    assert (await worker().look(Redelivered())).began == ("alone" if alone else "beside_others")
+    assert (await worker().read(Redelivered())).began == ("alone" if alone else "beside_others")
     await ENDS[end](here, Redelivered())
-    assert (await worker().look(Redelivered())).began is None
+    assert (await worker().read(Redelivered())).began is None
 
 
 @pytest.mark.parametrize("end", ["it was not run", "it failed", "it is settled"])
 async def test_the_record_of_a_worker_that_ended_is_removed_by_the_next(worker: Callable[[], Any], end: str) -> None:
     here = worker()
     await worker().begin(Redelivered(), alone=False)
-    await here.look(Redelivered())
+    await here.read(Redelivered())
     await ENDS[end](here, Redelivered())
-    assert (await worker().look(Redelivered())).began is None
+    assert (await worker().read(Redelivered())).began is None
 
 
 async def test_what_ended_its_worker_is_run_alone_the_next_time_as_well(worker: Callable[[], Any]) -> None:
     here = worker()
     await worker().begin(Redelivered(), alone=True)
-    await here.look(Redelivered())
+    await here.read(Redelivered())
     await add(here, Redelivered(), before=0, worker_died=True)
     await here.clear_all()
-    record = await worker().look(Redelivered())
+    record = await worker().read(Redelivered())
     assert (record.failures, record.began) == (1, "beside_others")
 
 
@@ -120,8 +120,8 @@ async def test_a_failure_that_could_not_be_stored_counts_here_although_fewer_are
     backend.closed = True
     await add(here, Redelivered(), before=1)
     backend.closed = False
-    assert (await here.look(Redelivered())).failures == 2
-    assert (await worker().look(Redelivered())).failures == 1
+    assert (await here.read(Redelivered())).failures == 2
+    assert (await worker().read(Redelivered())).failures == 1
 
 
 @pytest.mark.parametrize("garbage", [b"\xff\xfe", b"", b"x", b"-1", b"9" * 5000, "٣".encode()])
@@ -133,7 +133,7 @@ async def test_what_somebody_else_wrote_as_a_count_counts_as_none(
     [key] = await bucket.keys()
     await bucket.put(key, garbage)
 
-    assert (await worker().look(Redelivered())).failures == 0
+    assert (await worker().read(Redelivered())).failures == 0
     assert [unreadable.stream for unreadable in facts.of(Unreadable)] == [f"KV_{BUCKET}"]
 
 
@@ -144,7 +144,7 @@ async def test_each_time_that_failures_cannot_be_stored_any_more_is_told(
     for closed in (True, True, False, True):
         backend.closed = closed
         await add(here, Redelivered(), before=0)
-        assert (await here.look(Redelivered())).stored != closed
+        assert (await here.read(Redelivered())).stored != closed
     assert len(facts.of(FailuresNotStored)) == 2
 
 
@@ -156,7 +156,7 @@ async def test_failures_are_stored_again_after_their_bucket_was_deleted(
     await backend.delete_stream(f"KV_{BUCKET}")
     for before in (1, 2):  # the first of them finds that the bucket is gone
         await add(here, Redelivered(), before=before)
-    assert (await worker().look(Redelivered())).failures == 3
+    assert (await worker().read(Redelivered())).failures == 3
 
 
 async def test_what_comes_back_to_the_worker_where_it_failed_is_not_asked_for(
@@ -164,7 +164,7 @@ async def test_what_comes_back_to_the_worker_where_it_failed_is_not_asked_for(
 ) -> None:
     here = worker()
     await add(here, delivered(1), before=0)
-    assert (await here.look(delivered(2))).failures == 1
+    assert (await here.read(delivered(2))).failures == 1
     assert here.count(delivered(2)) == 1
     assert backend.asked == 0
 
@@ -172,11 +172,11 @@ async def test_what_comes_back_to_the_worker_where_it_failed_is_not_asked_for(
 async def test_what_comes_back_after_another_worker_had_it_is_asked_for(worker: Callable[[], Any]) -> None:
     here, other = worker(), worker()
     await add(here, delivered(1), before=0)
-    await other.look(delivered(2))
+    await other.read(delivered(2))
     await add(other, delivered(2), before=1)
-    assert (await here.look(delivered(3))).failures == 2
+    assert (await here.read(delivered(3))).failures == 2
     await other.begin(delivered(3), alone=False)
-    assert (await here.look(delivered(4))).began == "beside_others"
+    assert (await here.read(delivered(4))).began == "beside_others"
 
 
 async def test_the_failures_of_many_are_stored_with_few_requests(backend: Guard, worker: Callable[[], Any]) -> None:
@@ -199,4 +199,4 @@ async def test_the_failures_of_many_are_stored_with_few_requests(backend: Guard,
 
     assert requests == [64]
     delivery = SimpleNamespace(message=deliveries[-1].message, num_delivered=2)
-    assert (await worker().look(delivery)).failures == 1
+    assert (await worker().read(delivery)).failures == 1

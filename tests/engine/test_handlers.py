@@ -654,11 +654,11 @@ async def test_failures_are_those_of_one_notification_and_one_agent(backend: Dea
     for failures in range(2):
         await index.add(Failed(), before=failures, kept=kept, worker_died=False, then=lambda: None)
     for anew in (index, counts()):
-        assert (await anew.look(Failed())).failures == 2
-        assert (await anew.look(Failed(sequence=2))).failures == 0, "of another notification"
-        assert (await anew.look(Failed(timestamp_ns=2))).failures == 0, "of a stream that was made anew"
+        assert (await anew.read(Failed())).failures == 2
+        assert (await anew.read(Failed(sequence=2))).failures == 0, "of another notification"
+        assert (await anew.read(Failed(timestamp_ns=2))).failures == 0, "of a stream that was made anew"
     for stated in ({"agent": "sum"}, {"stream": "RD"}, {"app": "others"}):
-        assert (await counts(**stated).look(Failed())).failures == 0, stated
+        assert (await counts(**stated).read(Failed())).failures == 0, stated
 
 
 @pytest.mark.parametrize("order_by", [(), ("class",)])

@@ -152,7 +152,7 @@ def suspect(backend: SlowBackend, facts: Facts) -> Suspect:
 
 async def began(worker: Worker, backend: SlowBackend, facts: Facts, delivery: Delivery) -> str | None:
     """Which record there is that its handler begins."""
-    return (await worker.failures_of_another(backend, facts).look(delivery)).began
+    return (await worker.failures_of_another(backend, facts).read(delivery)).began
 
 
 async def test_one_that_waits_for_others_to_end_does_not_keep_its_worker_from_stopping(

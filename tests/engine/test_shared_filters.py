@@ -15,7 +15,7 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.engine import acknowledging
 from aviso_workers.engine.consumer_records import ConsumerRecorder
 from aviso_workers.engine.provisioning import Provisioner
-from aviso_workers.engine.shared_filters import GONE_SECONDS, LOOK_AGAIN_SECONDS, LOOK_SECONDS, SharedFilter
+from aviso_workers.engine.shared_filters import CHECK_AGAIN_SECONDS, CHECK_SECONDS, GONE_SECONDS, SharedFilter
 from aviso_workers.errors import UnavailableError
 from aviso_workers.events import Events, FiltersDiffer
 from aviso_workers.jetstream.metadata import RESETS, VERSIONS, Version, shared
@@ -105,7 +105,7 @@ async def test_one_that_was_cut_off_together_with_who_looks_is_not_gone(backend:
         peer.disconnect()
         await backend.clock.sleep(3 * GONE_SECONDS)
         backend.reconnect()
-        await backend.clock.sleep(2 * LOOK_SECONDS)
+        await backend.clock.sleep(2 * CHECK_SECONDS)
         peer.reconnect()
         await backend.clock.sleep(3 * GONE_SECONDS)
         tasks.cancel_scope.cancel()
@@ -118,7 +118,7 @@ async def test_the_only_version_changes_nothing_again_and_again(backend: InMemor
     narrow = worker(backend, NARROW, [])
     opened = await narrow.ensure()
     async with keeping(narrow):
-        await backend.clock.sleep(10 * LOOK_SECONDS)
+        await backend.clock.sleep(10 * CHECK_SECONDS)
         assert (await backend.consumer_info("MARS", "app__agent")).config == opened.config
 
 
@@ -129,7 +129,7 @@ async def test_a_filter_that_lacks_what_a_version_wants_is_mended(backend: InMem
         await backend.ensure_consumer(
             "MARS", structs.replace(shared(spec(WIDE), {Version(WIDE, 10**9): 0}), filter_subjects=NARROW)
         )
-        await backend.clock.sleep(2 * LOOK_SECONDS)
+        await backend.clock.sleep(2 * CHECK_SECONDS)
         assert await filters_of(backend) == WIDE
 
 
@@ -154,7 +154,7 @@ async def test_versions_that_somebody_else_has_noted_count_as_none(backend: InMe
     forged = structs.replace(spec(WIDE), metadata={VERSIONS: noted, RESETS: "9" * 5000})
     async with keeping(narrow):
         await backend.ensure_consumer("MARS", forged)
-        await backend.clock.sleep(2 * LOOK_SECONDS)
+        await backend.clock.sleep(2 * CHECK_SECONDS)
         assert await filters_of(backend) == WIDE, "as for an older version without notes, until that is gone"
         await backend.clock.sleep(2 * GONE_SECONDS)
     assert (await backend.consumer_info("MARS", "app__agent")).config["filter_subjects"] == list(NARROW)
@@ -168,7 +168,7 @@ async def test_of_two_that_open_it_at_once_the_one_that_was_overwritten_soon_men
     await wide.ensure()
     await backend.ensure_consumer("MARS", shared(spec(NARROW), {Version(NARROW, 10**9): 0}))
     async with keeping(wide):
-        await backend.clock.sleep(2 * LOOK_AGAIN_SECONDS)
+        await backend.clock.sleep(2 * CHECK_AGAIN_SECONDS)
         assert await filters_of(backend) == WIDE
 
 
@@ -213,10 +213,10 @@ class TestWhatNoVersionIsKnownToWant:
         monkeypatch.setattr(backend, "consumer_info", one_arrives_meanwhile)
         assert self.leave(narrow, 1) == "given back"
         async with keeping(narrow):
-            await backend.clock.sleep(1.5 * LOOK_AGAIN_SECONDS)
+            await backend.clock.sleep(1.5 * CHECK_AGAIN_SECONDS)
             assert arrived == ["given back"]
             assert [self.leave(narrow, sequence) for sequence in (1, 2)] == ["acked", "given back"]
-            await backend.clock.sleep(LOOK_AGAIN_SECONDS)
+            await backend.clock.sleep(CHECK_AGAIN_SECONDS)
             assert self.leave(narrow, 2) == "acked"
 
     async def test_is_given_back_where_the_look_fails(
@@ -234,14 +234,14 @@ class TestWhatNoVersionIsKnownToWant:
         async with keeping(narrow):
             for _ in range(3):
                 assert self.leave(narrow, 1) == "given back"
-                await backend.clock.sleep(2 * LOOK_AGAIN_SECONDS)
+                await backend.clock.sleep(2 * CHECK_AGAIN_SECONDS)
 
     async def test_is_given_back_in_a_stream_that_was_made_anew(self, backend: InMemoryBackend) -> None:
         narrow = worker(backend, NARROW, [])
         await narrow.ensure()
         assert self.leave(narrow, 5) == "given back"
         async with keeping(narrow):
-            await backend.clock.sleep(2 * LOOK_AGAIN_SECONDS)
+            await backend.clock.sleep(2 * CHECK_AGAIN_SECONDS)
         assert self.leave(narrow, 5) == "acked"
 
         await backend.delete_stream("MARS")

@@ -18,9 +18,9 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.engine.timer_loops import (
+    CHECK_SECONDS,
     LEADER,
     LEASE_SECONDS,
-    LOOK_SECONDS,
     RENEW_SECONDS,
     Claim,
     Claims,
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.anyio
 
 DRAIN_SECONDS = 30.0
 BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
-TAKEOVER_SECONDS = LEASE_SECONDS + 2 * LOOK_SECONDS
+TAKEOVER_SECONDS = LEASE_SECONDS + 2 * CHECK_SECONDS
 
 
 class WallClock(VirtualClock):
@@ -189,7 +189,7 @@ async def test_a_leader_that_stops_is_followed_at_once(fleet: Fleet, tokens: lis
     await fleet.start()
     await fleet.start()
     fleet.stops[0].set()
-    await fleet.after(2 * LOOK_SECONDS)
+    await fleet.after(2 * CHECK_SECONDS)
     assert fleet.leaders == [True, False, True]
     await fleet.after(20)
     assert fleet.ticks == [10, 20]
@@ -378,7 +378,7 @@ async def test_who_has_lost_the_lease_without_noticing_gives_back_nobody_elses(f
         leases.append(Lease(backend, "app", events=Events()))
     paused, leader, candidate = leases
     await paused.take(anyio.Event())
-    await fleet.after(LEASE_SECONDS + LOOK_SECONDS)
+    await fleet.after(LEASE_SECONDS + CHECK_SECONDS)
     await leader.take(anyio.Event())
     paused._until = math.inf
     await paused.give_back()

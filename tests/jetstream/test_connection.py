@@ -77,7 +77,7 @@ async def test_an_answer_that_comes_when_nobody_waits_any_more_does_no_harm(
 async def test_a_question_that_a_cluster_does_not_answer_while_it_creates_a_stream_is_asked_again(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LOOK_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(module, "CHECK_AGAIN_SECONDS", 0.1)
     asked = []
 
     async def answer_the_second_time(message: Msg) -> None:

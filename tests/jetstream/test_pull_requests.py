@@ -212,7 +212,7 @@ async def test_a_pin_is_in_doubt_when_nothing_is_heard_for_as_long_as_an_electio
     )
     await pulls.open(limits=PINS)
     deliver(played, "one")
-    monkeypatch.setattr(pulls, "_now", lambda: pulls._heard_at + 3.6)
+    monkeypatch.setattr(pulls, "_now", lambda: pulls._received_at + 3.6)
     assert not pulls.pinned_as("one")
     played.say(status="100 Idle Heartbeat")
     assert pulls.pin == "one"

@@ -215,7 +215,7 @@ async def test_a_consumer_that_begins_anew_delivers_nothing_twice() -> None:
 
 
 async def test_a_reading_raises_where_its_stream_holds_more_than_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(readers, "CHECK_SECONDS", 0.01)
     stream = PlayedStream(held=4)
     async with (
         aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
@@ -225,4 +225,4 @@ async def test_a_reading_raises_where_its_stream_holds_more_than_comes(monkeypat
         assert (await anext(messages)).sequence == 1
         with pytest.raises(UnavailableError, match="delivers nothing of MARS after 1"):
             await anext(messages)
-    assert stream.asked == [{"seq": 2, "next_by_subj": "mars.>"}] * (readers.MOST_LOOKS + 1)
+    assert stream.asked == [{"seq": 2, "next_by_subj": "mars.>"}] * (readers.MOST_CHECKS + 1)

@@ -11,7 +11,7 @@ import nats
 import pytest
 from nats.aio.msg import Msg
 
-from aviso_workers.backends import Administration, Heard
+from aviso_workers.backends import Administration, Received
 from tests.ops.conftest import Administer, Declare, Run
 from tests.waits import PATIENCE_SECONDS
 
@@ -35,7 +35,7 @@ def test_what_is_pushed_waits_for_slow_readers_and_says_that_it_is_alive(
         told: Counter[str] = Counter()
         await store(administration)
         async with administration.listen("display.orders") as pushed:
-            last: Heard | None = None
+            last: Received | None = None
             with anyio.fail_after(PATIENCE_SECONDS):
                 while not told["Idle Heartbeat"]:
                     heard = await pushed.receive()

@@ -309,7 +309,7 @@ class InMemoryBackend:
             dispatcher = Dispatcher(
                 f"consumer {consumer} of stream {stream}",
                 clock=self.clock,
-                on_given_up=partial(self._account.advise_max_deliveries, stream, consumer),
+                on_max_deliveries=partial(self._account.advise_max_deliveries, stream, consumer),
             )
         dispatcher.serve(self._account.stream(stream), self._account.durable(stream, consumer))
         self._dispatchers[stream, consumer] = dispatcher

@@ -129,7 +129,7 @@ class Dispatcher:
         name: str,
         *,
         clock: Clock,
-        on_given_up: Callable[[int, int], None],
+        on_max_deliveries: Callable[[int, int], None],
     ) -> None:
         self.name = name
         self.serving = False
@@ -138,7 +138,7 @@ class Dispatcher:
         self._unpin_at = math.inf
         self.durable: Durable
         self._stream: Stream
-        self._on_given_up = on_given_up
+        self._on_max_deliveries = on_max_deliveries
         self._clock = clock
         self._readers: deque[InMemoryConsumer] = deque()
         self._woken = False
@@ -248,19 +248,19 @@ class Dispatcher:
             self._readers.remove(reader)
             self._readers.append(reader)  # the others come first next time
             reader.deliver(InMemoryDelivery(self, reader, message, num_delivered))
-        while self.durable.given_up:
-            self._on_given_up(*self.durable.given_up.pop())
+        while self.durable.exceeded:
+            self._on_max_deliveries(*self.durable.exceeded.pop())
 
     def _next_reader(self) -> InMemoryConsumer | None:
-        if self.durable.policy == PINNED and self.pinned and not self._given_up(self.pinned):
+        if self.durable.policy == PINNED and self.pinned and not self._is_gone(self.pinned):
             return self.pinned if self._unpin_at == math.inf else None
         ready = [reader for reader in self._readers if reader.ready]
         if self.durable.policy == PRIORITIZED:
             return min(ready, key=lambda reader: reader.priority, default=None)  # the first of those that are nearest
         return ready[0] if ready else None
 
-    def _given_up(self, pinned: InMemoryConsumer) -> bool:
-        """Return whether it has asked for nothing for too long."""
+    def _is_gone(self, pinned: InMemoryConsumer) -> bool:
+        """Return whether a pinned reader has asked for nothing for too long; it is unpinned then."""
         if pinned in self._readers and pinned.ready:
             self._unpin_at = math.inf
             return False

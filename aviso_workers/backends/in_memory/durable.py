@@ -64,7 +64,7 @@ class Durable:
         self.last_settled_ns = 0
         self.pinned_ns = 0
         self.paused_until: datetime | None = None
-        self.given_up: list[tuple[int, int]] = []
+        self.exceeded: list[tuple[int, int]] = []
         """Sequence and deliveries of what was delivered `max_deliver` times, until somebody takes note."""
         self._configure(msgspec.to_builtins(spec))
 
@@ -127,7 +127,7 @@ class Durable:
                 outstanding.deadline = now + self.ack_wait_seconds
                 return self._messages[sequence], outstanding.num_delivered
             del self._outstanding[sequence]
-            self.given_up.append((sequence, outstanding.num_delivered))
+            self.exceeded.append((sequence, outstanding.num_delivered))
         if not self._waiting or len(self._outstanding) >= self.config["max_ack_pending"] > 0:
             return None
         self._cursor, _ = self._waiting.popitem(last=False)

@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from aviso_workers.backends import Heard, Snapshot
+from aviso_workers.backends import Received, Snapshot
 from aviso_workers.backends.jetstream import faults, snapshots, tls, wire
 from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, Connection
 from aviso_workers.errors import UnavailableError
@@ -47,7 +47,9 @@ class Administration:
     async def account(self) -> Account:
         return info.account(await self.api("INFO"))
 
-    async def request(self, subject: str, data: bytes = b"", *, timeout_seconds: float = API_TIMEOUT_SECONDS) -> Heard:
+    async def request(
+        self, subject: str, data: bytes = b"", *, timeout_seconds: float = API_TIMEOUT_SECONDS
+    ) -> Received:
         sent = anyio.current_time()
         try:
             with faults.translated(subject):
@@ -55,7 +57,7 @@ class Administration:
         except UnavailableError:
             self._connection.check_allowed(subject, since=sent)
             raise
-        return Heard(subject=answer.subject, data=answer.data, headers=answer.headers or {})
+        return Received(subject=answer.subject, data=answer.data, headers=answer.headers or {})
 
     def send(self, subject: str, data: bytes = b"", *, reply: str = "") -> None:
         self._connection.wire.send(subject.encode(), data, reply=reply.encode())
@@ -64,14 +66,14 @@ class Administration:
         return self._connection.nc.new_inbox()
 
     @asynccontextmanager
-    async def listen(self, subject: str) -> AsyncIterator[MemoryObjectReceiveStream[Heard]]:
-        heard, hearing = anyio.create_memory_object_stream[Heard](math.inf)
+    async def listen(self, subject: str) -> AsyncIterator[MemoryObjectReceiveStream[Received]]:
+        sender, receiver = anyio.create_memory_object_stream[Received](math.inf)
 
         def listener(arrivals: Sequence[wire.Arrival]) -> None:
             for subject, reply, block, data in arrivals:
                 code, description = wire.status(block) if block else ("", "")
-                heard.send_nowait(
-                    Heard(
+                sender.send_nowait(
+                    Received(
                         subject=subject.decode(),
                         reply=reply.decode(),
                         data=data,
@@ -86,12 +88,12 @@ class Administration:
             # The server knows of it before anything is asked for. Where it is away, this would wait for it without end.
             with faults.translated(f"listen to {subject}"), anyio.fail_after(API_TIMEOUT_SECONDS):
                 await self._connection.flush()
-            yield hearing
+            yield receiver
         finally:
             with anyio.CancelScope(shield=True):
                 await self._connection.leave(interest)
-            heard.close()
-            hearing.close()
+            sender.close()
+            receiver.close()
 
     def snapshot(self, stream: str) -> AbstractAsyncContextManager[Snapshot]:
         return snapshots.snapshot(self, self._connection, stream)

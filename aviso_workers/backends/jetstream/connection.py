@@ -5,7 +5,7 @@ takes every decision: `ready` says whether requests can be sent now, `failed` th
 waits registers in `on_reconnect` or `on_disconnect`, because a server forgets pulls and a client forgets answers.
 
 Three things nats-py does not see, and its owner does: a server that does not answer any more is left (`watch`), one
-that is about to shut down is left for another one, and one that goes on refusing our credentials is given up.
+that is about to shut down is left for another one, and one that goes on refusing our credentials is not tried any more.
 
 Where TLS is configured, nothing is sent without it (`tls`).
 """
@@ -34,7 +34,7 @@ API_TIMEOUT_SECONDS = 5.0
 SECONDS_PER_SERVER = 3
 """Where several servers are listed, one of them may take so long to answer at first, and twice and three times as long
 in the second and third attempt: one that accepts connections and says nothing must not use up the time of all."""
-LOOK_AGAIN_SECONDS = 1.0
+CHECK_AGAIN_SECONDS = 1.0
 """A cluster never answers who asks about a stream or a consumer while it is being created. So the question is sent once
 more after this time."""
 PING_SECONDS = 5.0
@@ -44,7 +44,7 @@ REFUSALS = 3
 """Attempts in a row in which a server does not take our credentials, or we do not trust it, before we believe it."""
 MOST_DENIALS = 1000
 """How many subjects that were denied are remembered, to be found by who waits for an answer to what he sent there."""
-MOST_TOLD = 100
+MOST_REPORTED = 100
 """How many kinds of denied subjects are told, each once."""
 KINDS = {"$js.ack": 4, "$kv": 2, "$js.api": 5, "_inbox": 1}
 """How many tokens of a subject tell its kind: what follows is of one message, or of one request."""
@@ -68,7 +68,7 @@ class Connection:
         self._refusals = 0
         self._denials: dict[str, float] = {}
         """By what the server said, when it last denied us a subject; the oldest first."""
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         """What was denied, by kind."""
         self._pongs: set[asyncio.Future[bool]] = set()
         self._server_version = (0, 0)
@@ -191,12 +191,12 @@ class Connection:
         return decoded
 
     async def _request(self, subject: str, body: bytes, *, timeout_seconds: float) -> Msg:
-        if ".INFO." not in subject or timeout_seconds <= LOOK_AGAIN_SECONDS:
+        if ".INFO." not in subject or timeout_seconds <= CHECK_AGAIN_SECONDS:
             return await self.nc.request(subject, body, timeout=timeout_seconds)
         try:
-            return await self.nc.request(subject, body, timeout=LOOK_AGAIN_SECONDS)
+            return await self.nc.request(subject, body, timeout=CHECK_AGAIN_SECONDS)
         except nats.errors.TimeoutError:
-            return await self.nc.request(subject, body, timeout=timeout_seconds - LOOK_AGAIN_SECONDS)
+            return await self.nc.request(subject, body, timeout=timeout_seconds - CHECK_AGAIN_SECONDS)
 
     def post(self, subject: str, body: bytes, *, reply: str, prefix: str = "") -> None:
         """Send a request of JetStream's API whose answers come to the inbox `reply`, as pulls do."""
@@ -303,7 +303,7 @@ class Connection:
         if self._opened and refusal:
             self._refusals += 1
             if self._refusals == REFUSALS:
-                self._give_up(self._refused(refusal))
+                self._end(self._refused(refusal))
 
     def _note_denial(self, said: str) -> None:
         self._denials.pop(said, None)
@@ -311,8 +311,8 @@ class Connection:
         if len(self._denials) > MOST_DENIALS:
             del self._denials[next(iter(self._denials))]
         kind = _kind(said)
-        if kind not in self._told and len(self._told) < MOST_TOLD:
-            self._told.add(kind)
+        if kind not in self._reported and len(self._reported) < MOST_REPORTED:
+            self._reported.add(kind)
             if self._listener:
                 self._listener(connected=self.ready, reason="", denied=kind)
 
@@ -342,13 +342,14 @@ class Connection:
     async def _on_closed(self) -> None:
         if not self._opened:
             return  # a failed attempt to connect, which `open` reports
-        reason = self._why("reconnecting was given up")
+        reason = self._why("no server answered")
         if refusal := faults.refusal(reason):
-            self._give_up(self._refused(refusal))
+            self._end(self._refused(refusal))
         else:
-            self._give_up(UnavailableError(f"the connection to {self._urls} is lost for good: {reason}"))
+            self._end(UnavailableError(f"the connection to {self._urls} is lost for good: {reason}"))
 
-    def _give_up(self, reason: BackendError) -> None:
+    def _end(self, reason: BackendError) -> None:
+        """Report that the connection is lost for good."""
         if not self._lost.is_set():
             self._reason = reason
             self._lost.set()

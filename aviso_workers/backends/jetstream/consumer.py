@@ -8,7 +8,7 @@ opened. Settlements leave through one outbox per connection, in the order in whi
 A consumer or stream that was deleted and made anew counts from 1 again: to settle what came from the old one would
 settle another message. So such settlements are dropped.
 
-A server takes an acknowledgement from whoever sends it, also from a reader that it has given up. Where readers are
+A server takes an acknowledgement from whoever sends it, also from a reader that it has unpinned. Where readers are
 pinned, one settles only what nobody else can have been given: it came for a request that is younger than `ack_wait`,
 or the server has confirmed an `in progress` that is, without a gap; and the reader has been pinned all the time. That
 is judged by this side's clock when it settles, so a process that was paused, or a network that was silent, settles
@@ -290,7 +290,7 @@ class PullConsumer:
                     await self._changed.wait()
                 self._changed = anyio.Event()
                 if self._pulls.silent() and self._connection.ready:
-                    await self._look()
+                    await self._check()
                 if self._pulls.error:
                     raise self._pulls.error
                 self._connection.check_allowed_below(self._settlements, since=self._opened_at)
@@ -341,7 +341,7 @@ class PullConsumer:
                 return  # one request at a time, so that it is known for which one something came
             self._pulls.ask(wanted)
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         """Make sure that it is there and the one that was opened, then ask anew."""
         found = await self._management.consumer_info(*self._consumer)
         if found.created_text != self._made_at:

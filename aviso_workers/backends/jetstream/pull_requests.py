@@ -32,7 +32,7 @@ __all__ = ["HEARTBEAT_SECONDS", "PullSubscription", "decode", "decode_all", "pla
 
 EXPIRES_SECONDS = 30
 RENEWALS = 4
-"""Requests within the time after whose end a pinned reader is given up: some may get lost."""
+"""Requests within the time after whose end a pinned reader is unpinned: some may get lost."""
 PINNED_HEARTBEAT_SECONDS = 1.0
 ELECTION_SECONDS = 3.5
 """Less than the four seconds that followers wait, at least, before they elect another leader of a consumer."""
@@ -77,7 +77,7 @@ class PullSubscription:
         self._interest: Interest | None = None
         self._closing = anyio.Lock()
         self._now = asyncio.get_running_loop().time
-        self._last_heard = self._opened_at = self._now()
+        self._last_received = self._opened_at = self._now()
         self.asked_at = self._now()
         """When the last request left."""
         self.pin = ""
@@ -86,7 +86,7 @@ class PullSubscription:
         """Whether anything came since what was outstanding was taken for lost."""
         self._group: dict[str, Any] = {}
         """Which of the readers this one is."""
-        self._heard_at = self._now()
+        self._received_at = self._now()
         self._heartbeat_seconds = HEARTBEAT_SECONDS
         self._inbox = ""
         self._most_messages = sys.maxsize
@@ -131,7 +131,7 @@ class PullSubscription:
         if self.pin:
             request["id"] = self.pin
         self.outstanding += batch
-        self._last_heard = self.asked_at = self._now()
+        self._last_received = self.asked_at = self._now()
         self._connection.post(self._subject, msgspec.json.encode(request), reply=self._inbox)
 
     async def check_allowed(self) -> None:
@@ -144,11 +144,11 @@ class PullSubscription:
         """Return whether it has been pinned by this id all the time: the consumer may have no other leader meanwhile,
         for a new one knows of no pin, and hands out at once what another one had handed out.
         """
-        return self.pin == pin and self._now() - self._heard_at < ELECTION_SECONDS
+        return self.pin == pin and self._now() - self._received_at < ELECTION_SECONDS
 
     def silent(self) -> bool:
         """Return whether nothing came for two heartbeats: the server may no longer know of what we asked for."""
-        return self._now() - self._last_heard > 2 * HEARTBEAT_SECONDS
+        return self._now() - self._last_received > 2 * HEARTBEAT_SECONDS
 
     def forget(self) -> None:
         """Take what is outstanding for lost. When that was in vain before, nobody hears us: that is the `error`."""
@@ -156,14 +156,14 @@ class PullSubscription:
             self.error = UnavailableError(f"{self._name}: requests for messages are not answered")
         self.outstanding = 0
         self._answered = False
-        self._last_heard = self._now()
+        self._last_received = self._now()
 
     def _on_arrivals(self, arrivals: Sequence[Arrival]) -> None:
         if self._group and len(arrivals) > 1:  # whose pin it is may change from one to the next
             for arrival in arrivals:
                 self._on_arrivals([arrival])
             return
-        self._last_heard = self._heard_at = self._now()
+        self._last_received = self._received_at = self._now()
         self._answered = True
         if messages := [arrival for arrival in arrivals if arrival[1].startswith(FROM_STREAM)]:
             self.outstanding = max(0, self.outstanding - len(messages))
@@ -213,7 +213,7 @@ class PullSubscription:
     def _on_reconnect(self) -> None:
         self.outstanding = 0
         self.pin = ""
-        self._last_heard = -math.inf
+        self._last_received = -math.inf
         self._on_change()
 
 

@@ -44,9 +44,9 @@ CHUNK = 10_000
 CHUNK_BYTES = 4 * 1024 * 1024
 INACTIVE_SECONDS = 60
 """After this long without a pull the server removes the consumer: longer than any heartbeat, short for a crash."""
-LOOK_SECONDS = 1.0
+CHECK_SECONDS = 1.0
 """When nothing has come for so long, the stream's leader is asked whether anything is left to come."""
-MOST_LOOKS = 10
+MOST_CHECKS = 10
 """How often in a row it may say so, while nothing comes."""
 CREATE_SECONDS = 1.0
 """A server that lives creates a consumer within milliseconds."""
@@ -230,7 +230,7 @@ class _Reader:
         """How many more match, as the consumer said with the newest message; 0 also where that may have changed."""
         self._ended = self._has_passed(self._seen)
         """Whether it is proven that nothing more comes."""
-        self._looks = 0
+        self._checks = 0
         """How often in a row something was left to come, and nothing came."""
         self._changed = anyio.Event()
         self._lost: BackendError | None = None
@@ -282,7 +282,7 @@ class _Reader:
         if bounded and not self._pending and await self._is_at_end():
             self._ended = True
             return
-        with anyio.move_on_after(LOOK_SECONDS if bounded else HEARTBEAT_SECONDS) as waiting:
+        with anyio.move_on_after(CHECK_SECONDS if bounded else HEARTBEAT_SECONDS) as waiting:
             await self._changed.wait()
         if waiting.cancelled_caught:
             self._pending = 0  # what it counts may have been deleted meanwhile
@@ -300,8 +300,8 @@ class _Reader:
                 break
         else:
             return seen == self._seen
-        self._looks += 1
-        if self._looks > MOST_LOOKS and seen == self._seen:
+        self._checks += 1
+        if self._checks > MOST_CHECKS and seen == self._seen:
             raise UnavailableError(f"consumer {self._consumer} delivers nothing of {self._stream} after {seen}")
         return False
 
@@ -319,7 +319,7 @@ class _Reader:
             self._lost = UnavailableError(f"consumer {self._consumer}: {found}")
             self._change()
             return
-        self._delivered, self._looks = newest.number, 0
+        self._delivered, self._checks = newest.number, 0
         self._seen, self._pending = newest.sequence, newest.pending
         self._ended = self._ended or self._has_passed(self._seen)
         if self._ended:

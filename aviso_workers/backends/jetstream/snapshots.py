@@ -21,7 +21,7 @@ import anyio
 import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from aviso_workers.backends import Administration, Heard, Snapshot
+from aviso_workers.backends import Administration, Received, Snapshot
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.management import Management
@@ -38,7 +38,7 @@ UNANSWERED_CHUNKS = 16
 """Of a restore, on their way at once: with one at a time, both sides wait for each other."""
 SILENCE_SECONDS = 60.0
 """A server asks the consumers' leaders one by one before it sends the first chunk."""
-LOOK_SECONDS = 1.0
+CHECK_SECONDS = 1.0
 """So often it is looked whether the server has denied us what we wait for."""
 END_SECONDS = 600.0
 """Archives of servers before 2.15 are unpacked and read when they have come whole."""
@@ -102,15 +102,15 @@ async def _remove(connection: Connection, stream: str) -> None:
 class _Answers:
     """What comes to an inbox, over one connection: what is lost while there is none is not sent again."""
 
-    def __init__(self, connection: Connection, heard: MemoryObjectReceiveStream[Heard], what: str) -> None:
+    def __init__(self, connection: Connection, received: MemoryObjectReceiveStream[Received], what: str) -> None:
         self.what = what
         self._connection = connection
-        self._heard = heard
+        self._received = received
         self._began = anyio.current_time()
         self._lost = False
         self._waiting = anyio.CancelScope()
 
-    async def next(self, *, to: str, within: float = SILENCE_SECONDS) -> Heard:
+    async def next(self, *, to: str, within: float = SILENCE_SECONDS) -> Received:
         """Return the next message.
 
         Raises `UnavailableError` where none comes `within` so many seconds, `RefusedError` where the permissions deny
@@ -118,8 +118,8 @@ class _Answers:
         """
         until = anyio.current_time() + within
         while not self._lost and anyio.current_time() < until:
-            with anyio.move_on_after(LOOK_SECONDS) as self._waiting:
-                return await self._heard.receive()
+            with anyio.move_on_after(CHECK_SECONDS) as self._waiting:
+                return await self._received.receive()
             self.check_allowed(to)
         raise UnavailableError(
             f"{self.what}: " + ("the connection was lost meanwhile" if self._lost else f"no answer for {within:g} s")
@@ -135,8 +135,8 @@ class _Answers:
 
 @asynccontextmanager
 async def _answers(server: Administration, connection: Connection, inbox: str, what: str) -> AsyncIterator[_Answers]:
-    async with server.listen(inbox) as heard:
-        answers = _Answers(connection, heard, what)
+    async with server.listen(inbox) as received:
+        answers = _Answers(connection, received, what)
         connection.on_disconnect.add(answers.lose)
         try:
             yield answers

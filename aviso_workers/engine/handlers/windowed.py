@@ -49,11 +49,11 @@ __all__ = ["AsWindows", "bucket_of", "is_bucket", "is_window", "put_back", "unfi
 _Change = Callable[[State[Any], Progress], Awaitable[State[Any]]]
 
 OF_WINDOWS = "_windows_"
-LOOK_SECONDS = 1.0
-"""How often it is looked whether a window is over."""
+CHECK_SECONDS = 1.0
+"""How often windows are checked for whether they are over."""
 FORGOTTEN_AFTER_SECONDS = 86400.0
-"""A key of which no window is open is forgotten after this: by then nothing comes again that was counted, and who was
-paused with a count in its hands has given up."""
+"""A key of which no window is open is forgotten after this: by then no counted notification is redelivered, and
+a worker that was paused while it counted has lost its deliveries."""
 EARLIEST, LATEST = -62_135_596_800, 253_370_764_800
 """Seconds since 1970 UTC: the beginnings of the years 1 and 9999. No datetime tells the end of a much later window."""
 NO_KEY = "="
@@ -84,7 +84,7 @@ class AsWindows:
         self._durable = agent.durable_name(app)
         self._drain_timeout_seconds = drain_timeout_seconds
         self._events = events
-        self._states = _States(agent, on_unreadable=self._tell_unreadable)
+        self._states = _States(agent, on_unreadable=self._report_unreadable)
         bucket = bucket_of(app, agent.name)
         self._bucket = CachedKeyValue(backend, bucket, patience_seconds=patience_seconds)
         from_server = RetryingKeyValue(backend, bucket, patience_seconds=patience_seconds)
@@ -186,10 +186,10 @@ class AsWindows:
         self._again_at.clear()
         while not stop.is_set():
             with suppress(BackendError, UndecodableError):  # who counts runs into the same, and is heard
-                await self._look(stop)
-            await clocks.sleep_until(self._context.clock, LOOK_SECONDS, stop)
+                await self._close_due(stop)
+            await clocks.sleep_until(self._context.clock, CHECK_SECONDS, stop)
 
-    async def _look(self, stop: anyio.Event) -> None:
+    async def _close_due(self, stop: anyio.Event) -> None:
         held = await self._read()
         if held.first_end == math.inf:
             return
@@ -214,7 +214,7 @@ class AsWindows:
             self._held = _Held(version, entries, self._states.by_key(entries), self._windowing)
         return self._held
 
-    def _tell_unreadable(self, entry: Entry, error: UndecodableError) -> None:
+    def _report_unreadable(self, entry: Entry, error: UndecodableError) -> None:
         stream = f"KV_{bucket_of(self._app, self._agent.name)}"
         self._events.emit(Unreadable(stream=stream, sequence=entry.revision, error=error))
 

@@ -20,7 +20,7 @@ import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream
 from msgspec import Struct, structs
 
-from aviso_workers.backends import Admin, Heard
+from aviso_workers.backends import Admin, Received
 from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Agent
@@ -250,7 +250,7 @@ class _Requests:
             self.unknown[need] = str(error)
         return None
 
-    def listen(self) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Heard]]:
+    def listen(self) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Received]]:
         """Subscribe to the advisories and metrics of the servers."""
         return self._administration.listen(f"{EVENTS}>")
 
