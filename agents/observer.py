@@ -100,7 +100,7 @@ class _Rounds:
         self._show_agents()
         self._show(
             "last_poll_timestamp_seconds",
-            "When the server last told of the agents on a stream.",
+            "When the server last answered for the agents on a stream.",
             labels=("stream",),
             values=self._polled_at,
         )

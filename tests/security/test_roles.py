@@ -380,12 +380,12 @@ def test_where_an_operator_creates_streams_no_other_role_may(tmp_path: Path) -> 
 def test_what_a_role_reaches_beyond_its_subjects_is_told(tmp_path: Path) -> None:
     def told(role: permissions.Role, **jetstream: object) -> list[str]:
         config = write_mars_config(tmp_path / "config.yaml", NOWHERE, **jetstream)
-        parts = ("`republish`", "deliver it to any subject", "remove what waits")
+        parts = ("`republish`", "deliver it to any subject", "remove those of other")
         return [part for part in parts for each in permissions.beyond(granted(role, config)) if part in each]
 
-    assert told("publisher") == ["`republish`", "remove what waits"]
-    assert told("publisher", stream_management="observe") == ["remove what waits"]
-    assert told("worker", stream_management="observe") == ["deliver it to any subject", "remove what waits"]
+    assert told("publisher") == ["`republish`", "remove those of other"]
+    assert told("publisher", stream_management="observe") == ["remove those of other"]
+    assert told("worker", stream_management="observe") == ["deliver it to any subject", "remove those of other"]
     assert told("operator") == []
 
 
