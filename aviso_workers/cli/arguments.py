@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,9 @@ from aviso_workers.aviso.literals import Duration
 from aviso_workers.errors import InvalidNotificationError, InvalidPositionError
 
 __all__ = ["Line", "parse_duration", "parse_pairs", "parse_payload", "read_lines"]
+
+NEXT_PAIR = re.compile(r",\s*\w+=")
+"""What a value has when fields were separated by commas, as in listener files."""
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,7 +47,7 @@ def parse_where(pairs: Sequence[str]) -> dict[str, Any]:
     """Parse pairs as `parse_pairs` does; a value in JSON brackets is a list or a constraint:
     `stream=["oper","wave"]`.
     """
-    return {key: _json(value) if value[:1] in ("[", "{") else value for key, value in parse_pairs(pairs).items()}
+    return {key: _where(key, value) for key, value in parse_pairs(pairs).items()}
 
 
 def parse_duration(text: str, *, name: str) -> Duration:
@@ -85,6 +89,19 @@ def read_lines(path: Path) -> Iterator[tuple[int, Line]]:
                     raise InvalidNotificationError(f"{path}:{number}: {error}") from error
     except OSError as error:
         raise InvalidNotificationError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _where(key: str, value: str) -> Any:
+    if value[:1] in ("[", "{"):
+        return _json(value)
+    if next_pair := NEXT_PAIR.search(value):
+        apart = f"{key}={value[: next_pair.start()]} {value[next_pair.start() + 1 :]}"
+        whole = msgspec.json.encode([value]).decode()
+        raise InvalidNotificationError(
+            f"'{key}={value}' has several fields: put spaces between them: {apart}; or, where the value has a comma "
+            f"and an equals sign, give it as JSON: {key}={whole}"
+        )
+    return value
 
 
 def _json(text: str | bytes) -> Any:

@@ -49,6 +49,11 @@ def test_what_matches_nothing_is_said(run: Run, stored: Path) -> None:
     assert ran.lines[-1] == "0 erased, 0 left; the record is erased.json"
 
 
+def test_fields_that_are_separated_by_commas_are_no_filter_that_matches_nothing(run: Run, stored: Path) -> None:
+    ran = run("erase", "mars", "class=od,step=1", "-c", stored)
+    assert (ran.code, "put spaces between them: class=od step=1" in ran.err) == (2, True)
+
+
 def test_a_record_that_exists_is_not_overwritten(run: Run, stored: Path, tmp_path: Path) -> None:
     (tmp_path / "erased.json").write_text("of another erasure")
     ran = run("erase", "mars", "step=1", "--yes", "--audit", "erased.json", "-c", stored)

@@ -106,6 +106,8 @@ class TestReplay:
             (("mars", "stop=6"), "identifier field 'stop' is unknown; did you mean 'step'?"),
             (("mars", "step"), "'step' is not key=value"),
             (("mars", "step=[6"), "not JSON: "),
+            (("mars", "class=od,step=6"), "put spaces between them: class=od step=6; or"),
+            (("mars", "class=od,step=6"), """give it as JSON: class=["od,step=6"]"""),
             (("mars", "--from-id", "x"), "from_id must be a sequence number, found 'x'"),
             (("mars", "--from-date", "2026-11-20"), "from_date must be a date with a time"),
             (("mars", "--from-id", "1", "--from-date", "1740509903"), "cannot specify both from_id and from_date"),
