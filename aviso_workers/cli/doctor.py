@@ -30,7 +30,7 @@ def doctor(
         typer.Option("--monitor", metavar="URL", help="A server's monitoring port; once for each server."),
     ] = None,
     production: Annotated[
-        bool, typer.Option("--production", help="Judge also by what only production needs, such as three copies.")
+        bool, typer.Option("--production", help="Judge also by what only production needs, such as three replicas.")
     ] = False,
     seconds: Annotated[
         float, typer.Option("--seconds", min=0.1, help="Between the two samples that rates are made of.")

@@ -2,7 +2,7 @@
 
 A nats-server acknowledges before it flushes, unless `sync_always` is set. What is in between survives the end of the
 process and not the end of the machine; how much that is, and how many machines it takes, follows from `sync_interval`
-and the number of copies.
+and the number of replicas.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StreamDurability(Struct, frozen=True, kw_only=True):
     """The durability of one stream. As text it says which accidents lose acknowledged messages."""
 
     stream: str
-    copies: int
+    replicas: int
     in_memory: bool
     unflushed: int
     """Nanoseconds for which an acknowledged message may not be on the disk yet; `NEVER`, or `UNKNOWN`."""
@@ -36,11 +36,11 @@ class StreamDurability(Struct, frozen=True, kw_only=True):
 
     @property
     def _on_loss(self) -> str:
-        if self.copies == 1:
+        if self.replicas == 1:
             return "gone with the disk of its server"
-        if (spare := (self.copies - 1) // 2) == 0:
+        if (spare := (self.replicas - 1) // 2) == 0:
             return "stands still without one of its 2 servers"
-        return f"withstands the loss of {spare} of its {self.copies} servers"
+        return f"withstands the loss of {spare} of its {self.replicas} servers"
 
     @property
     def _on_power_cut(self) -> str:
@@ -48,7 +48,9 @@ class StreamDurability(Struct, frozen=True, kw_only=True):
             return "sync_interval is not known (the server's own default is 2m)"
         if self.unflushed == NEVER:
             return "a power cut loses nothing that was acknowledged (sync_always)"
-        machines = "its server" if self.copies == 1 else f"{self.copies // 2 + 1} of its {self.copies} servers at once"
+        machines = (
+            "its server" if self.replicas == 1 else f"{self.replicas // 2 + 1} of its {self.replicas} servers at once"
+        )
         interval = Duration(max(self.unflushed, SECOND) // SECOND).literal()
         return f"a power cut of {machines} loses up to {interval} of what was acknowledged"
 
@@ -58,7 +60,7 @@ def of_streams(facts: Facts) -> Iterator[StreamDurability]:
     for _, stream in sorted(facts.streams.items()):
         yield StreamDurability(
             stream=stream.name,
-            copies=stream.config.num_replicas,
+            replicas=stream.config.num_replicas,
             in_memory=stream.config.storage == "memory",
             unflushed=_unflushed(stream, facts),
         )

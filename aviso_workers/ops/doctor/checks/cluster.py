@@ -1,4 +1,4 @@
-"""Checks of clusters: leaders, copies, the meta group, and the account that streams and consumers are in."""
+"""Checks of clusters: leaders, replicas, the meta group, and the account that streams and consumers are in."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ LEVEL = "_nats.req.level"
 
 @declare(
     "JS017",
-    "Streams and consumers have a leader, and copies that are current",
-    why="without a leader nothing is stored or delivered; a copy that is behind counts for nothing when one is lost",
-    cure="`aviso-workers server status` or the site's supervisor says which server is down: start it. A copy that "
-    "stays behind is made anew by `aviso-workers streams remove-peer {stream} SERVER`, which needs one more "
-    "server; else stop the server, empty its store directory and start it, while all copies of the others are current",
+    "Streams and consumers have a leader, and replicas that are current",
+    why="without a leader nothing is stored or delivered; a replica that is behind does not help when a server is lost",
+    cure="`aviso-workers server status` or the site's supervisor says which server is down: start it. A replica that "
+    "stays behind is moved by `aviso-workers streams remove-peer {stream} SERVER`, which needs one more server; "
+    "else, while all replicas on the others are current, stop the server, empty its store directory and start it",
     severity=State.FAIL,
     needs=("consumers", "streams"),
 )
-def copies(facts: Facts) -> Iterator[Finding]:
+def replicas(facts: Facts) -> Iterator[Finding]:
     # A stream that was just deleted is missing from one of the two listings.
     for name in sorted(facts.before.unavailable & facts.after.unavailable):
         yield Finding(stream=name, found="no server answers for it: it has no leader")

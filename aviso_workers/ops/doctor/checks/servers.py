@@ -76,7 +76,7 @@ def unserved(facts: Facts) -> Iterator[Finding]:
     "JS043",
     "A power cut loses little",
     why="a nats-server acknowledges before it flushes: what is in between is gone with the machine",
-    cure="set jetstream.sync_always: true, or three copies and sync_interval: 10s, " + SYNC,
+    cure="set jetstream.sync_always: true, or three replicas and sync_interval: 10s, " + SYNC,
     needs=("monitoring", "streams"),
 )
 def power_cut(facts: Facts) -> Iterator[Finding]:
@@ -86,8 +86,8 @@ def power_cut(facts: Facts) -> Iterator[Finding]:
         if each.unflushed == durability.UNKNOWN:
             if "monitoring" not in facts.unknown:  # that is reported once
                 yield Finding(stream=each.stream, found="not all servers that keep it are seen", state=State.SKIP)
-        elif each.copies == 1 or each.unflushed > SHORT_INTERVAL:
-            is_bad = facts.scope.production and each.copies == 1 and each.unflushed > SHORT_INTERVAL
+        elif each.replicas == 1 or each.unflushed > SHORT_INTERVAL:
+            is_bad = facts.scope.production and each.replicas == 1 and each.unflushed > SHORT_INTERVAL
             yield Finding(stream=each.stream, found=str(each), state=State.FAIL if is_bad else None)
 
 
@@ -121,9 +121,9 @@ def health(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS045",
-    "Copies are in different places",
-    why="two copies in one zone are lost together, and take the majority of three with them",
-    cure="`aviso-workers streams remove-peer {stream} SERVER` moves one copy to where there is none",
+    "Replicas are in different places",
+    why="two replicas in one zone are lost together, and take the majority of three with them",
+    cure="`aviso-workers streams remove-peer {stream} SERVER` moves one replica to a zone that has none",
     severity=State.FAIL,
     needs=("monitoring", "streams"),
 )
@@ -223,7 +223,7 @@ def small_disk(facts: Facts) -> Iterator[Finding]:
     "JS054",
     "Flushing every write does not hold up hot streams",
     why="with sync_always every write waits for the disk: some hundred to some thousand messages a second",
-    cure="publish in batches (app.notify_many), or use three copies with sync_interval: 10s " + SYNC,
+    cure="publish in batches (app.notify_many), or use three replicas with sync_interval: 10s " + SYNC,
     needs=("monitoring", "streams"),
 )
 def slow_disk(facts: Facts) -> Iterator[Finding]:

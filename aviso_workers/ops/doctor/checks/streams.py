@@ -20,18 +20,18 @@ __all__ = ["CHECKS", "overlap"]
 CHECKS: list[Check] = []
 declare = partial(check, CHECKS)
 
-COPIES = 3
+REPLICAS = 3
 NEARLY_FULL, FULL = 0.80, 0.95
 MANY_GAPS, GAPS_PER_MESSAGE = 10_000, 10
 BY_KEY = "KV_"
 OF_SHORT_LIVES = (dead_letter_store.RETRIES, max_deliveries.STREAM)
 """Streams of ours that forget within days, and hold only what failed."""
 
-OUR_COPIES = "set notification_backend.jetstream.replicas: 3, and start a worker that uses {stream}"
+OUR_REPLICAS = "set notification_backend.jetstream.replicas: 3, and start a worker that uses {stream}"
 DEAD_LETTERS_LIMIT = "set workers.dead_letters.max_bytes, and start a worker"
 DEAD_LETTERS_FULL = "`aviso-workers dead-letters ls`, then `retry` or `drop`; or raise workers.dead_letters.max_bytes"
 APPLY = "then `aviso-workers streams apply`"
-BUCKETS_COPIES = f"{OUR_COPIES}; where none does, declare it: streams.{{stream}}.num_replicas: 3, {APPLY}"
+BUCKETS_REPLICAS = f"{OUR_REPLICAS}; where none does, declare it: streams.{{stream}}.num_replicas: 3, {APPLY}"
 
 
 @declare(
@@ -67,30 +67,30 @@ def unlimited_age(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS003",
-    "Streams have three copies",
-    why="a stream of one copy stands still with its server, and is gone with its disk",
+    "Streams have three replicas",
+    why="a stream of one replica stands still with its server, and is gone with its disk",
     cure="set notification_backend.jetstream.replicas: 3, " + APPLY,
     cure_of_others="declare it: streams.{stream}.num_replicas: 3, " + APPLY,
     severity=State.FAIL,
     production=True,
 )
-def few_copies(facts: Facts) -> Iterator[Finding]:
+def few_replicas(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
-        if stream.config.num_replicas < COPIES:
-            yield _copies(stream)
+        if stream.config.num_replicas < REPLICAS:
+            yield _replicas(stream)
 
 
 @declare(
     "JS004",
-    "Copies are an odd number",
-    why="the last copy of an even number costs a disk, and the stream stands no more servers down for it",
+    "Replicas are an odd number",
+    why="the last replica of an even number costs a disk, and the stream survives no more servers down",
     cure="set notification_backend.jetstream.replicas: 3, " + APPLY,
     cure_of_others="declare it: streams.{stream}.num_replicas: 3, " + APPLY,
 )
-def even_copies(facts: Facts) -> Iterator[Finding]:
+def even_replicas(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
         if stream.config.num_replicas % 2 == 0:
-            yield _copies(stream)
+            yield _replicas(stream)
 
 
 @declare(
@@ -324,8 +324,8 @@ def overlap(one: str, other: str) -> bool:
     return len(ours) == len(theirs)
 
 
-def _copies(stream: StreamInfo) -> Finding:
-    cure = OUR_COPIES if stream.name.startswith(OURS) else BUCKETS_COPIES if stream.name.startswith(BY_KEY) else ""
+def _replicas(stream: StreamInfo) -> Finding:
+    cure = OUR_REPLICAS if stream.name.startswith(OURS) else BUCKETS_REPLICAS if stream.name.startswith(BY_KEY) else ""
     return Finding(stream=stream.name, found=f"num_replicas {stream.config.num_replicas}", cure=cure)
 
 
