@@ -77,7 +77,7 @@ async def test_the_pause_before_another_attempt_is_no_waiting(
 ) -> None:
     buffer, (delivery,) = buffer_of("a", ordered=True)
     await buffer.take()
-    buffer.again(delivery, after_seconds=10)
+    buffer.retry_later(delivery, after_seconds=10)
     await clock.advance(12)
     await buffer.take()
     assert buffer.waited_seconds(delivery) == 2
@@ -252,7 +252,7 @@ class TestWhatComesOutOfOrder:
         head = await buffer.take()
         assert head is not None
         buffer.put(Held(3, "a"))
-        buffer.again(head, after_seconds=1.0)
+        buffer.retry_later(head, after_seconds=1.0)
         buffer.put(Held(2, "a"))
         await clock.advance(1.0)
         assert await taken_from(buffer, 3) == [5, 2, 3]
@@ -270,9 +270,9 @@ class TestWhatIsGathered:
     async def test_is_handed_out_in_order_once_all_of_it_is_here(self, buffer: Buffer) -> None:
         buffer.put(Again(8, "a"))
         buffer.put(Again(2, "a"))
-        assert (buffer.ready, buffer.gathers) == (0, 1)
+        assert (buffer.ready, buffer.gather_left) == (0, 1)
         buffer.put(Again(5, "a"))
-        assert buffer.gathers == 0
+        assert buffer.gather_left == 0
         assert await taken_from(buffer, 3) == [2, 5, 8]
 
     async def test_is_handed_out_when_something_new_comes(self, buffer: Buffer) -> None:
@@ -313,7 +313,7 @@ class TestTheSurplus:
     async def test_of_a_key_that_waits_for_its_retry_is_all_of_it(self, buffer: Buffer, clock: VirtualClock) -> None:
         head = await buffer.take()
         assert head is not None
-        buffer.again(head, after_seconds=5.0)
+        buffer.retry_later(head, after_seconds=5.0)
         assert buffer.surplus == self.COUNT
         await clock.advance(5.0)
         assert buffer.surplus == 10
@@ -322,16 +322,16 @@ class TestTheSurplus:
     async def test_of_a_key_whose_thread_runs_on_is_all_of_it(self, buffer: Buffer) -> None:
         head = await buffer.take()
         assert head is not None
-        buffer.block(head)
+        buffer.block_key(head)
         buffer.done(head)
         assert buffer.surplus == self.COUNT - 1
-        buffer.unblock(head)
+        buffer.unblock_key(head)
         assert buffer.surplus == 9
 
     async def test_is_none_once_all_was_given_back(self, buffer: Buffer, clock: VirtualClock) -> None:
         head = await buffer.take()
         assert head is not None
-        buffer.again(head, after_seconds=5.0)
+        buffer.retry_later(head, after_seconds=5.0)
         assert acknowledging.give_back(buffer.withdraw_all()) == self.COUNT
         buffer.put(Fresh(100, "a"))
         await clock.advance(5.0)

@@ -1,12 +1,11 @@
 """The end of every delivery: nothing else of the engine acks, naks, terminates or stores dead letters.
 
 `Settler` ends the deliveries of an agent: it has a failure judged (`verdicts.decide`), stores the dead letter before
-the original is terminated, counts the failure before it is given back, and states what became of it. It judges windows
+the original is terminated, counts the failure before the delivery is given back, and emits `Settled`. It judges windows
 as well. `dead_letter_exceeded` does the same for notifications whose consumer exceeded `max_deliver`.
 
-Whoever knows without a handler what is to become of a delivery says so by a `Settlement` and has `settle` carry it out:
-`max_deliveries`, `delayed_delivery`, `shared_filters` for what another version wants, `repeats` for what was settled
-before.
+Modules that settle a delivery without running a handler pass a `Settlement` to `settle`: `max_deliveries`,
+`delayed_delivery`, `shared_filters` for what another version wants, `repeats` for what was settled before.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from aviso_workers.jetstream import error_codes
 
 __all__ = ["Exceeded", "Settler", "dead_letter_exceeded", "give_back", "settle", "settle_again"]
 
-REFUSED = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
-"""How long an agent stores no dead letter after one could not be stored. Their originals wait as long."""
+STORE_AGAIN = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
+"""The backoff after a dead letter could not be stored: until then the agent tries none, and the originals wait."""
 EXCEEDED = "max_deliveries"
 """The reason of the dead letters of notifications whose consumer exceeded `max_deliver`."""
 
 
-class _End(NamedTuple):
+class _Outcome(NamedTuple):
     """The outcome of a delivery, its error, how many failures that makes, and when it is tried again."""
 
     outcome: SettledOutcome
@@ -52,9 +51,9 @@ class _End(NamedTuple):
 
 
 ON_ERROR = "on_error"
-"""The reason of what is acked although its handler raised."""
-ACKED = _End("acked")
-TAKEN_OVER = _End("retried", "taken_over")
+"""The reason of `Settled` where an `on_error` function returned `Ack()`."""
+ACKED = _Outcome("acked")
+TAKEN_OVER = _Outcome("retried", "taken_over")
 
 
 def settle(delivery: Delivery, settlement: Settlement) -> None:
@@ -69,7 +68,8 @@ def settle(delivery: Delivery, settlement: Settlement) -> None:
 
 
 async def settle_again(repeats: Repeats, *, handle: Callable[[Delivery], None]) -> None:
-    """Settle what was settled here before and has come again, or `handle` it where its consumer is another one now."""
+    """Repeat the settlement of redeliveries that were settled here before; pass them to `handle` where the consumer was
+    reset or created again since."""
     found, settlement = await repeats.judge()
     for delivery in found:
         if settlement is None:
@@ -150,11 +150,11 @@ class Settler:
         self._failures = failures
         self._shield = shield
         self._dead_letters = dead_letters
-        self._storing = _Storing(agent.name, dead_letters, stream=stream, clock=clock, events=events)
+        self._writer = _DeadLetterWriter(agent.name, dead_letters, stream=stream, clock=clock, events=events)
         self._clock = clock
         self._events = events
 
-    async def pass_over(self, delivery: Delivery) -> None:
+    async def ack_unmatched(self, delivery: Delivery) -> None:
         """Ack a delivery that the agent did not ask for: the server's filter is wider than the agent's."""
         if self._buffer.holds(delivery):
             self._ack(delivery)
@@ -196,9 +196,9 @@ class Settler:
         return verdict
 
     async def settle(self, delivery: Delivery, failure: Failure | None, *, started: float) -> None:
-        """End a delivery whose handling succeeded (None) or failed, and state what became of it.
+        """Ack, nak or dead-letter a delivery whose handling succeeded (None) or failed, and emit `Settled`.
 
-        One that is to be tried again is given back when its failure is counted, which may be after this has returned.
+        A delivery to be retried is given back when its failure is counted, which may be after this has returned.
         `started` is when the handling began, on the agent's clock.
         """
         waited = self._buffer.waited_seconds(delivery)
@@ -208,47 +208,49 @@ class Settler:
         seconds = self._clock.monotonic() - started
         if not delivery.held:
             self._buffer.done(delivery)
-            self._state(delivery, TAKEN_OVER, seconds, waited)
+            self._emit_settled(delivery, TAKEN_OVER, seconds, waited)
         elif failure is not None:
-            await self._settle_failed(delivery, failure, state=lambda end: self._state(delivery, end, seconds, waited))
+            await self._settle_failed(
+                delivery, failure, emit=lambda outcome: self._emit_settled(delivery, outcome, seconds, waited)
+            )
         else:
             self._ack(delivery)
-            self._state(delivery, ACKED, seconds, waited)
+            self._emit_settled(delivery, ACKED, seconds, waited)
             await self._failures.forget(delivery)
 
-    async def _settle_failed(self, delivery: Delivery, failure: Failure, *, state: Callable[[_End], None]) -> None:
+    async def _settle_failed(self, delivery: Delivery, failure: Failure, *, emit: Callable[[_Outcome], None]) -> None:
         classified = verdicts.classify(failure, self._agent.classifiers)
         if isinstance(classified, Ack):
             self._ack(delivery)
-            state(_End("acked", ON_ERROR, failure.error))
+            emit(_Outcome("acked", ON_ERROR, failure.error))
             await self._failures.forget(delivery)
             return
         failures, error = self._failures.count(delivery), classified.error
         attempt = failures + 1
         verdict = verdicts.decide(classified, failures=failures, retry=self._agent.policy.retry)
         if isinstance(verdict, Again):
-            end = _End("retried", verdict.reason, error, attempt, verdict.after_seconds)
+            outcome = _Outcome("retried", verdict.reason, error, attempt, verdict.after_seconds)
         else:
             async with self._shield.hold():
-                refused = await self._storing.store(delivery, verdict, attempts=attempt, error=error)
+                refused = await self._writer.store(delivery, verdict, attempts=attempt, error=error)
             if refused is None:
                 delivery.term(verdict.reason)
-                self._end(delivery)
-                state(_End("dead_lettered", verdict.reason, error, attempt))
+                self._remove(delivery)
+                emit(_Outcome("dead_lettered", verdict.reason, error, attempt))
                 await self._failures.forget(delivery)
                 return
-            # It was run, and failed: else it would look like what ends its worker, which leaves no failure.
-            end = _End("retried", "dead_letter_failed", refused.error, attempt, refused.again_in_seconds)
+            # Counted all the same: a redelivery without a counted failure is taken for one whose worker died.
+            outcome = _Outcome("retried", "dead_letter_failed", refused.error, attempt, refused.again_in_seconds)
 
         def give_back() -> None:
-            self._give_back(delivery, end.again_in_seconds)
-            state(end)
+            self._give_back(delivery, outcome.again_in_seconds)
+            emit(outcome)
 
         await self._failures.add(
             delivery, before=failures, kept=self._buffer.ordered, worker_died=failure.worker_died, then=give_back
         )
 
-    def _state(self, delivery: Delivery, end: _End, seconds: float, waited: float) -> None:
+    def _emit_settled(self, delivery: Delivery, outcome: _Outcome, seconds: float, waited: float) -> None:
         """State what became of a delivery that waited and was handled for so many seconds."""
         message = delivery.message
         self._events.emit(
@@ -256,37 +258,37 @@ class Settler:
                 agent=self._agent.name,
                 event_type=self._agent.event_type,
                 sequence=message.sequence,
-                outcome=end.outcome,
-                reason=end.reason,
+                outcome=outcome.outcome,
+                reason=outcome.reason,
                 seconds=seconds,
                 waited_seconds=waited,
                 stored_to_settled_seconds=(self._clock.time_ns() - message.timestamp_ns) / 1e9,
                 num_delivered=delivery.num_delivered,
-                error=end.error,
-                attempt=end.attempt,
+                error=outcome.error,
+                attempt=outcome.attempt,
                 attempts=self._attempts,
-                again_in_seconds=end.again_in_seconds,
+                again_in_seconds=outcome.again_in_seconds,
             )
         )
 
     def _ack(self, delivery: Delivery) -> None:
         delivery.ack()
-        self._end(delivery)
+        self._remove(delivery)
 
-    def _end(self, delivery: Delivery) -> None:
+    def _remove(self, delivery: Delivery) -> None:
         self._repeats.note(delivery)
         self._buffer.done(delivery)
 
     def _give_back(self, delivery: Delivery, delay: float) -> None:
         if self._buffer.ordered:
-            self._buffer.again(delivery, after_seconds=delay)
+            self._buffer.retry_later(delivery, after_seconds=delay)
         else:
             delivery.nak(delay_seconds=delay)
             self._buffer.done(delivery)
 
 
-class _Storing:
-    """Stores the dead letters of one agent, and waits with all of them after one could not be stored."""
+class _DeadLetterWriter:
+    """Stores the dead letters of one agent; after an error it tries none until a backoff has passed."""
 
     def __init__(self, agent: str, dead_letters: DeadLetterStore, *, stream: str, clock: Clock, events: Events) -> None:
         self._agent = agent
@@ -297,13 +299,16 @@ class _Storing:
         self._refusal: BackendError | None = None
         self._refusals = 0
         self._again_at = -math.inf
-        """Before this time no dead letter is tried."""
-        self._quiet: Timer | None = None
+        """Before this time no dead letter is sent."""
+        self._recovery_timer: Timer | None = None
 
     async def store(
         self, delivery: Delivery, verdict: DeadLetter, *, attempts: int, error: BaseException
     ) -> DeadLettersRefused | None:
-        """Return why it was not stored, which may be why another one was not a moment ago; None where it was."""
+        """Store a dead letter, and return None, or why it was not stored.
+
+        While the backoff after an earlier one has not passed, its error is returned without a try.
+        """
         now = self._clock.monotonic()
         if self._refusal is not None and now < self._again_at:
             return self._refused(self._refusal, self._again_at - now)
@@ -324,18 +329,18 @@ class _Storing:
     def _refuse(self, refusal: BackendError) -> DeadLettersRefused:
         now = self._clock.monotonic()
         if refusal.code == error_codes.MESSAGE_TOO_LARGE:
-            delay = REFUSED.max  # this one will not be stored soon, and others can be
+            delay = STORE_AGAIN.max  # this one will not be stored soon, and others can be
         elif now < self._again_at:
             return self._refused(refusal, self._again_at - now)  # under way when the first was refused
         else:
             self._refusals += 1
-            delay = REFUSED.delay_seconds(self._refusals)
+            delay = STORE_AGAIN.delay_seconds(self._refusals)
             self._again_at = now + delay
         self._refusal = refusal
-        if self._quiet is not None:
-            self._quiet.cancel()
-        # What waits may be handled in the end, and then no dead letter tells that all is well.
-        self._quiet = self._clock.call_at(now + 2 * delay, self._recover)
+        if self._recovery_timer is not None:
+            self._recovery_timer.cancel()
+        # Where the originals succeed in a later attempt, no dead letter shows that storing works again: this does.
+        self._recovery_timer = self._clock.call_at(now + 2 * delay, self._recover)
         refused = self._refused(refusal, delay)
         self._events.emit(refused)
         return refused

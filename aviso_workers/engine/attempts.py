@@ -1,9 +1,9 @@
-"""How often a notification has failed, and whether it ended its worker, kept where every worker finds it.
+"""Failure counts of notifications, and records of handlers that have begun, in a bucket that all workers share.
 
 The delivery count of a server also rises when a worker dies or is replaced, and a deploy must not use up attempts.
-So failures are counted in a bucket of the app's own. It is asked only where a notification may have failed before,
-which is rare, and forgets what nobody asked for within a week. Where it cannot be used, failures are counted in this
-process, and a notification is dead-lettered after more deliveries than any deploy would cost it.
+So failures are counted in a bucket of the app's own. It is read for redeliveries only, and an entry expires 7 days
+after it was written. Where the bucket cannot be used, failures are counted in this process, and a notification is
+dead-lettered (`max_deliveries`) once it was delivered `UNCOUNTED_DELIVERIES` times more than the agent has attempts.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ Key = tuple[int, int]
 
 FORGOTTEN_AFTER_SECONDS = 7 * 86400.0
 SLOW_SECONDS = 1.0
-SILENT_SECONDS = 10.0
-"""A bucket that took `SLOW_SECONDS` to fail is not asked for so long: many fail at once, and each would wait."""
+UNUSED_SECONDS = 10.0
+"""How long the bucket is not used after a request that failed and took `SLOW_SECONDS`: each of many failing
+notifications would wait for it."""
 BESIDE_OTHERS = b"beside_others"
 ALONE = b"alone"
 BUCKET_SUFFIX = "_failures"
 BEGAN_SUBJECT = "$KV.*.*.*.*.*.began"
-"""Of the records that a handler has begun, in the stream of any app's bucket."""
+"""The filter subject of the records that a handler has begun, in the bucket of any app."""
 MOST_REMEMBERED = 10_000
 """Failure counts that a process remembers of notifications that it has given back, where they cannot be stored."""
 MOST_GIVEN_BACK = 20_000
-"""The same where they are stored, to spare a request when they come back: about 6 MB."""
+"""Failure counts that a process remembers although they are stored, so that a redelivery needs no read: about 6 MB."""
 
 
 class Failures:
@@ -55,24 +56,21 @@ class Failures:
         self._values: BulkKeyValue | None = None
         self._counted = GroupedWrites(self._write_counts, shield=shield)
         self._counts: dict[Key, int] = {}
-        """By key: of what is held here and has failed, and of what could not be stored."""
+        """Failure counts by key: of buffered notifications, and of those whose count could not be stored."""
         self._given_back: dict[Key, tuple[int, int]] = {}
-        """By key, of what has failed here, is stored and was given back: how often it failed, and which delivery that
-        was. When the next delivery comes here as well, nobody else can have counted or run anything in between."""
+        """Failure counts that are stored, with the `num_delivered` of the delivery that failed, by key. Where the next
+        delivery comes to this process too, no other worker had it in between, and the count need not be read."""
         self._begun: set[Key] = set()
         """Keys of which the bucket says that a handler has begun."""
         self._begun_here: set[Key] = set()
         """Those whose handler has begun in this process."""
-        self._silent_until = -math.inf
-        """Before this time the bucket is not asked."""
+        self._unused_until = -math.inf
+        """Before this time the bucket is not used."""
         self._stored = True
         """Whether the last failure could be stored."""
 
     def recall(self, delivery: Delivery) -> Record | None:
-        """Return what is known without a request: of what failed here the last time that it was delivered.
-
-        Else None.
-        """
+        """Return the record without a request, where the delivery before failed in this process; else None."""
         key = _key(delivery)
         failures, last_delivered = self._given_back.pop(key, (0, 0))
         if not failures or delivery.num_delivered != last_delivered + 1:
@@ -90,7 +88,7 @@ class Failures:
         if failures:
             self._remember(key, failures)
         began = None
-        if delivery.num_delivered > RECORDED_FROM:  # before, nobody makes that record
+        if delivery.num_delivered > RECORDED_FROM:  # the record is written from the second delivery on
             began = await self._try(lambda values: values.get(self._began(key)))
         if began is None:
             return Record(failures=failures, stored=self._stored)
@@ -129,10 +127,10 @@ class Failures:
     async def add(
         self, delivery: Delivery, *, before: int, kept: bool, worker_died: bool, then: Callable[[], None]
     ) -> None:
-        """Remember one more failure, and call `then` when it is counted, which may be after this has returned.
+        """Count one more failure, and call `then` when it is counted, which may be after this has returned.
 
-        `kept`: the notification stays here, and is not given back to the server. What has ended its worker is to be run
-        alone the next time as well.
+        `kept`: the notification stays in the buffer, and is not given back to the server. After a worker has died the
+        next attempt is run alone again.
         """
         key, failures = _key(delivery), before + 1
 
@@ -183,26 +181,26 @@ class Failures:
     async def _write_counts(self, counts: Mapping[str, bytes | None]) -> bool:
         return await self._write(lambda values: _put_many(values, counts))
 
-    async def _write(self, deed: Callable[[BulkKeyValue], Awaitable[int]]) -> bool:
-        """Return whether it was done."""
-        done = await self._try(deed) is not None
+    async def _write(self, operation: Callable[[BulkKeyValue], Awaitable[int]]) -> bool:
+        """Do an operation on the bucket, and return whether it was done."""
+        done = await self._try(operation) is not None
         self._stored = self._stored or done
         return done
 
-    async def _try(self, deed: Callable[[BulkKeyValue], Awaitable[T]]) -> T | None:
-        """Return what `deed` returns of the bucket, None where it cannot be used, which is logged once."""
+    async def _try(self, operation: Callable[[BulkKeyValue], Awaitable[T]]) -> T | None:
+        """Return the result of an operation on the bucket; None where it cannot be used, which is logged once."""
         asked_at = self._backend.clock.monotonic()
-        if asked_at < self._silent_until:
+        if asked_at < self._unused_until:
             return None
         try:
             if self._values is None:
                 self._values = await self._backend.key_value(self._bucket, ttl_seconds=FORGOTTEN_AFTER_SECONDS)
-            return await deed(self._values)
+            return await operation(self._values)
         except BackendError as error:
             self._values = None  # it may have been deleted
             failed_at = self._backend.clock.monotonic()
             if failed_at - asked_at >= SLOW_SECONDS:  # whatever the error: a server denies a publish without an answer
-                self._silent_until = failed_at + SILENT_SECONDS
+                self._unused_until = failed_at + UNUSED_SECONDS
             if self._stored:
                 self._stored = False
                 self._events.emit(FailuresNotStored(agent=self._agent, bucket=self._bucket, error=error))

@@ -3,16 +3,17 @@
 `subscription` puts arrivals in, a handler takes them out, and the settler says when one is done. Next is the oldest
 delivery; with `order_by`, the oldest of each ordering key. The deliveries of a key are handled strictly in order of
 sequence: the later ones wait until the first is done, also while the first waits to be tried again. It waits here and
-not on the server, which would deliver the later ones meanwhile. A server delivers a message to another worker when it
-hears nothing of it for `ack_wait`, so `heartbeat` reports every delivery that is held as in progress.
+not on the server, which would deliver the later ones meanwhile. A server delivers a message to another worker when
+`ack_wait` passes without an ack or a report of progress, so `heartbeat` reports every buffered delivery as in progress.
 
 A server delivers in the order of the stream, so a key that fails or is slow brings more and more deliveries that have
-to wait here before anything of other keys comes. All of them stay here: `surplus` says how many of those that wait
-belong to such keys, and `prefetch` asks for more in their place. Only their bodies are left out where they are too
-large together; `redeliveries` reads them again when their turn comes.
+to wait here before anything of other keys comes. All of them stay here: `surplus` says how many belong to such keys,
+and `prefetch` asks for more in their place. Only their bodies are dropped where they are too large together;
+`redeliveries` reads them again when their turn comes.
 
-The deliveries of a dead worker come in the order in which their `ack_wait` ran out. So a worker that begins gathers
-them, and hands out nothing before all of them are here.
+After a worker has died, the server redelivers its messages in the order in which their `ack_wait` ran out, and not by
+sequence. So an ordered agent that starts gathers redeliveries, until the server delivers a new message or no more
+redeliveries come, and then hands them out in order of sequence.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ TURN_SECONDS = 0.005
 HEARTBEATS_AT_ONCE = 1000
 """Deliveries that are reported in progress before others of the loop have a turn."""
 KEY_PREFETCH = 64
-"""Of a key that is being handled, so many deliveries count as prefetched; of one that waits for a retry, none."""
+"""How many deliveries of an ordering key count as prefetched. Where its head waits for a retry, none do."""
 MOST_WAITING_BYTES = 16 * 1024 * 1024
-"""What may wait of an agent in one process, besides what runs. A message that is larger is asked for by itself."""
+"""The most that the waiting deliveries of an agent may have in one process. A larger message is pulled by itself."""
 MOST_SURPLUS_BYTES = MOST_WAITING_BYTES // 2
-"""Once so much waits, the surplus is kept without its bodies, so that there is room for other keys."""
+"""Above this, deliveries that cannot begin yet are kept without their bodies, so that other keys have space."""
 
 
 def _ignore(*_: object) -> None:
@@ -50,25 +51,25 @@ def _ignore(*_: object) -> None:
 class _Entry:
     """A delivery that the buffer holds."""
 
-    __slots__ = ("begin", "bodiless", "delivery", "since", "waited")
+    __slots__ = ("begin", "bodiless", "delivery", "waited", "waiting_since")
 
-    def __init__(self, delivery: Delivery, since: float) -> None:
+    def __init__(self, delivery: Delivery, waiting_since: float) -> None:
         self.delivery = delivery
         self.bodiless = False
-        """Whether the body of its message was left out."""
-        self.since = since
-        """Since when it waits."""
+        """Whether the body of its message was dropped."""
+        self.waiting_since = waiting_since
+        """When it arrived, or when its retry is due, on the agent's clock."""
         self.waited: float | None = None
-        """The seconds that it waited; None while it does."""
+        """How long it waited before its handling began; None until it does."""
         self.begin: Callable[[], Awaitable[None]] | None = None
-        """What is awaited before it is handed out."""
+        """Awaited before `take` returns the delivery, to record that its handler begins."""
 
 
 class _KeyQueue(deque[Delivery]):
     """The deliveries of one key that are held, in order of sequence. Only the head is handed out."""
 
     stopped = False
-    """Whether the head waits to be tried again, or for an abandoned call that still runs."""
+    """Whether the head cannot begin: it waits for its retry, or for a call of its key that was abandoned and runs."""
     surplus = 0
     """How many of them count as surplus."""
 
@@ -88,17 +89,18 @@ class Buffer:
         on_surplus: Callable[[], None] = _ignore,
         on_lost: Callable[[Delivery], None] | None = None,
     ) -> None:
-        """With `isolation`, what was delivered before is given to `take_redelivered` first.
+        """With `isolation`, redeliveries are returned by `take_redelivered`, and by `take` only after `admit`.
 
-        `on_begin` is called when one waits no more, `on_surplus` when what came is surplus, so that more may be asked
-        for in its place, and `on_lost`, at every heartbeat, with what may have been given to somebody else.
+        `on_begin` is called when a handler takes a delivery; `on_surplus` when one arrives that cannot begin yet, so
+        that more may be pulled; and `on_lost` at each heartbeat, with every delivery that the server may have given to
+        another worker.
         """
         self.ordered = key is not None
         self.closed = False
-        """Whether nothing is handed out any more."""
+        """Whether no delivery is handed out any more."""
         self._clock = clock
         self._key = key
-        self._sorts_out = isolation is not None
+        self._screens = isolation is not None
         self._isolation = isolation or Isolation(clock)
         self._isolation.join(self)
         self._redelivered: deque[Delivery] = deque()
@@ -109,22 +111,23 @@ class Buffer:
         self._queues: dict[Hashable, _KeyQueue] = {}
         """Per busy key, its head and what waits behind it."""
         self._blocked: dict[Hashable, Delivery | None] = {}
-        """Keys of which nothing is handed out, and the head that would have been."""
+        """The keys that are blocked, each with the delivery to hand out when it is not any more; None: none yet."""
         self._gathered: list[Delivery] | None = None
-        """What was gathered so far; None where nothing is gathered."""
+        """The redeliveries that were gathered so far; None while none are gathered."""
         self._most_gathered = 0
         self._idle: deque[anyio.Event] = deque()
         self._waking = False
-        """Whether somebody who was idle has been called and has not come yet."""
+        """Whether a task that waits in `take` was woken and has not run yet."""
         self._taken_at = self._turn_ends = 0.0
         self._bytes = self._running_bytes = 0
         self._bodiless = 0
         self.surplus = 0
-        """Of those that wait, how many belong to keys that have enough here, or of which none can begin."""
+        """How many waiting deliveries do not count as prefetched: all of a key whose head cannot begin, and of any
+        other key those beyond the first `KEY_PREFETCH`."""
         self.running = 0
         """Deliveries whose handling has begun."""
         self.finished = 0
-        """Deliveries that came to their end here."""
+        """Deliveries that were settled here."""
         self._on_begin = on_begin
         self._on_surplus = on_surplus
         self._on_lost = on_lost or _ignore
@@ -149,12 +152,12 @@ class Buffer:
 
     @property
     def ready(self) -> int:
-        """Deliveries that begin as soon as a worker is free."""
+        """Deliveries that begin as soon as a handler is free."""
         return len(self._ready)
 
     @property
     def starved(self) -> bool:
-        """Whether a worker is idle and nothing that is held may begin, as behind a head that waits for its retry."""
+        """Whether a handler is idle and no buffered delivery may begin, as behind a head that waits for its retry."""
         return bool(self._idle) and not self._ready
 
     @property
@@ -167,12 +170,13 @@ class Buffer:
         return max(0.0, (self._clock.time_ns() - oldest_ns) / 1e9)
 
     def waited_seconds(self, delivery: Delivery) -> float | None:
-        """Return the seconds that a delivery has waited for its turn in its key and a free worker; None: not held."""
+        """Return how long a delivery has waited for its turn and a free handler; None where it is not in the buffer."""
         entry = self._entry(delivery)
         return entry.waited or 0.0 if entry is not None else None
 
     def holds(self, delivery: Delivery) -> bool:
-        """False for one whose stream was deleted and made anew: its sequence is that of another message now."""
+        """Return whether this delivery is in the buffer, and not another one of its sequence: the stream may have been
+        deleted and created again."""
         return self._entry(delivery) is not None
 
     def delivery_of(self, sequence: int) -> Delivery | None:
@@ -180,12 +184,12 @@ class Buffer:
         return entry.delivery if entry is not None else None
 
     @property
-    def gathers(self) -> int:
-        """How many more are gathered before the first of them is handed out, at most."""
+    def gather_left(self) -> int:
+        """How many more redeliveries may be gathered; 0 while none are."""
         return 0 if self._gathered is None else self._most_gathered - len(self._gathered)
 
     def gather(self, most: int) -> None:
-        """Hand out nothing before so many have come, or one that was never delivered before, or `release` is called."""
+        """Gather redeliveries and hand out none, until `most` have come, a new message has, or `release` is called."""
         self._gathered, self._most_gathered = [], most
 
     def release(self) -> None:
@@ -223,9 +227,9 @@ class Buffer:
                 return None
             await self._turn()
         if self._ready and not self._waking:
-            self._wake()  # one calls the next, so that who never waits does not wake all of them in vain
+            self._wake()  # each wakes the next one: to wake all is in vain where one of them takes everything
         now = self._taken_at = self._clock.monotonic()
-        entry.waited = now - entry.since
+        entry.waited = now - entry.waiting_since
         self.running += 1
         self._running_bytes += len(entry.delivery.message.data)
         self._on_begin(self)
@@ -235,7 +239,7 @@ class Buffer:
         return entry.delivery
 
     async def take_redelivered(self) -> Delivery | None:
-        """Return the next that was delivered before, for whoever decides whether it may be taken; None when closed."""
+        """Return the next redelivery, to be decided whether it may begin; None when the buffer is closed."""
         while not self.closed:
             if self._redelivered:
                 return self._redelivered.popleft()
@@ -246,7 +250,7 @@ class Buffer:
     def admit(
         self, delivery: Delivery, *, first: bool = False, begin: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """Let it be taken, before all others or after them. `begin` is awaited before it is handed out."""
+        """Let `take` return a redelivery, before all others or after them. `begin` is awaited first."""
         if self.closed:
             return
         if begin is not None and (entry := self._entry(delivery)):
@@ -263,12 +267,12 @@ class Buffer:
         return delivery is self._isolation.alone
 
     def wake(self) -> None:
-        """Handlers may begin again."""
+        """Wake a handler that waits, because the isolation has ended."""
         if self._ready and not self._waking:
             self._wake()
 
     def done(self, delivery: Delivery) -> None:
-        """Remove a delivery that is settled; what waits behind it may begin."""
+        """Remove a delivery that is settled, and offer the next one of its key."""
         if entry := self._entry(delivery):
             self.finished += 1
             self._note_waiting(entry)
@@ -289,23 +293,23 @@ class Buffer:
         else:
             del self._queues[key]
 
-    def again(self, delivery: Delivery, *, after_seconds: float) -> None:
-        """Let a delivery wait at the head of its key, and begin again after the delay."""
+    def retry_later(self, delivery: Delivery, *, after_seconds: float) -> None:
+        """Keep a delivery at the head of its key, and offer it again after the delay."""
         due = self._clock.monotonic() + after_seconds
         if entry := self._entry(delivery):
             self._note_waiting(entry)
-            entry.since = due
+            entry.waiting_since = due
             self._stop(delivery, stopped=True)
             self._leave_out_body(delivery)
         self._clock.call_at(due, lambda: self._resume(delivery))
 
-    def block(self, delivery: Delivery) -> None:
-        """Hand out nothing of its key until `unblock`: a call for it that was abandoned still runs."""
+    def block_key(self, delivery: Delivery) -> None:
+        """Hand out no delivery of this key until `unblock_key`, because a call for it that was abandoned still runs."""
         if self._key is not None:
             self._blocked[self._key(delivery.message.subject)] = None
 
-    def unblock(self, delivery: Delivery) -> None:
-        """Hand out what is next of its key again."""
+    def unblock_key(self, delivery: Delivery) -> None:
+        """Offer the next delivery of this key again."""
         if self._key is None:
             return
         head = self._blocked.pop(self._key(delivery.message.subject), None)
@@ -313,7 +317,7 @@ class Buffer:
             self._resume(head)
 
     def close(self) -> None:
-        """Hand out nothing any more, and let the workers end. What arrives now is only held."""
+        """Hand out no delivery any more, and let the handlers end. What arrives from now on is only held."""
         self.closed = True
         self._redelivery.set()
         if any(map(self.alone, self._ready)):
@@ -323,15 +327,15 @@ class Buffer:
             self._idle.popleft().set()
 
     def withdraw(self) -> list[Delivery]:
-        """Hold no more what has not begun, and return it, to be given back in this order."""
+        """Remove the deliveries whose handling has not begun, and return them, to be given back in this order."""
         return self._withdraw([sequence for sequence, entry in self._held.items() if entry.waited is None])
 
     def withdraw_all(self) -> list[Delivery]:
-        """Hold nothing any more, and return all of it, also what runs, to be given back in this order."""
+        """Remove all deliveries, also those whose handlers run, and return them, to be given back in this order."""
         return self._withdraw(list(self._held))
 
     async def heartbeat(self) -> None:
-        """Tell the server that what is held is being worked on."""
+        """Report every buffered delivery as in progress to the server."""
         for number, entry in enumerate(tuple(self._held.values()), start=1):
             if self._entry(entry.delivery) is None:
                 continue  # it was settled while others had a turn
@@ -343,7 +347,7 @@ class Buffer:
                 await checkpoint()
 
     def is_bodiless(self, delivery: Delivery) -> bool:
-        """Return whether the body of its message was left out, to be read again when its turn has come."""
+        """Return whether the body of its message was dropped, to be read again when its turn has come."""
         entry = self._entry(delivery)
         return entry is not None and entry.bodiless
 
@@ -358,19 +362,21 @@ class Buffer:
 
     def _gather(self, delivery: Delivery) -> None:
         assert self._gathered is not None
-        if delivery.num_delivered == 1 and delivery.can_be_read_again:  # what was due has come by now
+        if (
+            delivery.num_delivered == 1 and delivery.can_be_read_again
+        ):  # a server delivers new messages after all redeliveries that are due
             self.release()
             self._enter(delivery)
             return
         self._gathered.append(delivery)
         self._leave_out_body(delivery)
-        if self.gathers:
+        if self.gather_left:
             self._on_surplus()
         else:
             self.release()
 
     def _enter(self, delivery: Delivery) -> None:
-        """Hand it out when it is next, of all or of its key."""
+        """Queue a delivery: behind those of its key where that is busy, else as ready."""
         if self._key is not None:
             key = self._key(delivery.message.subject)
             queue = self._queues.get(key)
@@ -391,7 +397,7 @@ class Buffer:
             self._on_surplus()
 
     def _overtakes(self, queue: _KeyQueue, delivery: Delivery) -> bool:
-        """Insert one that comes late where its sequence belongs; whether it has become the head of its key."""
+        """Insert a late delivery by its sequence, and return whether it is the head of its key now."""
         sequence, head = delivery.message.sequence, queue[0]
         if sequence > head.message.sequence or not self._recall(head):
             queue.insert(bisect(queue, sequence, lo=1, key=_sequence), delivery)
@@ -402,7 +408,7 @@ class Buffer:
         return True
 
     def _recall(self, head: Delivery) -> bool:
-        """Return whether it could be kept from being handed out: it waits for a worker and for nothing else."""
+        """Return whether a delivery could be kept from beginning: it was ready, and no handler had it."""
         if head not in self._ready or self.alone(head):
             return False
         self._ready.remove(head)
@@ -438,7 +444,7 @@ class Buffer:
         try:
             await turn.wait()
         except anyio.get_cancelled_exc_class():
-            if turn.is_set():  # it was our turn: pass it on
+            if turn.is_set():  # our turn came: pass it on
                 self._waking = False
                 self._wake()
             else:
@@ -453,14 +459,14 @@ class Buffer:
                 self._blocked[key] = delivery
                 self._stop(delivery, stopped=True)
                 return
-        if self._sorts_out and (delivery.num_delivered > 1 or (self._bodiless and self.is_bodiless(delivery))):
+        if self._screens and (delivery.num_delivered > 1 or (self._bodiless and self.is_bodiless(delivery))):
             self._redelivered.append(delivery)
             self._redelivery.set()
         else:
             self.admit(delivery)
 
     def _resume(self, delivery: Delivery) -> None:
-        """Let the head of a key begin that was stopped."""
+        """Offer the head of a key again, whose retry is due."""
         if self.holds(delivery):
             self._stop(delivery, stopped=False)
         self._offer(delivery)
@@ -480,7 +486,7 @@ class Buffer:
         queue.surplus = surplus
 
     def _leave_out_body(self, delivery: Delivery) -> None:
-        """Keep it without its body where too much waits: it has come and cannot begin."""
+        """Drop the body of a delivery that cannot begin yet, where the bodies are too large together."""
         size = len(delivery.message.data)
         if not size or self.waiting_bytes <= MOST_SURPLUS_BYTES or not delivery.can_be_read_again:
             return

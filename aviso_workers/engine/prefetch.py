@@ -65,8 +65,8 @@ class Prefetch:
 
     def capacity(self, buffer: Buffer) -> int:
         """Return how many deliveries the buffer could be given now."""
-        if buffer.gathers:
-            return min(buffer.gathers, self._prefetch)
+        if buffer.gather_left:
+            return min(buffer.gather_left, self._prefetch)
         capacity = self._prefetch - buffer.waiting
         if buffer.surplus and buffer.ready < self.workers:
             capacity += buffer.surplus

@@ -124,7 +124,7 @@ class Redeliveries:
             message = None
         except BackendError as error:
             self._note_unread(delivery, error)
-            self._buffer.again(delivery, after_seconds=READ_AGAIN_SECONDS)
+            self._buffer.retry_later(delivery, after_seconds=READ_AGAIN_SECONDS)
             return False
         self._note_readable()
         if message is None or abs(message.timestamp_ns - delivery.message.timestamp_ns) > SAME_TIME_NS:

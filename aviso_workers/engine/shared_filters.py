@@ -21,7 +21,7 @@ Its `max_ack_pending` is the largest as well: where a worker of another version 
 set again.
 
 A server filters by subjects only. What an agent leaves out of its own subjects, such as all numbers beyond a range, it
-acks whatever other versions want: see `acknowledging.Settler.pass_over`.
+acks whatever other versions want: see `acknowledging.Settler.ack_unmatched`.
 """
 
 from __future__ import annotations

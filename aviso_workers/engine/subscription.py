@@ -329,10 +329,10 @@ class _Reader:
 async def _release_when_quiet(buffer: Buffer, clock: Clock) -> None:
     """Let the buffer hand out what it gathers once nothing more comes: the rest is held by workers that live."""
     missing = 0
-    while buffer.gathers and buffer.gathers != missing:
-        missing = buffer.gathers
+    while buffer.gather_left and buffer.gather_left != missing:
+        missing = buffer.gather_left
         await clock.sleep(QUIET_SECONDS)
-    if buffer.gathers:
+    if buffer.gather_left:
         buffer.release()
 
 

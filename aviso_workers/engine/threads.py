@@ -95,7 +95,7 @@ class Threads:
         if not call.abandon(when_ended=partial(self._note_end, deliveries)):
             return
         for delivery in deliveries:
-            self._buffer.block(delivery)
+            self._buffer.block_key(delivery)
         self.left_behind += 1
         if self.left_behind >= self._most and not self._closed and self._timer is None:
             self._timer = self._clock.call_at(self._clock.monotonic() + STUCK_SECONDS, self._note_stuck)
@@ -108,7 +108,7 @@ class Threads:
     def _note_end(self, deliveries: Sequence[Delivery]) -> None:
         self.left_behind -= 1
         for delivery in deliveries:
-            self._buffer.unblock(delivery)
+            self._buffer.unblock_key(delivery)
         self._cancel_timer()
         was_stuck, self.stuck = self.stuck, False
         self._change()

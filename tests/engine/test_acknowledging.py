@@ -93,7 +93,7 @@ async def test_a_bucket_that_did_not_answer_is_asked_again_after_a_while(
     facts: Facts,
     stored: Stored,
 ) -> None:
-    @router.agent("mars", retry=Backoff(first=attempts.SILENT_SECONDS + 1.0, factor=1.0, attempts=5, jitter=0.0))
+    @router.agent("mars", retry=Backoff(first=attempts.UNUSED_SECONDS + 1.0, factor=1.0, attempts=5, jitter=0.0))
     async def index(notification: Notification[Any]) -> None:
         raise ConnectionError
 

@@ -403,7 +403,7 @@ class TestBytes:
         run.buffer.put(head)
         run.buffer.put(Delivery(2, size=600))
         assert await run.buffer.take() is head
-        run.buffer.again(head, after_seconds=60.0)
+        run.buffer.retry_later(head, after_seconds=60.0)
         assert run.capacity() <= 0
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run.buffer.take)

@@ -278,7 +278,7 @@ async def test_what_was_given_back_while_it_ran_is_not_settled_as_well(
     await here.buffer.take()
     acknowledging.give_back(here.buffer.withdraw_all())
     if settle == "passed over":
-        await here.settler.pass_over(delivery)
+        await here.settler.ack_unmatched(delivery)
     else:
         failure = None if settle == "acked" else Failure(ValueError("no"))
         await here.settler.settle(delivery, failure, started=0.0)

@@ -21,7 +21,7 @@ from aviso_workers import App, Backoff, Batch, Batching, Notification, Reject, S
 from aviso_workers.aviso.schema import StoragePolicy
 from aviso_workers.backends.in_memory.consumer import InMemoryDelivery
 from aviso_workers.config import Config
-from aviso_workers.engine.acknowledging import REFUSED
+from aviso_workers.engine.acknowledging import STORE_AGAIN
 from aviso_workers.events import Settled
 from aviso_workers.testing import Harness, harness
 from tests.engine.conftest import MARS, config_with
@@ -213,7 +213,7 @@ def _uncounted(step: Step) -> int:
         case "crash" | "deploy":
             return 1
         case "disconnect":
-            return 1 + int(step.seconds / REFUSED.first)
+            return 1 + int(step.seconds / STORE_AGAIN.first)
         case _:
             return 0
 

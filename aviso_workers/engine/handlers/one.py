@@ -79,7 +79,7 @@ class HandlerContext:
     async def settle_unread(self, delivery: Delivery, failure: Failure | None) -> None:
         """End a delivery of which `read` returned no notification."""
         if failure is None:
-            await self.settler.pass_over(delivery)
+            await self.settler.ack_unmatched(delivery)
         else:
             await self.settler.settle(delivery, failure, started=self.clock.monotonic())
 
