@@ -22,7 +22,7 @@ from aviso_workers.cli.targets import ConfigOption, Opened, connected, load
 from aviso_workers.config import Config
 from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationError
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, Identities, Keep, Made, Progress, Schedule, Spool
+from aviso_workers.ops.backups import Backup, Identities, Keep, NewBackup, Progress, Schedule, Spool
 from aviso_workers.worker import logs
 
 __all__ = ["Storage", "backup", "bar"]
@@ -271,10 +271,10 @@ def merge(
     typer.echo(_described(made))
 
 
-def _keep_backing_up(schedule: Schedule, config: Config, make: Callable[..., Awaitable[Made]]) -> None:
+def _keep_backing_up(schedule: Schedule, config: Config, make: Callable[..., Awaitable[NewBackup]]) -> None:
     logs.configure(config.workers.logging)
 
-    async def make_silently(admin: Admin, stream: str, earlier: Spool | None) -> Made:
+    async def make_silently(admin: Admin, stream: str, earlier: Spool | None) -> NewBackup:
         return await make(admin, stream, lambda size: None, earlier)
 
     async def until_signal() -> None:
@@ -300,14 +300,14 @@ def _keep_backing_up(schedule: Schedule, config: Config, make: Callable[..., Awa
 
 def _maker(
     to: Path, since: str | None, full_every: str | None, encrypt_to: Sequence[str] | None, identity: Path | None
-) -> Callable[..., Awaitable[Made]]:
+) -> Callable[..., Awaitable[NewBackup]]:
     """Return a function that makes one backup of a stream as the options say. Raises `DeclarationError`."""
     if since and full_every:
         raise DeclarationError("say --since or --full-every: the second makes increments as well")
     every = _parsed(full_every) if full_every else None
     keys, identities = backups.read_recipients(encrypt_to or ()), identities_of(identity)
 
-    async def make(admin: Admin, stream: str, progress: Progress, earlier: Spool | None = None) -> Made:
+    async def make(admin: Admin, stream: str, progress: Progress, earlier: Spool | None = None) -> NewBackup:
         if since == "last" or every is not None:
             return await backups.create_next(
                 admin,
@@ -330,7 +330,7 @@ def _maker(
             earlier=earlier,
             progress=progress,
         )
-        return Made(backup=made)
+        return NewBackup(backup=made)
 
     return make
 

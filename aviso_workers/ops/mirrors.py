@@ -2,8 +2,9 @@
 
 Called by the commands `mirror ...`, by `promotion` and by `doctor`. A mirror is judged by its last contact with its
 origin, because its lag stays at nought when the origin is gone, and by whether both have the same history (see
-`mirror_histories`). A stream that is fenced keeps its messages and loses its subjects, so that it takes no publish any
-more, now or after a restart; for two streams that both take publishes are two histories which cannot be joined.
+`mirror_histories`). A fenced stream keeps its messages, and a placeholder takes the place of its subjects, so that it
+takes no publish, also after a restart: where a mirror and its former origin both took publishes, the same sequences
+would hold different messages, and the streams could not be merged.
 Reconciliation leaves a fenced stream alone.
 """
 
@@ -38,9 +39,10 @@ PROMOTED = "aviso-workers-promoted-from"
 """The metadata of a promoted mirror: the API and the name of its origin, and the last sequence that it mirrored (which
 is missing where an older version promoted it)."""
 COPY_OF = "aviso-workers-copy-of"
-"""The metadata of a copy that is not whole (see `stream_copies`): when the stream was created that it is a copy of."""
+"""The metadata of an unfinished copy (see `stream_copies`): when its original was created."""
 NOWHERE = "aviso_workers.fenced"
-"""The subject that a fenced stream has, followed by its name: a stream cannot be without one."""
+"""The placeholder that a fenced stream has as its subject, followed by its name: a stream without subjects takes what
+is published under its name."""
 ORIGIN_SECONDS = 2.0
 
 
@@ -54,15 +56,16 @@ class Link(Struct, frozen=True, kw_only=True):
     api: str
     """The prefix of the API where the origin is; empty where it is in the same account."""
     whole: bool = True
-    """Whether a mirror is configured to have all of its origin, unchanged."""
+    """Whether a mirror has no filter, subject transform or start, so that it holds all of its origin, unchanged."""
     lag: int = 0
     """Messages that are still to come, as far as the stream knows."""
     active_seconds: float | None = None
     """Seconds since its last contact with the origin; None: never."""
     trouble: str = ""
     """Why it cannot be relied on; empty where it can."""
-    other_history: str = ""
-    """The part of the trouble which says that a mirror and its origin are two histories."""
+    divergence: str = ""
+    """Why the messages of a mirror and of its origin differ; empty where they are equal or could not be compared. It is
+    part of `trouble` as well."""
     equal: int | None = None
     """Messages of a mirror that were compared with those of its origin and are the same; None where none could be."""
 
@@ -71,11 +74,9 @@ class Fenced(Struct, frozen=True, kw_only=True):
     """The result of fencing a stream: the subjects that it took, and its last sequence."""
 
     subjects: tuple[str, ...]
-    """The subjects that it took."""
     last_sequence: int
     """Nothing comes after it."""
-    before: bool
-    """Whether it was fenced already."""
+    already_fenced: bool
 
 
 class Mirrors:
@@ -121,7 +122,7 @@ class Mirrors:
         return structs.replace(
             link,
             trouble="; ".join(filter(None, (comparison.trouble, link.trouble))),
-            other_history=comparison.trouble,
+            divergence=comparison.trouble,
             equal=comparison.equal,
         )
 
@@ -130,7 +131,9 @@ class Mirrors:
         if FENCED in config.metadata or config.mirror:
             return link
         fence = f"`aviso-workers mirror fence {link.origin} --api '{link.api}'`"
-        return structs.replace(link, trouble=f"{link.origin} is back and takes publishes: {fence}")
+        return structs.replace(
+            link, trouble=f"{link.origin} is back and takes publishes, although it was replaced: run {fence}"
+        )
 
 
 async def fence(streams: Management, stream: str) -> Fenced:
@@ -140,18 +143,20 @@ async def fence(streams: Management, stream: str) -> Fenced:
     """
     found = await streams.stream_info(stream, timeout_seconds=ORIGIN_SECONDS)
     metadata, subjects = found.config.metadata, found.config.subjects
-    before = FENCED in metadata
-    if not before:
+    already_fenced = FENCED in metadata
+    if not already_fenced:
         if not subjects:
             raise RefusedError(f"{stream} has no subjects of its own, so there is nothing to fence")
         metadata = {**metadata, FENCED: " ".join(subjects)}
         config = {**found.config, "subjects": [f"{NOWHERE}.{stream}"], "metadata": metadata}
         found = await streams.update_stream(config)
-    return Fenced(subjects=tuple(metadata[FENCED].split()), last_sequence=found.last_sequence, before=before)
+    return Fenced(
+        subjects=tuple(metadata[FENCED].split()), last_sequence=found.last_sequence, already_fenced=already_fenced
+    )
 
 
 async def unfence(streams: Management, stream: str) -> tuple[str, ...]:
-    """Lift a stream's fence, also of a copy that is not whole, and return the subjects that it takes again.
+    """Give a fenced stream its subjects back, also an unfinished copy, and return them.
 
     Raises `RefusedError` where it is not fenced.
     """
@@ -161,7 +166,7 @@ async def unfence(streams: Management, stream: str) -> tuple[str, ...]:
         raise RefusedError(f"{stream} is not fenced")
     subjects = metadata.pop(FENCED).split()
     if metadata.pop(COPY_OF, None):
-        config.pop("subject_transform", None)  # by which it was appended to
+        config.pop("subject_transform", None)  # which `following_copies` used to append to it
     await streams.update_stream({**config, "subjects": subjects, "metadata": metadata})
     return tuple(subjects)
 
@@ -174,7 +179,7 @@ def _links(stream: StreamInfo) -> Iterator[Link]:
     for source in stream.sources:
         yield _link(stream.name, "source", source)
     metadata = stream.config.metadata
-    if (promoted := metadata.get(PROMOTED)) and FENCED not in metadata:  # else another stream has taken its place
+    if (promoted := metadata.get(PROMOTED)) and FENCED not in metadata:  # fenced, it replaces nothing any more
         api, origin, *_ = promoted.split(" ")
         yield Link(stream=stream.name, origin=origin, relation="promoted", api=api)
 
@@ -183,7 +188,7 @@ def _link(stream: str, relation: str, found: Source) -> Link:
     active_seconds = found.active / 1e9 if found.active >= 0 else None
     trouble = found.trouble
     if active_seconds is None:
-        trouble = trouble or "it has never reached its origin"
+        trouble = trouble or "it has never contacted its origin"
     elif active_seconds > STALE_SECONDS:
         trouble = trouble or f"last contact with its origin {active_seconds:.0f} s ago, so its lag is not known"
     return Link(

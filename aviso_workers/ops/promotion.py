@@ -164,7 +164,7 @@ class _MirrorPromotion:
 
     async def _unfence(self, fenced: Fenced) -> None:
         """Lift a fence that was not there before, unless another promotion of this mirror relies on it by now."""
-        if fenced.before or not await self._is_fenced():
+        if fenced.already_fenced or not await self._is_fenced():
             return
         if (await self._of_mirror()).config.mirror:
             await mirrors.unfence(self._there, self.origin)

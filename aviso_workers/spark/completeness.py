@@ -1,9 +1,9 @@
-"""Completeness of notifications against a table of expected ones: how late, how many, and which cycles are whole.
+"""Compares notifications with a schedule: which forecast cycles are complete, and how late each notification came.
 
-`aviso-workers spark report` calls `report`; its parts are functions on data frames, for reports of one's own. What is
-expected is a table with a row for each notification: `cycle` (the name of one run), `due`, perhaps `start` (from which
-latency is counted; else from `due`), and a column for each identifier field that tells it from the others. Of
-notifications that came again, the first counts.
+`aviso-workers spark report` calls `report`; its parts are functions on data frames, for reports of one's own.
+`expected` is a table with a row for each expected notification: `cycle` (the name of one run), `due`, perhaps `start`
+(from which latency is counted; else from `due`), and a column for each identifier field that distinguishes them. Where
+a notification was published more than once, the first one counts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from aviso_workers.spark.files import Files
 
 __all__ = ["Reported", "compare", "cycles", "expected", "expected_table", "per_hour", "report"]
 
-ABOUT = ("cycle", "start", "due")
-"""Columns of what is expected that are no identifier fields."""
+SCHEDULE_COLUMNS = ("cycle", "start", "due")
+"""The columns of a schedule that are no identifier fields."""
 COMPLETE, LATE = announcements.KINDS
 SHARES = (0.5, 0.95, 0.99)
 MOST_ON_PAGE = 500
@@ -37,13 +37,13 @@ class Reported(Struct, frozen=True, kw_only=True):
     complete: int
     late: int
     published: Mapping[str, int]
-    """By event type; one that the configuration has not is missing."""
+    """Announcements published, by event type; one that is not configured is absent."""
 
 
 def expected(
     spark: SparkSession, schedule: str, event: str, *, first: date, last: date, config: str | None = None
 ) -> DataFrame:
-    """Return a schedule in YAML as the table of what is expected of the days from `first` to `last`.
+    """Return the notifications that a schedule in YAML expects on the days from `first` to `last`, as a table.
 
     Raises `PipelineError` and `UnknownEventTypeError`.
     """
@@ -72,11 +72,15 @@ def compare(notifications: DataFrame, expected: DataFrame) -> DataFrame:
     `PipelineError`.
     """
     types = {field.name: field.dataType for field in notifications.select("identifier.*").schema.fields}
-    fields = [name for name in expected.columns if name not in ABOUT]
+    fields = [name for name in expected.columns if name not in SCHEDULE_COLUMNS]
     if absent := {"cycle", "due"} - set(expected.columns):
-        raise PipelineError(f"what is expected has no column {min(absent)!r}")
-    if unknown := [name for name in fields if name not in types] or ([] if fields else ["identifier fields"]):
-        raise PipelineError(f"what is expected has {unknown[0]!r}; identifier fields are: {', '.join(types)}")
+        raise PipelineError(f"the schedule has no column {min(absent)!r}")
+    if unknown := [name for name in fields if name not in types]:
+        raise PipelineError(
+            f"the schedule has the column {unknown[0]!r}, which is no identifier field; those are: {', '.join(types)}"
+        )
+    if not fields:
+        raise PipelineError(f"the schedule has no column with an identifier field; those are: {', '.join(types)}")
     for name in {"due", "start"} & set(expected.columns):
         _require_times(expected, name)
     arrivals = notifications.groupBy(*(F.col(f"identifier.{name}").alias(name) for name in fields))
@@ -98,13 +102,13 @@ def _require_times(expected: DataFrame, name: str) -> None:
     wrong = expected.where(F.col(name).isNotNull() & F.col(name).try_cast("timestamp").isNull()).select(name).first()
     if wrong is not None:
         raise PipelineError(
-            f"what is expected has {name} {wrong[name]!r}, which is no date with a time, such as 2026-11-20T12:00:00Z"
+            f"the schedule's column {name} has {wrong[name]!r}; give a date with a time, such as 2026-11-20T12:00:00Z"
         )
 
 
 def cycles(compared: DataFrame, now: datetime) -> DataFrame:
-    """Return a row for each cycle: how many notifications came and when, whether all did, and whether any came after it
-    was due or is overdue.
+    """Return a row for each cycle: how many notifications came and when, whether all did (`cycle_complete`), and
+    whether any came after it was due or is overdue (`cycle_late`).
     """
     in_time = F.coalesce(F.col("arrival") <= F.col("due"), F.lit(False))
     came_late = F.col("arrival").isNotNull() & ~in_time
@@ -143,7 +147,8 @@ def report(
     `to`, and announce complete and late cycles, each once.
 
     Cycles are announced as the event types `cycle_complete` and `cycle_late`, where the configuration has them, with
-    the identifier fields `event` and `cycle`. Raises `PipelineError` and, when all is written, as `announce` does.
+    the identifier fields `event` and `cycle`. Raises `PipelineError` and, after the tables are written, as `announce`
+    does.
     """
     moment = now or datetime.now(UTC)
     compared, hours = compare(notifications, expected).persist(), per_hour(notifications).persist()

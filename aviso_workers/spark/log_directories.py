@@ -2,13 +2,14 @@
 
 Called by the agent that tails event logs, from worker threads: everything here blocks.
 
-A directory of this machine is read file by file, as often as the agent likes. Of one that is elsewhere all files
-are listed at once, which is one request for a thousand objects however many applications there are, and no sooner again
-than after `LISTING_SECONDS`, or after twenty times as long as the listing took. In between the last listing answers.
-Files are read by ranges, from where the reader is.
+A directory of this machine is read file by file, as often as the agent likes. A remote directory is listed as a whole,
+with one request for a thousand objects. It is listed again after `LISTING_SECONDS`, or after twenty times as long as
+the listing took where that is more; until then the last listing is used. Files are read by ranges, from where the
+reader is.
 
-Elsewhere is reached with Arrow's file systems, which find credentials, profiles and endpoints by the provider's own
-means. A URL that carries credentials is refused, so that none can be in the configuration or in a log.
+Remote directories are read with Arrow's file systems, which take credentials, profiles and endpoints from where the
+provider's own tools do. A URL that carries credentials is refused, so that none can be in the configuration or in a
+log.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ __all__ = ["LogDirectories", "check"]
 SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "hdfs": "hdfs"}
 """What Arrow calls the file systems of URLs that can be read."""
 GOOGLE_PARAMETERS = "?retry_limit_seconds=15"
-"""Google's client otherwise goes on trying for 15 minutes, and holds up what else the agent follows, and its end."""
+"""Without this, Google's client tries for 15 minutes; meanwhile the agent reads no other directory, and cannot stop."""
 TIMEOUT_SECONDS = 5
 """How long a request to an S3 store may take; it is sent three times. Arrow's own settings make 100 seconds of that."""
 LISTING_SECONDS = 10.0
 LISTING_SHARE = 20
-"""So many times as long as a listing took is waited at least: the directory of a long history is listed rarely."""
+"""The wait before the next listing is at least this many times as long as the last one took."""
 READ_AHEAD = 1 << 20
 """Bytes of one request."""
 
@@ -50,8 +51,8 @@ class LogDirectories:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._directories = [_directory(name) for name in names]
-        self._of: dict[str, _Directory] = {}
-        """By path of a log, where it was found."""
+        self._directory_of: dict[str, _Directory] = {}
+        """The directory in which each event log was found, by the log's path."""
 
     def find(self) -> tuple[set[str], dict[str, str]]:
         """Return the paths of all event logs, and why a directory cannot be listed, by the directory's name."""
@@ -62,14 +63,14 @@ class LogDirectories:
                 found.update(dict.fromkeys(directory.find(), directory))
             except OSError as error:
                 problems[directory.name] = str(error)
-        self._of = found
+        self._directory_of = found
         return set(found), problems
 
     def snapshot(self, path: str, known: EventLog | None) -> EventLog | OSError | None:
-        """Return a snapshot of the log at a path, `known` itself where size and time show no change, None where it is
-        gone; an `OSError` is returned.
+        """Return a snapshot of the log at a path: `known` itself where size and time have not changed, None where the
+        log is gone, and the `OSError`, which is not raised, where it cannot be read.
         """
-        directory = self._of.get(path)
+        directory = self._directory_of.get(path)
         if directory is None:
             return None
         try:
@@ -79,7 +80,7 @@ class LogDirectories:
 
     def open(self, path: str, *, log: str) -> OpenFile:
         """Open a file of the log at the path `log`. Raises `OSError`."""
-        directory = self._of.get(log)
+        directory = self._directory_of.get(log)
         if directory is None:
             raise FileNotFoundError(path)
         return directory.open(path)
@@ -107,7 +108,7 @@ class _RemoteDirectory:
 
     def __init__(self, name: str, url: str) -> None:
         try:
-            import pyarrow  # noqa: F401, here and not when it is needed, so that the agent does not start without it
+            import pyarrow  # noqa: F401, here, so that the agent does not start without it
         except ImportError as error:
             raise ValueError(f"{name}: reading it needs pyarrow: {installed.FOR_EVENT_LOGS}") from error
         self.name = name
@@ -254,14 +255,14 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 def _logs(directory: str, files: Iterable[ListedFile]) -> dict[str, EventLog]:
-    """Return the logs that these files of a directory are, by path."""
+    """Return the event logs that these files of a directory make, by path."""
     rolling: dict[str, list[ListedFile]] = {}
     single: dict[str, EventLog] = {}
     for file in files:
         above, _, name = file.path.rpartition("/")
         if above == directory and event_log.may_be_log(name) and not event_log.is_rolling(name):
             path = file.path.removesuffix(event_log.IN_PROGRESS)
-            # Where a rename is a copy, both are there for a moment: the first one is the copy, and whole.
+            # In an object store a rename is a copy and a delete: both may be listed, the whole copy first.
             single.setdefault(path, event_log.single_log(path, file))
         elif above.rpartition("/")[0] == directory and event_log.is_rolling(above) and above.isprintable():
             rolling.setdefault(above, []).append(file)

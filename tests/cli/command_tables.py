@@ -163,7 +163,7 @@ STREAMS = [
 SERVERS = [ServerRow(server="n1", bytes=412_345_678, may_store=500_000_000_000, free=None, trouble="")]
 MIRRORS = [
     Link(stream="MARS", origin="MARS", relation="mirror", api="$JS.hub.API", lag=3, active_seconds=0.4, equal=22),
-    Link(stream="ALL", origin="DISS", relation="source", api="", lag=0, trouble="it has never reached its origin"),
+    Link(stream="ALL", origin="DISS", relation="source", api="", lag=0, trouble="it has never contacted its origin"),
 ]
 USES = [Use(what="bytes on disk", used=412_345_678, limit=-1), Use(what="streams", used=12, limit=100)]
 

@@ -193,7 +193,7 @@ def test_an_encrypted_chain_is_made_verified_merged_and_restored(run: Run, fille
     key, name = Key(Path("key.txt")), ("--config", filled)
     making = ("backup", "create", "mars", "--to", "kept", "--encrypt-to", key.public, *name)
     first = run(*making, "--full-every", "7d")
-    assert (first.code, "MARS: a full backup, because there is none before it" in first.err) == (0, True), first
+    assert (first.code, "MARS: a full backup, because there is no earlier backup" in first.err) == (0, True), first
     run("notify", "mars", "class=od", "step=4", *name)
     unreadable = run(*making, "--since", "last")
     assert (unreadable.code, "--identity FILE" in unreadable.err) == (1, True), unreadable

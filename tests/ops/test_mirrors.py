@@ -183,7 +183,7 @@ async def test_a_mirror_is_judged_by_when_it_heard_of_its_origin(sites: Sites, m
 async def test_a_mirror_of_nothing_has_never_heard_of_it(sites: Sites) -> None:
     mirror = {"name": "MARS", "external": {"api": "$JS.nowhere.API"}}
     await sites.server.api("STREAM.CREATE.MARS", {"name": "MARS", "mirror": mirror})
-    assert (await sites.link()).trouble == "it has never reached its origin"
+    assert (await sites.link()).trouble == "it has never contacted its origin"
 
 
 @pytest.mark.covers("001-26")
@@ -237,7 +237,8 @@ async def test_a_lost_origin_that_is_back_is_told_until_it_is_fenced(sites: Site
         while not (await sites.link()).trouble:  # noqa: ASYNC110
             await anyio.sleep(0.05)
     assert (await sites.link()).trouble == (
-        f"MARS is back and takes publishes: `aviso-workers mirror fence MARS --api '{HUB}'`"
+        "MARS is back and takes publishes, although it was replaced: run "
+        f"`aviso-workers mirror fence MARS --api '{HUB}'`"
     )
     fenced = await mirrors.fence(sites.there, "MARS")
     assert (fenced.subjects, fenced.last_sequence) == (("mars.>",), 10)

@@ -66,7 +66,7 @@ async def test_backups_are_made_through_an_outage_until_sigterm(
     with scheduled(config, kept, "first") as first:
         made = await first.until_logged("backup.made", times=2)
         assert (made["stream"], made["messages"]) == ("MARS", 3)
-        assert first.logged("backup.made")[0]["full_because"] == "there is none before it"
+        assert first.logged("backup.made")[0]["full_because"] == "there is no earlier backup"
         server.kill()
         failed = await first.until_logged("backup.failed", times=1)
         assert (failed["newest_age_seconds"] >= 0, failed["newest"] is not None) == (True, True)

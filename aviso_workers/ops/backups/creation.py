@@ -29,14 +29,15 @@ from aviso_workers.ops.backups.s2 import MalformedError, Pieces
 from aviso_workers.ops.backups.spools import Spool
 from aviso_workers.ops.backups.storage import Backup, Draft, Progress, find, ignore, locked_backups, place_of
 
-__all__ = ["Made", "create", "create_next", "named_streams"]
+__all__ = ["NewBackup", "create", "create_next", "named_streams"]
 
 
-class Made(Struct, frozen=True, kw_only=True):
-    """A new backup, and the reason why it is a full one although an increment was asked for."""
+class NewBackup(Struct, frozen=True, kw_only=True):
+    """A new backup."""
 
     backup: Backup
     full_because: str = ""
+    """Why a full backup was made where an increment was asked for; empty otherwise."""
 
 
 async def create(
@@ -54,11 +55,12 @@ async def create(
 
     With `since`, a backup in `<to>/<stream>`, only what that one does not have is stored, and the two are restored as
     one; the stream is read whole all the same, and compared. `encrypt_to` are public keys of age; `identities` are
-    needed where `since` is encrypted. `earlier` is an archive of the same stream, see `completion.spooled`: what
-    only it has is stored as well. Raises `StreamReplacedError` where the stream is not
-    the one that `since` is of, `BackupError` where `since` is damaged or the backup cannot be written,
-    `RefusedError` where it is to be encrypted and the server is older than 2.15, and `BackendError`; nothing of it
-    stays then.
+    needed where `since` is encrypted. `earlier` is an older snapshot of the same stream, see `completion.spooled`:
+    messages that only that one contains are stored as well.
+
+    Raises `StreamReplacedError` where the stream is not the one that `since` is of, `BackupError` where `since` is
+    damaged or the backup cannot be written, `RefusedError` where it is to be encrypted and the server is older than
+    2.15, and `BackendError`. No part of the backup stays in the directory then.
     """
     if encrypt_to:
         admin.connection.require_server(2, 15, to="encrypt a backup")
@@ -71,11 +73,12 @@ async def create(
         aclosing(snapshot.chunks) as chunks,
     ):
         if metadata.is_unfinished(snapshot.config):
-            raise BackupError(f"{stream} is what a restore left that was interrupted: restore it again first")
+            raise BackupError(f"{stream} is incomplete, because its restore was interrupted: restore it again first")
         if since and snapshot.state.last_sequence < since.state.last_sequence:
             raise StreamReplacedError(
                 f"{stream} has {snapshot.state.last_sequence} as its last sequence, and {since.directory} has "
-                f"{since.state.last_sequence}: it was made again or has lost its end, and needs a full backup"
+                f"{since.state.last_sequence}: it was deleted and created again, or has lost its newest messages; "
+                "make a full backup"
             )
 
         def write() -> Backup:
@@ -101,7 +104,7 @@ async def _opened_before(
     encrypt_to: Sequence[str],
     identities: Identities | None,
 ) -> AsyncIterator[Iterator[Entry] | None]:
-    """Open the messages of the backup before, from the stream's first one on; None where there is no backup before.
+    """Open the messages of the previous backup, from the stream's first sequence on; None where there is none.
 
     A server aborts a snapshot that is not received for 5 seconds. So messages that have left the stream at its
     beginning, which may be millions, are read before the snapshot is asked for.
@@ -133,7 +136,7 @@ async def create_next(
     identities: Identities | None = None,
     earlier: Spool | None = None,
     progress: Progress = ignore,
-) -> Made:
+) -> NewBackup:
     """Make an increment after the newest backup of a stream in `<to>/<stream>`, or a full backup where that cannot be.
 
     A full one is made where there is none, where the last full one is older than `full_every_seconds`, where the newest
@@ -153,20 +156,20 @@ async def create_next(
                 earlier=earlier,
                 progress=progress,
             )
-            return Made(backup=backup)
+            return NewBackup(backup=backup)
         except (StreamReplacedError, UnavailableError) as error:
             why = str(error)
     backup = await create(
         admin, stream, to, encrypt_to=encrypt_to, identities=identities, earlier=earlier, progress=progress
     )
-    return Made(backup=backup, full_because=why)
+    return NewBackup(backup=backup, full_because=why)
 
 
 def _newest_to_continue(to: Path, stream: str, full_every_seconds: float | None) -> tuple[Backup | None, str]:
     """Return the newest backup, where an increment can be made after it; else None and the reason."""
     found = [each for each in find(to / stream, stream=stream) if each.record]
     if not found:
-        return None, "there is none before it"
+        return None, "there is no earlier backup"
     try:
         links = chains.chain(found[-1])
         chains.require_whole(found[-1])
@@ -193,7 +196,7 @@ def _require_continuable(since: Backup, place: Path, encrypt_to: Sequence[str], 
     if len(chains.chain(since)) == chains.MOST_LINKS:
         raise BackupError(f"a chain has {chains.MOST_LINKS} backups at most: make a full one")
     if since.encrypted and not encrypt_to:
-        raise BackupError(f"{since.directory} is encrypted: say the public keys for the increment (--encrypt-to)")
+        raise BackupError(f"{since.directory} is encrypted: give the public keys for the increment with --encrypt-to")
     chains.require_identities(since, identities)
     chains.require_whole(since)
 
@@ -203,7 +206,7 @@ def _archive(
 ) -> Iterator[bytes]:
     """Yield the archive of the new backup: that of the server, or an increment of it.
 
-    An encrypted archive cannot be checked for completeness afterwards, so that is checked meanwhile.
+    An encrypted archive cannot be checked afterwards, so it is read while it is written.
     """
     if before is None:
         yield from _read_meanwhile(arriving) if encrypted else arriving
@@ -230,7 +233,9 @@ def _read_meanwhile(arriving: Iterator[bytes]) -> Iterator[bytes]:
             seen.clear()
         yield from seen
     except MalformedError as error:
-        raise BackupError(f"the server's archive cannot be read, and is not encrypted: {error}") from error
+        raise BackupError(
+            f"the server's archive of the stream is damaged, so no encrypted backup was made: {error}"
+        ) from error
 
 
 def _arriving(chunks: AsyncGenerator[bytes, None], progress: Progress) -> Iterator[bytes]:
@@ -240,7 +245,7 @@ def _arriving(chunks: AsyncGenerator[bytes, None], progress: Progress) -> Iterat
 
 
 async def named_streams(admin: Admin, config: Config, names: Sequence[str]) -> list[str]:
-    """Return the streams of event types, or with that name; without names all streams of the account.
+    """Return the stream of each name, which is an event type or a stream; without names all streams of the account.
 
     Raises `NotFoundError`, which names the streams that exist.
     """

@@ -27,7 +27,7 @@ from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError, BackupError
 from aviso_workers.ops.backups import chains, sets
-from aviso_workers.ops.backups.creation import Made, named_streams
+from aviso_workers.ops.backups.creation import NewBackup, named_streams
 from aviso_workers.ops.backups.retention import Keep, prune
 from aviso_workers.ops.backups.set_creation import MadeSet, create_set
 from aviso_workers.ops.backups.spools import Spool
@@ -41,7 +41,7 @@ AGAIN_SECONDS = 60.0
 """Seconds until a failed backup is tried again, unless backups are made more often."""
 
 Connect = Callable[[], AbstractAsyncContextManager[Admin]]
-Make = Callable[[Admin, str, Spool | None], Awaitable[Made]]
+Make = Callable[[Admin, str, Spool | None], Awaitable[NewBackup]]
 """Makes one backup of a stream, with what an earlier snapshot of it had."""
 
 
@@ -187,7 +187,7 @@ async def _prune(schedule: Schedule, stream: str) -> None:
         log.error("backup.damaged", stream=stream, error=found)
 
 
-def _say_made(stream: str, made: Made) -> None:
+def _say_made(stream: str, made: NewBackup) -> None:
     backup = made.backup
     log.info(
         "backup.made",

@@ -79,7 +79,7 @@ async def test_a_stream_that_was_made_again_gets_a_full_backup(site: Site, tmp_p
 async def test_a_full_backup_is_made_where_no_increment_can_be(site: Site, tmp_path: Path) -> None:
     await site.fill(5)
     first = await backups.create_next(site.app.session.admin, "MARS", tmp_path)
-    assert first.full_because == "there is none before it"
+    assert first.full_because == "there is no earlier backup"
     data = bytearray(first.backup.archive.read_bytes())
     data[-20] ^= 1
     first.backup.archive.write_bytes(data)

@@ -297,7 +297,7 @@ async def test_what_a_killed_restore_left_is_marked_and_replaced(
     assert isinstance(plan, Plan)
     with pytest.raises(UnavailableError, match="MARS is being restored"):
         await site.app.session.provisioner.carry_out(plan)
-    with pytest.raises(BackupError, match="MARS is what a restore left"):
+    with pytest.raises(BackupError, match="MARS is incomplete, because its restore was interrupted"):
         await backups.create(site.app.session.admin, "MARS", tmp_path)
     await backups.restore(site.app.session.admin, original.backup)
     assert await site.account() == original.account

@@ -418,7 +418,7 @@ async def scheduled(
 ) -> Any:
     """Back up all streams again and again, but for those that fail; give the events."""
 
-    async def make(admin: Admin, stream: str, earlier: Any) -> backups.Made:
+    async def make(admin: Admin, stream: str, earlier: Any) -> backups.NewBackup:
         if stream in failing:
             raise error(f"{stream} cannot be read")
         return await backups.create_next(admin, stream, to, full_every_seconds=3600.0, earlier=earlier)

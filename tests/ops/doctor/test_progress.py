@@ -117,7 +117,7 @@ def test_who_falls_behind(working: Seen) -> None:
 @pytest.mark.covers("001-29")
 def test_what_is_delivered_again_and_again(working: Seen) -> None:
     assert working.found("JS022") == {
-        f"{SHARED} > failing": "30 of 60 deliveries are not settled and not the first",
+        f"{SHARED} > failing": "30 of 60 deliveries are unsettled redeliveries",
     }
 
 
@@ -141,7 +141,7 @@ def test_work_that_nobody_asks_for(working: Seen) -> None:
 
 
 def test_requests_up_to_the_limit(working: Seen) -> None:
-    assert working.found("JS030")["QUIET > crowd"] == "10 of 10 requests wait"
+    assert working.found("JS030")["QUIET > crowd"] == "10 pull requests wait, of at most 10"
     assert working.findings("JS030")["QUIET > crowd"].state is State.WARN
     assert "QUIET > few" not in working.found("JS030")
 
@@ -151,7 +151,9 @@ def test_who_is_held_up_by_what_is_not_acknowledged(working: Seen) -> None:
 
 
 def test_what_a_work_queue_hides(working: Seen) -> None:
-    assert working.found("JS038") == {"GIVEN_UP": "2 messages, and consumers know of 1"}
+    assert working.found("JS038") == {
+        "GIVEN_UP": "2 messages, of which 1 are pending or not acknowledged at a consumer"
+    }
 
 
 def test_who_gets_nothing_done(working: Seen) -> None:

@@ -23,14 +23,15 @@ __all__ = ["CHECKS"]
 CHECKS: list[Check] = []
 declare = partial(check, CHECKS, needs=("consumers", "streams"))
 
-OFTEN_REDELIVERED = 0.05
+MOST_REDELIVERED = 0.05
+"""The share of the deliveries."""
 FEW = 20
-"""Shares of fewer are chance."""
+"""The share of fewer redeliveries is not judged."""
 SLOW_SHARE, SLOW_PERCENTILE = 0.5, 0.99
 NEARLY_ALL_WAITING = 0.9
 MOST_SHOWN = 5
 NO_WORKER = (
-    "start a worker (`aviso-workers worker MODULE:APP`), or see why one that runs does not ask (`agent.disturbed` in "
+    "start a worker (`aviso-workers worker MODULE:APP`), or see why one that runs does not pull (`agent.disturbed` in "
     "its log); `aviso-workers agents ls` shows how much is left for each agent"
 )
 
@@ -38,7 +39,7 @@ CANNOT_MAKE = (
     "Where one runs, it cannot make the consumer, and its log says why (`agent.disturbed`): its user may not, the "
     "stream is a work queue with another consumer, or the server has one that it cannot read (JS069)."
 )
-"""The doctor does not see whether workers run that try in vain."""
+"""Said besides, because the doctor cannot see whether a worker runs that fails to create it."""
 
 
 @declare(
@@ -58,7 +59,7 @@ def falling_behind(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS022",
-    "Little is delivered more than once",
+    "Few messages are redelivered",
     why="handlers fail, or take longer than ack_wait without acknowledging progress",
     cure="`aviso-workers dead-letters ls` and the workers' logs say what fails; where nothing does, raise the ack_wait",
 )
@@ -66,18 +67,20 @@ def redelivered(facts: Facts) -> Iterator[Finding]:
     for before, after in _both(facts):
         delivered = after.deliveries
         share = after.num_redelivered / delivered if delivered else 0.0
-        if after.num_redelivered >= FEW and share > OFTEN_REDELIVERED:
-            yield about(after, f"{after.num_redelivered} of {delivered} deliveries are not settled and not the first")
+        if after.num_redelivered >= FEW and share > MOST_REDELIVERED:
+            yield about(after, f"{after.num_redelivered} of {delivered} deliveries are unsettled redeliveries")
         elif after.num_redelivered - before.num_redelivered >= FEW:
-            yield about(after, f"{after.num_redelivered - before.num_redelivered} more within {_elapsed(facts)}")
+            yield about(
+                after, f"{after.num_redelivered - before.num_redelivered} more redeliveries within {_elapsed(facts)}"
+            )
 
 
 @declare(
     "JS023",
     "Acknowledgements come well before ack_wait",
     why="what takes longer is delivered again while it is still being handled",
-    cure="declare it: streams.{stream}.consumers.{consumer}.ack_wait, then `aviso-workers streams apply`; or "
-    "acknowledge progress",
+    cure="raise streams.{stream}.consumers.{consumer}.ack_wait in the configuration, then `aviso-workers streams "
+    "apply`; or let the client report progress",
 )
 def slow_acks(facts: Facts) -> Iterator[Finding]:
     times = defaultdict[tuple[str, str], list[int]](list)
@@ -93,7 +96,10 @@ def slow_acks(facts: Facts) -> Iterator[Finding]:
         # An agent of ours reports progress while it works, so that its ack_wait starts again and again.
         if consumer and not metadata.is_of_agent(consumer.config) and slow > SLOW_SHARE * consumer.config.ack_wait:
             wait = consumer.config.ack_wait / SECOND
-            yield about(consumer, f"1 % take {slow / SECOND:.2f} s or longer, with an ack_wait of {wait:g} s")
+            yield about(
+                consumer,
+                f"1 % of the acknowledgements take {slow / SECOND:.2f} s or longer, with an ack_wait of {wait:g} s",
+            )
 
 
 @declare(
@@ -113,7 +119,7 @@ def no_worker(facts: Facts) -> Iterator[Finding]:
         elif 0 < after.config.max_waiting * NEARLY_ALL_WAITING <= after.num_waiting:
             yield about(
                 after,
-                f"{after.num_waiting} of {after.config.max_waiting} requests wait",
+                f"{after.num_waiting} pull requests wait, of at most {after.config.max_waiting}",
                 state=State.WARN,
                 cure="let fewer clients ask at a time, or make the consumer again with a higher max_waiting",
             )
@@ -136,7 +142,7 @@ def stalled(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS038",
-    "A work queue hides nothing",
+    "Every message of a work queue can still be delivered",
     why="a message that exceeded max_deliver stays in the queue for ever, and no lag shows it",
     cure="`aviso-workers streams get {stream} SEQUENCE` shows it; handle it by hand and remove it, `nats stream rmm "
     "{stream} SEQUENCE`, or declare a consumer for subjects that have none",
@@ -149,14 +155,16 @@ def hidden(facts: Facts) -> Iterator[Finding]:
         theirs = [consumer for consumer in facts.consumers.values() if consumer.stream == stream.name]
         known = sum(consumer.num_pending + consumer.num_ack_pending for consumer in theirs)
         if stream.messages > known:
-            found = f"{stream.messages} messages, and consumers know of {known}"
+            found = (
+                f"{stream.messages} messages, and only {known} of them are pending or not acknowledged at a consumer"
+            )
             yield Finding(stream=stream.name, found=found)
 
 
 @declare(
     "JS058",
     "Every notification that was delivered is finished in time",
-    why="a handler hangs, its worker does, or everything fails; what is settled beside it does not change that",
+    why="a handler or its worker hangs, or each attempt fails; acknowledgements of others do not clear it",
     cure="the workers' logs and `/readyz` say why; `aviso-workers streams get {stream} SEQUENCE` shows the "
     "notification. If its handler may take so long, give the agent a `timeout`, which also says how long is right",
     severity=State.FAIL,
@@ -174,7 +182,7 @@ def unfinished(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS065",
     "Every agent has its consumer",
-    why="without it nothing is delivered to the agent, nothing waits for it, and no lag shows what comes meanwhile",
+    why="without its consumer the agent receives nothing, and no lag counts what is published meanwhile",
     cure="start a worker of {app}: it makes the consumer anew, and begins after what was settled. "
     + CANNOT_MAKE
     + " If the agent is not needed any more: `aviso-workers agents rm {app} --agent {agent}`",

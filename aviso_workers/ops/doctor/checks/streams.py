@@ -290,8 +290,8 @@ def two_histories(facts: Facts) -> Iterator[Finding]:
 )
 def other_histories(facts: Facts) -> Iterator[Finding]:
     for link in facts.links:
-        if link.other_history:
-            yield Finding(stream=link.stream, found=link.other_history)
+        if link.divergence:
+            yield Finding(stream=link.stream, found=link.divergence)
 
 
 @declare(
