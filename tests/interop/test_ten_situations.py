@@ -113,7 +113,22 @@ async def break_all(server: Administration) -> None:
     await until(server, "COPY", lambda copy: copy["state"]["messages"] == 3)
     await server.api("STREAM.DELETE.ORIGIN")
     await add_stream(server, "THREE", num_replicas=3)
+    await lead(server, "THREE", "n-1")
     await add_stream(server, "LAST", **here)
+
+
+async def lead(server: Administration, stream: str, leader: str) -> None:
+    """Have a server lead a stream. One that was elected when the leader before it died has never heard from that one,
+    and for minutes reports it as seen 0 s ago, which `nats server check` takes for well.
+    """
+
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while True:
+            with suppress(BackendError):  # while a leader is elected
+                if (await server.api(f"STREAM.INFO.{stream}"))["cluster"].get("leader") == leader:
+                    return
+                await server.api(f"STREAM.LEADER.STEPDOWN.{stream}", {"placement": {"preferred": leader}})
+            await anyio.sleep(0.5)
 
 
 async def until(server: Administration, stream: str, has_come: Callable[[dict[str, Any]], bool]) -> None:

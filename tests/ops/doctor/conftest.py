@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from msgspec import Struct
 from aviso_workers import App, config
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
+from aviso_workers.errors import UnavailableError
 from aviso_workers.ops.doctor import Scope, State, facts, judgements
 from aviso_workers.ops.doctor.checks import CHECKS
 from aviso_workers.ops.doctor.facts import Facts
@@ -128,9 +129,14 @@ async def add_consumer(administration: Administration, stream: str, name: str, *
 
 
 async def publish(administration: Administration, stream: str, count: int, *, size: int = 1, key: str = "") -> None:
-    """So many messages, stored."""
+    """So many messages, stored. In a cluster, it takes a moment until every server knows of a new stream's subjects."""
     for i in range(count):
-        await administration.request(f"{stream}.{key or i}", b"x" * size)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while True:
+                with suppress(UnavailableError):
+                    await administration.request(f"{stream}.{key or i}", b"x" * size)
+                    break
+                await anyio.sleep(0.1)
 
 
 async def pull(administration: Administration, stream: str, consumer: str, count: int, **request: Any) -> list[str]:
