@@ -61,6 +61,22 @@ async def test_a_server_that_stands_still_does_not_answer(
     assert not await connection.answers()
 
 
+async def test_a_change_without_an_answer_may_still_be_done(connection: Connection, nats_server: NatsServer) -> None:
+    await connection.api("STREAM.CREATE.MARS", {"name": "MARS", "subjects": ["mars"]})
+    stand_still(nats_server)
+    with pytest.raises(UnavailableError, match=r"no answer in time; it may still be done: see what is there"):
+        await connection.api("STREAM.DELETE.MARS", timeout_seconds=0.2)
+    with pytest.raises(UnavailableError, match=r"no answer in time$"):
+        await connection.api("STREAM.NAMES", timeout_seconds=0.2)
+    nats_server.process.send_signal(signal.SIGCONT)
+
+    with anyio.fail_after(LONG_SECONDS):
+        while True:
+            if not (await connection.api("STREAM.NAMES"))["total"]:
+                break
+            await anyio.sleep(0.01)
+
+
 async def test_an_answer_that_comes_when_nobody_waits_any_more_does_no_harm(
     connection: Connection, nats_server: NatsServer
 ) -> None:

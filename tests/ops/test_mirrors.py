@@ -375,7 +375,7 @@ async def test_only_a_whole_mirror_is_promoted(sites: Sites, config: dict[str, A
 async def test_a_fence_is_put_up_once_and_taken_down(sites: Sites) -> None:
     await sites.mirror(10)
     first = await mirrors.fence(sites.there, "MARS")
-    assert await mirrors.fence(sites.there, "MARS") == structs.replace(first, before=True)
+    assert await mirrors.fence(sites.there, "MARS") == structs.replace(first, already_fenced=True)
     with pytest.raises(UnavailableError, match="nobody answers"):
         await sites.publish(1)
     assert await mirrors.unfence(sites.there, "MARS") == ("mars.>",)

@@ -13,6 +13,7 @@ Where TLS is configured, nothing is sent without it (`tls`).
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -50,6 +51,8 @@ KINDS = {"$js.ack": 4, "$kv": 2, "$js.api": 5, "_inbox": 1}
 """How many tokens of a subject tell its kind: what follows is of one message, or of one request."""
 FLUSH_AGAIN_SECONDS = 0.1
 CLOSE_SECONDS = 3.0
+READING = re.compile(r"((STREAM|CONSUMER|META)\.)?(INFO|NAMES|LIST|MSG\.GET|SNAPSHOT)(\.|$)")
+"""What follows `$JS.API.` of requests that change nothing."""
 
 
 class Connection:
@@ -180,7 +183,7 @@ class Connection:
         body = b"" if request is None else msgspec.json.encode(request)
         whole, sent = f"{prefix or self.api_prefix}.{subject}", anyio.current_time()
         try:
-            with faults.translated(subject):
+            with faults.translated(subject, changes=not READING.match(subject)):
                 answer = await self._request(whole, body, timeout_seconds=timeout_seconds)
         except UnavailableError:
             self.check_allowed(whole, since=sent)

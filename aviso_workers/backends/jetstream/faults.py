@@ -64,8 +64,12 @@ def from_api(what: str, error: Mapping[str, Any]) -> BackendError:
 
 
 @contextmanager
-def translated(what: str) -> Iterator[None]:
-    """Raise ours from nats-py's. A request without an answer counts as not done: use it for what may be repeated."""
+def translated(what: str, *, changes: bool = False) -> Iterator[None]:
+    """Raise ours from nats-py's. A request without an answer counts as not done: use it for what may be repeated.
+
+    `changes`: the request changes something, so that it may have been done, or may be once there is a leader again.
+    """
+    unknown = "; it may still be done: see what is there before you repeat it" if changes else ""
     try:
         yield
     except nats.js.errors.NoStreamResponseError as error:
@@ -77,9 +81,9 @@ def translated(what: str) -> Iterator[None]:
     except nats.errors.NoRespondersError as error:
         raise UnavailableError(f"{what}: nobody answers; is JetStream enabled for this account?") from error
     except (nats.errors.TimeoutError, TimeoutError) as error:
-        raise UnavailableError(f"{what}: no answer in time") from error
+        raise UnavailableError(f"{what}: no answer in time{unknown}") from error
     except (nats.errors.Error, OSError) as error:
-        raise UnavailableError(f"{what}: {error or type(error).__name__}") from error
+        raise UnavailableError(f"{what}: {error or type(error).__name__}{unknown}") from error
 
 
 def outcome_unknown(what: str) -> OutcomeUnknownError:

@@ -152,7 +152,7 @@ def test_who_is_held_up_by_what_is_not_acknowledged(working: Seen) -> None:
 
 def test_what_a_work_queue_hides(working: Seen) -> None:
     assert working.found("JS038") == {
-        "GIVEN_UP": "2 messages, of which 1 are pending or not acknowledged at a consumer"
+        "GIVEN_UP": "2 messages, and only 1 of them are pending or not acknowledged at a consumer"
     }
 
 
