@@ -476,7 +476,7 @@ async def test_a_letter_of_an_agent_that_nobody_runs_stays(app: App, testing: Te
 async def test_when_the_dead_letters_are_full_what_fails_waits_and_says_so(
     app: App, config: Config, testing: Testing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acknowledging, "REFUSED", Backoff(first=0.2, factor=1, jitter=0))
+    monkeypatch.setattr(acknowledging, "STORE_AGAIN", Backoff(first=0.2, factor=1, jitter=0))
     full = msgspec.structs.replace(config.workers, dead_letters=DeadLetters(max_bytes=Size(1500)))
     app.configure(msgspec.structs.replace(config, workers=full))
 
@@ -509,7 +509,7 @@ async def test_originals_wait_for_as_long_as_their_dead_letters_are_refused(
     testing: Testing,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(acknowledging, "REFUSED", Backoff(first=0.05, factor=1, jitter=0))
+    monkeypatch.setattr(acknowledging, "STORE_AGAIN", Backoff(first=0.05, factor=1, jitter=0))
     full = msgspec.structs.replace(config.workers, dead_letters=DeadLetters(max_bytes=Size(500)))
     app.configure(msgspec.structs.replace(config, workers=full))
 

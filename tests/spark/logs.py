@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ WHOLE: dict[str, Callable[[bytes], bytes]] = {"": bytes, "zstd": _of_zstd, "lz4"
 def ids_in(log: EventLog) -> list[str]:
     """The ids of all events of a log, in order."""
     decode = partial(job_events.decode, application=Application.of_log(log.name))
-    batch = EventLogReader(decode, Position()).read(log)
+    with closing(EventLogReader(decode, Position())) as reader:
+        batch = reader.read(log)
     assert not batch.more
     return [event.message_id("local") for event in batch.events]

@@ -774,7 +774,7 @@ class TestReport:
         table.write_text("cycle,due,time,step\nmorning,2026-02-30T12:00:00Z,0600,0\n")
         expected = completeness.expected_table(place.spark, str(table))
 
-        with pytest.raises(PipelineError, match="due '2026-02-30T12:00:00Z', which is no date"):
+        with pytest.raises(PipelineError, match="due has '2026-02-30T12:00:00Z'; give a date"):
             completeness.compare(self.arrived(place, ("0600", 2, "11:00")), expected)
 
     def test_hours_are_counted(self, place: Pipelines) -> None:

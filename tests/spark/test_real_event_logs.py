@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,8 @@ def events(log: EventLog) -> list[JobEvent]:
 
 def read(log: EventLog, position: Position) -> list[JobEvent]:
     decode = partial(job_events.decode, application=Application.of_log(log.name))
-    batch = EventLogReader(decode, position).read(log)
+    with closing(EventLogReader(decode, position)) as reader:
+        batch = reader.read(log)
     assert (batch.problems, batch.more) == ([], False)
     return batch.events
 
@@ -173,7 +175,9 @@ def test_what_sparks_own_compaction_leaves_is_read(
         ((3, False), ""),
         ((4, False), ""),
     ]
-    batch = EventLogReader(partial(job_events.decode, application=Application(id=log.name)), Position()).read(compacted)
+    decode = partial(job_events.decode, application=Application(id=log.name))
+    with closing(EventLogReader(decode, Position())) as reader:
+        batch = reader.read(compacted)
     left = [event for event in events if event in batch.events]
     assert batch.events == left
     assert "application" in {event.kind for event in left}

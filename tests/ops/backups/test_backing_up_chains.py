@@ -107,7 +107,7 @@ async def test_an_increment_does_not_show_what_the_backup_before_encrypts(site: 
     key = Key(tmp_path / "key.txt")
     await site.fill(5)
     await backups.create(site.app.session.admin, "MARS", tmp_path, encrypt_to=[key.public])
-    with pytest.raises(BackupError, match="say the public keys for the increment"):
+    with pytest.raises(BackupError, match="give the public keys for the increment"):
         await backups.create_next(site.app.session.admin, "MARS", tmp_path, identities=key.identities)
     with pytest.raises(BackupError, match="say which keys open it"):
         await backups.create_next(site.app.session.admin, "MARS", tmp_path, encrypt_to=[key.public])
