@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import anyio
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
 from aviso_workers.backends import Admin, Management
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
@@ -63,9 +63,9 @@ class Link(Struct, frozen=True, kw_only=True):
     """Seconds since its last contact with the origin; None: never."""
     trouble: str = ""
     """Why it cannot be relied on; empty where it can."""
-    divergence: str = ""
+    divergence: str = field(default="", name="other_history")
     """Why the messages of a mirror and of its origin differ; empty where they are equal or could not be compared. It is
-    part of `trouble` as well."""
+    part of `trouble` as well, and is called `other_history` in JSON."""
     equal: int | None = None
     """Messages of a mirror that were compared with those of its origin and are the same; None where none could be."""
 

@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -13,6 +14,10 @@ from aviso_workers import cli
 from aviso_workers.cli import output
 from aviso_workers.cli.tables import table
 from aviso_workers.errors import RefusedError
+from aviso_workers.ops.agent_report import AgentRow
+from aviso_workers.ops.inventory import Use
+from aviso_workers.ops.mirrors import Link
+from aviso_workers.ops.reports import ConsumerRow, ServerRow, StreamRow
 from tests.cli import command_tables
 
 STEERS = "od\x1b[2J\x9b31m\r\u202egnp\x00"
@@ -92,6 +97,30 @@ def test_rows_that_do_not_fit_are_written_as_names_and_values() -> None:
 def test_the_tables_of_the_commands_are_those_that_were_read_and_kept() -> None:
     kept = Path(__file__).parents[1] / "data" / "tables.txt"
     assert command_tables.drawn().splitlines() == kept.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("row", "names"),
+    [
+        (
+            AgentRow,
+            "app agent stream pending ack_pending redelivered dead_letters rate paused_until trouble why_none",
+        ),
+        (
+            ConsumerRow,
+            "stream consumer filters pending ack_pending redelivered rate deliveries last_settled paused stuck",
+        ),
+        (
+            StreamRow,
+            "stream messages bytes used deleted rate last consumers replicas current leader sealed trouble",
+        ),
+        (ServerRow, "server bytes may_store free trouble"),
+        (Link, "stream origin relation api whole lag active_seconds trouble other_history equal"),
+        (Use, "what used limit"),
+    ],
+)
+def test_the_names_of_rows_in_json_stay_what_programs_read(row: type[msgspec.Struct], names: str) -> None:
+    assert row.__struct_encode_fields__ == tuple(names.split())
 
 
 def test_no_table_is_wider_than_a_terminal_or_cuts_anything() -> None:
