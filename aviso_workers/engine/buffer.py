@@ -362,9 +362,8 @@ class Buffer:
 
     def _gather(self, delivery: Delivery) -> None:
         assert self._gathered is not None
-        if (
-            delivery.num_delivered == 1 and delivery.can_be_read_again
-        ):  # a server delivers new messages after all redeliveries that are due
+        # A server delivers new messages after all redeliveries that are due.
+        if delivery.num_delivered == 1 and delivery.can_be_read_again:
             self.release()
             self._enter(delivery)
             return

@@ -27,6 +27,7 @@ from aviso_workers.engine import (
     table_store,
 )
 from aviso_workers.jetstream.specs import UNREADABLE
+from aviso_workers.spark import query_records
 
 __all__ = ["BRIDGE", "Role", "beyond", "of_operator", "of_publisher", "of_spark", "of_worker"]
 
@@ -34,8 +35,6 @@ Role = Literal["worker", "publisher", "operator", "bridge", "spark"]
 
 BRIDGE = "spark-events"
 """The agent that a bridge runs, and the bucket in which it keeps how far it has read."""
-QUERIES = "aviso_workers_spark_queries"
-"""The bucket of `spark.query_records`, which is not imported: operators need no PySpark."""
 ADVISORIES = "$JS.EVENT.>"
 
 
@@ -142,7 +141,7 @@ def _spark(api: _Api) -> Iterator[str]:
     yield from _storing(api)
     for stream in _event_streams(api.config):
         yield from api.read(stream)
-    yield from _bucket(api, QUERIES, updates=False)
+    yield from _bucket(api, query_records.BUCKET, updates=False)
 
 
 def _publishing(api: _Api) -> Iterator[str]:

@@ -51,8 +51,8 @@ KINDS = {"$js.ack": 4, "$kv": 2, "$js.api": 5, "_inbox": 1}
 """How many tokens of a subject tell its kind: what follows is of one message, or of one request."""
 FLUSH_AGAIN_SECONDS = 0.1
 CLOSE_SECONDS = 3.0
-READING = re.compile(r"((STREAM|CONSUMER|META)\.)?(INFO|NAMES|LIST|MSG\.GET|SNAPSHOT)(\.|$)")
-"""What follows `$JS.API.` of requests that change nothing."""
+READING = re.compile(r"((STREAM|CONSUMER|META)\.)?(INFO|NAMES|LIST|MSG\.GET|SNAPSHOT)(\.|$)|CONSUMER\.CREATE\.[^.]+$")
+"""What follows `$JS.API.` of requests that only read. A reader makes a consumer without a name for itself."""
 
 
 class Connection:

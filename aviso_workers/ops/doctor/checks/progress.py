@@ -79,8 +79,8 @@ def redelivered(facts: Facts) -> Iterator[Finding]:
     "JS023",
     "Acknowledgements come well before ack_wait",
     why="what takes longer is delivered again while it is still being handled",
-    cure="raise streams.{stream}.consumers.{consumer}.ack_wait in the configuration, then `aviso-workers streams "
-    "apply`; or let the client report progress",
+    cure="declare a longer one: streams.{stream}.consumers.{consumer}.ack_wait, then `aviso-workers streams apply`; or "
+    "let the client report progress",
 )
 def slow_acks(facts: Facts) -> Iterator[Finding]:
     times = defaultdict[tuple[str, str], list[int]](list)
