@@ -23,7 +23,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from _demo.children import ShortfallError, wait_until
+from _demo.children import INTERRUPTS, ShortfallError, wait_until
 from _demo.deployment import Deployment, Numbers, Worker, deployed
 from _demo.generating import Slice, make_slice
 from aviso_workers.errors import AvisoWorkersError
@@ -62,7 +62,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/demo", description="Run the main job.")
     parser.add_argument("--keep", action="store_true", help="stay up afterwards, until Ctrl-C, and keep the files")
     keep = parser.parse_args().keep
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in INTERRUPTS:
         signal.signal(number, _leave)
     directory = Path(tempfile.mkdtemp(prefix="aviso-workers-demo-"))
     try:
@@ -277,7 +277,7 @@ def _plain(text: str) -> str:
 
 def _leave(number: int, _frame: FrameType | None) -> None:
     # Once: what has been started is reaped on the way out, and a second Ctrl-C must not keep us from it.
-    for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for other in INTERRUPTS:
         signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 

@@ -7,16 +7,18 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from aviso_workers.server.processes import free_ports
 
-__all__ = ["Child", "ShortfallError", "free_port", "running", "wait_until"]
+__all__ = ["INTERRUPTS", "Child", "ShortfallError", "free_port", "running", "wait_until"]
 
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.05
 LINES_SHOWN = 25
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class ShortfallError(Exception):
@@ -76,20 +78,31 @@ def running(
 ) -> Iterator[Child]:
     """The command as a process that ends with the block; it writes to `<log_dir>/<name>.log`."""
     log_file = log_dir / f"{name}.log"
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=dict(environment),
-            start_new_session=True,
-        )
-    child = Child(name, process, log_file)
-    try:
+    with ExitStack() as stack:
+        # A signal that came while the process is started would leave it behind.
+        with _without_interrupts() as signals, log_file.open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+                preexec_fn=partial(signal.pthread_sigmask, signal.SIG_SETMASK, signals),
+            )
+            child = Child(name, process, log_file)
+            stack.callback(child.stop)
         yield child
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[set[int]]:
+    """Let interrupts wait until the block is left, and give the signals that were blocked before it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+    try:
+        yield before
     finally:
-        child.stop()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def wait_until(

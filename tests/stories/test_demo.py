@@ -8,9 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from _demo import children
 from _demo.generating import make_slice
 from aviso_workers import App, Notify
 from tests.waits import PATIENCE_SECONDS
@@ -134,6 +136,32 @@ def test_interrupted_demo_leaves_nothing_behind(
 
     assert found == code, output
     assert demo.left_behind() == []
+
+
+def test_interruption_while_a_process_is_started_ends_that_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*arguments, **options))
+        os.kill(os.getpid(), signal.SIGHUP)
+        return started[-1]
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    popen, before = subprocess.Popen, signal.signal(signal.SIGHUP, interrupt)
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    try:
+        with (
+            pytest.raises(KeyboardInterrupt),
+            children.running("sleeper", ["sleep", "600"], log_dir=tmp_path, environment=os.environ),
+        ):
+            pytest.fail("it is not interrupted")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert [process.poll() for process in started] == [-signal.SIGTERM], "ended in order, so it has our signals' mask"
 
 
 def test_step_that_fails_is_named_and_leaves_nothing_behind(start_demo: list[Demo], tmp_path: Path) -> None:
