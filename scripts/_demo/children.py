@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 from aviso_workers.server.processes import free_ports
@@ -80,7 +80,7 @@ def running(
     log_file = log_dir / f"{name}.log"
     with ExitStack() as stack:
         # A signal that came while the process is started would leave it behind.
-        with _without_interrupts() as signals, log_file.open("wb") as log:
+        with _without_interrupts(), log_file.open("wb") as log:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -88,7 +88,6 @@ def running(
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
                 start_new_session=True,
-                preexec_fn=partial(signal.pthread_sigmask, signal.SIG_SETMASK, signals),
             )
             child = Child(name, process, log_file)
             stack.callback(child.stop)
@@ -96,13 +95,20 @@ def running(
 
 
 @contextmanager
-def _without_interrupts() -> Iterator[set[int]]:
-    """Let interrupts wait until the block is left, and give the signals that were blocked before it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+def _without_interrupts() -> Iterator[None]:
+    """Let interrupts wait until the block is left. Python interrupts the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in INTERRUPTS}
     try:
-        yield before
+        yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def wait_until(

@@ -161,7 +161,7 @@ def test_interruption_while_a_process_is_started_ends_that_process(
             pytest.fail("it is not interrupted")
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert [process.poll() for process in started] == [-signal.SIGTERM], "ended in order, so it has our signals' mask"
+    assert [process.poll() for process in started] == [-signal.SIGTERM]
 
 
 def test_step_that_fails_is_named_and_leaves_nothing_behind(start_demo: list[Demo], tmp_path: Path) -> None:
