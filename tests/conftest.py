@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 
 from aviso_workers.server import NatsServer
-from tests import ports
+from aviso_workers.server.processes import free_ports
 from tests.commands import Command
 
 pytest_plugins = ["pytester"]
@@ -67,10 +67,10 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer
 
 
 @pytest.fixture
-def free_port() -> Iterator[int]:
+def free_port() -> int:
     """A port that no other test gets: nobody listens on it but whom this one starts there."""
-    with ports.held(1) as (port,):
-        yield port
+    (port,) = free_ports(1)
+    return port
 
 
 def write_mars_config(path: Path, nats_url: str, **jetstream: Any) -> Path:

@@ -19,10 +19,11 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import chain, filterfalse, islice
+from itertools import filterfalse, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,12 +58,13 @@ ANSWER_SECONDS = 5.0
 UNRECOVERABLE = "could not be recovered"
 """What a server says of a stream on its disk that it cannot read, with another key for example."""
 PORTS = range(15_000, 32_000)
-PARTS = 100
 CURE = "Check its encryption key, its accounts and its log before they are made anew, which destroys them:"
 HEALTH = "Healthcheck failed"
 
 _CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
 """What was started in this process: a parent has to ask for the end of its children, else they stay as zombies."""
+_RESERVED: list[socket.socket] = []
+"""The ports that this process was given, which are bound until it ends."""
 
 
 class Node(Struct, frozen=True, kw_only=True):
@@ -344,14 +346,31 @@ def _planned(server: Server, names: list[str], directory: Path) -> list[Node]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that no process listens on, outside of the range from which the kernel takes those of connections.
+    """Return ports that nobody listens on, outside of the range from which the kernel takes those of connections.
 
-    A process has a part of the range that it takes from first, and so do others: the ports of a server that is down are
-    free, and it needs them when it is started again.
+    On Linux no other process is given them by this function for as long as this process lives, even while the server
+    that was to have them is down.
     """
-    parts = (PORTS[(os.getpid() + i) % PARTS :: PARTS] for i in range(PARTS))
-    candidates = chain.from_iterable(random.sample(part, len(part)) for part in parts)
-    return list(islice(filter(_is_free, candidates), count))
+    return list(islice(filter(_reserve, random.sample(PORTS, len(PORTS))), count))
+
+
+def _reserve(port: int) -> bool:
+    """Bind a port that nobody else has bound, and return whether that was possible.
+
+    Linux lets a server listen on it nevertheless, because both sockets have SO_REUSEADDR; elsewhere it is let go.
+    """
+    reserved = socket.socket()
+    try:
+        reserved.bind((LOOPBACK, port))
+    except OSError:
+        reserved.close()
+        return False
+    if sys.platform == "linux":
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _RESERVED.append(reserved)
+    else:
+        reserved.close()
+    return True
 
 
 def _is_free(port: int) -> bool:

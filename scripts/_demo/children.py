@@ -129,6 +129,6 @@ def wait_until(
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now, and that nobody is given by chance while its server is away."""
+    """Return a port that nobody else is given while this process lives."""
     (port,) = free_ports(1)
     return port

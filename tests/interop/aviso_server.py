@@ -10,13 +10,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from aviso_workers.server import die_with_parent
-from tests import ports
+from aviso_workers.server.processes import free_ports
 from tests.interop import programs
 from tests.waits import PATIENCE_SECONDS
 
@@ -133,7 +133,6 @@ def running(
     version: str, *, config: Path, directory: Path, environ: Mapping[str, str] | None = None
 ) -> Iterator[AvisoServer]:
     """Run an aviso-server on a free port, which stays its own when it is restarted."""
-    with ExitStack() as held:
-        (port,) = held.enter_context(ports.held(1))
-        server = AvisoServer(version, config=config, directory=directory, port=port, environ=environ)
-        yield held.enter_context(server)
+    (port,) = free_ports(1)
+    with AvisoServer(version, config=config, directory=directory, port=port, environ=environ) as server:
+        yield server

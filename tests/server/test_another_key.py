@@ -17,7 +17,7 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
 
 from aviso_workers.server import NatsServer
-from tests import ports
+from aviso_workers.server.processes import free_ports
 from tests.waits import PATIENCE_SECONDS
 
 MARKER = b"a-payload-that-nobody-may-read"
@@ -107,8 +107,8 @@ def readable(directory: Path, stores: str) -> int:
 
 
 async def test_a_cluster_gets_another_key_one_server_at_a_time_and_loses_nothing(tmp_path: Path) -> None:
-    with ports.held(9) as found, ExitStack() as stack:
-        cluster = Cluster(tmp_path, tuple(found), stack)
+    with ExitStack() as stack:
+        cluster = Cluster(tmp_path, tuple(free_ports(9)), stack)
         await eventually(cluster.is_healthy)
         urls = [f"nats://127.0.0.1:{port}" for port in cluster.clients]
         client = await nats.connect(urls, max_reconnect_attempts=-1, reconnect_time_wait=0.1)

@@ -14,7 +14,6 @@ from aviso_workers import App, config
 from aviso_workers.errors import ConfigError
 from aviso_workers.ops import stream_policy
 from aviso_workers.server import find_binary, nats_conf, processes, profiles
-from tests import ports
 from tests.server.conftest import Load
 from tests.waits import PATIENCE_SECONDS
 
@@ -77,7 +76,8 @@ class Site:
 
 @pytest.fixture
 def sites(tmp_path: Path) -> Iterator[dict[str, Site]]:
-    with ports.held(8) as free, ExitStack() as stack:
+    free = processes.free_ports(8)
+    with ExitStack() as stack:
         gateways = dict(zip(CLUSTERS, free[:2], strict=True))
         found = {}
         for i, name in enumerate(CLUSTERS):

@@ -18,7 +18,6 @@ from aviso_workers import App
 from aviso_workers.spark import log_directories
 from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
 from aviso_workers.spark.log_directories import LogDirectories
-from tests import ports
 from tests.spark.test_event_log import line, on_disk, read_all, take
 from tests.waits import PATIENCE_SECONDS
 
@@ -191,12 +190,11 @@ def test_a_file_is_read_by_ranges_from_where_the_reader_is(bucket: Bucket, reque
 
 
 def test_a_store_that_does_not_answer_is_told_and_the_other_directories_are_found(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "app-1").touch()
-    with ports.held(1) as (nobody,):
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{nobody}")
-        paths, problems = LogDirectories([bucket.url, str(tmp_path)]).find()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port}")
+    paths, problems = LogDirectories([bucket.url, str(tmp_path)]).find()
     assert paths == {str(tmp_path / "app-1")}
     assert list(problems) == [bucket.url]
     assert "Could not connect to server" in problems[bucket.url]

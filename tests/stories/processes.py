@@ -27,7 +27,7 @@ from msgspec import Struct
 from nats.aio.client import Client
 
 from aviso_workers.server import NatsServer
-from tests import ports
+from aviso_workers.server.processes import free_ports
 from tests.stories.agents import ACK_WAIT_SECONDS, ACK_WAIT_VARIABLE, RECORD_VARIABLE
 from tests.waits import PATIENCE_SECONDS
 
@@ -211,8 +211,7 @@ class Server:
     def __init__(self, directory: Path, *, config: str = "") -> None:
         self._directory = directory
         self.config = config
-        self._holding = ExitStack()
-        (self.port,) = self._holding.enter_context(ports.held(1))
+        (self.port,) = free_ports(1)
         self.start()
         self.url = self._running.url
 
@@ -224,7 +223,6 @@ class Server:
     ) -> None:
         self.send(signal.SIGCONT)
         self._running.stop()
-        self._holding.close()
 
     @property
     def log(self) -> str:
@@ -258,7 +256,7 @@ class Server:
 def cluster(directory: Path) -> Iterator[list[NatsServer]]:
     """Three servers that form one JetStream."""
     with ExitStack() as running:
-        routing = running.enter_context(ports.held(3))
+        routing = free_ports(3)
         routes = ", ".join(f"nats-route://127.0.0.1:{port}" for port in routing)
         nodes = [
             running.enter_context(

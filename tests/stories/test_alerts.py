@@ -16,7 +16,8 @@ import yaml
 
 from aviso_workers import App
 from aviso_workers.engine import dead_letter_store
-from tests import ports, programs
+from aviso_workers.server.processes import free_ports
+from tests import programs
 from tests.contract.settings import app_config
 from tests.stories.processes import ROOT, Server, Worker, until
 from tests.waits import PATIENCE_SECONDS
@@ -89,10 +90,9 @@ class Prometheus:
 
 
 @pytest.fixture
-def status_ports() -> Iterator[list[int]]:
+def status_ports() -> list[int]:
     """Of the worker, and of the one that observes."""
-    with ports.held(2) as found:
-        yield found
+    return free_ports(2)
 
 
 @pytest.fixture

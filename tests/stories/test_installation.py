@@ -17,7 +17,7 @@ import yaml
 
 from aviso_workers import App, Notify, config
 from aviso_workers.errors import BackendError
-from tests import ports
+from aviso_workers.server.processes import free_ports
 from tests.waits import PATIENCE_SECONDS
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -42,17 +42,17 @@ def run(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.fixture
-def environ(tmp_path: Path) -> Iterator[dict[str, str]]:
+def environ(tmp_path: Path) -> dict[str, str]:
     """What tells init_nats.sh to start a server of the test's own."""
-    with ports.held(2) as (port, http_port):
-        yield {
-            "DOCKER_HOST": "tcp://127.0.0.1:1",  # where no engine answers
-            "CONFIG_DIR": str(tmp_path / "nats"),
-            "CONTAINER_NAME": f"test-{os.getpid()}",
-            "NATS_PORT": str(port),
-            "NATS_HTTP_PORT": str(http_port),
-            "COLUMNS": "20",  # as a narrow terminal says, by which ps would cut command lines
-        }
+    port, http_port = free_ports(2)
+    return {
+        "DOCKER_HOST": "tcp://127.0.0.1:1",  # where no engine answers
+        "CONFIG_DIR": str(tmp_path / "nats"),
+        "CONTAINER_NAME": f"test-{os.getpid()}",
+        "NATS_PORT": str(port),
+        "NATS_HTTP_PORT": str(http_port),
+        "COLUMNS": "20",  # as a narrow terminal says, by which ps would cut command lines
+    }
 
 
 def listens(port: int) -> bool:

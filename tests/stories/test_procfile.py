@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 
 from _demo.children import wait_until
-from tests import ports
+from aviso_workers.server.processes import free_ports
 from tests.waits import PATIENCE_SECONDS
 
 PROJECT = Path(__file__).parents[2]
@@ -28,12 +27,6 @@ def is_ready(port: int) -> bool:
 
 
 @pytest.fixture
-def free_ports() -> Iterator[list[int]]:
-    with ports.held(3) as free:
-        yield free
-
-
-@pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A directory with what the Procfile names, where the processes may leave what they like."""
     for name in ("Procfile", "config", "scripts"):
@@ -42,10 +35,8 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_procfile_brings_everything_up_and_ctrl_c_stops_it_within_five_seconds(
-    home: Path, free_ports: list[int]
-) -> None:
-    nats, index, spark_events = free_ports
+def test_procfile_brings_everything_up_and_ctrl_c_stops_it_within_five_seconds(home: Path) -> None:
+    nats, index, spark_events = free_ports(3)
     variables = {"NATS_PORT": str(nats), "INDEX_STATUS_PORT": str(index), "SPARK_EVENTS_STATUS_PORT": str(spark_events)}
     log_file = home / "log"
     with log_file.open("wb") as log:
