@@ -28,7 +28,7 @@ from aviso_workers.declare import outputs, resources
 from aviso_workers.declare.agents import Agent, Router, check_name
 from aviso_workers.declare.timers import Timer
 from aviso_workers.engine.publisher import encode
-from aviso_workers.engine.session import Session, open_session
+from aviso_workers.engine.session import Session, is_stopping, open_session
 from aviso_workers.engine.subscription import Run
 from aviso_workers.errors import (
     ConfigError,
@@ -97,6 +97,14 @@ class App(Router):
         if self._session is None:
             raise DeclarationError(f"app {self.name!r} is not connected: use it inside `async with app:`")
         return self._session
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the worker that runs this code was asked to stop; False outside of a worker.
+
+        For a handler or timer that takes long, also a plain `def`: it has `workers.drain_timeout_seconds` from then on.
+        """
+        return is_stopping()
 
     @property
     def runs(self) -> Mapping[str, Run]:
@@ -235,6 +243,7 @@ class App(Router):
         ttl: int | None = None,
         deliver_at: datetime | None = None,
         deliver_after: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Receipt:
         """Publish one notification and wait until it is stored, or until it is kept for later.
 
@@ -242,11 +251,11 @@ class App(Router):
         is recognised and stored once. With a `ttl`, in seconds, the stream forgets it after that time: see
         `Notify.ttl`. With `deliver_at`, a datetime with a time zone, or `deliver_after`, in seconds, it waits on the
         server until then, and a worker of any app stores it. One that waits can be cancelled, and gives way to another
-        that is to be delivered later under its message id.
+        that is to be delivered later under its message id. `headers` are those of its message: see `Notify.headers`.
 
         Raises `InvalidNotificationError` before anything is sent, `BackendError` when it could not be stored.
         """
-        wanted = Notify(event_type, identifier, payload, message_id, ttl, deliver_at, deliver_after)
+        wanted = Notify(event_type, identifier, payload, message_id, ttl, deliver_at, deliver_after, headers)
         return await self.session.publisher.notify(wanted)
 
     async def cancel(self, event_type: str, message_id: str) -> bool:

@@ -30,7 +30,7 @@ from anyio.abc import TaskStatus
 from msgspec import structs
 
 from aviso_workers.app import App
-from aviso_workers.aviso.codec import Message, NotificationReader
+from aviso_workers.aviso.codec import Message, NotificationReader, is_reserved
 from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.backends import (
     Admin,
@@ -302,7 +302,10 @@ class Harness:
         elif reader := self._readers.get(ack.stream):
             with suppress(UndecodableError):  # as below
                 if found := reader.notification(stored):
-                    self.published.append(Notify(found.event_type, found.identifier, found.payload))
+                    headers = {name: value for name, value in found.headers.items() if not is_reserved(name)}
+                    self.published.append(
+                        Notify(found.event_type, found.identifier, found.payload, headers=headers or None)
+                    )
 
     def _note_dead_letter(self, stored: Message) -> None:
         if parts.is_first_part(stored):

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso import schema, spatial, topics
 from aviso_workers.aviso.notifications import Notification
@@ -28,7 +28,7 @@ from aviso_workers.aviso.schema import (
     Where,
     parse_where,
 )
-from aviso_workers.errors import InvalidPayloadError, UndecodableError, describe
+from aviso_workers.errors import InvalidNotificationError, InvalidPayloadError, UndecodableError, describe
 
 __all__ = [
     "MARKER_HEADER",
@@ -41,9 +41,11 @@ __all__ = [
     "encode_payload",
     "encode_texts",
     "is_marker",
+    "is_reserved",
     "read_json",
     "read_number",
     "store_time",
+    "with_headers",
 ]
 
 BBOX_HEADER = "spatial_bbox"
@@ -64,6 +66,10 @@ SURELY_SHORT = 900
 REMEMBERED = frozenset({str, int})
 """Types of values of which equal ones are spelled alike: 1.0 equals 1, and so does True."""
 NO_HEADERS: Mapping[str, str] = {}
+RESERVED_HEADERS = ("aviso-", "nats-", "spatial_")
+"""How names of headers begin, in small letters, that we, the server or an aviso-server give a meaning."""
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+"""A token of HTTP (RFC 9110), which every client of NATS reads as it was written."""
 MARKER_HEADER = "Nats-Marker-Reason"
 """JetStream's, of what it stores where a stream has a `subject_delete_marker_ttl` and a subject's last message goes."""
 
@@ -149,6 +155,31 @@ def addressed(name: str, event_type: EventType, identifier: Mapping[str, str], d
         data=data,
         headers=_spatial_headers(event_type, identifier),
     )
+
+
+def is_reserved(header: str) -> bool:
+    """Return whether a header of this name has a meaning for us, for the server or for an aviso-server."""
+    return header.lower().startswith(RESERVED_HEADERS)
+
+
+def with_headers(name: str, message: Message, headers: Mapping[str, str]) -> Message:
+    """Return the message with an author's headers as well. Raises `InvalidNotificationError`."""
+    for header, value in headers.items():
+        if not (isinstance(header, str) and _HEADER_NAME.fullmatch(header)):
+            raise InvalidNotificationError(
+                f"{name}: header {header!r}: a name is made of letters, digits and !#$%&'*+-.^_`|~"
+            )
+        if is_reserved(header):
+            raise InvalidNotificationError(
+                f"{name}: header {header!r}: names that begin with Aviso-, Nats- or spatial_ have a meaning already: "
+                "give it another name"
+            )
+        if not (isinstance(value, str) and value.isprintable() and value == value.strip()):
+            raise InvalidNotificationError(
+                f"{name}: header {header!r}: its value must be printable text without spaces at its ends, "
+                f"found {value!r:.100}"
+            )
+    return structs.replace(message, headers={**(message.headers or {}), **headers})
 
 
 def encode_texts(name: str, texts: Iterable[str]) -> list[bytes]:

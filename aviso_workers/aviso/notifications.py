@@ -80,6 +80,9 @@ class Notify(Struct, frozen=True):
     of any app at that time."""
     deliver_after: float | None = None
     """The same, as seconds from now."""
+    headers: Mapping[str, str] | None = None
+    """Headers of its message, for other programs to read. Names that begin with `Aviso-`, `Nats-` or `spatial_` have a
+    meaning already and are refused. A value is printable text without spaces at its ends."""
 
 
 class Receipt(Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from typing import TypeVar
 import anyio
 from msgspec import Struct, structs
 
-from aviso_workers.aviso.codec import Message, NotificationWriter
+from aviso_workers.aviso.codec import Message, NotificationWriter, with_headers
 from aviso_workers.aviso.notifications import Notify, Receipt
 from aviso_workers.backends import Backend, Outgoing, OutgoingChunk, PubAck
 from aviso_workers.config import Config, streams
@@ -65,7 +65,8 @@ def encode(config: Config, wanted: Notify) -> Message:
         raise UnknownEventTypeError(wanted.event_type, config.notification_schema)
     if delayed_messages.is_later(wanted):
         delayed_messages.due_of(wanted, now=datetime.now(UTC))
-    return NotificationWriter(wanted.event_type, declared).message(wanted.identifier, wanted.payload)
+    message = NotificationWriter(wanted.event_type, declared).message(wanted.identifier, wanted.payload)
+    return with_headers(wanted.event_type, message, wanted.headers) if wanted.headers else message
 
 
 def size_of(data: bytes, headers: Mapping[str, str] | None) -> int:
@@ -244,6 +245,8 @@ class Publisher:
         singletons.check()
         writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
         message = writer.message(wanted.identifier, wanted.payload)
+        if wanted.headers:
+            message = with_headers(wanted.event_type, message, wanted.headers)
         if wanted.ttl is None:
             return spec, message
         if not (isinstance(wanted.ttl, int) and wanted.ttl >= 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import anyio
@@ -38,10 +39,18 @@ from aviso_workers.errors import BackendError, NotFoundError, UnknownEventTypeEr
 from aviso_workers.events import ConnectionChanged, ConnectionSlow, Events, PermissionDenied
 from aviso_workers.jetstream.specs import StreamSpec
 
-__all__ = ["Session", "open_session"]
+__all__ = ["Session", "is_stopping", "open_session"]
 
 UPGRADED_SECONDS = 5.0
 """How often a worker looks whether a server that was too old to deliver later has been upgraded; nothing is sent."""
+
+_STOP: ContextVar[anyio.Event | None] = ContextVar("stop", default=None)
+
+
+def is_stopping() -> bool:
+    """Return whether the worker that runs this code was asked to stop; False where no worker runs it."""
+    stop = _STOP.get()
+    return stop is not None and stop.is_set()
 
 
 class Session:
@@ -129,13 +138,17 @@ class Session:
                 self.backend.connection.require_server(2, 11, to=f"keep the windows of agent {agent.name!r}")
         if agents:
             await consumer_records.create_bucket(self.backend)
-        async with open_resources.opened(app.resources, app) as values:
-            await self._work(
-                app,
-                stop,
-                agents=[resources.bound(agent, values) for agent in agents],
-                timers=[resources.bound(timer, values) for timer in app.timers],
-            )
+        token = _STOP.set(stop)
+        try:
+            async with open_resources.opened(app.resources, app) as values:
+                await self._work(
+                    app,
+                    stop,
+                    agents=[resources.bound(agent, values) for agent in agents],
+                    timers=[resources.bound(timer, values) for timer in app.timers],
+                )
+        finally:
+            _STOP.reset(token)
 
     async def _work(
         self, app: Any, stop: anyio.Event, *, agents: Sequence[Agent[Any, Any]], timers: Sequence[Timer[Any, Any]]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import anyio
+import anyio.from_thread
 import pytest
 
 from aviso_workers import App, Notification, Notify
@@ -97,6 +99,37 @@ async def test_a_failed_notification_comes_again(app: App) -> None:
     with anyio.fail_after(PATIENCE_SECONDS):
         await app.work(stop)
     assert tries == [1, 2]
+
+
+async def test_code_that_takes_long_sees_that_its_worker_is_stopping(app: App) -> None:
+    seen: list[str] = []
+    coroutine_begun, thread_begun, stop = anyio.Event(), anyio.Event(), anyio.Event()
+
+    @app.agent("mars")
+    async def awaiting(notification: Notification[Any]) -> None:
+        coroutine_begun.set()
+        while not app.stopping:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+        seen.append("coroutine")
+
+    @app.agent("mars")
+    def blocking(notification: Notification[Any]) -> None:
+        anyio.from_thread.run_sync(thread_begun.set)
+        while not app.stopping:
+            time.sleep(0.01)
+        seen.append("thread")
+
+    await app.notify("mars", mars(), {})
+    assert not app.stopping
+    with anyio.fail_after(PATIENCE_SECONDS):
+        async with anyio.create_task_group() as running:
+            running.start_soon(app.work, stop)
+            await coroutine_begun.wait()
+            await thread_begun.wait()
+            assert seen == []
+            stop.set()
+    assert sorted(seen) == ["coroutine", "thread"]
+    assert not app.stopping, "only its worker stops"
 
 
 @pytest.mark.covers("002-03", "003-13", "003-19")
