@@ -86,8 +86,12 @@ class Bucket:
         self._deletion = {**DELETED, TTL: _milliseconds(MARKER_SECONDS)} if self._knows_ttl else DELETED
 
     async def get(self, key: str) -> Entry | None:
-        newest = await self._newest(key)
+        newest = await self.newest(key)
         return None if newest is None or newest.deleted else newest
+
+    async def newest(self, key: str) -> Entry | None:
+        message = await self._backend.message(self._stream, last_by_subject=self._subject(key))
+        return self._entry(message) if message else None
 
     async def put(
         self,
@@ -97,18 +101,29 @@ class Bucket:
         revision: int | None = None,
         ttl_seconds: float | None = None,
         message_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> int:
-        headers = {} if ttl_seconds is None else {TTL: self._ttl(key, ttl_seconds)}
+        own = {} if ttl_seconds is None else {TTL: self._ttl(key, ttl_seconds)}
+        whole = {**(headers or {}), **own}
         try:
-            return await self._store(key, value, headers, revision, message_id)
+            return await self._store(key, value, whole, revision, message_id)
         except ConflictError:
             # A key that was deleted is new, and has a revision all the same.
-            if revision != 0 or (newest := await self._newest(key)) is None or not newest.deleted:
+            if revision != 0 or (newest := await self.newest(key)) is None or not newest.deleted:
                 raise
-        return await self._store(key, value, headers, newest.revision, message_id)
+        return await self._store(key, value, whole, newest.revision, message_id)
 
-    async def delete(self, key: str, *, revision: int | None = None, message_id: str | None = None) -> int:
-        return await self._store(key, b"", self._deletion, revision, message_id)
+    async def delete(
+        self,
+        key: str,
+        *,
+        revision: int | None = None,
+        ttl_seconds: float | None = None,
+        message_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> int:
+        own = {} if ttl_seconds is None else {TTL: self._ttl(key, ttl_seconds)}
+        return await self._store(key, b"", {**(headers or {}), **self._deletion, **own}, revision, message_id)
 
     async def put_many(self, values: Mapping[str, bytes | None]) -> None:
         request = secrets.token_hex(12)
@@ -152,10 +167,6 @@ class Bucket:
             async for message in reading:
                 yield self._entry(message)
 
-    async def _newest(self, key: str) -> Entry | None:
-        message = await self._backend.message(self._stream, last_by_subject=self._subject(key))
-        return self._entry(message) if message else None
-
     async def _store(
         self, key: str, value: bytes, headers: dict[str, str], revision: int | None, message_id: str | None
     ) -> int:
@@ -182,6 +193,7 @@ class Bucket:
             time=store_time(message),
             deleted="KV-Operation" in headers or MARKER_HEADER in headers,
             message_id=headers.get("Nats-Msg-Id", ""),
+            headers=headers,
         )
 
     def _ttl(self, key: str, seconds: float) -> str:

@@ -9,16 +9,23 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from datetime import datetime
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, overload
 from weakref import WeakValueDictionary
 
 import anyio
 import msgspec
 from msgspec import Struct
 
-from aviso_workers.errors import ConflictError, DeclarationError, InvalidKeyError, UndecodableError
+from aviso_workers.aviso.notifications import Notification
+from aviso_workers.errors import (
+    ConflictError,
+    DeclarationError,
+    InvalidKeyError,
+    OutcomeUnknownError,
+    UndecodableError,
+)
 from aviso_workers.jetstream.key_value import Entry, KeyValue
 
 __all__ = ["Change", "Counter", "CounterStore", "Table", "decode_key", "encode_key"]
@@ -28,6 +35,12 @@ T = TypeVar("T")
 LONGEST_KEY = 512
 """Bytes, as a bucket spells it."""
 MOST_HISTORY = 64
+PAGES = "=applied."
+"""How entries of a table's bucket begin that are no keys of an author's: none is spelled so."""
+APPLIED = "Aviso-Applied"
+"""The header of a key that tells which notifications its updates were applied for."""
+REMEMBERED_SECONDS = 31 * 86400.0
+"""How long it is remembered of a key that an update has deleted."""
 LONGEST_WAIT_SECONDS = 0.5
 """After a conflict with another process an update waits for a random time before it is tried again, at most so long."""
 
@@ -42,6 +55,13 @@ class Change(Struct, Generic[T], frozen=True, kw_only=True):
     time: datetime
 
 
+class Applied(Protocol):
+    """What a connected table asks about updates that are made once for a notification."""
+
+    def once(self, key: str, notification: Notification[Any]) -> AbstractContextManager[None]: ...
+    async def added(self, key: str, header: str, notification: Notification[Any]) -> str | None: ...
+
+
 class Table(Generic[T]):
     """Values of one type by key; see `Router.table`. Inside `async with app:`.
 
@@ -54,6 +74,7 @@ class Table(Generic[T]):
         self.keeps_history = history
         self.cached = cached
         self._bucket: KeyValue | None = None
+        self._applied: Applied
         self._turns: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
         """By key as it is spelled, the updates that wait for each other."""
         try:
@@ -80,32 +101,75 @@ class Table(Generic[T]):
         """
         await self._kept.put(encode_key(key), self._encode(value), ttl_seconds=ttl)
 
-    async def update(self, key: str, change: Callable[[T], T | None]) -> T | None:
+    @overload
+    async def update(self, key: str, change: Callable[[T], T], *, once: Notification[Any] | None = None) -> T: ...
+
+    @overload
+    async def update(
+        self, key: str, change: Callable[[T], T | None], *, once: Notification[Any] | None = None
+    ) -> T | None: ...
+
+    async def update(
+        self, key: str, change: Callable[[T], T | None], *, once: Notification[Any] | None = None
+    ) -> T | None:
         """Store what `change` makes of the value (or the default), and return it; None deletes the key.
 
         Nobody's update is lost: where somebody else was faster, `change` is called again with the value that is there
         now, so it should do nothing else. Raises `OutcomeUnknownError` where an acknowledgement was lost and the key
         has changed since, so that it cannot be told whether this update took part in it.
+
+        With `once`, the notification that an agent handles, it is applied once for this notification, however often and
+        by whichever worker that is handled, also as a dead letter that is handed back. Where it was applied before,
+        the value is returned and `change` is not called. `put` and `delete` forget what was applied to the key. Raises
+        `OutcomeUnknownError` for a dead letter that is older than 30 days, where it is not known any more;
+        `DeclarationError` for any other notification, for a second update of a key within a call, and where the table
+        has a history; `RefusedError` where the server is older than 2.11.
         """
         kept, spelled = self._kept, encode_key(key)
+        if once is None:
+            return await self._update(kept, spelled, change, None)
+        if self.keeps_history > 1:
+            raise DeclarationError(f"table {self.name!r}: once= needs a table without a history")
+        with self._applied.once(spelled, once):
+            return await self._update(kept, spelled, change, once)
+
+    async def _update(
+        self, kept: KeyValue, spelled: str, change: Callable[[T], T | None], once: Notification[Any] | None
+    ) -> T | None:
         conflicts = 0
         # Callers of one process take turns: side by side they would only defeat each other's compare-and-set.
         async with self._turns.setdefault(spelled, anyio.Lock()):
             while True:
                 began = anyio.current_time()
-                entry = await kept.get(spelled)
-                revision = entry.revision if entry else 0
-                value = change(self._value(entry))
+                entry = await kept.newest(spelled)
+                current: T = self._value(None if entry is None or entry.deleted else entry)
+                applied: str | None = entry.headers.get(APPLIED, "") if entry else ""
+                if once is not None:
+                    applied = await self._applied.added(spelled, applied or "", once)
+                if applied is None:
+                    return current
+                value = change(current)
                 try:
-                    if value is not None:
-                        await kept.put(spelled, self._encode(value), revision=revision)
-                    elif entry is not None:
-                        await kept.delete(spelled, revision=revision)
+                    await self._store(kept, spelled, entry, value, applied)
                     return value
                 except ConflictError:  # another process was faster
                     conflicts += 1
                     longest_wait = (anyio.current_time() - began) * 2**conflicts
                     await anyio.sleep(random.uniform(0, min(longest_wait, LONGEST_WAIT_SECONDS)))
+                except OutcomeUnknownError:
+                    if once is None:
+                        raise  # else the key tells whether it was applied
+
+    async def _store(self, kept: KeyValue, spelled: str, entry: Entry | None, value: T | None, applied: str) -> None:
+        """Store the value of a key with what was applied to it, if nobody has changed the entry."""
+        revision = entry.revision if entry else 0
+        headers = {APPLIED: applied} if applied else None
+        if value is not None:
+            await kept.put(spelled, self._encode(value), revision=revision, headers=headers)
+        elif applied:
+            await kept.delete(spelled, revision=revision, headers=headers, ttl_seconds=REMEMBERED_SECONDS)
+        elif entry is not None and not entry.deleted:
+            await kept.delete(spelled, revision=revision)
 
     async def delete(self, key: str) -> None:
         """Forget a key and its history. One that is missing is no error."""
@@ -114,7 +178,8 @@ class Table(Generic[T]):
     async def items(self) -> AsyncGenerator[tuple[str, T], None]:
         """Yield all keys with their values, those that changed last at the end."""
         for entry in await self._kept.entries():
-            yield decode_key(entry.key), self._value(entry)
+            if not entry.key.startswith(PAGES):
+                yield decode_key(entry.key), self._value(entry)
 
     async def history(self, key: str) -> list[Change[T]]:
         """Return the last values of a key, as many as the table keeps, the newest at the end."""
@@ -129,13 +194,15 @@ class Table(Generic[T]):
         """
         async with aclosing(self._kept.changes(None if key is None else encode_key(key))) as changes:
             async for entry in changes:
-                yield self._change(entry)
+                if not entry.key.startswith(PAGES):
+                    yield self._change(entry)
 
-    def connect(self, bucket: KeyValue) -> None:
+    def connect(self, bucket: KeyValue, applied: Applied) -> None:
         """Called by the app. Raises `DeclarationError` where another app uses the table."""
         if self._bucket is not None:
             raise DeclarationError(f"table {self.name!r} is in use by another app of this process")
         self._bucket = bucket
+        self._applied = applied
 
     def disconnect(self) -> None:
         self._bucket = None

@@ -15,7 +15,7 @@ from contextvars import ContextVar, Token
 
 from aviso_workers.aviso.codec import Message
 
-__all__ = ["IdempotencyKeys", "message_id"]
+__all__ = ["IdempotencyKeys", "handling", "message_id"]
 
 DIGEST_BYTES = 12
 
@@ -26,8 +26,12 @@ class IdempotencyKeys:
     An agent has as many as it makes calls at a time, each around the calls of one task.
     """
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
+    def __init__(self, *, app: str, agent: str, stream: str) -> None:
+        self.agent = agent
+        self.stream = stream
+        self.updates: set[tuple[str, str, int]] = set()
+        """The table and key of each update that was made once in this call, and the sequence of its notification."""
+        self._prefix = f"{app}.{agent}.{stream}"
         self._handled: tuple[Message, ...] = ()
         self._ids: _Ids | None = None
         self._token: Token[IdempotencyKeys | None]
@@ -43,10 +47,16 @@ class IdempotencyKeys:
         """Begin with these messages: they are handled from now on, and nothing has been published for them yet."""
         self._handled = handled
         self._ids = None
+        self.updates.clear()
 
     def also(self, message: Message) -> None:
         """Add one more message to those that are handled."""
-        self.begin(*self._handled, message)
+        self._handled = (*self._handled, message)
+        self._ids = None
+
+    def handles(self, sequence: int) -> bool:
+        """Return whether the message of this sequence is handled now."""
+        return any(each.sequence == sequence for each in self._handled)
 
     def begin_with(self, place: str, *, of: str) -> None:
         """Begin as `begin` does for what is no message, as a window: `place` is its start, `of` its end and key."""
@@ -80,6 +90,11 @@ class _Ids:
 
 
 _KEYS: ContextVar[IdempotencyKeys | None] = ContextVar("keys", default=None)
+
+
+def handling() -> IdempotencyKeys | None:
+    """Return the keys of the call of an agent that this code is in; None where it is in none."""
+    return _KEYS.get()
 
 
 def message_id(message: Message, *, when: str = "") -> str | None:

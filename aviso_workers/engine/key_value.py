@@ -7,7 +7,7 @@ failed, and tries nothing again.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import TypeVar
@@ -53,6 +53,9 @@ class RetryingKeyValue:
     async def get(self, key: str) -> Entry | None:
         return await self._do(lambda bucket: bucket.get(key))
 
+    async def newest(self, key: str) -> Entry | None:
+        return await self._do(lambda bucket: bucket.newest(key))
+
     async def put(
         self,
         key: str,
@@ -61,17 +64,34 @@ class RetryingKeyValue:
         revision: int | None = None,
         ttl_seconds: float | None = None,
         message_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> int:
         once = message_id or secrets.token_hex(12)
         return await self._write(
             key,
             once,
-            lambda bucket: bucket.put(key, value, revision=revision, ttl_seconds=ttl_seconds, message_id=once),
+            lambda bucket: bucket.put(
+                key, value, revision=revision, ttl_seconds=ttl_seconds, message_id=once, headers=headers
+            ),
         )
 
-    async def delete(self, key: str, *, revision: int | None = None, message_id: str | None = None) -> int:
+    async def delete(
+        self,
+        key: str,
+        *,
+        revision: int | None = None,
+        ttl_seconds: float | None = None,
+        message_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> int:
         once = message_id or secrets.token_hex(12)
-        return await self._write(key, once, lambda bucket: bucket.delete(key, revision=revision, message_id=once))
+        return await self._write(
+            key,
+            once,
+            lambda bucket: bucket.delete(
+                key, revision=revision, ttl_seconds=ttl_seconds, message_id=once, headers=headers
+            ),
+        )
 
     async def keys(self) -> list[str]:
         return await self._do(lambda bucket: bucket.keys())
@@ -190,6 +210,11 @@ class CachedKeyValue(RetryingKeyValue):
         entry = self._rows.get(key)
         return None if entry is None or entry.deleted else entry
 
+    async def newest(self, key: str) -> Entry | None:
+        """Return what is here; the server is asked about a key that is not, because deletions are not kept."""
+        entry = self._rows.get(key) if self._current else None
+        return entry if entry is not None and not entry.deleted else await super().newest(key)
+
     async def entries(self) -> list[Entry]:
         if not self._current:
             return await super().entries()
@@ -203,18 +228,31 @@ class CachedKeyValue(RetryingKeyValue):
         revision: int | None = None,
         ttl_seconds: float | None = None,
         message_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> int:
         try:
-            stored = await super().put(key, value, revision=revision, ttl_seconds=ttl_seconds, message_id=message_id)
+            stored = await super().put(
+                key, value, revision=revision, ttl_seconds=ttl_seconds, message_id=message_id, headers=headers
+            )
         except ConflictError:
             await self._read_again(key)
             raise
-        self._note(key, stored, value)
+        self._note(key, stored, value, headers)
         return stored
 
-    async def delete(self, key: str, *, revision: int | None = None, message_id: str | None = None) -> int:
+    async def delete(
+        self,
+        key: str,
+        *,
+        revision: int | None = None,
+        ttl_seconds: float | None = None,
+        message_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> int:
         try:
-            stored = await super().delete(key, revision=revision, message_id=message_id)
+            stored = await super().delete(
+                key, revision=revision, ttl_seconds=ttl_seconds, message_id=message_id, headers=headers
+            )
         except ConflictError:
             await self._read_again(key)
             raise
@@ -244,7 +282,7 @@ class CachedKeyValue(RetryingKeyValue):
             self._version += 1
             self._rows.pop(key, None)
         else:
-            self._note(key, newest.revision, newest.value)
+            self._note(key, newest.revision, newest.value, newest.headers)
 
     def _learn(self, entry: Entry) -> None:
         self._seen = max(self._seen, entry.revision)
@@ -257,12 +295,19 @@ class CachedKeyValue(RetryingKeyValue):
         else:
             self._rows[entry.key] = entry
 
-    def _note(self, key: str, revision: int, value: bytes | None) -> None:
+    def _note(self, key: str, revision: int, value: bytes | None, headers: Mapping[str, str] | None = None) -> None:
         known = self._rows.get(key)
         if revision > self._seen and (known is None or known.revision < revision):
             time = datetime.fromtimestamp(self._clock.time_ns() / 1e9, UTC)
             self._version += 1
-            self._rows[key] = Entry(key=key, value=value or b"", revision=revision, time=time, deleted=value is None)
+            self._rows[key] = Entry(
+                key=key,
+                value=value or b"",
+                revision=revision,
+                time=time,
+                deleted=value is None,
+                headers=headers or {},
+            )
 
 
 async def retried(attempt: Callable[[], Awaitable[T]], *, clock: Clock, patience_seconds: float) -> T:

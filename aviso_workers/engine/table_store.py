@@ -18,6 +18,7 @@ from aviso_workers.backends import Backend, Message, PubAck
 from aviso_workers.config import Config, streams
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.engine import singletons
+from aviso_workers.engine.applied import AppliedNotifications
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue, retried
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import (
@@ -93,7 +94,7 @@ class Tables:
             return
         kind = CachedKeyValue if table.cached else RetryingKeyValue
         bucket = kind(self._backend, bucket_of(self._app, name), history=table.keeps_history, patience_seconds=patience)
-        table.connect(bucket)
+        table.connect(bucket, AppliedNotifications(bucket, self._backend, table=name))
         if isinstance(bucket, CachedKeyValue):
             self._keeping.start_soon(bucket.keep)
 

@@ -23,12 +23,17 @@ class Entry(Struct, frozen=True, kw_only=True):
     """It was deleted, or forgotten after its TTL."""
     message_id: str = ""
     """Of the put or the delete; empty where the bucket itself forgot the key."""
+    headers: Mapping[str, str] = {}
+    """Of the message that stores it, the server's own as well."""
 
 
 class KeyValue(Protocol):
     """A bucket of keys in JetStream KV. Keys are made of letters, digits and `-_=./`."""
 
     async def get(self, key: str) -> Entry | None: ...
+
+    async def newest(self, key: str) -> Entry | None:
+        """Return what `get` does, or the key's deletion for as long as it can be read."""
 
     async def put(
         self,
@@ -38,19 +43,29 @@ class KeyValue(Protocol):
         revision: int | None = None,
         ttl_seconds: float | None = None,
         message_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> int:
         """Store a value and return its revision.
 
         With `revision`, only if the key's newest revision is that one (0: the key must not exist); `ConflictError`
         otherwise. The key is forgotten after `ttl_seconds` (1 or more), in a bucket that keeps no history;
         `RefusedError` where it does, or the server is older than 2.11. A repeat of a `message_id` within two minutes is
-        stored once.
+        stored once. `headers` are kept with the value.
         """
 
-    async def delete(self, key: str, *, revision: int | None = None, message_id: str | None = None) -> int:
+    async def delete(
+        self,
+        key: str,
+        *,
+        revision: int | None = None,
+        ttl_seconds: float | None = None,
+        message_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> int:
         """Remove a key and its history; returns the revision of that. Conditions as for `put`.
 
-        To remove a key that is missing is no error.
+        To remove a key that is missing is no error. The deletion itself can be read for a minute, or for `ttl_seconds`;
+        where the server is older than 2.11, until the key is put again.
         """
 
     async def keys(self) -> list[str]:

@@ -308,7 +308,7 @@ def test_an_id_says_where_it_comes_from() -> None:
 
 
 def look_at_ids() -> None:
-    with IdempotencyKeys("app.agent.MARS") as keys:
+    with IdempotencyKeys(app="app", agent="agent", stream="MARS") as keys:
         output = Message(subject="plain.1.x", data=b"null")
         assert message_id(output) is None, "nothing is handled yet"
         handled = Message(subject="mars.od", data=b"", sequence=4711, timestamp_ns=1)

@@ -76,6 +76,8 @@ deadly = App("deadly")
 observing = App("observing")
 observing.include(observer.router)
 singletons = App("singletons")
+counting = App("counting")
+sums = counting.table("sums", int, default=0)
 kept: list[bytes] = []
 
 
@@ -159,6 +161,16 @@ def _add(total: int, notification: Notification[Deed]) -> int:
 async def sum_up(window: Window[int]) -> AsyncIterator[Notify]:
     yield Notify("plain", {"a": int(window.start.timestamp()), "b": window.key}, window.value)
     _write("published", int(window.start.timestamp()))
+
+
+@counting.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
+async def count_once(notification: Notification[Deed]) -> None:
+    """A notification that fails does so after its update, the first time that it is handled."""
+    await sums.update("all", lambda total: total + 1, once=notification)
+    _write("counted", notification.payload.n)
+    await anyio.sleep(notification.payload.seconds)
+    if notification.payload.fails and notification.num_delivered == 1:
+        raise ValueError("after its update")
 
 
 @singletons.agent("mars", singleton=True, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)

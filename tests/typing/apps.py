@@ -50,11 +50,18 @@ async def tail(app: App) -> None:
         assert_type(notification, Notification[Any])
 
 
+def one_more(number: int) -> int:
+    return number + 1
+
+
 async def use_tables() -> None:
     assert_type(await rows.get("a"), Row | None)
     await rows.put("a", Row(location="here"), ttl=60)
     assert_type(await seen.get("a"), int)
-    assert_type(await seen.update("a", lambda number: number + 1), int | None)
+    assert_type(await seen.update("a", one_more), int)
+    assert_type(await seen.update("a", lambda number: number or None), int | None)
+    total: int = await seen.update("a", lambda number: number + 1)
+    assert total
     assert_type(await seen.history("a"), list[Change[int]])
     async for key, number in seen.items():
         assert_type(key, str)

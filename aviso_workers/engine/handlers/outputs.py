@@ -26,12 +26,13 @@ class Outputs:
 
     def __init__(self, agent: Agent[Any, Any], *, app: str, stream: str, publisher: Publisher) -> None:
         self._agent = agent
-        self._prefix = f"{app}.{agent.name}.{stream}"
+        self._app = app
+        self._stream = stream
         self._publisher = publisher
 
     def keys(self) -> IdempotencyKeys:
         """Return the idempotency keys of what one task of the agent publishes."""
-        return IdempotencyKeys(self._prefix)
+        return IdempotencyKeys(app=self._app, agent=self._agent.name, stream=self._stream)
 
     async def publish(self, output: object) -> None:
         """Publish one output. Raises `FinalError` for an invalid notification, else as `Publisher.notify` does."""
