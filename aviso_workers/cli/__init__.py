@@ -45,6 +45,7 @@ REFUSED = (
     InvalidPositionError,
     SparkRestError,
 )
+OPTION_WITHOUT_VALUE = re.compile(r"--[a-z][a-z-]*=")
 ANYIO_THREAD = "AnyIO worker thread"
 IDLE_SECONDS = 0.2
 
@@ -117,7 +118,19 @@ class _AllCommands(_Group):
         return PANELS.items()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _refuse_empty(args)
         return super().parse_args(ctx, _renamed(args))
+
+
+def _refuse_empty(args: list[str]) -> None:
+    """Raise `DeclarationError` where an argument is empty, as where a shell variable is not set: many an option would
+    choose everything then.
+    """
+    for before, arg in zip(["", *args], args, strict=False):
+        option = arg.removesuffix("=") if OPTION_WITHOUT_VALUE.fullmatch(arg) else before
+        if not arg or option is not before:
+            what = option if option.startswith("-") else f"the argument after {before!r}" if before else "an argument"
+            raise DeclarationError(f"{what} is empty: give it a value, or leave it out; is a shell variable not set?")
 
 
 def _renamed(args: list[str]) -> list[str]:
@@ -199,7 +212,28 @@ def _run() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except OSError as error:
+        if not _is_of_stdout():
+            raise
+        _complain(
+            AvisoWorkersError(f"cannot write to standard output: {error.strerror}; what was done before, is done")
+        )
+        return 1
     return 0
+
+
+def _is_of_stdout() -> bool:
+    """Return whether standard output cannot be written; then what it still holds is dropped.
+
+    It is asked by writing a line end: a buffer that has failed once may have forgotten what it was to write.
+    """
+    handle = sys.stdout.fileno()
+    try:
+        os.write(handle, b"\n")
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), handle)
+        return True
+    return False
 
 
 @cache

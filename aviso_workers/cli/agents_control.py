@@ -77,7 +77,7 @@ def reset(
 ) -> None:
     """Reset an agent to another notification, back to handle some again or forward to pass over some.
 
-    Example: aviso-workers agents reset index_field --app field-index --to 2026-11-20
+    Example: aviso-workers agents reset index_field --app field-index --to 2026-11-20T06:00:00Z
     """
     position = _position(to)
 

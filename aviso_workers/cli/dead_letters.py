@@ -67,7 +67,7 @@ def ls(
 ) -> None:
     """List the dead letters, the oldest first.
 
-    Example: aviso-workers dead-letters ls --agent index_field --since 2026-11-20
+    Example: aviso-workers dead-letters ls --agent index_field --since 2026-11-20T06:00:00Z
     """
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
 
@@ -217,8 +217,11 @@ async def _act_on(
             async with aclosing(stored.select(Selection(sequences=found))) as dead_letters:
                 async for portion in portions(dead_letters):
                     await act(stored, *portion, note=note)
-    finally:
+    except BaseException:
         typer.echo(f"{count} of {len(found)} {done}")
+        raise
+    others = "" if count == len(found) else "; the others are not there any more: another command was faster"
+    typer.echo(f"{count} of {len(found)} {done}{others}")
 
 
 def _run(config: ConfigSource | None, run: Callable[[StoredDeadLetters], Awaitable[None]]) -> None:

@@ -39,7 +39,7 @@ def erase(
 ) -> None:
     """Erase notifications for good, wherever this account keeps them: bytes, copies and dead letters.
 
-    Example: aviso-workers erase mars class=od date=20261120 --audit record.jsonl --yes
+    Example: aviso-workers erase mars class=od date=20261120 --audit record.json --yes
     """
     wanted = parse_where(where or [])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +18,7 @@ from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli.arguments import parse_duration, parse_pairs, parse_payload, read_lines
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected_app
+from aviso_workers.engine.publisher import encode
 from aviso_workers.errors import AvisoWorkersError, InvalidNotificationError
 
 __all__ = ["notify"]
@@ -66,20 +69,29 @@ async def _notify_one(wanted: Notify, config: ConfigSource | None) -> None:
     async with app:
         receipt = await app.session.publisher.notify(wanted)
     if receipt.due:
-        echo(f"{wanted.event_type} {receipt.message_id} waits until {receipt.due.isoformat(timespec='seconds')}")
+        _tell(f"{wanted.event_type} {receipt.message_id} waits until {receipt.due.isoformat(timespec='seconds')}")
     else:
-        echo(f"{wanted.event_type}@{receipt.sequence} stored in {receipt.stream}")
+        _tell(f"{wanted.event_type}@{receipt.sequence} stored in {receipt.stream}")
 
 
 async def _notify_file(path: Path, config: ConfigSource | None) -> None:
     app = connected_app(config)
     total = 0
+    by_id: dict[str, tuple[int, bytes]] = {}
     for number, line in read_lines(path):  # all of it is checked before any of it is sent
         total += 1
         try:
-            app.check(Notify(line.event, line.identifier, line.payload))
+            message = encode(app.config, Notify(line.event, line.identifier, line.payload, line.id))
         except InvalidNotificationError as error:
             raise InvalidNotificationError(f"{path}:{number}: {error}") from error
+        if line.id:
+            content = hashlib.sha256(message.subject.encode() + b" " + message.data).digest()
+            first, same = by_id.setdefault(line.id, (number, content))
+            if content != same:
+                raise InvalidNotificationError(
+                    f"{path}:{number}: its id {line.id!r} is that of line {first}, which says something else: the "
+                    "stream would discard one of them as a repeat"
+                )
     columns = (TextColumn("publishing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=total)
@@ -100,4 +112,14 @@ async def _notify_file(path: Path, config: ConfigSource | None) -> None:
                 progress.stop()
                 typer.echo(MAY_BE_STORED.format(begun=begun, total=total), err=True)
             raise
-    typer.echo(f"{stored} notifications stored")
+    _tell(f"{stored} notifications stored")
+
+
+def _tell(outcome: str) -> None:
+    """Print what was stored, to standard error where standard output cannot be written: who repeats it doubles it."""
+    try:
+        echo(outcome)
+        sys.stdout.flush()
+    except OSError:
+        echo(outcome, err=True)
+        raise

@@ -39,7 +39,7 @@ def reconcile(
     """Compare what was published of Spark applications with what Spark says. Exit code 1: they do not agree; 2: some
     could not be compared.
 
-    Example: aviso-workers spark reconcile http://history:18080 --since 2026-11-20
+    Example: aviso-workers spark reconcile http://history:18080 --since 2026-11-20T06:00:00Z
     """
     rest = SparkRest(url)
     moment = parse_date(since, name="--since") if since else None

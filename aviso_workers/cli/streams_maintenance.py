@@ -25,7 +25,9 @@ def purge(
         str, typer.Option("--subject", metavar="SUBJECT", help="Only what matches, e.g. mars.od.>")
     ] = "",
     keep: Annotated[int, typer.Option("--keep", metavar="N", min=0, help="All but the newest N.")] = 0,
-    before: Annotated[int, typer.Option("--before", metavar="SEQUENCE", min=0, help="Only what is older.")] = 0,
+    before: Annotated[
+        int | None, typer.Option("--before", metavar="SEQUENCE", min=1, help="Only what is older.")
+    ] = None,
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
@@ -35,7 +37,7 @@ def purge(
     """
 
     async def run(server: Opened) -> None:
-        plan = await maintenance.plan_purge(server.admin, stream, subject=subject, keep=keep, before=before)
+        plan = await maintenance.plan_purge(server.admin, stream, subject=subject, keep=keep, before=before or 0)
         typer.echo(f"{stream}: {plan.messages} messages would be removed")
         confirm(yes, to="remove them")
         typer.echo(f"{stream}: {await maintenance.purge(server.admin, plan)} removed")

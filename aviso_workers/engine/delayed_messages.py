@@ -51,6 +51,8 @@ TTL = "Nats-TTL"
 KEPT_TTL = "Aviso-TTL"
 """The header of one that waits: its time to live begins when it is delivered."""
 DIGEST_BYTES = 16
+TOO_LATE = datetime(2262, 1, 1, tzinfo=UTC)
+"""A server takes what is later for past, and delivers it at once: its 64 bits hold nanoseconds up to April 2262."""
 
 
 def require_server(backend: Backend) -> None:
@@ -74,21 +76,29 @@ def is_later(wanted: Notify) -> bool:
 
 def due_of(wanted: Notify, *, now: datetime) -> datetime:
     """Return when one is to be stored that `is_later`, UTC. Raises `InvalidNotificationError`."""
+    name = wanted.event_type
+    try:
+        due = _due(wanted, now=now)
+    except OverflowError as error:
+        raise InvalidNotificationError(f"{name}: it cannot be delivered that late: {error}") from error
+    if due >= TOO_LATE:
+        raise InvalidNotificationError(
+            f"{name}: it cannot be delivered in {due.year}: servers count nanoseconds up to {TOO_LATE.year}"
+        )
+    return due
+
+
+def _due(wanted: Notify, *, now: datetime) -> datetime:
     at, after, name = wanted.deliver_at, wanted.deliver_after, wanted.event_type
     if at is not None and after is not None:
         raise InvalidNotificationError(f"{name}: give it deliver_at or deliver_after, and not both")
-    try:
-        if at is None:
-            if not (isinstance(after, int | float) and 0 <= after < math.inf):
-                raise InvalidNotificationError(
-                    f"{name}: deliver_after must be a number of seconds from 0, found {after!r}"
-                )
-            return now + timedelta(seconds=after)
-        if not (isinstance(at, datetime) and at.tzinfo):
-            raise InvalidNotificationError(f"{name}: deliver_at must be a datetime with a time zone, found {at!r}")
-        return at.astimezone(UTC)
-    except OverflowError as error:
-        raise InvalidNotificationError(f"{name}: it cannot be delivered that late: {error}") from error
+    if at is None:
+        if not (isinstance(after, int | float) and 0 <= after < math.inf):
+            raise InvalidNotificationError(f"{name}: deliver_after must be a number of seconds from 0, found {after!r}")
+        return now + timedelta(seconds=after)
+    if not (isinstance(at, datetime) and at.tzinfo):
+        raise InvalidNotificationError(f"{name}: deliver_at must be a datetime with a time zone, found {at!r}")
+    return at.astimezone(UTC)
 
 
 def waiting(stream: str, message_id: str) -> str:

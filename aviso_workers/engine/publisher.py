@@ -65,8 +65,17 @@ def encode(config: Config, wanted: Notify) -> Message:
         raise UnknownEventTypeError(wanted.event_type, config.notification_schema)
     if delayed_messages.is_later(wanted):
         delayed_messages.due_of(wanted, now=datetime.now(UTC))
+    _require_printable(wanted.event_type, wanted.message_id)
     message = NotificationWriter(wanted.event_type, declared).message(wanted.identifier, wanted.payload)
     return with_headers(wanted.event_type, message, wanted.headers) if wanted.headers else message
+
+
+def _require_printable(event_type: str, message_id: str | None) -> None:
+    """Raise `InvalidNotificationError` for a message id that a header would carry as another one."""
+    if message_id and not (message_id.isprintable() and message_id == message_id.strip()):
+        raise InvalidNotificationError(
+            f"{event_type}: message id {message_id!r:.100}: it must be printable text without spaces at its ends"
+        )
 
 
 def size_of(data: bytes, headers: Mapping[str, str] | None) -> int:
@@ -243,6 +252,7 @@ class Publisher:
         Raises `InvalidNotificationError`, `TakenOverError`, `RefusedError` where the server is too old for a ttl.
         """
         singletons.check()
+        _require_printable(wanted.event_type, wanted.message_id)
         writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
         message = writer.message(wanted.identifier, wanted.payload)
         if wanted.headers:
@@ -290,6 +300,7 @@ class Publisher:
             subject=" ".join(f"{message.subject} {message.headers}" for _, message in checked),
             data=b"\n".join(message.data for _, message in checked),
         )
+        _require_printable(checked[0][0].name, message_id)
         one = message_id or self._message_id(whole)
         return [
             self._ready(each.event_type, spec, message, f"{one}.{number}")

@@ -121,11 +121,12 @@ class StoredDeadLetters:
 
     async def retry(self, *dead_letters: DeadLetter, note: Callable[[], None] = _nothing) -> None:
         """Hand dead letters back to the agents that failed, as if they were new notifications; `note` is called for
-        each.
+        each that is.
 
         Raises `RefusedError`, with nothing done, where no worker of one of these agents has ever been there to take
         its dead letter. Where a copy cannot be stored, its dead letter stays, those whose copies are stored are
-        deleted, and the error is raised.
+        deleted, and the error is raised. `BackendError` is also raised where some
+        were handed back and cannot be deleted.
         """
         for dead_letter in dead_letters:
             await self._require_reader(dead_letter)
@@ -137,7 +138,16 @@ class StoredDeadLetters:
             [dead_letter for dead_letter in dead_letters if _is_window(dead_letter)], failures
         )
         # The copy is in the retries: that the dead letter's own bytes stay on disk for a while as well changes nothing.
-        await self._delete(copied, note, overwrite=False)
+        for _ in copied:
+            note()
+        try:
+            await self._delete(copied, _nothing, overwrite=False)
+        except BackendError as error:
+            raise type(error)(
+                "they are handed back, and some are still among the dead letters, because these cannot be deleted: "
+                f"{error}. Within an hour, `retry` hands none of them back twice",
+                code=error.code,
+            ) from error
         if failures:
             raise failures[0]
 

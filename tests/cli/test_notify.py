@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,27 @@ def test_what_is_wrong_is_told_before_anything_is_connected(
     assert ran.err.count("\n") == 1
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+@pytest.mark.parametrize("command", [("notify", "mars", "class=od", "step=6"), ("config", "show"), ("streams", "ls")])
+def test_standard_output_that_cannot_be_written_is_told(
+    config: Path, run: Run, payloads: Callable[[], list[Any]], command: tuple[str, ...]
+) -> None:
+    run("notify", "mars", "class=od", "step=0", "--config", config)
+    with open("/dev/full", "wb") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "aviso_workers", *command, "--config", config],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    complaint = "aviso-workers: cannot write to standard output: No space left on device; what was done before, is done"
+    assert (ran.returncode, ran.stderr.splitlines()[-1]) == (1, complaint)
+    if command[0] == "notify":
+        assert ran.stderr.startswith("mars@2 stored in MARS\n")
+        assert len(payloads()) == 2
+
+
 def test_a_server_that_is_not_there_is_named(run: Run, unreachable: Path) -> None:
     ran = run("notify", "mars", "class=od", "step=6", "--config", unreachable)
     assert ran.code == 1
@@ -116,7 +139,7 @@ class TestAFile:
         return write_lines
 
     @staticmethod
-    def line(step: int, **more: Any) -> dict[str, Any]:
+    def line(step: int | str, **more: Any) -> dict[str, Any]:
         return {"event": "mars", "identifier": {"class": "od", "step": step}, **more}
 
     def test_is_stored_whole(
@@ -167,6 +190,14 @@ class TestAFile:
         assert (ran.code, ran.out) == (2, "")
         assert ran.err.startswith(f"aviso-workers: {path}:3: "), ran.err
         assert complaint in ran.err
+
+    def test_with_an_id_for_two_contents_is_not_sent_at_all(
+        self, run: Run, unreachable: Path, write_lines: Callable[..., Path]
+    ) -> None:
+        path = write_lines(self.line(6, id="a"), self.line("006", id="a"), self.line(12, id="a"))
+        ran = run("notify", "--file", path, "--config", unreachable)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.startswith(f"aviso-workers: {path}:3: its id 'a' is that of line 1, which says something else")
 
     def test_that_is_not_there_is_named(self, run: Run, unreachable: Path) -> None:
         ran = run("notify", "--file", "nowhere.jsonl", "--config", unreachable)

@@ -145,8 +145,10 @@ async def test_a_retry_that_was_broken_off_and_is_repeated_is_handled_once(
         (dead_letter,) = await all_of(stored)
         with monkeypatch.context() as broken:
             broken.setattr(app.session.admin, "delete_message", unreachable)
-            with pytest.raises(UnavailableError):
-                await stored.retry(dead_letter)
+            handed_back: list[str] = []
+            with pytest.raises(UnavailableError, match="they are handed back, and some are still among the dead"):
+                await stored.retry(dead_letter, note=lambda: handed_back.append("told"))
+            assert handed_back == ["told"]
         await t.settle()
         assert await all_of(stored) == [dead_letter], "it must not leave before its copy is there"
 

@@ -254,6 +254,8 @@ async def test_what_somebody_else_has_put_there_is_not_obeyed(app: App, t: Harne
         ({"deliver_after": "10m"}, "must be a number of seconds from 0, found '10m'"),
         ({"deliver_after": float("nan")}, "found nan"),
         ({"deliver_after": 1e15}, "it cannot be delivered that late"),
+        ({"deliver_at": datetime(2262, 1, 1, tzinfo=UTC)}, "it cannot be delivered in 2262: servers count nanoseconds"),
+        ({"deliver_at": datetime.max.replace(tzinfo=UTC)}, "it cannot be delivered in 9999"),
         ({"deliver_at": datetime(2030, 1, 1)}, "deliver_at must be a datetime with a time zone, found"),
         ({"deliver_at": "2030-01-01T00:00:00Z"}, "deliver_at must be a datetime with a time zone, found"),
         ({"deliver_at": datetime.now(UTC), "deliver_after": 1}, "deliver_at or deliver_after, and not both"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -11,12 +12,12 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import anyio
 import pytest
 
-from aviso_workers import App, Counter, Notification, Reject
+from aviso_workers import App, Counter, Notification, Reject, files
 from aviso_workers.backends import Administration, Chunk, Message
 from aviso_workers.errors import InvalidNotificationError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.ops import backups
@@ -332,6 +333,46 @@ async def test_nothing_is_erased_where_no_record_can_be_written(place: Place) ->
     with pytest.raises(RefusedError, match=r"cannot write the record .*audit.json: No such file or directory"):
         await place.erase(where={"class": "od"})
     assert (await place.app.session.backend.stream_info("MARS")).messages == 1
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`full_disk(after=1)`: one record is written, and no more."""
+
+    def fill(*, after: int) -> None:
+        written = 0
+
+        def sync(file: IO[bytes]) -> None:
+            nonlocal written
+            written += 1
+            if written > after:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            file.flush()
+
+        monkeypatch.setattr(files, "sync", sync)
+
+    return fill
+
+
+async def test_a_disk_that_is_full_before_leaves_no_record_and_erases_nothing(
+    place: Place, full_disk: Callable[..., None]
+) -> None:
+    await place.notify("od", [1])
+    full_disk(after=0)
+    with pytest.raises(RefusedError, match=r"No space left on device. Nothing was erased"):
+        await place.erase(where={"class": "od"})
+    assert (await place.app.session.backend.stream_info("MARS")).messages == 1
+    assert not place.audit.exists()
+
+
+async def test_a_disk_that_is_full_afterwards_is_told_with_what_was_erased(
+    place: Place, full_disk: Callable[..., None]
+) -> None:
+    await place.notify("od", range(3))
+    full_disk(after=1)
+    with pytest.raises(RefusedError, match=r"^3 were erased, 0 are left, and the record says only that it was begun"):
+        await place.erase(where={"class": "od"})
+    assert place.record()["state"] == "begun"
 
 
 async def test_that_nothing_was_found_is_recorded(place: Place) -> None:

@@ -25,7 +25,7 @@ from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Agent
 from aviso_workers.engine.consumer_records import ConsumerRecord
-from aviso_workers.errors import BackendError, NotFoundError, ServerProcessError, UnavailableError
+from aviso_workers.errors import BackendError, DeniedError, NotFoundError, ServerProcessError, UnavailableError
 from aviso_workers.jetstream import plans
 from aviso_workers.jetstream.info import Account, ConsumerInfo, StreamInfo
 from aviso_workers.jetstream.plans import Plan, Stored
@@ -80,6 +80,9 @@ class Sample(Struct, frozen=True, kw_only=True):
     """Streams that are known by name, and for which no server answers, as without a leader."""
     consumers: Mapping[tuple[str, str], ConsumerInfo] = {}
     """By stream and name."""
+    names: Mapping[str, frozenset[str]] = {}
+    """By stream, the names of all its consumers, also of those that do not answer; a stream that was not asked is
+    missing."""
     account: Account = Account()
 
 
@@ -124,6 +127,10 @@ class Facts(Struct, frozen=True, kw_only=True):
     @property
     def consumers(self) -> Mapping[tuple[str, str], ConsumerInfo]:
         return self.after.consumers
+
+    def lacks(self, stream: str, consumer: str) -> bool:
+        """Return whether it is known that a stream has no such consumer."""
+        return (stream, consumer) not in self.consumers and consumer not in self.after.names.get(stream, {consumer})
 
     @property
     def configured_streams(self) -> Mapping[str, StreamInfo]:
@@ -257,12 +264,18 @@ class _Requests:
     async def sample(self) -> Sample:
         names: list[str] = []
         listed: list[StreamInfo] = []
+        may_list = True
 
         async def list_names() -> None:
             names.extend(await self._admin.stream_names())
 
         async def list_streams() -> None:
-            listed.extend(await self._admin.streams())
+            nonlocal may_list
+            try:
+                listed.extend(await self._admin.streams())
+            except DeniedError:
+                may_list = False
+                raise
 
         await self._all("streams", [list_names, list_streams], within=LISTING_SECONDS)
         found = {stream.name: stream for stream in listed}
@@ -270,12 +283,16 @@ class _Requests:
         consumers = [
             each for answer in await self._all("consumers", consumed, within=LISTING_SECONDS) for each in answer or ()
         ]
+        named = await self._all(
+            "consumers", [partial(self._consumer_names, stream) for stream in found.values()], within=LISTING_SECONDS
+        )
         within = UNREACHABLE_SECONDS if "streams" in self.unknown else ANSWER_SECONDS
         account = await self.ask("account", self._administration.account, within=within) or Account()
         return Sample(
             streams=found,
-            unavailable=frozenset(names) - found.keys(),
+            unavailable=frozenset(names) - found.keys() if may_list else frozenset(),
             consumers={(consumer.stream, consumer.name): consumer for consumer in consumers},
+            names={stream: names for stream, names in zip(found, named, strict=True) if names is not None},
             account=account,
         )
 
@@ -300,6 +317,14 @@ class _Requests:
             return await self._admin.consumers(stream)
         except NotFoundError:
             return []  # deleted meanwhile
+
+    async def _consumer_names(self, stream: StreamInfo) -> frozenset[str]:
+        if not stream.consumers:
+            return frozenset()
+        try:
+            return frozenset(await self._admin.consumer_names(stream.name))
+        except NotFoundError:
+            return frozenset()
 
     async def monitored(
         self, urls: Sequence[str], *, named: bool, of: Server

@@ -163,7 +163,10 @@ class Eraser:
             if each.waits or (each.where == self._wanted.stream and each.why in DENIALS.values()):
                 raise RefusedError(f"{each.where}: {each.why}; nothing was erased. {each.cure.capitalize()}")
         record = self._record(survey)
-        records.create(audit, record)
+        try:
+            records.create(audit, record)
+        except RefusedError as error:
+            raise RefusedError(f"{error}. Nothing was erased") from error
         if not survey.findings:
             return survey
         found, left, pace = survey, survey, deletion.Pace()
@@ -174,19 +177,24 @@ class Eraser:
             if not _reachable(found := left):
                 break
         ended = datetime.now(UTC)
-        records.replace(
-            audit,
-            structs.replace(
-                record,
-                state="done" if left.whole else "incomplete",
-                ended=ended.isoformat(),
-                subjects_on_disk_until=(ended + INDEX_WITHIN).isoformat(),
-                found=self._findings(),
-                not_reached=[msgspec.to_builtins(each) for each in left.unreached],
-                erased=self.erased(left),
-                left=list(left.findings),
-            ),
+        erased = self.erased(left)
+        whole = structs.replace(
+            record,
+            state="done" if left.whole else "incomplete",
+            ended=ended.isoformat(),
+            subjects_on_disk_until=(ended + INDEX_WITHIN).isoformat(),
+            found=self._findings(),
+            not_reached=[msgspec.to_builtins(each) for each in left.unreached],
+            erased=erased,
+            left=list(left.findings),
         )
+        try:
+            records.replace(audit, whole)
+        except RefusedError as error:
+            raise RefusedError(
+                f"{sum(erased.values())} were erased, {left.messages} are left, and the record says only that it was "
+                f"begun: {error}. It has what was found: keep it, and erase again with another record"
+            ) from error
         return left
 
     async def _survey_own(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:

@@ -68,7 +68,11 @@ class Record(Struct, frozen=True, kw_only=True):
 def create(path: Path, record: Record) -> None:
     """Write the record to a new file. Raises `RefusedError` where the file exists, or cannot be written."""
     with _explained(path), files.create_file(path) as file:
-        _write(file, record)
+        try:
+            _write(file, record)
+        except OSError:
+            path.unlink()
+            raise
 
 
 def replace(path: Path, record: Record) -> None:

@@ -29,6 +29,7 @@ from tests.ops.doctor.conftest import (
     add_consumer,
     add_stream,
     between_samples,
+    examined,
     gathered,
     judged,
     publish,
@@ -218,6 +219,40 @@ def test_an_agent_whose_consumer_is_gone(working: Seen) -> None:
     assert judged(anew).found("JS065") == {}, "the stream was made anew, and the record is of the one before"
 
 
+def test_a_consumer_that_does_not_answer_is_not_gone(working: Seen) -> None:
+    """By hand: it is among the names, and its leader does not answer; or nobody may list what there is."""
+    record = recorded(working, minutes=0)
+    names = working.facts.after.names
+    for known in ({**names, SHARED: names[SHARED] | {"field__index"}}, {}):
+        after = structs.replace(working.facts.after, names=known)
+        facts = structs.replace(working.facts, after=after, records={(SHARED, "field__index"): record})
+        assert judged(facts).found("JS065") == {}
+
+
+DENIED = """
+accounts {
+  FIELD: {jetstream: enabled, users: [
+    {user: operator, password: x}
+    {user: reader, password: x, permissions: {publish: {deny: "$JS.API.STREAM.LIST"}}}
+  ]}
+}
+"""
+
+
+def test_a_right_that_is_denied_is_no_stream_without_a_leader(tmp_path: Path) -> None:
+    async def make() -> None:
+        async with App("operator", config=operator) as operating:
+            await add_stream(operating.session.admin.administration(), "MARS", subjects=["mars.>"])
+
+    with served(tmp_path / "server", MONITORED + DENIED) as (server, _):
+        operator = write(tmp_path / "operator.yaml", server.url, user="operator", password="x")
+        anyio.run(make)
+        seen = examined(write(tmp_path / "reader.yaml", server.url, user="reader", password="x"))
+    [(_, finding)] = seen.findings("JS017").items()
+    assert finding.state is State.SKIP
+    assert "$js.api.stream.list" in finding.found.lower()
+
+
 def declaring_index(working: Seen) -> Facts:
     """By hand: the doctor is asked about the app `field`, whose agent `index` has no consumer."""
     app = App("field")
@@ -226,7 +261,7 @@ def declaring_index(working: Seen) -> Facts:
     async def index(notification: Notification[Any]) -> None: ...
 
     facts = working.facts
-    mars = structs.replace(facts.after, streams={"MARS": facts.streams[SHARED]})
+    mars = structs.replace(facts.after, streams={"MARS": facts.streams[SHARED]}, names={"MARS": frozenset()})
     return structs.replace(facts, after=mars, scope=structs.replace(facts.scope, agents=(index,), app="field"))
 
 

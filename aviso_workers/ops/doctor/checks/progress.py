@@ -192,7 +192,7 @@ def unfinished(facts: Facts) -> Iterator[Finding]:
 def without_consumer(facts: Facts) -> Iterator[Finding]:
     for (name, consumer), record in facts.records.items():
         stream = facts.streams.get(name)
-        if stream is None or not record.holds_for(stream.created) or (name, consumer) in facts.consumers:
+        if stream is None or not record.holds_for(stream.created) or not facts.lacks(name, consumer):
             continue
         found = (
             f"its consumer is gone; it had settled everything up to sequence {record.ack_floor}, "
@@ -202,7 +202,7 @@ def without_consumer(facts: Facts) -> Iterator[Finding]:
     for agent in facts.scope.agents or ():
         topic = schema.topic_of(agent.event_type, facts.config.notification_schema[agent.event_type])
         key = (topics.stream_name(topic.base), agent.durable_name(facts.scope.app))
-        if key in facts.consumers or key[0] not in facts.streams:
+        if key[0] not in facts.streams or not facts.lacks(*key):
             continue
         known = facts.records.get(key)
         stream = facts.streams[key[0]]
