@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from msgspec import Struct, field
+from typing_extensions import TypeVar
 
 from aviso_workers.aviso import spatial
 
 __all__ = ["Notification", "Notify", "Receipt"]
 
-T = TypeVar("T")
+T = TypeVar("T", default=Any)
 
 
 class Notification(Struct, Generic[T], frozen=True, kw_only=True):

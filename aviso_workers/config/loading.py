@@ -156,7 +156,8 @@ def _file(named_by: str, path: str | Path) -> Path:
     if not str(path).strip():
         raise ConfigError([f"{named_by}: must name a file, but is empty"])
     if not isfile(path):
-        raise ConfigError([f"{named_by}: {str(path)!r} is not a file"])
+        below = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+        raise ConfigError([f"{named_by}: {str(path)!r} is not a file{below}"])
     return Path(path)
 
 

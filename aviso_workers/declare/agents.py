@@ -9,9 +9,10 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from functools import partial
+from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 import msgspec
 from msgspec import Struct
@@ -61,8 +62,10 @@ class Agent(Generic[P, R]):
     def __init__(
         self, function: Callable[P, R], *, event_type: str, where: Mapping[str, Any], name: str | None, policy: Policy
     ) -> None:
+        if not isinstance(function, partial) and not inspect.isroutine(function) and callable(function):
+            function = cast(Callable[P, R], function.__call__)  # type: ignore[operator]  # of an object
         self.function = function
-        self.name = check_name("agent", name or str(getattr(function, "__name__", "")))
+        self.name = check_name("agent", name or _name_of(function))
         self.event_type = event_type
         self.where = dict(where)
         self.policy = policy
@@ -192,6 +195,9 @@ class Router:
         long as it likes. `name` (default: the function's) names the durable
         consumer, so keep it when you rename the function.
 
+        An agent may be declared again, for another event type or on another router: each is an agent of its own, with a
+        consumer, a name and a policy, that calls the same function.
+
         Raises `DeclarationError`.
         """
         policy = Policy(
@@ -208,7 +214,8 @@ class Router:
         )
 
         def declare(function: Callable[P, R]) -> Agent[P, R]:
-            agent = Agent(function, event_type=event_type, where=where or {}, name=name, policy=policy)
+            itself = function.function if isinstance(function, Agent) else function  # declared for another one already
+            agent = Agent(itself, event_type=event_type, where=where or {}, name=name, policy=policy)
             self._add_agent(agent)
             return agent
 
@@ -284,11 +291,13 @@ class Router:
         self._refuse_twice("table", name, list(self.tables))
         self.tables[name] = table
 
-    def resource(self, function: Callable[P, AsyncIterator[T]]) -> Callable[P, AsyncIterator[T]]:
-        """Declare a resource: an async generator function that opens something, yields it, and closes it.
+    def resource(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Declare a resource: a generator function, async as a rule, that opens something, yields it, and closes it; or
+        a function, async or not, that returns what needs no closing.
 
-        It is annotated with what it gives, as in `-> AsyncIterator[Database]`. Each worker opens it once, before its
-        agents and timers, and gives it to each of them, and to each resource, that has an argument of that type.
+        It is annotated with what it gives, as in `-> AsyncIterator[Database]` or `-> Settings`. Each worker opens it
+        once, before its agents and timers, and gives it to each of them, and to each resource, that has an argument of
+        that type. One that is not async keeps everything else of the worker waiting while it runs.
 
         Raises `DeclarationError`.
         """
@@ -297,10 +306,10 @@ class Router:
 
     def _add_resource(self, resource: Resource) -> None:
         for known in self.resources:
-            if known.gives is resource.gives:
+            if known.gives == resource.gives:
                 raise DeclarationError(
                     f"resources {known.name!r} and {resource.name!r} of {self.name!r} both give a "
-                    f"{resource.gives.__name__}: let one of them give a type of its own"
+                    f"{resources.spelled(resource.gives)}: let one of them give a type of its own, such as a NewType"
                 )
         self.resources.append(resource)
 
@@ -336,6 +345,13 @@ class Router:
             raise DeclarationError(f"{kind} {name!r} is declared twice in {self.name!r}: give one another name")
 
 
+def _name_of(function: Callable[..., Any]) -> str:
+    found = getattr(function, "__name__", "")
+    if found in ("", "__call__", "<lambda>"):
+        raise DeclarationError(f"agent {found!r} of {function!r:.100}: it has no name of its own: give it name=")
+    return str(found)
+
+
 def _start(name: str | None, start: int | str | datetime) -> str:
     try:
         return positions.parse_start(start)
@@ -358,13 +374,18 @@ def check_name(kind: str, name: str) -> str:
 def _call_form(name: str, function: Callable[..., Any]) -> tuple[type, Any]:
     """Return which of Notification, Batch, Stream and Window the function takes, and the T of it (`Any` for none)."""
     wanted = "a function whose first argument is annotated Notification[T], Batch[T], Stream[T] or Window[A]"
-    if not callable(function) or isinstance(function, Agent):
+    if not callable(function):
         raise DeclarationError(f"agent {name!r}: must be {wanted}")
     parameters = list(inspect.signature(function).parameters.values())
     if not parameters:
         raise DeclarationError(f"agent {name!r}: must be {wanted}, found none")
     hint = _hint(name, function, parameters[0].name)
     form = typing.get_origin(hint) or hint
+    if hint is None and parameters[0].name == "self":
+        raise DeclarationError(
+            f"agent {name!r}: a method in a class has no object yet, whose agent it could be: declare it where the "
+            f"object is, as in app.agent(...)(self.{name})"
+        )
     if form not in (Notification, Batch, Stream, Window):
         raise DeclarationError(f"agent {name!r}: must be {wanted}, found {hint!r}")
     (argument_type,) = typing.get_args(hint) or (Any,)
@@ -392,10 +413,10 @@ def _folded_type(name: str, window: Windowing[Any, Any], value_type: Any) -> Any
 def _hint(name: str, function: Callable[..., Any], parameter: str) -> Any:
     """Return the annotation, resolved; None for none."""
     try:
-        return typing.get_type_hints(function).get(parameter)
-    except (AttributeError, NameError, SyntaxError, TypeError) as error:
+        return resources.hints_of(f"agent {name!r}", function).get(parameter)
+    except DeclarationError as error:
         raise DeclarationError(
-            f"agent {name!r}: its annotation cannot be resolved ({error}); "
+            f"agent {name!r}: its annotation cannot be resolved ({error.__cause__}); "
             "declare the payload type at module level, before the agent"
         ) from error
 

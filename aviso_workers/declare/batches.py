@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol
 
 from msgspec import Struct
+from typing_extensions import TypeVar
 
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.declare.verdicts import Reject, Retry
@@ -14,7 +15,7 @@ from aviso_workers.errors import DeclarationError
 
 __all__ = ["Batch", "Batching", "Source", "Stream"]
 
-T = TypeVar("T")
+T = TypeVar("T", default=Any)
 K = TypeVar("K", bound=Hashable)
 
 

@@ -1,7 +1,8 @@
 """Resources: what a worker opens once and gives to the functions that ask for it by annotation.
 
-Pure. A resource is an async generator function that yields one value and closes it afterwards; what it gives is what
-its return annotation says. `engine.open_resources` opens them.
+Pure. A resource is a generator function, async as a rule, that yields one value and closes it afterwards, or a function
+that returns one which needs no closing. What it gives is what its return annotation says. `engine.open_resources` opens
+them.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import functools
 import graphlib
 import inspect
 import typing
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["Needing", "Resource", "bound", "declare", "in_order", "mistakes", "needs_of"]
+__all__ = ["Needing", "Resource", "bound", "declare", "hints_of", "in_order", "mistakes", "needs_of", "spelled"]
 
 
 class Needing(Protocol):
@@ -37,38 +39,60 @@ class Resource(Struct, frozen=True, kw_only=True):
     """What gives the values of one type."""
 
     name: str
-    gives: type
+    gives: Any
+    """A class, a generic such as `Pool[str]`, a protocol, or a NewType, which tells two of one class apart."""
     needs: Mapping[str, Any]
     """By argument, the type of what it is made of."""
     function: Callable[..., AsyncIterator[Any]]
 
 
-def declare(function: Callable[..., AsyncIterator[Any]]) -> Resource:
+def declare(function: Callable[..., Any]) -> Resource:
     """Return the resource that the function is. Raises `DeclarationError`."""
     name = str(getattr(function, "__name__", ""))
-    wanted = "must be an async generator function, annotated `-> AsyncIterator[Type]`"
-    if not inspect.isasyncgenfunction(function):
-        raise DeclarationError(f"resource {name!r}: {wanted}")
-    hints = hints_of(f"resource {name!r}", function)
-    given = hints.get("return")
-    if typing.get_origin(given) not in (AsyncIterator, AsyncGenerator) or not isinstance(
-        gives := typing.get_args(given)[0], type
-    ):
-        raise DeclarationError(f"resource {name!r}: {wanted}, found {given!r}")
-    return Resource(name=name, gives=gives, needs=needs_of(f"resource {name!r}", function), function=function)
+    given = hints_of(f"resource {name!r}", function).get("return")
+    gives: Any = given
+    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+        iterates = typing.get_origin(given) in (AsyncIterator, AsyncGenerator, Iterator, Generator)
+        gives = typing.get_args(given)[0] if iterates else None
+    if gives in (None, type(None), Any):
+        raise DeclarationError(
+            f"resource {name!r}: must be a function that yields, annotated `-> AsyncIterator[Type]`, or one that "
+            f"returns, annotated `-> Type`, found {given!r}"
+        )
+    needs = needs_of(f"resource {name!r}", function)
+    return Resource(name=name, gives=gives, needs=needs, function=_as_async_generator(function))
+
+
+def _as_async_generator(function: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
+    if inspect.isasyncgenfunction(function):
+        return function
+
+    async def opened(**needs: Any) -> AsyncIterator[Any]:
+        if inspect.isgeneratorfunction(function):
+            with contextmanager(function)(**needs) as value:
+                yield value
+        elif inspect.iscoroutinefunction(function):
+            yield await function(**needs)
+        else:
+            yield function(**needs)
+
+    return opened
 
 
 def needs_of(what: str, function: Callable[..., Any], *, without: Collection[str] = ()) -> dict[str, Any]:
     """Return the types of its arguments, but for some. Raises `DeclarationError` where one is not annotated."""
     hints = hints_of(what, function)
-    names = [name for name in inspect.signature(function).parameters if name not in without]
-    if bare := [name for name in names if not isinstance(hints.get(name), type)]:
-        raise DeclarationError(f"{what}: annotate {', '.join(bare)} with the class that a resource gives")
+    given = function.keywords if isinstance(function, functools.partial) else {}
+    names = [name for name in inspect.signature(function).parameters if name not in {*without, *given}]
+    if bare := [name for name in names if name not in hints]:
+        raise DeclarationError(f"{what}: annotate {', '.join(bare)} with the type that a resource gives")
     return {name: hints[name] for name in names}
 
 
 def hints_of(what: str, function: Callable[..., Any]) -> dict[str, Any]:
     """Return a function's annotations, resolved. Raises `DeclarationError`."""
+    while isinstance(function, functools.partial):
+        function = function.func
     try:
         return typing.get_type_hints(function)
     except (AttributeError, NameError, SyntaxError, TypeError) as error:
@@ -84,9 +108,9 @@ def mistakes(resources: Sequence[Resource], needing: Mapping[str, Mapping[str, A
     """
     given = {resource.gives for resource in resources} | {app}
     everybody = {**needing, **{f"resource {each.name!r}": each.needs for each in resources}}
-    known = ", ".join(sorted(resource.gives.__name__ for resource in resources)) or "none"
+    known = ", ".join(sorted(spelled(resource.gives) for resource in resources)) or "none"
     found = [
-        f"{what}: no resource gives its argument {name}: {wanted.__name__}; there are: {known}"
+        f"{what}: no resource gives its argument {name}: {spelled(wanted)}; there are: {known}"
         for what, needs in everybody.items()
         for name, wanted in needs.items()
         if wanted not in given
@@ -109,7 +133,13 @@ def in_order(resources: Sequence[Resource]) -> list[Resource]:
         raise DeclarationError(f"resources need each other: {circle}") from error
 
 
-def bound(needing: N, values: Mapping[type, Any]) -> N:
+def spelled(annotation: Any) -> str:
+    """Return a type as an author writes it."""
+    has_name = isinstance(annotation, type | typing.NewType) and not typing.get_args(annotation)
+    return str(annotation.__name__ if has_name else annotation)
+
+
+def bound(needing: N, values: Mapping[Any, Any]) -> N:
     """Return the same, with a function that is given what it needs."""
     if not needing.needs:
         return needing

@@ -6,6 +6,7 @@ values, and compare-and-set. Where it is kept, tried again and cached is `engine
 
 from __future__ import annotations
 
+import builtins
 import random
 import re
 from collections.abc import AsyncGenerator, Callable
@@ -78,6 +79,8 @@ class Table(Generic[T]):
         self._turns: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
         """By key as it is spelled, the updates that wait for each other."""
         try:
+            if isinstance(default, builtins.type):
+                raise TypeError(f"default= is a value such as {default.__name__}(), found the type itself")
             self._decoder = msgspec.json.Decoder(type)
             self._default = None if default is None else self._encode(default)
         except (TypeError, ValueError) as error:

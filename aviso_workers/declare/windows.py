@@ -14,9 +14,10 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from msgspec import Struct, structs
+from typing_extensions import TypeVar
 
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.aviso.notifications import Notification
@@ -46,8 +47,8 @@ __all__ = [
     "without",
 ]
 
-A = TypeVar("A")
-T = TypeVar("T")
+A = TypeVar("A", default=Any)
+T = TypeVar("T", default=Any)
 
 NEVER = -(2**53)
 """Before every time: the least whole number that JSON carries everywhere."""

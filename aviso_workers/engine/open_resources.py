@@ -16,9 +16,9 @@ __all__ = ["opened"]
 
 
 @asynccontextmanager
-async def opened(declared: Sequence[Resource], app: Any) -> AsyncIterator[Mapping[type, Any]]:
+async def opened(declared: Sequence[Resource], app: Any) -> AsyncIterator[Mapping[Any, Any]]:
     """What they give, by type; the app is there too. Raises `ResourceError` where one cannot be opened."""
-    values: dict[type, Any] = {type(app): app}
+    values: dict[Any, Any] = {type(app): app}
     async with AsyncExitStack() as stack:
         for resource in resources.in_order(declared):
             given = {name: values[wanted] for name, wanted in resource.needs.items()}

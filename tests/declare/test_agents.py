@@ -12,7 +12,6 @@ import pytest
 from msgspec import Struct
 
 from aviso_workers import (
-    Agent,
     App,
     Backoff,
     Batch,
@@ -25,6 +24,8 @@ from aviso_workers import (
     Windowing,
 )
 from aviso_workers.errors import DeclarationError
+from aviso_workers.testing import harness
+from tests.contract.settings import app_config, mars
 
 
 class Field(Struct, frozen=True):
@@ -108,7 +109,7 @@ def test_a_payload_type_is_taken_from_the_annotation(router: Router, payload: An
 
 
 def test_a_bare_notification_has_any_payload(router: Router) -> None:
-    async def handle(notification: Notification) -> None: ...  # type: ignore[type-arg]
+    async def handle(notification: Notification) -> None: ...
 
     assert router.agent("mars")(handle).payload_type is Any
 
@@ -209,6 +210,19 @@ def test_what_exceptions_mean_is_declared_on_the_agent(router: Router) -> None:
     assert agent.classifiers == [(ConnectionError, later), (TimeoutError, later)]
 
 
+class Indexer:
+    """An object that handles notifications, by a method or itself."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, object]] = []
+
+    async def method(self, notification: Notification[Field]) -> None:
+        self.seen.append(("method", notification.payload))
+
+    async def __call__(self, notification: Notification[Field]) -> None:
+        self.seen.append(("object", notification.payload))
+
+
 async def unannotated(notification) -> None: ...  # type: ignore[no-untyped-def]
 
 
@@ -239,7 +253,11 @@ async def with_an_ambiguous_payload(notification: Notification[Left | Right]) ->
         (unannotated, "must be a function whose first argument.*found None"),
         (misannotated, "must be a function whose first argument.*found <class '.*Field'>"),
         (without_argument, "must be a function whose first argument.*found none"),
-        (with_two_arguments, "agent 'with_two_arguments': annotate other with the class that a resource gives"),
+        (with_two_arguments, "agent 'with_two_arguments': annotate other with the type that a resource gives"),
+        (
+            Indexer.method,
+            r"agent 'method': a method in a class has no object yet.*\(self.method\)",
+        ),
         (unresolvable, "cannot be resolved.*'Missing'.*declare the payload type at module level, before the agent"),
         (mistyped, "cannot be resolved.*'Missing'"),
         (with_a_foreign_payload, "msgspec cannot read its payload type .*Ordinary.*use a msgspec.Struct, a dataclass"),
@@ -254,9 +272,49 @@ def test_a_function_that_cannot_be_an_agent_is_refused(
     assert router.agents == []
 
 
-def test_a_function_without_a_name_needs_one(router: Router) -> None:
-    with pytest.raises(DeclarationError, match="agent name ''"):
-        router.agent("mars")(partial(index))
+@pytest.mark.parametrize("made", [partial(index), Indexer(), lambda notification: None])
+def test_a_function_without_a_name_needs_one(router: Router, made: Any) -> None:
+    with pytest.raises(DeclarationError, match="has no name of its own: give it name="):
+        router.agent("mars")(made)
+
+
+async def with_a_prefix(notification: Notification[Field], prefix: str, seen: list[tuple[str, object]]) -> None:
+    seen.append((prefix, notification.payload))
+
+
+@pytest.mark.anyio
+async def test_methods_objects_and_partials_are_agents() -> None:
+    app = App("callables", config=app_config("in_memory", ""))
+    indexer = Indexer()
+    app.agent("mars")(indexer.method)
+    app.agent("mars", name="itself")(indexer)
+    app.agent("mars", name="partly")(partial(with_a_prefix, prefix="partial", seen=indexer.seen))
+    assert app.mistakes() == []
+    async with harness(app) as t:
+        await t.notify("mars", mars(), {"location": "x"})
+        await t.settle()
+    assert sorted(name for name, _ in indexer.seen) == ["method", "object", "partial"]
+    assert {type(payload) for _, payload in indexer.seen} == {Field}
+
+
+@pytest.mark.anyio
+async def test_one_function_is_an_agent_of_several_event_types() -> None:
+    app, seen = App("several", config=app_config("in_memory", "")), list[str]()
+
+    @app.agent("mars", name="of_mars")
+    @app.agent("plain", name="of_plain", concurrency=2)
+    async def index(notification: Notification) -> None:
+        seen.append(notification.event_type)
+
+    assert [(agent.name, agent.event_type, agent.policy.concurrency) for agent in app.agents] == [
+        ("of_plain", "plain", 2),
+        ("of_mars", "mars", 1),
+    ]
+    async with harness(app) as t:
+        await t.notify("mars", mars(), {})
+        await t.notify("plain", {"a": 1, "b": 2})
+        await t.settle()
+    assert sorted(seen) == ["mars", "plain"]
 
 
 @pytest.mark.parametrize("name", ["a.b", "a b", "a*", "é", "a" * 65, "a/b", "a\n"])
@@ -299,12 +357,6 @@ def test_two_agents_of_one_name_are_refused(router: Router) -> None:
     router.agent("mars")(index)
     with pytest.raises(DeclarationError, match="agent 'index' is declared twice in 'tests': give one another name"):
         router.agent("dissemination")(index)
-
-
-def test_an_agent_is_no_function_to_declare_again(router: Router) -> None:
-    agent: Agent[Any, Any] = router.agent("mars")(index)
-    with pytest.raises(DeclarationError, match="must be a function whose first argument"):
-        router.agent("dissemination", name="again")(agent)
 
 
 class TestATask:

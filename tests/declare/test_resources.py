@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Any, Generic, NewType, Protocol, TypeVar
 
 import pytest
 
@@ -13,6 +13,9 @@ from aviso_workers.testing import harness
 from tests.contract.settings import app_config, mars
 
 pytestmark = pytest.mark.anyio
+
+
+T = TypeVar("T")
 
 
 class Settings:
@@ -211,16 +214,15 @@ def test_resources_that_need_each_other_are_told(app: App) -> None:
     )
 
 
-async def ordinary() -> Database:
-    raise NotImplementedError
-
-
 async def unannotated():  # type: ignore[no-untyped-def]
     yield 1
 
 
-async def of_no_class() -> AsyncIterator[list[int]]:
-    yield [1]
+async def that_yields_and_says_that_it_returns() -> Database:  # type: ignore[misc]
+    yield Database("")
+
+
+async def of_nothing() -> None: ...
 
 
 async def needing_nothing_in_particular(something) -> AsyncIterator[Database]:  # type: ignore[no-untyped-def]
@@ -230,15 +232,79 @@ async def needing_nothing_in_particular(something) -> AsyncIterator[Database]:  
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
-        (ordinary, "resource 'ordinary': must be an async generator function"),
-        (unannotated, "annotated `-> AsyncIterator\\[Type\\]`, found None"),
-        (of_no_class, "found collections.abc.AsyncIterator\\[list\\[int\\]\\]"),
-        (needing_nothing_in_particular, "annotate something with the class that a resource gives"),
+        (unannotated, "annotated `-> AsyncIterator\\[Type\\]`, or one that returns, annotated `-> Type`, found None"),
+        (that_yields_and_says_that_it_returns, "found <class '.*Database'>"),
+        (of_nothing, "found <class 'NoneType'>"),
+        (needing_nothing_in_particular, "annotate something with the type that a resource gives"),
     ],
 )
 def test_what_is_no_resource_is_refused(function: Any, problem: str) -> None:
     with pytest.raises(DeclarationError, match=problem):
         Router("r").resource(function)
+
+
+Reading = NewType("Reading", Database)
+
+
+class Pool(Generic[T]):
+    def __init__(self, *held: T) -> None:
+        self.held = held
+
+
+class Clock(Protocol):
+    def now(self) -> str: ...
+
+
+class Noon:
+    def now(self) -> str:
+        return "noon"
+
+
+async def test_a_resource_is_of_any_type_and_made_by_any_function(app: App, told: list[str]) -> None:
+    @app.resource
+    async def database() -> Database:
+        return Database("writing")
+
+    @app.resource
+    def reading(pool: Pool[str]) -> Reading:
+        return Reading(Database(f"reading {pool.held}"))
+
+    @app.resource
+    def pool() -> Iterator[Pool[str]]:
+        try:
+            yield Pool("a", "b")
+        finally:
+            told.append("the pool is closed")
+
+    @app.resource
+    async def numbers() -> AsyncIterator[Pool[int]]:
+        yield Pool(1)
+
+    @app.resource
+    def clock() -> Clock:
+        return Noon()
+
+    @app.agent("mars")
+    async def index(
+        notification: Notification, database: Database, reading: Reading, pool: Pool[int], clock: Clock
+    ) -> None:
+        told.append(f"{database.url}, {reading.url}, {pool.held}, {clock.now()}")
+
+    assert app.mistakes() == []
+    async with harness(app) as t:
+        await t.notify("mars", mars(), {})
+        await t.settle()
+    assert told == ["writing, reading ('a', 'b'), (1,), noon", "the pool is closed"]
+
+
+def test_a_type_that_nobody_gives_is_named_as_it_is_written(app: App) -> None:
+    @app.agent("mars")
+    async def index(notification: Notification, pool: Pool[str], reading: Reading) -> None: ...
+
+    assert app.mistakes() == [
+        f"agent 'index': no resource gives its argument pool: {__name__}.Pool[str]; there are: none",
+        "agent 'index': no resource gives its argument reading: Reading; there are: none",
+    ]
 
 
 def test_two_of_one_type_are_refused(app: App, told: list[str]) -> None:

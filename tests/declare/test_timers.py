@@ -144,7 +144,7 @@ class TestATimer:
             @Router("r").every("5m")
             def sweep() -> None: ...
 
-        with pytest.raises(DeclarationError, match="timer 'sweep': annotate other with the class"):
+        with pytest.raises(DeclarationError, match="timer 'sweep': annotate other with the type"):
 
             @Router("r").every("5m", name="sweep")
             async def two(one: Tick, other) -> None: ...  # type: ignore[no-untyped-def]

@@ -48,6 +48,11 @@ async def database() -> AsyncIterator[Database]:
     yield Database()
 
 
+@app.resource
+def options() -> Options:
+    return Options()
+
+
 @app.agent("mars", where={"class": "od", "step": {"gte": 24}}, concurrency=4, retry=Backoff(attempts=3))
 async def index(notification: Notification[Field], database: Database) -> None:
     assert_type(notification.payload, Field)
@@ -60,6 +65,19 @@ async def index(notification: Notification[Field], database: Database) -> None:
 async def derive(notification: Notification[dict[str, int]]) -> Notify | None:
     assert_type(notification.payload, dict[str, int])
     return Notify("products", {"step": 1}) if notification.payload else None
+
+
+@app.agent("mars")
+@app.agent("products", name="index_products")
+async def bare(notification: Notification) -> None:
+    assert_type(notification.payload, Any)
+
+
+class Counting:
+    async def handle(self, notification: Notification[Field], database: Database) -> None: ...
+
+
+app.agent("mars", name="counting")(Counting().handle)
 
 
 @app.agent("mars")
