@@ -7,7 +7,8 @@ pytest, whether that has agents to test or not.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
@@ -21,7 +22,7 @@ __all__ = ["AvisoHarness"]
 class AvisoHarness(Protocol):
     """What the fixture `aviso_harness` is."""
 
-    def __call__(self, app: App, *, workers: int = 1) -> Harness: ...
+    def __call__(self, app: App, *, workers: int = 1, resources: Mapping[Any, Any] | None = None) -> Harness: ...
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,8 +45,8 @@ def aviso_harness(aviso_server: str | None) -> AvisoHarness:
     """`async with aviso_harness(app) as t:` the app with its agents at work; see `aviso_workers.testing.harness`."""
     from aviso_workers.testing import harness
 
-    def aviso_harness(app: App, *, workers: int = 1) -> Harness:
-        return harness(app, server=aviso_server, workers=workers)
+    def aviso_harness(app: App, *, workers: int = 1, resources: Mapping[Any, Any] | None = None) -> Harness:
+        return harness(app, server=aviso_server, workers=workers, resources=resources)
 
     return aviso_harness
 

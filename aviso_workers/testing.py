@@ -50,6 +50,7 @@ from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
 from aviso_workers.declare.agents import Agent, durable_name
 from aviso_workers.declare.batches import Source, Stream
+from aviso_workers.declare.resources import spelled
 from aviso_workers.declare.timers import Timer
 from aviso_workers.engine import dead_letter_store, delayed_delivery, delayed_messages, max_deliveries, parts
 from aviso_workers.engine.buffer import Buffer
@@ -61,6 +62,7 @@ from aviso_workers.errors import (
     AvisoWorkersError,
     BackendError,
     ConfigError,
+    DeclarationError,
     NotFoundError,
     UnavailableError,
     UndecodableError,
@@ -86,21 +88,31 @@ CHECK_SECONDS = 0.05
 _WITHIN_CODE: ContextVar[bool] = ContextVar("within_code", default=False)
 
 
-def harness(app: App, *, server: str | None = None, workers: int = 1) -> Harness:
+def harness(
+    app: App, *, server: str | None = None, workers: int = 1, resources: Mapping[Any, Any] | None = None
+) -> Harness:
     """Return the app with its agents at work: `async with harness(app) as t:`.
 
     `server` is the URL of a real nats-server that is there for tests: it must not have the app's streams yet, and
-    they are removed at the end. Without, no server is needed. `workers` is how many worker processes are played. Of
-    the app's configuration everything counts but where and how safely streams are stored.
+    they are removed at the end. Without, no server is needed. `workers` is how many worker processes are played.
+    `resources` has values for types that resources of the app give, as in `{AsyncClient: fake}`: these resources are
+    not opened. Of the app's configuration everything counts but where and how safely streams are stored.
+
+    Raises `DeclarationError` where no resource of the app gives such a type.
     """
-    return Harness(app, server=server, workers=workers)
+    declared = [resource.gives for resource in app.resources]
+    for each in resources or {}:
+        if each not in declared:
+            raise DeclarationError(f"harness: no resource of app {app.name!r} gives {spelled(each)}")
+    return Harness(app, server=server, workers=workers, resources=resources or {})
 
 
 class Harness:
     """See `harness`. Times are in seconds."""
 
-    def __init__(self, app: App, *, server: str | None, workers: int) -> None:
+    def __init__(self, app: App, *, server: str | None, workers: int, resources: Mapping[Any, Any]) -> None:
         self.app = app
+        self._resources = resources
         self.published: list[Notify] = []
         """What the agents and the test have published, in order, with canonical identifiers."""
         self.dead_letters: list[DeadLetter] = []
@@ -190,7 +202,7 @@ class Harness:
         while len(self._workers) < self._count:
             worker = _Worker(self._failed, self._hear, self.app.events.emit)
             agents = [self._code.watched(agent) for agent in self.app.agents]
-            await self._tasks.start(worker.run, self.app, self._config, self._open, agents)
+            await self._tasks.start(worker.run, self.app, self._config, self._open, agents, self._resources)
             self._workers.append(worker)
         if self._clock:
             await at_rest()  # they read by now
@@ -330,8 +342,13 @@ class Harness:
         self._failure = error
         self._tasks.cancel_scope.cancel()
 
+    def _included(self, agent: Agent[Any, Any]) -> Agent[Any, Any]:
+        """Return an agent as the app has it: one of a router that was included with a prefix has another name."""
+        same = [each for each in self.app.agents if (each.function, each.policy) == (agent.function, agent.policy)]
+        return same[0] if len(same) == 1 and agent not in self.app.agents else agent
+
     def _name(self, agent: Agent[Any, Any] | str) -> str:
-        name = agent if isinstance(agent, str) else agent.name
+        name = agent if isinstance(agent, str) else self._included(agent).name
         known = [declared.name for declared in self.app.agents]
         if name not in known:
             raise ValueError(f"no agent {name!r} in app {self.app.name!r}, which has: {', '.join(known) or 'none'}")
@@ -441,7 +458,14 @@ class _Worker:
         self._life = anyio.CancelScope()
 
     async def run(
-        self, app: App, config: Config, opening: Any, agents: list[Agent[Any, Any]], *, task_status: TaskStatus[None]
+        self,
+        app: App,
+        config: Config,
+        opening: Any,
+        agents: list[Agent[Any, Any]],
+        given: Mapping[Any, Any],
+        *,
+        task_status: TaskStatus[None],
     ) -> None:
         events = Events()
         events.listen(self._tell)
@@ -451,7 +475,7 @@ class _Worker:
                     self.session = session
                     task_status.started()
                     try:
-                        await session.work(app, self.stop, agents=agents)
+                        await session.work(app, self.stop, agents=agents, given=given)
                     except Exception as error:
                         self._failed(error)
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,18 @@ import anyio
 import msgspec
 import pytest
 
-from aviso_workers import Ack, App, Backoff, Batch, Batching, Notification, Reject, Retry, Stream, Tick, config
+from aviso_workers import Ack, App, Backoff, Batch, Batching, Notification, Reject, Retry, Router, Stream, Tick, config
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
-from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, OutcomeUnknownError, UnavailableError
+from aviso_workers.errors import (
+    AvisoWorkersError,
+    BackendError,
+    ConfigError,
+    DeclarationError,
+    OutcomeUnknownError,
+    UnavailableError,
+)
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.server import NatsServer
 from aviso_workers.testing import Harness, harness
@@ -64,6 +71,12 @@ def app(tmp_path: Path) -> App:
     path = tmp_path / "aviso.yaml"
     path.write_text(CONFIG)
     return App("tested", config=config.load(path, environ={}))
+
+
+@pytest.fixture
+def told() -> list[str]:
+    """What the agents saw, in order."""
+    return []
 
 
 @pytest.fixture
@@ -287,6 +300,51 @@ class TestWorkers:
             await notify(t, 1, 2, 3, 4)  # one worker holds two of them at most
             await t.settle()
         assert t.outcomes(index) == ["acked"] * 4
+
+
+class Client:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class TestResources:
+    async def test_that_a_test_gives_are_in_place_of_those_that_are_opened(
+        self, app: App, server: str | None, told: list[str]
+    ) -> None:
+        @app.resource
+        async def client() -> AsyncIterator[Client]:
+            raise AssertionError("it is opened")
+            yield Client("real")
+
+        @app.resource
+        def label(client: Client) -> str:
+            return f"label of {client.name}"
+
+        @app.agent("mars")
+        async def index(notification: Notification, client: Client, label: str) -> None:
+            told.append(f"{client.name}, {label}")
+
+        async with harness(app, server=server, resources={Client: Client("fake")}) as t:
+            await notify(t, 1)
+            await t.settle()
+        assert told == ["fake, label of fake"]
+
+    async def test_of_a_type_that_no_resource_gives_are_refused(self, app: App) -> None:
+        with pytest.raises(DeclarationError, match="harness: no resource of app 'tested' gives Client"):
+            harness(app, resources={Client: Client("fake")})
+
+
+async def test_an_agent_of_a_router_with_a_prefix_is_found_by_itself(app: App, server: str | None) -> None:
+    router = Router("theirs")
+
+    @router.agent("mars")
+    async def index(notification: Notification) -> None: ...
+
+    app.include(router, prefix="our")
+    async with harness(app, server=server) as t:
+        await notify(t, 1)
+        await t.settle()
+        assert t.outcomes(index) == t.outcomes("our_index") == ["acked"]
 
 
 class TestUnsettled:

@@ -16,11 +16,18 @@ __all__ = ["opened"]
 
 
 @asynccontextmanager
-async def opened(declared: Sequence[Resource], app: Any) -> AsyncIterator[Mapping[Any, Any]]:
-    """What they give, by type; the app is there too. Raises `ResourceError` where one cannot be opened."""
-    values: dict[Any, Any] = {type(app): app}
+async def opened(
+    declared: Sequence[Resource], app: Any, *, instead: Mapping[Any, Any] | None = None
+) -> AsyncIterator[Mapping[Any, Any]]:
+    """Return what they give, by type; the app is there too. `instead` has values of types that are not opened then.
+
+    Raises `ResourceError` where one cannot be opened.
+    """
+    values: dict[Any, Any] = {type(app): app, **(instead or {})}
     async with AsyncExitStack() as stack:
         for resource in resources.in_order(declared):
+            if resource.gives in values:
+                continue
             given = {name: values[wanted] for name, wanted in resource.needs.items()}
             opening = asynccontextmanager(resource.function)(**given)
             opened = await calls.attempt(stack.enter_async_context, opening)

@@ -122,8 +122,16 @@ class Session:
         """Return the app's tables, connected while they are entered."""
         return Tables(tables, self.backend, app=self._app, config=self._config, own_streams=self.own_streams)
 
-    async def work(self, app: Any, stop: anyio.Event, *, agents: Sequence[Agent[Any, Any]]) -> None:
-        """Run these agents, and the app's timers and tasks, until `stop`; then let them finish.
+    async def work(
+        self,
+        app: Any,
+        stop: anyio.Event,
+        *,
+        agents: Sequence[Agent[Any, Any]],
+        given: Mapping[Any, Any] | None = None,
+    ) -> None:
+        """Run these agents, and the app's timers and tasks, until `stop`; then let them finish. `given` has values in
+        place of the resources of these types.
 
         Raises `BackendError` when the connection is lost for good, `RefusedError` where the server is too old for
         what is asked of it, `UnreadableStreamError` where it cannot read its streams, `ResourceError` where a resource
@@ -140,7 +148,7 @@ class Session:
             await consumer_records.create_bucket(self.backend)
         token = _STOP.set(stop)
         try:
-            async with open_resources.opened(app.resources, app) as values:
+            async with open_resources.opened(app.resources, app, instead=given) as values:
                 await self._work(
                     app,
                     stop,
