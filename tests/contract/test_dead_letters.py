@@ -16,7 +16,7 @@ from aviso_workers.aviso.positions import Position
 from aviso_workers.backends import Message, Outgoing, PubAck
 from aviso_workers.config import Config
 from aviso_workers.config.settings import DeadLetters
-from aviso_workers.engine import acknowledging
+from aviso_workers.engine import acknowledging, max_deliveries
 from aviso_workers.engine.dead_letter_store import STREAM
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.specs import ConsumerSpec
@@ -386,9 +386,11 @@ async def give_up(t: Harness, consumer: str, *, count: int = 1) -> None:
     spec = ConsumerSpec(
         durable_name=consumer, filter_subjects=(), ack_wait=50_000_000, max_ack_pending=-1, max_deliver=1
     )
-    await backend.ensure_consumer("MARS", spec)
     app, _, agent = consumer.partition("__")
     with anyio.fail_after(PATIENCE_SECONDS):
+        while max_deliveries.STREAM not in await backend.stream_names():
+            await t.advance(0.05)  # its first worker makes it, and the server tells of each only once
+        await backend.ensure_consumer("MARS", spec)
         async with backend.consume("MARS", consumer, deliver=taken.append, capacity=lambda: 100):
             while (await deployment.max_deliveries_exceeded(t.app.session.admin)).get((app, agent, "MARS"), 0) < count:
                 await t.advance(0.05)
