@@ -291,7 +291,7 @@ class App(Router):
         where: Mapping[str, Any] | None = None,
         *,
         from_id: int | str | None = None,
-        from_date: datetime | str | None = None,
+        from_date: datetime | int | str | None = None,
     ) -> AsyncGenerator[Notification[Any], None]:
         """Notifications as they come, without end; first the stored ones from an id or a date on, if one is given.
 
@@ -313,9 +313,9 @@ class App(Router):
         where: Mapping[str, Any] | None = None,
         *,
         from_id: int | str | None = None,
-        from_date: datetime | str | None = None,
+        from_date: datetime | int | str | None = None,
         to_id: int | str | None = None,
-        to_date: datetime | str | None = None,
+        to_date: datetime | int | str | None = None,
     ) -> AsyncGenerator[Notification[Any], None]:
         """Stored notifications from an id or a date (default: the first) to another (default: the last), inclusive.
 

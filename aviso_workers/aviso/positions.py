@@ -15,6 +15,8 @@ from aviso_workers.errors import InvalidPositionError
 __all__ = ["Position", "parse_date", "parse_id", "parse_start", "position"]
 
 LARGEST_ID = 2**64 - 1
+EARLIEST, LATEST = datetime(1678, 1, 1, tzinfo=UTC), datetime(2262, 1, 1, tzinfo=UTC)
+"""Nothing is stored before or after: a server counts nanoseconds in 64 bits, and takes other times for quite others."""
 SECONDS_DIGITS = 11
 """A number of at most so many digits is seconds since 1970, a longer one milliseconds."""
 
@@ -28,7 +30,7 @@ class Position(Struct, frozen=True, kw_only=True):
 
 def position(
     identifier: int | str | None,
-    date: datetime | str | None,
+    date: datetime | int | str | None,
     *,
     names: tuple[str, str] = ("from_id", "from_date"),
 ) -> Position:
@@ -69,14 +71,24 @@ def parse_id(value: int | str, *, name: str = "from_id") -> int:
     return int(digits)
 
 
-def parse_date(value: datetime | str, *, name: str = "from_date") -> datetime:
+def parse_date(value: datetime | int | str, *, name: str = "from_date") -> datetime:
     """Return a point in time, UTC: a datetime, seconds or milliseconds since 1970, or an ISO date with a time.
 
-    A time without an offset is UTC. A date alone is refused, because it says no time. Raises `InvalidPositionError`.
+    A time without an offset is UTC. A date alone is refused, because it says no time. What a server cannot count is the
+    earliest or the latest that it can. Raises `InvalidPositionError`.
     """
+    return min(max(_date(value, name), EARLIEST), LATEST)
+
+
+def _date(value: datetime | int | str, name: str) -> datetime:
     if isinstance(value, datetime):
-        return (value if value.tzinfo else value.replace(tzinfo=UTC)).astimezone(UTC)
-    text = value.strip()
+        try:
+            return (value if value.tzinfo else value.replace(tzinfo=UTC)).astimezone(UTC)
+        except OverflowError:  # of the first or the last day that Python has
+            return value.replace(tzinfo=UTC)
+    if not isinstance(value, int | str) or isinstance(value, bool):
+        raise InvalidPositionError(f"{name} must be a datetime, a text, or whole seconds since 1970, found {value!r}")
+    text = str(value).strip()
     if re.fullmatch(r"-[0-9]+", text, re.ASCII):
         raise InvalidPositionError(f"{name}: negative unix timestamps are not supported, found {text!r}")
     try:

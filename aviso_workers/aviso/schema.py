@@ -59,7 +59,8 @@ __all__ = [
 ]
 
 _BASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_SPACE_OR_CONTROL = re.compile(r"[\x00-\x20\x7f-\x9f]")
+_SPACE_OR_CONTROL = re.compile(r"[\s\x00-\x20\x7f-\x9f]")
+"""Any blank of Unicode: one that is stored ends the replays of aviso-servers, whose client parts subjects there."""
 _DATE = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]{8})|([0-9]{4})-([0-9]{3})")
 _DATE_FORMATS = ("%Y%m%d", "%Y-%m-%d")
 _TIME = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))?|([0-9]{2})([0-9]{2})")
@@ -444,7 +445,8 @@ def check_bases_unique(event_types: Mapping[str, EventType]) -> list[tuple[str, 
 def require_routable(text: str) -> None:
     """Refuse text that cannot become a part of a NATS subject, however it is escaped. Raises ValueError.
 
-    A space, a tab and a line break end a subject on the wire; other control characters do so for some clients. An
+    A space, a tab and a line break end a subject on the wire; other blanks and control characters do so for some
+    clients. An
     escape would be easy, but no aviso-server writes one for them, and so one value would live under two subjects.
     """
     if not text:

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,13 +25,19 @@ from aviso_workers.errors import InvalidPositionError
         ("1740509903", datetime(2025, 2, 25, 18, 58, 23, tzinfo=UTC)),
         ("+1740509903", datetime(2025, 2, 25, 18, 58, 23, tzinfo=UTC)),
         ("1740509903710", datetime(2025, 2, 25, 18, 58, 23, 710000, tzinfo=UTC)),
-        ("10000000000", datetime(2286, 11, 20, 17, 46, 40, tzinfo=UTC)),
+        ("09000000000", datetime(2255, 3, 14, 16, 0, tzinfo=UTC)),
+        ("10000000000", datetime(2262, 1, 1, tzinfo=UTC)),
+        ("9999-12-31T23:59:59Z", datetime(2262, 1, 1, tzinfo=UTC)),
+        ("1600-01-01T00:00:00Z", datetime(1678, 1, 1, tzinfo=UTC)),
+        ("0001-01-01T00:00:00Z", datetime(1678, 1, 1, tzinfo=UTC)),
+        (1740509903, datetime(2025, 2, 25, 18, 58, 23, tzinfo=UTC)),
+        (datetime(1093, 1, 1, tzinfo=UTC), datetime(1678, 1, 1, tzinfo=UTC)),
         ("1000000000000", datetime(2001, 9, 9, 1, 46, 40, tzinfo=UTC)),
         ("946684800000", datetime(2000, 1, 1, tzinfo=UTC)),
         ("00000000001740509903", datetime(2025, 2, 25, 18, 58, 23, tzinfo=UTC)),
     ],
 )
-def test_a_date_is_read_in_every_documented_form(text: str, expected: datetime) -> None:
+def test_a_date_is_read_in_every_documented_form(text: datetime | int | str, expected: datetime) -> None:
     assert parse_date(text) == expected
 
 
@@ -43,9 +50,11 @@ def test_a_date_is_read_in_every_documented_form(text: str, expected: datetime) 
         ("  ", "must be a date with a time"),
         ("2026-02-30T00:00:00Z", "no such time"),
         ("9" * 30, "no such time"),
+        (1.5, "must be a datetime, a text, or whole seconds since 1970, found 1.5"),
+        (True, "must be a datetime, a text, or whole seconds since 1970, found True"),
     ],
 )
-def test_a_date_that_is_none_is_refused(text: str, complaint: str) -> None:
+def test_a_date_that_is_none_is_refused(text: Any, complaint: str) -> None:
     with pytest.raises(InvalidPositionError, match=complaint):
         parse_date(text)
 

@@ -310,10 +310,17 @@ def test_scalars_become_the_text_that_an_aviso_server_has_for_them(value: bool |
     assert canonical({"value": value}, of=free) == {"value": text}
 
 
-@pytest.mark.parametrize("blank", ["\u00a0", "\u2003", "\u2028", "\u3000"])
-def test_a_value_may_hold_blanks_that_end_no_subject(blank: str) -> None:
+@pytest.mark.parametrize("blank", ["\u00a0", "\u1680", "\u2003", "\u2028", "\u2029", "\u202f", "\u3000"])
+def test_a_value_holds_no_blank_at_which_an_aviso_server_parts_a_subject(blank: str) -> None:
     free = event_type(identifier=fields(value="StringHandler"))
-    assert canonical({"value": f"a{blank}b"}, of=free) == {"value": f"a{blank}b"}
+    with pytest.raises(InvalidIdentifierError, match="because a NATS subject cannot carry it"):
+        canonical({"value": f"a{blank}b"}, of=free)
+
+
+@pytest.mark.parametrize("character", ["\u00ad", "\u200b", "\ufeff"])
+def test_a_value_may_hold_what_is_not_seen_and_is_no_blank(character: str) -> None:
+    free = event_type(identifier=fields(value="StringHandler"))
+    assert canonical({"value": f"a{character}b"}, of=free) == {"value": f"a{character}b"}
 
 
 @pytest.mark.parametrize(

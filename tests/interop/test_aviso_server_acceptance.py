@@ -33,7 +33,7 @@ ACCEPTED_BY_AN_AVISO_SERVER_ONLY: Mapping[str, frozenset[Any]] = {
         ),
     ),
     **dict.fromkeys(("expver", "version", "short"), frozenset(("*",))),
-    "text": frozenset(("*", "\x00", "\x7f")),
+    "text": frozenset(("*", "\x00", "\x7f", "\u00a0", "\u2028")),
 }
 """By field, the values that docs/aviso.md says we refuse."""
 
