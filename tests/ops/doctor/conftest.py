@@ -113,11 +113,20 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("doctor")
 
 
+async def create(administration: Administration, subject: str, request: dict[str, Any]) -> None:
+    """Make a stream or a consumer. A young cluster now and then does not answer; to create the same again is no error."""
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while True:
+            with suppress(UnavailableError):
+                await administration.api(subject, request)
+                return
+
+
 async def add_stream(administration: Administration, name: str, **config: Any) -> None:
     """A stream of `<name>.>`, unless its configuration says otherwise."""
     wanted = {"name": name, "subjects": [f"{name}.>"], **config}
-    await administration.api(
-        f"STREAM.CREATE.{name}", {key: value for key, value in wanted.items() if value is not None}
+    await create(
+        administration, f"STREAM.CREATE.{name}", {key: value for key, value in wanted.items() if value is not None}
     )
 
 
@@ -125,7 +134,7 @@ async def add_consumer(administration: Administration, stream: str, name: str, *
     """A durable pull consumer with explicit acknowledgements, unless its configuration says otherwise."""
     wanted = {"name": name, "durable_name": name, "ack_policy": "explicit", **config}
     request = {"stream_name": stream, "config": wanted}
-    await administration.api(f"CONSUMER.CREATE.{stream}.{name}", request)
+    await create(administration, f"CONSUMER.CREATE.{stream}.{name}", request)
 
 
 async def publish(administration: Administration, stream: str, count: int, *, size: int = 1, key: str = "") -> None:
