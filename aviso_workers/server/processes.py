@@ -10,6 +10,7 @@ Production servers run under the site's own supervisor, with a file that `nats_c
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import http.client
 import json
@@ -352,6 +353,12 @@ def free_ports(count: int) -> list[int]:
     that was to have them is down.
     """
     return list(islice(filter(_reserve, random.sample(PORTS, len(PORTS))), count))
+
+
+@atexit.register
+def _release_ports() -> None:
+    while _RESERVED:
+        _RESERVED.pop().close()
 
 
 def _reserve(port: int) -> bool:
