@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
+import sys
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from datetime import datetime
@@ -23,7 +24,8 @@ import msgspec
 from aviso_workers.aviso import positions, schema, topics
 from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.backends import KeyValue, Opening, open_backend
-from aviso_workers.config import Config, Examined, examine, load
+from aviso_workers.config import Config, Examined, completed, examine
+from aviso_workers.config.documents import Node
 from aviso_workers.declare import outputs, resources
 from aviso_workers.declare.agents import Agent, Router, check_name
 from aviso_workers.declare.timers import Timer
@@ -50,7 +52,8 @@ class App(Router):
     """Routers and a configuration.
 
     `name` is part of every agent's durable consumer: two apps of the same name share the work. `config` is a path,
-    a loaded `Config`, or None for the file that the environment names (see `config.load`).
+    a `Config`, or None for the file that the environment names (see `config.load`). A relative path is looked for in
+    the current directory, then in that of the Python file that makes the app. With `event_type`, none is needed.
     """
 
     def __init__(self, name: str, *, config: Config | str | Path | None = None) -> None:
@@ -59,6 +62,7 @@ class App(Router):
             raise DeclarationError(f"app name {name!r}: leave out '__' and a last '_', which part it from its agents")
         self.events = Events()
         self._config = config
+        self._beside: Path | None = Path(sys._getframe(1).f_code.co_filename).absolute().parent
         self._nats_context: str | None = None
         self._opening: Opening = open_backend
         self._routers: list[Router] = []
@@ -72,7 +76,7 @@ class App(Router):
 
         `opening` brings another backend than the configuration names, as `testing` does.
         """
-        self._config, self._opening = config, opening
+        self._config, self._opening, self._beside = config, opening, None
         self.__dict__.pop("config", None)
 
     def use_nats_context(self, name: str) -> None:
@@ -88,8 +92,11 @@ class App(Router):
 
     @cached_property
     def config(self) -> Config:
-        """The configuration, loaded at first use. Raises `ConfigError`."""
-        return self._config if isinstance(self._config, Config) else load(self._config, context=self._nats_context)
+        """The configuration, with the event types that are declared here, loaded at first use. Raises `ConfigError`."""
+        examined = self._examined()
+        if examined.mistakes:
+            raise ConfigError(examined.mistakes)
+        return examined.config
 
     @property
     def session(self) -> Session:
@@ -132,6 +139,8 @@ class App(Router):
             self._add_table(begin + name, table)
         for resource in router.resources:
             self._add_resource(resource)
+        for name, entry in router.event_types:
+            self._add_event_type(name, entry)
         self._routers.append(router)
 
     def settings(self, router: Router) -> Any:
@@ -201,8 +210,12 @@ class App(Router):
 
     def _examined(self) -> Examined:
         if isinstance(self._config, Config):
-            return Examined(config=self._config, mistakes=(), unclear=frozenset())
-        return examine(self._config, context=self._nats_context)
+            return completed(self._config, self.event_types)
+        return examine(self._config, context=self._nats_context, event_types=self.event_types, beside=self._beside)
+
+    def _add_event_type(self, name: str, entry: Node) -> None:
+        super()._add_event_type(name, entry)
+        self.__dict__.pop("config", None)  # one that was loaded before does not have it
 
     def warnings(self) -> list[str]:
         """Return what is no mistake and may lose something: what the configuration looks like, what an agent returns

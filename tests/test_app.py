@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -76,11 +77,37 @@ def router_of(name: str = "archive", settings: type[Struct] | None = None) -> Ro
     return router
 
 
+def made_in(directory: Path, config: str) -> App:
+    """The app of a Python file in a directory."""
+    (directory / "mine.py").write_text(f"from aviso_workers import App\napp = App('mine', config={config!r})\n")
+    app = runpy.run_path(str(directory / "mine.py"))["app"]
+    assert isinstance(app, App)
+    return app
+
+
 class TestDeclaring:
     def test_reads_no_file_until_it_is_asked_to(self) -> None:
         app = App("tests", config="nowhere.yaml")
         with pytest.raises(ConfigError, match="is not a file"):
             _ = app.config
+
+    def test_looks_for_a_file_beside_its_own_as_well(
+        self, tmp_path: Path, write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        elsewhere, beside = tmp_path / "elsewhere", write(IN_MEMORY)
+        elsewhere.mkdir()
+        monkeypatch.chdir(elsewhere)
+        app, missing = made_in(tmp_path, "config.yaml"), made_in(tmp_path, "nowhere.yaml")
+        assert app.config.sources == (str(beside),)
+        with pytest.raises(ConfigError) as raised:
+            _ = missing.config
+        assert raised.value.mistakes == (
+            f"configuration: 'nowhere.yaml' is not a file in {elsewhere} or in {tmp_path}",
+        )
+        missing.configure("config.yaml")  # as by --config, which is for the current directory
+        assert missing.mistakes() == [f"configuration: 'config.yaml' is not a file in {elsewhere}"]
+        (elsewhere / "config.yaml").write_text(IN_MEMORY + "  drain_timeout_seconds: 5\n")
+        assert made_in(tmp_path, "config.yaml").config.workers.drain_timeout_seconds == 5
 
     def test_takes_another_configuration_in_its_place(self, app: App, write: Callable[[str], Path]) -> None:
         assert app.config.workers.drain_timeout_seconds == 30

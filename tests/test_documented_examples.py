@@ -17,9 +17,10 @@ pytestmark = pytest.mark.anyio
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-def example(page: str) -> dict[str, Any]:
-    """The names that the first example of a page defines."""
-    source = (DOCS / page).read_text().split("```python\n")[1].split("```")[0]
+def example(page: str, *, section: str = "") -> dict[str, Any]:
+    """The names that the first example of a page, or of a section of it, defines."""
+    text = (DOCS / page).read_text()
+    source = text[text.index(section) :].split("```python\n")[1].split("```")[0]
     found: dict[str, Any] = {"__name__": page}
     exec(compile(source, page, "exec"), found)
     return found
@@ -41,3 +42,16 @@ async def test_the_example_of_tables(tmp_path: Path) -> None:
         assert await found["newest"].get("od") == "/6"
         assert await found["fields"].get("od") == 2
         assert await found["volume"].get("od") == 42
+
+
+async def test_the_example_of_event_types_in_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    app: App = example("agents.md", section="## Event types in Python")["app"]
+    assert app.mistakes() == []
+    async with harness(app) as at_work:
+        await at_work.notify("ride", {"vendor": "green", "n": 7})
+        await at_work.settle()
+    assert capsys.readouterr().out == "green 7\n"

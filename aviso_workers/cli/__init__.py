@@ -84,7 +84,7 @@ RENAMED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("retire",): ("agents", "rm"),
 }
 """Commands by the names that they had before, which are still taken for one release."""
-WITHOUT_CONTEXT = frozenset({"dev", "server", "spark"})
+ONLY_FILES = frozenset({"dev", "server", "spark"})
 """They start a server of our own, or hand the configuration on to Spark's executors as a file."""
 
 
@@ -177,8 +177,8 @@ def _load(name: str) -> Any:
     else:
         whole.command(name)(declared)
     built = typer.main.get_group(whole).commands[name]
-    if name not in WITHOUT_CONTEXT:
-        importlib.import_module(f"{__name__}.targets").add_context_option(built)
+    if name not in ONLY_FILES:
+        importlib.import_module(f"{__name__}.targets").add_source_options(built)
     return built
 
 

@@ -1,4 +1,4 @@
-"""`config schema` and `config show`: print the schema of configuration files, and the values in effect."""
+"""`config schema|show|event-types`: print the schema of configuration files, and what is in effect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def schema() -> None:
 def show(config: ConfigOption = None) -> None:
     """Print every value in effect and where it comes from; secrets are masked.
 
-    Example: aviso-workers config show --config config.yaml
+    Example: aviso-workers config show --app mine.agents:app
     """
     loaded = load(config)
     columns = Columns("key", "value", "from")
@@ -37,3 +37,12 @@ def show(config: ConfigOption = None) -> None:
     columns.print([(path, json.dumps(value), origin) for path, value, origin in shown])
     for warning in loaded.warnings:
         echo(f"warning: {warning}", err=True)
+
+
+@config.command("event-types")
+def event_types(config: ConfigOption = None) -> None:
+    """Print the event types as YAML, for the file of an aviso-server that shares their streams.
+
+    Example: aviso-workers config event-types --app mine.agents:app > schema.yaml
+    """
+    typer.echo(display.event_types(load(config)), nl=False)

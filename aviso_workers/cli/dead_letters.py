@@ -17,7 +17,7 @@ from aviso_workers.aviso.codec import store_time
 from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli.output import Columns, print_json, print_table, printable, skipped_reported
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, named_app
 from aviso_workers.errors import NotFoundError
 from aviso_workers.events import Events
 from aviso_workers.ops.dead_letters import DeadLetter, Selection, StoredDeadLetters, document, portions
@@ -34,7 +34,7 @@ Action = Callable[..., Awaitable[None]]
 """`StoredDeadLetters.retry` or `StoredDeadLetters.drop`."""
 
 Sequences = Annotated[list[int] | None, typer.Argument(metavar="SEQUENCE...", min=1, help="Dead letters, by number.")]
-OfApp = Annotated[str | None, typer.Option("--app", metavar="APP", help="Of this app.")]
+OfApp = Annotated[str | None, typer.Option("--app", metavar="APP", help="Of this app: its name, or MODULE:APP.")]
 OfAgent = Annotated[str | None, typer.Option("--agent", metavar="AGENT", help="Of this agent.")]
 Reason = Annotated[
     str | None, typer.Option("--reason", metavar="REASON", help="Of this reason, e.g. attempts_exhausted.")
@@ -69,6 +69,7 @@ def ls(
 
     Example: aviso-workers dead-letters ls --agent index_field --since 2026-11-20T06:00:00Z
     """
+    app, config = named_app(app, config)
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
 
     async def run(stored: StoredDeadLetters) -> None:
@@ -127,6 +128,7 @@ def retry(
 
     Example: aviso-workers dead-letters retry --agent index_field --yes
     """
+    app, config = named_app(app, config)
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
     _act(config, wanted, StoredDeadLetters.retry, "handed back", dry_run=dry_run, yes=yes)
 
@@ -149,6 +151,7 @@ def drop(
 
     Example: aviso-workers dead-letters drop 17 --yes
     """
+    app, config = named_app(app, config)
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
     _act(config, wanted, StoredDeadLetters.drop, "erased", dry_run=dry_run, yes=yes)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec import structs
 
 from aviso_workers.cli.output import AsJson, print_rows, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, find_app, load
@@ -44,7 +45,8 @@ def render(
         typer.Option("--role", help="Print the permissions of a user of this role instead; write nothing."),
     ] = None,
     app: Annotated[
-        str | None, typer.Option("--app", metavar="MODULE:APP", help="Of a worker: the app that it runs.")
+        str | None,
+        typer.Option("--app", metavar="MODULE:APP", help="The app that a worker runs, or whose event types count."),
     ] = None,
     config: ConfigOption = None,
 ) -> None:
@@ -156,6 +158,7 @@ def status(directory: Directory = DIRECTORY, as_json: AsJson = False) -> None:
 
 
 def _permissions(role: permissions.Role, app: str | None, config: ConfigSource | None) -> Permissions:
+    source = structs.replace(config or ConfigSource(), app=app)
     match role:
         case "worker":
             declared = find_app(app, agent=None, config=config)
@@ -164,11 +167,11 @@ def _permissions(role: permissions.Role, app: str | None, config: ConfigSource |
             bridge = find_app(None, agent=permissions.BRIDGE, config=config)
             return permissions.of_worker(bridge, bridge.config, buckets=[permissions.BRIDGE])
         case "publisher":
-            return permissions.of_publisher(load(config))
+            return permissions.of_publisher(load(source))
         case "spark":
-            return permissions.of_spark(load(config))
+            return permissions.of_spark(load(source))
         case "operator":
-            return permissions.of_operator(load(config))
+            return permissions.of_operator(load(source))
 
 
 def _as_yaml(granted: Permissions) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 import anyio
 import typer
-from msgspec import Struct
+from msgspec import Struct, structs
 from typer.core import TyperOption
 
 from aviso_workers.app import App
@@ -28,11 +28,12 @@ __all__ = [
     "ConfigSource",
     "Opened",
     "Target",
-    "add_context_option",
+    "add_source_options",
     "connected",
     "connected_app",
     "find_app",
     "load",
+    "named_app",
     "opened",
     "run_connected",
     "settings_of_installed",
@@ -44,12 +45,16 @@ ENTRY_POINTS = "aviso_workers.agents"
 
 
 class ConfigSource(Struct, frozen=True):
-    """The source of a command's configuration: a file, a context of the `nats` command line, or the defaults."""
+    """The source of a command's configuration: a file, a context of the `nats` command line, an app, or the defaults.
+
+    The commands declare `--config` only; `add_source_options` adds the other options to their parsers.
+    """
 
     path: Path | None = None
     context: str | None = None
-    """A context of the `nats` command line, which has the connection. The commands declare `--config` only;
-    `add_context_option` adds `--context` to their parsers."""
+    """A context of the `nats` command line, which has the connection."""
+    app: str | None = None
+    """MODULE:APP, whose configuration it is, with the event types that it declares."""
 
     @classmethod
     def of_file(cls, text: str) -> ConfigSource:
@@ -78,23 +83,32 @@ CONTEXT_HELP = (
 )
 
 
-def add_context_option(command: Any) -> None:
-    """Let each command that takes `--config`, of a group or by itself, take `--context` beside it."""
+APP_HELP = "Take the configuration of this app, with the event types that it declares in Python."
+
+
+def add_source_options(command: Any) -> None:
+    """Let each command that takes `--config`, of a group or by itself, take `--context` beside it, and `--app` where
+    it names no app already."""
     for below in getattr(command, "commands", {}).values():
-        add_context_option(below)
+        add_source_options(below)
     names = [parameter.name for parameter in command.params]
     if "config" not in names:
         return
-    option = TyperOption(param_decls=["--context", "nats_context"], metavar="NAME", help=CONTEXT_HELP)
-    command.params.insert(names.index("config") + 1, option)
+    options = [TyperOption(param_decls=["--context", "nats_context"], metavar="NAME", help=CONTEXT_HELP)]
+    if not {"app", "target"} & {*names}:
+        options.append(TyperOption(param_decls=["--app", "of_app"], metavar="MODULE:APP", help=APP_HELP))
+    place = names.index("config") + 1
+    command.params[place:place] = options
     run = command.callback
 
-    def run_with_context(*, nats_context: str | None, config: ConfigSource | None, **others: Any) -> Any:
-        if nats_context is not None:
-            config = ConfigSource(config.path if config else None, nats_context)
+    def run_with_source(
+        *, nats_context: str | None, config: ConfigSource | None, of_app: str | None = None, **others: Any
+    ) -> Any:
+        if nats_context is not None or of_app is not None:
+            config = ConfigSource(config.path if config else None, nats_context, of_app)
         return run(config=config, **others)
 
-    command.callback = run_with_context
+    command.callback = run_with_source
 
 
 def find_app(target: str | None, *, agent: str | None, config: ConfigSource | None) -> App:
@@ -115,12 +129,23 @@ def find_app(target: str | None, *, agent: str | None, config: ConfigSource | No
 
 def connected_app(config: ConfigSource | None) -> App:
     """Return an app without agents, for a command that publishes or reads notifications."""
+    if config is not None and config.app is not None:
+        return App("aviso-workers-cli", config=load(config))
     return _configured(App("aviso-workers-cli"), config)
+
+
+def named_app(app: str | None, config: ConfigSource | None) -> tuple[str | None, ConfigSource | None]:
+    """Return the name of an app, and the configuration: the app's own where it is given as MODULE:APP."""
+    if app is None or ":" not in app:
+        return app, config
+    return find_app(app, agent=None, config=config).name, structs.replace(config or ConfigSource(), app=app)
 
 
 def load(config: ConfigSource | None) -> Config:
     """Return the configuration of a source. Raises `ConfigError`."""
     source = config or ConfigSource()
+    if source.app is not None:
+        return find_app(source.app, agent=None, config=source).config
     return load_config(source.path, context=source.context)
 
 

@@ -3,12 +3,14 @@
 Whoever starts a process calls `load`; the engine and the backends are handed the sections that concern them. The keys
 are those of aviso-server, whose own file loads unchanged, and the sections `workers`, `streams` and `server` of ours;
 `settings.py`, `jetstream/fields.py` and `nats_server.py` explain each of them. The way of a value is `documents` (YAML
-with lines), `environment` (variables over files), `conversion` (types), `loading` (sources and what types cannot say,
-with `streams`). `display` is for the commands that print a configuration, and imported by them alone.
+with lines), `schema_entries` (event types that are declared in Python), `environment` (variables over both),
+`conversion` (types), `loading` (sources and what types cannot say, with `streams`). `display` is for the commands that
+print a configuration, and imported by them alone.
 """
 
-from aviso_workers.config.loading import Examined, examine, load, places
+from aviso_workers.config.loading import Examined, completed, examine, load, places
 from aviso_workers.config.nats_server import Server
+from aviso_workers.config.schema_entries import EventTypes
 from aviso_workers.config.secrets import Secret, ServerUrls
 from aviso_workers.config.settings import (
     Application,
@@ -30,6 +32,7 @@ __all__ = [
     "DeadLetters",
     "DeclaredConsumer",
     "DeclaredStream",
+    "EventTypes",
     "Examined",
     "InMemory",
     "JetStream",
@@ -41,6 +44,7 @@ __all__ = [
     "Status",
     "Tls",
     "Workers",
+    "completed",
     "examine",
     "load",
     "places",

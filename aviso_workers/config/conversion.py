@@ -100,7 +100,7 @@ class Reader:
         for field in wanted.fields:
             given = nodes.get(field.name)
             if given is not None and not (given.is_null and not field.required):
-                values[field.name] = self._read(given, field.type, _join(path, field.name))
+                values[field.name] = self.read(given, field.type, _join(path, field.name))
             elif field.required:
                 self.refuse(_join(path, field.name), "is missing")
         return {name: value for name, value in values.items() if value is not _BAD}
@@ -124,7 +124,8 @@ class Reader:
             elif path.startswith(_BACKEND):
                 self.warn(node.place, _join(path, key), "this key is not known and is ignored")
 
-    def _read(self, node: Node, wanted: inspect.Type, path: str) -> Any:
+    def read(self, node: Node, wanted: inspect.Type, path: str) -> Any:
+        """Return what a node says, as its type wants it; of no use where there is a mistake at the path."""
         self.places[path] = node.place
         try:
             return self._value(node, wanted, path)
@@ -179,7 +180,7 @@ class Reader:
         return self.struct(node, by_tag[given.value], path)
 
     def _dict(self, node: Node, inside: inspect.Type, path: str) -> Any:
-        values = {key: self._read(item, inside, _join(path, key)) for key, item in _mapping(node).items()}
+        values = {key: self.read(item, inside, _join(path, key)) for key, item in _mapping(node).items()}
         return {key: value for key, value in values.items() if value is not _BAD}
 
     def _tuple(self, node: Node, types: Iterable[inspect.Type], path: str) -> Any:
@@ -187,7 +188,7 @@ class Reader:
         if len(items) != len(types):
             raise ValueError(f"expected a list of {len(types)}, found {len(items)}")
         values = tuple(
-            self._read(item, inside, f"{path}[{i}]") for i, (item, inside) in enumerate(zip(items, types, strict=True))
+            self.read(item, inside, f"{path}[{i}]") for i, (item, inside) in enumerate(zip(items, types, strict=True))
         )
         return _BAD if any(value is _BAD for value in values) else values
 

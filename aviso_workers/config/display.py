@@ -1,4 +1,6 @@
-"""The configuration for people: its JSON Schema for editors, and its effective values with their origin."""
+"""The configuration for people: its JSON Schema for editors, its effective values with their origin, and its event
+types as a file has them.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,15 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
+import yaml
 from msgspec import Struct
 
 from aviso_workers.aviso.literals import Duration, Size, SizeLimit
+from aviso_workers.config.documents import resolved
 from aviso_workers.config.secrets import HIDDEN, Secret, ServerUrls, without_user
 from aviso_workers.config.settings import Config, Document
 
-__all__ = ["effective", "json_schema"]
+__all__ = ["effective", "event_types", "json_schema"]
 
 _LITERALS: dict[type, dict[str, Any]] = {
     Duration: {"type": "string", "pattern": r"^\s*[0-9]+[smhdwSMHDW]\s*$"},
@@ -57,6 +61,40 @@ def effective(config: Config, *, agents: Mapping[str, type[Struct]] | None = Non
     ]
 
 
+def event_types(config: Config) -> str:
+    """Return the event types as YAML, as `notification_schema` of a file has them, without what is a default."""
+    document = {"notification_schema": _written(config.notification_schema)}
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around what YAML 1.2 takes for more than text; PyYAML does so for YAML 1.1."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        style = None if isinstance(resolved(text), str) else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, Struct):
+        given = {**_tag(value), **{name: getattr(value, name) for name in value.__struct_fields__}}
+        value = {key: item for key, item in given.items() if item is not None}
+    if isinstance(value, dict):
+        return {key: _written(item) for key, item in value.items()}
+    return [_written(item) for item in value] if isinstance(value, tuple) else _shown("", value)
+
+
+def _tag(value: Struct) -> dict[str, Any]:
+    tag = value.__struct_config__
+    return {tag.tag_field: tag.tag} if tag.tag_field else {}
+
+
 def _is_plain(path: str, value: Any, agents: Mapping[str, type[Struct]]) -> bool:
     if not path.startswith(_AGENTS) or value is None:
         return True
@@ -72,9 +110,7 @@ def _fields(settings: type[Struct] | None) -> tuple[str, ...]:
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Struct):
-        inside = {name: getattr(value, name) for name in value.__struct_fields__}
-        tag = value.__struct_config__
-        value = {tag.tag_field: tag.tag, **inside} if tag.tag_field else inside
+        value = {**_tag(value), **{name: getattr(value, name) for name in value.__struct_fields__}}
     if not isinstance(value, dict):
         yield path, _shown(path, value)
         return

@@ -7,25 +7,29 @@ and `false` are booleans.
 
 Nodes are built from PyYAML's events and not by its constructors, so that duplicate keys are seen, and text that is
 nested without end, or unfolds from aliases without end, is refused before it costs anything.
+
+Values of Python that stand for a part of a document become the same nodes (`node_of`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import yaml
 from msgspec import Struct, structs
 
-__all__ = ["Node", "Place", "is_text", "overlay", "parse", "resolved"]
+__all__ = ["IN_PYTHON", "Node", "Place", "is_text", "node_of", "overlay", "parse", "resolved"]
 
 FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """Six times as fast, where PyYAML was built with libyaml."""
 DEEPEST = 50
 MOST_NODES = 100_000
 """Counted with aliases unfolded."""
+IN_PYTHON = 10
+"""The rank of what Python code declares: after the files, of which there are three at most; the environment is next."""
 
 _NAMED: dict[str, bool | None] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL")),
@@ -99,6 +103,35 @@ def parse(text: str, place: Place) -> tuple[Node | None, list[tuple[Place, str]]
         # PyYAML lets them through for escapes such as "\UFFFFFFFF".
         builder.refuse(0, "not valid YAML: an escape or a number in it is out of range")
     return None, builder.mistakes
+
+
+def node_of(value: object, place: Place) -> Node:
+    """Return a value of Python as the node that a document would have for it; None is null there.
+
+    Raises ValueError for what no document holds.
+    """
+    match value:
+        case None:
+            return Node(value="null", place=place, plain=True)
+        case bool():
+            return Node(value=str(value).lower(), place=place, plain=True)
+        case int() | float():
+            return Node(value=str(value), place=place, plain=True)
+        case str():
+            if not is_text(value):
+                raise ValueError(f"{value!r} is no text: it holds half of a surrogate pair")
+            return Node(value=str(value), place=place)
+        case Struct():
+            fields, tagged = structs.asdict(value), value.__struct_config__
+            return node_of({tagged.tag_field: tagged.tag, **fields} if tagged.tag_field else fields, place)
+        case Mapping():
+            if bad := [key for key in value if not isinstance(key, str)]:
+                raise ValueError(f"the key {bad[0]!r} must be text")
+            return Node(value={str(key): node_of(item, place) for key, item in value.items()}, place=place)
+        case list() | tuple():
+            return Node(value=[node_of(item, place) for item in value], place=place)
+        case _:
+            raise ValueError(f"{value!r:.100} is no text, number, boolean, list or mapping")
 
 
 def overlay(below: Node, above: Node) -> Node:

@@ -1,9 +1,9 @@
 """Where the configuration comes from, and every mistake that is in it.
 
-`load` is called once by whoever starts a process: the files, the environment over them, a context of the `nats` command
-line over its connection, one conversion, then what types cannot say. Conversion and checks go on after a mistake, so
-that one run shows all of them, in the order in which they are written. Nothing is connected to and nothing is created
-here.
+`load` is called once by whoever starts a process: the files, the event types that an app declares in Python beside
+them, the environment over both, a context of the `nats` command line over its connection, one conversion, then what
+types cannot say. Conversion and checks go on after a mistake, so that one run shows all of them, in the order in which
+they are written. Nothing is connected to and nothing is created here.
 """
 
 from __future__ import annotations
@@ -20,23 +20,26 @@ from msgspec import Struct, inspect, structs
 
 from aviso_workers.aviso import schema
 from aviso_workers.aviso.schema import EventType
-from aviso_workers.config import nats_context
+from aviso_workers.config import nats_context, schema_entries
 from aviso_workers.config import streams as declared_streams
 from aviso_workers.config.conversion import Reader
-from aviso_workers.config.documents import Node, Place, overlay, parse
+from aviso_workers.config.documents import IN_PYTHON, Node, Place, node_of, overlay, parse
 from aviso_workers.config.environment import SERVER_FILE, WORKERS_FILE, overrides
+from aviso_workers.config.schema_entries import EventTypes
 from aviso_workers.config.secrets import Secret
 from aviso_workers.config.settings import Config, Document, JetStream, NotificationBackend
 from aviso_workers.errors import ConfigError
 from aviso_workers.jetstream.fields import DeclaredStream
 
-__all__ = ["Examined", "examine", "load", "places"]
+__all__ = ["Examined", "completed", "examine", "load", "places"]
 
 TOKEN = "NATS_TOKEN"
 HERE = Path("configuration/config.yaml")
 PREFIX = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")
 
+_SCHEMA = "notification_schema"
 _JETSTREAM = "notification_backend.jetstream"
+_DEFAULT = Place(rank=0, line=0, source="default")
 _UNUSED = {"jetstream": "notification_backend.in_memory", "in_memory": _JETSTREAM}
 
 
@@ -72,17 +75,28 @@ def load(
 
 
 def examine(
-    path: str | Path | None = None, *, context: str | None = None, environ: Mapping[str, str] = os.environ
+    path: str | Path | None = None,
+    *,
+    context: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+    event_types: EventTypes = (),
+    beside: Path | None = None,
 ) -> Examined:
     """Read what can be read of the same configuration, and every mistake that is in it.
 
-    Raises ConfigError where a file cannot be made sense of at all.
+    `event_types` are those that an app declares in Python. With them no file is needed: all else has its default then,
+    and the backend is a server at the default URL. A relative `path` that is no file is looked for in the directory
+    `beside` as well. Raises ConfigError where a file cannot be made sense of at all.
     """
     named = context if context is not None else environ.get(nats_context.VARIABLE)
-    files = _files(path, environ, needed=context is None and not named)
+    files = _files(path, environ, needed=context is None and not named and not event_types, beside=beside)
     root, mistakes = _read(files)
+    if not files and event_types:
+        kind = Node(value={"kind": Node(value="jetstream", place=_DEFAULT)}, place=_DEFAULT)
+        root = structs.replace(root, value={"notification_backend": kind})
+    root, clashes = schema_entries.laid_over(root, event_types)
     wanted = _document_type()
-    environment = len(files)
+    environment = IN_PYTHON + 1
     root, wrong = overrides(root, environ, wanted=wanted, rank=environment)
     reader = Reader(unused=_unused(root))
     connection = _connection(root)
@@ -104,6 +118,7 @@ def examine(
         _refuse_all(reader, _jetstream_mistakes(backend.jetstream, reader))
     elif context is not None and backend:
         reader.refuse("notification_backend.kind", "must be jetstream for a context of the nats command line")
+    _refuse_all(reader, iter(clashes))
     _refuse_all(reader, _schema_mistakes(values, reader))
     _refuse_all(reader, _stream_mistakes(values, reader))
     _warn_of_fields(values, reader)
@@ -121,6 +136,58 @@ def examine(
     )
 
 
+def completed(config: Config, event_types: EventTypes = ()) -> Examined:
+    """Return a configuration that is a `Config` already, with the event types that an app declares beside it.
+
+    Event types that were not loaded are checked here, as those of a file are: also those of a `Config` that was
+    written in Python. Raises ConfigError where one of these cannot be made sense of at all.
+    """
+    reader = Reader(unused="")
+    reader.places[""] = Place(rank=IN_PYTHON, line=0, source="Config(...)")
+    paths = {name: f"{_SCHEMA}.{name}" for name in (*config.notification_schema, *(name for name, _ in event_types))}
+    loaded = {name: known for name, known in config.notification_schema.items() if paths[name] in config.origins}
+    new = [
+        *((name, _node_of(name, known)) for name, known in config.notification_schema.items() if name not in loaded),
+        *((name, entry) for name, entry in event_types if config.origins.get(paths[name]) != str(entry.place)),
+    ]
+    if not new:
+        return Examined(config=config, mistakes=(), unclear=frozenset())
+    taken = {name: entry for name, entry in event_types if config.origins.get(paths[name]) == str(entry.place)}
+    whole = dict(loaded)
+    for name, entry in new:
+        path = paths[name]
+        if name not in whole:
+            event_type = reader.read(entry, schema_entries.entry_type(), path)
+            if not reader.is_wrong(path):
+                whole[name] = event_type
+        # The environment may have changed what was declared since it was taken over.
+        elif schema_entries.differ(name, taken.get(name, whole[name]), entry):
+            reader.places.setdefault(path, Place(rank=0, line=0, source=config.origins.get(path, "")))
+            reader.refuse(path, schema_entries.clash(entry))
+    values = {"notification_backend": config.notification_backend, _SCHEMA: whole, "streams": config.streams}
+    _refuse_all(reader, _schema_mistakes(values, reader))
+    _refuse_all(reader, _stream_mistakes(values, reader))
+    _warn_of_fields({_SCHEMA: {name: known for name, known in whole.items() if name not in loaded}}, reader)
+    return Examined(
+        config=structs.replace(
+            config,
+            notification_schema=whole,
+            warnings=(*config.warnings, *_sentences(reader.warnings)),
+            origins={**{path: str(place) for path, place in reader.places.items() if path}, **config.origins},
+        ),
+        mistakes=tuple(_sentences(reader.mistakes)),
+        unclear=frozenset(name for name, path in paths.items() if reader.is_wrong(path)),
+    )
+
+
+def _node_of(name: str, event_type: EventType) -> Node:
+    place = Place(rank=IN_PYTHON, line=0, source="Config(...)")
+    try:
+        return node_of(event_type, place)
+    except ValueError as error:
+        raise _error([(place, f"{_SCHEMA}.{name} cannot be read: {error}")]) from error
+
+
 @cache
 def _document_type() -> inspect.StructType:
     """Return what a document may hold. To inspect its types takes twenty times as long as to read a file."""
@@ -129,9 +196,9 @@ def _document_type() -> inspect.StructType:
     return wanted
 
 
-def _files(path: str | Path | None, environ: Mapping[str, str], *, needed: bool) -> Sequence[Path]:
+def _files(path: str | Path | None, environ: Mapping[str, str], *, needed: bool, beside: Path | None) -> Sequence[Path]:
     if path is not None:
-        return [_file("configuration", path)]
+        return [_file("configuration", path, beside)]
     for variable in (WORKERS_FILE, SERVER_FILE):
         if variable in environ:
             return [_file(variable, environ[variable].strip())]
@@ -152,13 +219,16 @@ def places(environ: Mapping[str, str]) -> list[Path]:
     ]
 
 
-def _file(named_by: str, path: str | Path) -> Path:
+def _file(named_by: str, path: str | Path, beside: Path | None = None) -> Path:
     if not str(path).strip():
         raise ConfigError([f"{named_by}: must name a file, but is empty"])
-    if not isfile(path):
-        below = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
-        raise ConfigError([f"{named_by}: {str(path)!r} is not a file{below}"])
-    return Path(path)
+    if isfile(path):
+        return Path(path)
+    if beside is not None and isfile(beside / path):
+        return beside / path
+    directories = dict.fromkeys(str(each) for each in (Path.cwd(), beside) if each is not None)
+    below = "" if Path(path).is_absolute() else f" in {' or in '.join(directories)}"
+    raise ConfigError([f"{named_by}: {str(path)!r} is not a file{below}"])
 
 
 def _read(files: Sequence[Path]) -> tuple[Node, list[tuple[Place, str]]]:
@@ -293,7 +363,7 @@ def _jetstream_mistakes(jetstream: JetStream, reader: Reader) -> Iterator[tuple[
 
 def _schema_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with event types, as far as they could be read: no mistake is told twice."""
-    event_types: dict[str, EventType] = values.get("notification_schema", {})
+    event_types: dict[str, EventType] = values.get(_SCHEMA, {})
     whole = {}
     for name, event_type in event_types.items():
         prefix = f"notification_schema.{name}"
@@ -314,7 +384,7 @@ def _schema_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tupl
 
 
 def _warn_of_fields(values: Mapping[str, Any], reader: Reader) -> None:
-    event_types: dict[str, EventType] = values.get("notification_schema", {})
+    event_types: dict[str, EventType] = values.get(_SCHEMA, {})
     for name, event_type in event_types.items():
         for field in schema.not_stored(event_type):
             path = f"notification_schema.{name}.identifier.{field}"
@@ -343,7 +413,7 @@ def _stream_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tupl
         yield "streams", "is not supported by backend 'in_memory'"
         return
     whole = {name: stream for name, stream in streams.items() if not reader.is_wrong(f"streams.{name}")}
-    yield from declared_streams.mistakes(whole, values.get("notification_schema", {}), backend.jetstream)
+    yield from declared_streams.mistakes(whole, values.get(_SCHEMA, {}), backend.jetstream)
 
 
 def _refuse_all(reader: Reader, mistakes: Iterator[tuple[str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""Declarations: agents, timers, tasks, tables, and the routers that group them.
+"""Declarations: agents, timers, tasks, tables, event types, and the routers that group them.
 
 Importing an app runs this module and no I/O. What a declaration can get wrong by itself is refused here, at the line
 that declares it; what depends on the configuration is `App.mistakes`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import typing
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import datetime
@@ -19,7 +20,8 @@ from msgspec import Struct
 
 from aviso_workers.aviso import positions
 from aviso_workers.aviso.notifications import Notification
-from aviso_workers.declare import resources, timers
+from aviso_workers.config.documents import Node
+from aviso_workers.declare import event_types, resources, timers
 from aviso_workers.declare.batches import Batch, Batching, Stream
 from aviso_workers.declare.resources import Resource
 from aviso_workers.declare.retry import Backoff
@@ -147,7 +149,7 @@ class Task(Struct, frozen=True, kw_only=True):
 
 
 class Router:
-    """A group of agents, timers, tasks, tables and resources that an app includes.
+    """A group of agents, timers, tasks, tables, resources and event types that an app includes.
 
     `settings` is the msgspec Struct of what the group can be told in the configuration, under `workers.agents.<name>`;
     `app.settings(router)` returns it.
@@ -161,6 +163,8 @@ class Router:
         self.tasks: list[Task] = []
         self.tables: dict[str, Table[Any] | Counter] = {}
         self.resources: list[Resource] = []
+        self.event_types: list[tuple[str, Node]] = []
+        """By name, each as an entry of `notification_schema`."""
 
     def agent(
         self,
@@ -286,6 +290,43 @@ class Router:
         counter = Counter(check_name("counter", name))
         self._add_table(name, counter)
         return counter
+
+    def event_type(
+        self,
+        name: str,
+        *,
+        key: Sequence[str],
+        identifier: Mapping[str, Mapping[str, Any]] | None = None,
+        payload: Mapping[str, Any] | None = None,
+        storage_policy: Mapping[str, Any] | None = None,
+        base: str | None = None,
+    ) -> None:
+        """Declare an event type, as an entry of `notification_schema` does in a file and in its words.
+
+        `key` names the identifier's fields that make up the subject, in order (`topic.key_order`), and `base` what the
+        subject begins with and the stream is named after (`topic.base`; default: the name). `identifier` has a rule by
+        field, such as `{"step": {"type": "IntHandler", "range": [0, 360], "required": True}}`; a field of the key that
+        has none is any text (a StringHandler). `payload` is `{"required": True}` where each notification must have
+        one. `storage_policy` says what the stream keeps, such as `{"allow_duplicates": True, "retention_time": "30d"}`.
+
+        What is wrong with it is among `App.mistakes`, with the file and line of this call; so is an event type that the
+        configuration's file, or another declaration, describes in another way. Raises `DeclarationError` for what no
+        file could hold.
+        """
+        declared = event_types.declare(
+            name,
+            key=key,
+            identifier=identifier,
+            payload=payload,
+            storage_policy=storage_policy,
+            base=base,
+            of=f"{type(self).__name__} {self.name!r}",
+            call=sys._getframe(1),
+        )
+        self._add_event_type(*declared)
+
+    def _add_event_type(self, name: str, entry: Node) -> None:
+        self.event_types.append((name, entry))
 
     def _add_table(self, name: str, table: Table[Any] | Counter) -> None:
         self._refuse_twice("table", name, list(self.tables))

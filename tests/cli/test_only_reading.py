@@ -42,6 +42,7 @@ READING = {
     "backup ls": ("backups",),
     "backup verify": ("backups",),
     "check": ("mine:app",),
+    "config event-types": (),
     "config schema": (),
     "config show": (),
     "consumers ls": ("ORDERS", "--seconds", "0.1"),

@@ -26,6 +26,18 @@ counts = app.counter("counts")
 assert_type(rows, Table[Row | None])
 assert_type(seen, Table[int])
 assert_type(counts, Counter)
+app.event_type("plain", key=("vendor",))
+app.event_type(
+    "ride",
+    key=["vendor", "n"],
+    identifier={
+        "n": {"type": "IntHandler", "range": [0, 10], "required": True},
+        "polygon": {"type": "PolygonHandler", "required": False},
+    },
+    payload={"required": True},
+    storage_policy={"allow_duplicates": True, "retention_time": "30d"},
+    base="rides",
+)
 
 
 @app.resource

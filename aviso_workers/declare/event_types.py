@@ -1,0 +1,53 @@
+"""Event types in Python: what an app declares, as the entry of `notification_schema` that a file would have for it.
+
+Pure. `Router.event_type` calls `declare`; `config.loading` reads the entry as it reads one of a file, so that both have
+one meaning, one set of checks and one set of messages. Here only the defaults are filled in that Python has beyond a
+file, and only what no file could hold is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from aviso_workers.config.documents import IN_PYTHON, Node, Place, node_of
+from aviso_workers.errors import DeclarationError
+
+__all__ = ["declare"]
+
+PLAIN_RULE = {"type": "StringHandler", "required": True}
+"""What holds for a field of the key that has no rule."""
+
+
+def declare(
+    name: str,
+    *,
+    key: Sequence[str],
+    identifier: Mapping[str, Mapping[str, Any]] | None,
+    payload: Mapping[str, Any] | None,
+    storage_policy: Mapping[str, Any] | None,
+    base: str | None,
+    of: str,
+    call: FrameType | None,
+) -> tuple[str, Node]:
+    """Return the name and the entry of an event type. `of` is whose it is, `call` the frame that declares it.
+
+    Raises `DeclarationError`.
+    """
+    if not isinstance(name, str):
+        raise DeclarationError(f"event type {name!r}: its name must be text")
+    file, line = (call.f_code.co_filename, call.f_lineno) if call else ("Python", 0)
+    rules: Any = {} if identifier is None else identifier
+    if isinstance(rules, Mapping) and isinstance(key, list | tuple):
+        rules = {**{field: PLAIN_RULE for field in key if isinstance(field, str)}, **rules}
+    entry = {
+        "topic": {"base": name if base is None else base, "key_order": key},
+        "identifier": rules,
+        "payload": payload,
+        "storage_policy": storage_policy,
+    }
+    try:
+        return name, node_of(entry, Place(rank=IN_PYTHON, line=line, source=f"{of}, {file}"))
+    except ValueError as error:
+        raise DeclarationError(f"event type {name!r}: {error}") from error
