@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["AVISO_SERVERS", "NATS_SERVERS", "aviso_server", "nats_cli", "nats_server", "pyaviso"]
+__all__ = ["AVISO_SERVERS", "NATS_SERVERS", "aviso_server", "framework", "nats_cli", "nats_server", "pyaviso"]
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 _PLACE = Path(os.environ.get("INTEROP_CACHE") or _CACHE / "aviso-workers/interop")
@@ -40,6 +40,12 @@ def nats_cli() -> Path:
 def pyaviso() -> Path:
     """The Python that has it."""
     return _installed("pyaviso", PYAVISO, "bin/python")
+
+
+def framework(package: str) -> Path:
+    """The Python that has one of the frameworks of docs/coming-from."""
+    (version,) = _versions(package)
+    return _installed(package, version, "bin/python")
 
 
 def _installed(program: str, version: str, file: str) -> Path:
