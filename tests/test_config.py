@@ -283,6 +283,11 @@ def test_a_mistake_in_jetstream_names_its_line_and_key(mistakes: Mistakes, setti
             "dev.yaml:1: notification_backend.kind: Unknown notification_backend kind: kafka; "
             "expected 'in_memory' or 'jetstream'",
         ),
+        (
+            workers("priority: 10"),
+            "dev.yaml:3: workers.priority must be <= 9: it says which workers JetStream serves first, those of 0 "
+            "before others; notifications have none",
+        ),
         (in_memory("max_topics: 0"), "dev.yaml:4: notification_backend.in_memory.max_topics must be > 0"),
         (
             in_memory("max_history_per_topic: -1"),

@@ -11,7 +11,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from msgspec import Struct, structs
@@ -86,7 +86,16 @@ SURELY_FAST = MOST_EXTREME * len("1e308,")
 _EXPONENTS = bytes.maketrans(b"E123456789+", b"e000000000-")
 """Makes every exponent of three digits look like `e000` or `e-000`."""
 _EXTREME = re.compile(rb"[\[,:\s]-?[0-9.]+[eE][+-]?[0-9]{3}")
-_encoder = msgspec.json.Encoder(order="sorted")
+
+
+def _refuse_class(value: object) -> NoReturn:
+    """Raise TypeError for what msgspec cannot write; a class often stands where a value of it was meant."""
+    if isinstance(value, type):
+        raise TypeError(f"it holds the class {value.__name__}: give a value of it, such as {value.__name__}(...)")
+    raise TypeError(f"a {type(value).__name__} is none of its types")
+
+
+_encoder = msgspec.json.Encoder(order="sorted", enc_hook=_refuse_class)
 _decode_json = msgspec.json.Decoder().decode
 
 

@@ -151,7 +151,7 @@ class Reader:
             case inspect.LiteralType(values=choices):
                 return _choice(node, choices, reasons)
             case inspect.IntType() | inspect.FloatType() as number:
-                return self._bounded(node, number, path)
+                return self._bounded(node, number, path, meaning=reasons.get("bounds", ""))
             case inspect.BoolType():
                 return _boolean(node)
             case inspect.StrType(min_length=shortest):
@@ -192,16 +192,17 @@ class Reader:
         )
         return _BAD if any(value is _BAD for value in values) else values
 
-    def _bounded(self, node: Node, wanted: inspect.IntType | inspect.FloatType, path: str) -> float:
+    def _bounded(self, node: Node, wanted: inspect.IntType | inspect.FloatType, path: str, *, meaning: str) -> float:
         number = _integer(node) if isinstance(wanted, inspect.IntType) else _float(node)
         if self._unused and path.startswith(self._unused):
             return number
+        so = f": {meaning}" if meaning else ""
         if wanted.gt is not None and not number > wanted.gt:
-            raise ValueError(f"must be > {wanted.gt}")
+            raise ValueError(f"must be > {wanted.gt}{so}")
         if wanted.ge is not None and not number >= wanted.ge:
-            raise ValueError(f"must be >= {wanted.ge}")
+            raise ValueError(f"must be >= {wanted.ge}{so}")
         if wanted.le is not None and not number <= wanted.le:
-            raise ValueError(f"must be <= {wanted.le}")
+            raise ValueError(f"must be <= {wanted.le}{so}")
         return number
 
 

@@ -25,5 +25,6 @@ def about(description: str, *, ours: bool = False, **reasons: str) -> Meta:
     A field is `ours` where aviso-server, whose section it stands in, does not know it.
 
     `reasons` belongs to a choice: why a value that one might expect is none, and `otherwise`, what to say of the rest.
+    Of a number, `bounds` says what it is, where one that is out of bounds was meant as something else.
     """
     return Meta(description=description, extra={"reasons": reasons, "ours": ours})

@@ -206,7 +206,11 @@ class Workers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 30.0
     priority: Annotated[
         Annotated[int, Meta(ge=0, le=9)],
-        about("How near this worker is to the data: from 1 on it gets what no worker of a lower number asks for."),
+        about(
+            "Which workers JetStream serves first, those of the lowest number: from 1 on this worker gets what none of "
+            "a lower number asks for. No notification goes before another by it.",
+            bounds="it says which workers JetStream serves first, those of 0 before others; notifications have none",
+        ),
     ] = 0
     dead_letters: Annotated[DeadLetters, about("Where notifications go that could not be handled.")] = DeadLetters()
     agents: Annotated[

@@ -64,6 +64,8 @@ class Agent(Generic[P, R]):
     def __init__(
         self, function: Callable[P, R], *, event_type: str, where: Mapping[str, Any], name: str | None, policy: Policy
     ) -> None:
+        if inspect.isclass(function):
+            raise DeclarationError(f"agent of the class {function.__name__}: give an object of it, which is called")
         if not isinstance(function, partial) and not inspect.isroutine(function) and callable(function):
             function = cast(Callable[P, R], function.__call__)  # type: ignore[operator]  # of an object
         self.function = function
@@ -389,7 +391,7 @@ class Router:
 def _name_of(function: Callable[..., Any]) -> str:
     found = getattr(function, "__name__", "")
     if found in ("", "__call__", "<lambda>"):
-        raise DeclarationError(f"agent {found!r} of {function!r:.100}: it has no name of its own: give it name=")
+        raise DeclarationError(f"the agent of {function!r:.100} has no name of its own: give it name=")
     return str(found)
 
 
@@ -416,19 +418,17 @@ def _call_form(name: str, function: Callable[..., Any]) -> tuple[type, Any]:
     """Return which of Notification, Batch, Stream and Window the function takes, and the T of it (`Any` for none)."""
     wanted = "a function whose first argument is annotated Notification[T], Batch[T], Stream[T] or Window[A]"
     if not callable(function):
-        raise DeclarationError(f"agent {name!r}: must be {wanted}")
-    parameters = list(inspect.signature(function).parameters.values())
+        raise DeclarationError(f"agent {name!r}: must be {wanted}, found {function!r:.100}")
+    parameters = list(inspect.signature(function).parameters)
     if not parameters:
-        raise DeclarationError(f"agent {name!r}: must be {wanted}, found none")
-    hint = _hint(name, function, parameters[0].name)
+        raise DeclarationError(f"agent {name!r}: must be {wanted}, found no argument")
+    hint = _hint(name, function, parameters[0])
     form = typing.get_origin(hint) or hint
-    if hint is None and parameters[0].name == "self":
-        raise DeclarationError(
-            f"agent {name!r}: a method in a class has no object yet, whose agent it could be: declare it where the "
-            f"object is, as in app.agent(...)(self.{name})"
-        )
     if form not in (Notification, Batch, Stream, Window):
-        raise DeclarationError(f"agent {name!r}: must be {wanted}, found {hint!r}")
+        if parameters[0] == "self":
+            raise resources.unbound(f"agent {name!r}", function)
+        found = "no annotation" if hint is None else resources.spelled(hint)
+        raise DeclarationError(f"agent {name!r}: must be {wanted}, found {found} of {parameters[0]!r}")
     (argument_type,) = typing.get_args(hint) or (Any,)
     _refuse_unreadable(name, argument_type)
     return form, argument_type

@@ -20,7 +20,18 @@ from msgspec import Struct
 
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["Needing", "Resource", "bound", "declare", "hints_of", "in_order", "mistakes", "needs_of", "spelled"]
+__all__ = [
+    "Needing",
+    "Resource",
+    "bound",
+    "declare",
+    "hints_of",
+    "in_order",
+    "mistakes",
+    "needs_of",
+    "spelled",
+    "unbound",
+]
 
 
 class Needing(Protocol):
@@ -49,15 +60,15 @@ class Resource(Struct, frozen=True, kw_only=True):
 def declare(function: Callable[..., Any]) -> Resource:
     """Return the resource that the function is. Raises `DeclarationError`."""
     name = str(getattr(function, "__name__", ""))
-    given = hints_of(f"resource {name!r}", function).get("return")
-    gives: Any = given
+    hints = hints_of(f"resource {name!r}", function)
+    gives: Any = (given := hints.get("return"))
     if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
         iterates = typing.get_origin(given) in (AsyncIterator, AsyncGenerator, Iterator, Generator)
         gives = typing.get_args(given)[0] if iterates else None
     if gives in (None, type(None), Any):
         raise DeclarationError(
             f"resource {name!r}: must be a function that yields, annotated `-> AsyncIterator[Type]`, or one that "
-            f"returns, annotated `-> Type`, found {given!r}"
+            f"returns, annotated `-> Type`, found {spelled(given) if 'return' in hints else 'no annotation'}"
         )
     needs = needs_of(f"resource {name!r}", function)
     return Resource(name=name, gives=gives, needs=needs, function=_as_async_generator(function))
@@ -84,9 +95,20 @@ def needs_of(what: str, function: Callable[..., Any], *, without: Collection[str
     hints = hints_of(what, function)
     given = function.keywords if isinstance(function, functools.partial) else {}
     names = [name for name in inspect.signature(function).parameters if name not in {*without, *given}]
+    if names[:1] == ["self"]:
+        raise unbound(what, function)
     if bare := [name for name in names if name not in hints]:
         raise DeclarationError(f"{what}: annotate {', '.join(bare)} with the type that a resource gives")
     return {name: hints[name] for name in names}
+
+
+def unbound(what: str, function: Callable[..., Any]) -> DeclarationError:
+    """Return the error of a function that wants a `self` which nobody gives it."""
+    name = getattr(function, "__name__", "method")
+    return DeclarationError(
+        f"{what}: a method in a class has no object yet, on which it could be called: declare it where the object is, "
+        f"as self.{name}"
+    )
 
 
 def hints_of(what: str, function: Callable[..., Any]) -> dict[str, Any]:

@@ -93,6 +93,12 @@ class TestTheBody:
         with pytest.raises(InvalidPayloadError, match="mars: the payload holds NaN or an infinity"):
             body(payload)
 
+    @pytest.mark.parametrize("payload", [Field, {"fields": [Field]}])
+    def test_holds_values_and_no_classes(self, payload: Any) -> None:
+        complaint = r"mars: the payload is not JSON: it holds the class Field: give a value of it, such as Field\(...\)"
+        with pytest.raises(InvalidPayloadError, match=complaint):
+            body(payload)
+
     @pytest.mark.parametrize("payload", [object(), {1: 2}, {"a": 1j}, "\ud800", [{None: 1}]])
     def test_cannot_be_what_is_no_json(self, payload: Any) -> None:
         with pytest.raises(InvalidPayloadError, match="mars: the payload is not JSON: "):

@@ -219,6 +219,8 @@ class Indexer:
     async def method(self, notification: Notification[Field]) -> None:
         self.seen.append(("method", notification.payload))
 
+    async def annotated(self: Indexer, notification: Notification[Field]) -> None: ...
+
     async def __call__(self, notification: Notification[Field]) -> None:
         self.seen.append(("object", notification.payload))
 
@@ -250,14 +252,16 @@ async def with_an_ambiguous_payload(notification: Notification[Left | Right]) ->
 @pytest.mark.parametrize(
     ("function", "complaint"),
     [
-        (unannotated, "must be a function whose first argument.*found None"),
-        (misannotated, "must be a function whose first argument.*found <class '.*Field'>"),
-        (without_argument, "must be a function whose first argument.*found none"),
+        (unannotated, "must be a function whose first argument.*found no annotation of 'notification'"),
+        (misannotated, "must be a function whose first argument.*found Field of 'notification'"),
+        (without_argument, "must be a function whose first argument.*found no argument"),
         (with_two_arguments, "agent 'with_two_arguments': annotate other with the type that a resource gives"),
         (
             Indexer.method,
-            r"agent 'method': a method in a class has no object yet.*\(self.method\)",
+            "agent 'method': a method in a class has no object yet.*: declare it where .*, as self.method",
         ),
+        (Indexer.annotated, "agent 'annotated': a method in a class has no object yet"),
+        (Indexer, "agent of the class Indexer: give an object of it"),
         (unresolvable, "cannot be resolved.*'Missing'.*declare the payload type at module level, before the agent"),
         (mistyped, "cannot be resolved.*'Missing'"),
         (with_a_foreign_payload, "msgspec cannot read its payload type .*Ordinary.*use a msgspec.Struct, a dataclass"),

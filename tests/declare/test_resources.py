@@ -229,12 +229,24 @@ async def needing_nothing_in_particular(something) -> AsyncIterator[Database]:  
     yield Database("")
 
 
+class Connecting:
+    async def method(self) -> AsyncIterator[Database]:
+        yield Database("")
+
+
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
-        (unannotated, "annotated `-> AsyncIterator\\[Type\\]`, or one that returns, annotated `-> Type`, found None"),
-        (that_yields_and_says_that_it_returns, "found <class '.*Database'>"),
-        (of_nothing, "found <class 'NoneType'>"),
+        (
+            Connecting.method,
+            "resource 'method': a method in a class has no object yet.*: declare it .*, as self.method",
+        ),
+        (
+            unannotated,
+            "annotated `-> AsyncIterator\\[Type\\]`, or one that returns, annotated `-> Type`, found no annotation",
+        ),
+        (that_yields_and_says_that_it_returns, "annotated `-> Type`, found Database"),
+        (of_nothing, "annotated `-> Type`, found NoneType"),
         (needing_nothing_in_particular, "annotate something with the type that a resource gives"),
     ],
 )
