@@ -20,7 +20,7 @@ from msgspec import Struct, structs
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Reject, Stream
 from aviso_workers.aviso.schema import StoragePolicy
 from aviso_workers.backends.in_memory.consumer import InMemoryDelivery
-from aviso_workers.config import Config
+from aviso_workers.config import Config, NotificationBackend
 from aviso_workers.engine.acknowledging import STORE_AGAIN
 from aviso_workers.events import Settled
 from aviso_workers.testing import Harness, harness
@@ -293,7 +293,8 @@ def anyio_backend() -> Any:
 @pytest.fixture
 def settings() -> Config:
     kept = structs.replace(MARS, storage_policy=StoragePolicy(allow_duplicates=True))
-    return config_with(event_type=kept)
+    backend = NotificationBackend(kind="jetstream")  # which the harness plays: in_memory itself keeps one of each topic
+    return structs.replace(config_with(event_type=kept), notification_backend=backend)
 
 
 @pytest.fixture
