@@ -102,7 +102,7 @@ async def test_what_the_server_notes_in_place_of_a_notification_is_none(kind: st
     app.agent("plain", window=Windowing(size="1h", fold=lambda total, _: total + 1, initial=0))(closed)
 
     async with harness(app, server=nats_url or None) as t:
-        await app.notify("plain", {"a": 1, "b": "x"}, {"n": 1}, ttl=1)
+        await app.notify("plain", {"a": 1, "b": "x"}, {"n": 1}, ttl=5)  # all agents have handled it by then
         with anyio.fail_after(PATIENCE_SECONDS):
             while (await app.session.backend.stream_info("PLAIN")).last_sequence < 2:
                 await t.advance(0.1)
