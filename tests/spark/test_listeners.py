@@ -146,7 +146,9 @@ async def test_a_driver_that_just_ends_leaves_nothing_unpublished(
 import sys
 from pyspark.sql import SparkSession
 from aviso_workers.spark import listen
-spark = SparkSession.builder.master("local[1]").getOrCreate()
+# On a busy machine a heartbeat of Spark's own may come while its driver ends, and leave a stack trace.
+quiet = {"spark.executor.heartbeatInterval": "1h", "spark.network.timeout": "2h"}
+spark = SparkSession.builder.master("local[1]").config(map=quiet).getOrCreate()
 listen(spark, config=sys.argv[1])
 spark.range(3).count()
 """

@@ -40,12 +40,14 @@ async def unfinished(server: Server, consumer: str) -> tuple[int, int]:
         return info.num_pending, info.num_ack_pending
 
 
-async def all_done(record: Record, numbers: range, *, within: float = PATIENCE_SECONDS) -> None:
-    await until(
-        lambda: set(numbers) <= set(record.numbers("done")),
-        within=within,
-        what=lambda: f"not done: {sorted(set(numbers) - set(record.numbers('done')))}",
-    )
+async def all_done(record: Record, numbers: range) -> None:
+    """Wait until all of them are done, however long that takes while one after the other is."""
+
+    def left() -> set[int]:
+        return set(numbers) - set(record.numbers("done"))
+
+    while before := left():
+        await until(lambda: len(left()) < len(before), what=lambda: f"not done: {sorted(left())}")
 
 
 async def test_what_a_killed_worker_held_is_done_by_another_soon_after_ack_wait(

@@ -385,7 +385,7 @@ async def test_a_drill_tells_what_is_not_as_it_was(site: Site, tmp_path: Path) -
 
 
 async def test_a_cluster_takes_it_with_other_replicas_and_gives_it_back(original: Original, tmp_path: Path) -> None:
-    loaded = load_server(tmp_path / "dev.yaml", "{}")
+    loaded = load_server(tmp_path / "dev.yaml", "{port: 0, monitoring: {port: 0}}")
     nodes = processes.start(loaded, directory=tmp_path / "servers", nodes=3, detached=False)
     try:
         config = write_mars_config(tmp_path / "mars.yaml", nodes[0].url)
