@@ -1,7 +1,7 @@
 """The app: what authors declare, and what they call.
 
 Making one does no I/O, so that a module of agents imports anywhere. `async with app:` connects it, for scripts and
-tests; `app.work` then runs its agents and tasks, for a worker process (`serve`).
+tests. `run_until` runs it as a worker process does, and `running` does so inside of another program's event loop.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import difflib
 import re
 import sys
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import msgspec
@@ -33,6 +33,7 @@ from aviso_workers.engine.publisher import encode
 from aviso_workers.engine.session import Session, is_stopping, open_session
 from aviso_workers.engine.subscription import Run
 from aviso_workers.errors import (
+    AvisoWorkersError,
     ConfigError,
     DeclarationError,
     InvalidIdentifierError,
@@ -40,6 +41,9 @@ from aviso_workers.errors import (
     UnknownEventTypeError,
 )
 from aviso_workers.events import Events, Measured
+
+if TYPE_CHECKING:
+    from aviso_workers.telemetry.listeners import Listeners
 
 __all__ = ["App"]
 
@@ -358,16 +362,19 @@ class App(Router):
         self.events.emit(Measured(name=name, help=help, labels=tuple(labels), values=dict(values)))
 
     async def __aenter__(self) -> App:
+        await self._connect(self.config)
+        return self
+
+    async def _connect(self, config: Config) -> None:
         if self._session is not None:
             raise DeclarationError(f"app {self.name!r} is connected already")
-        session = open_session(app=self.name, config=self.config, events=self.events, opening=self._opening)
+        session = open_session(app=self.name, config=config, events=self.events, opening=self._opening)
         try:
             self._session = await self._stack.enter_async_context(session)
             await self._stack.enter_async_context(self._session.connect(self.tables))
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -375,12 +382,105 @@ class App(Router):
         self._session = None
         await self._stack.aclose()
 
-    async def work(self, stop: anyio.Event) -> None:
+    async def work(self, stop: anyio.Event, *, begun: anyio.Event | None = None) -> None:
         """Run all agents and tasks until `stop`, then let them finish. Inside of `async with app:`.
 
-        Raises `BackendError` when the connection is lost for good.
+        `begun` is set when each agent reads its stream, or has stated why it cannot yet. Raises `BackendError` when the
+        connection is lost for good.
         """
-        await self.session.work(self, stop, agents=self.agents)
+        await self.session.work(self, stop, agents=self.agents, begun=begun)
+
+    async def run_until(self, stop: anyio.Event, listeners: Listeners, *, begun: anyio.Event | None = None) -> None:
+        """Connect, and run all agents, timers and tasks until `stop`, then let them finish. `listeners` listen to us.
+
+        For a worker process, and for `running`, which other programs use. `begun` is as in `work`.
+
+        Raises `BackendError` when the connection is refused or lost for good, `ResourceError` when a resource cannot be
+        opened.
+        """
+        # Aviso's defaults are meant for a process that somebody watches: a worker waits for its servers without end.
+        config = self.config.with_defaults(retry_attempts=sys.maxsize, max_reconnect_attempts=0)
+        failure: AvisoWorkersError | None = None
+        async with anyio.create_task_group() as beside:
+            beside.start_soon(listeners.work)
+            listeners.tell_start(self.warnings())
+            try:
+                await self._connect(config)
+                try:
+                    beside.start_soon(listeners.measure_lag, self.session)
+                    await self.work(stop, begun=begun)
+                finally:
+                    await self.__aexit__(None, None, None)
+            except AvisoWorkersError as error:
+                failure = error  # raised below, outside of the group, so that it arrives as itself
+            beside.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    @asynccontextmanager
+    async def running(self, *, status_port: int | None = None) -> AsyncGenerator[App, None]:
+        """Run agents, timers and tasks inside of another program's event loop: `async with app.running():`.
+
+        The block begins when every agent reads its stream, or has logged why it cannot yet; a server that is not there
+        is waited for, without end unless `retry_attempts` is configured. When the block ends, also because it raises or
+        is cancelled, what runs may finish within `workers.drain_timeout_seconds`; a second cancellation ends that too.
+        Where the connection is lost for good, the block is cancelled, and raises why. Enter and leave it in one task.
+
+        Logs go where the program's go. With a `status_port`, /metrics, /livez and /readyz are answered on
+        `workers.status.host`. Signals are left to the program.
+
+        Raises `ConfigError` with every mistake before anything connects, `BackendError` when the connection is refused
+        or lost for good, `ResourceError` when a resource cannot be opened, `DeclarationError` where the app is
+        connected already.
+        """
+        if mistakes := self.mistakes():
+            raise ConfigError(mistakes)
+        # Imported here because a program that only publishes needs none of it, and metrics take long to import.
+        from aviso_workers.telemetry.listeners import listening
+
+        configured = self.config.workers.status
+        status = None if status_port is None else msgspec.structs.replace(configured, port=status_port)
+        begun, stop, ended = anyio.Event(), anyio.Event(), anyio.Event()
+        block, work = anyio.CancelScope(), anyio.CancelScope(shield=True)
+        failure: Exception | None = None
+        error: BaseException | None = None
+
+        async def run(listeners: Listeners) -> None:
+            nonlocal failure
+            try:
+                with work:
+                    await self.run_until(stop, listeners, begun=begun)
+            except Exception as raised:
+                failure = raised
+                listeners.tell_failure(raised)
+            finally:
+                ended.set()
+                block.cancel()
+
+        with listening(self, status=status) as listeners:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run, listeners)
+                try:
+                    with block:
+                        await begun.wait()
+                        yield self
+                except BaseException as raised:
+                    error = raised  # raised below, when what runs has finished
+                listeners.stopping()
+                stop.set()
+                if not begun.is_set():
+                    work.cancel()
+                try:
+                    with anyio.CancelScope(shield=True):
+                        await ended.wait()
+                finally:
+                    work.cancel()
+            if failure is None:
+                listeners.tell_end()
+        if error is not None:
+            raise error
+        if failure is not None:
+            raise failure
 
     def _mistake(self, path: str, problem: str, config: Config) -> str:
         """Return the mistake with the origin of its key (or section): a file and line, a variable, or the code."""

@@ -7,7 +7,8 @@ no observer can change what happens. Facts carry no subject and no payload.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, Literal, get_args
 
@@ -501,6 +502,16 @@ class Events:
         """Call the listener with facts of these kinds, or of all."""
         for kind in kinds or self._listeners:
             self._listeners[kind].append(listener)
+
+    @contextmanager
+    def heard_by(self, listener: Callable[[Any], None], *kinds: type[Event]) -> Iterator[None]:
+        """Call the listener with facts of these kinds, or of all, while the block runs."""
+        self.listen(listener, *kinds)
+        try:
+            yield
+        finally:
+            for kind in kinds or self._listeners:
+                self._listeners[kind].remove(listener)
 
     def emit(self, event: Event) -> None:
         listeners = self._listeners[type(event)]

@@ -32,6 +32,21 @@ def test_listeners_hear_all_facts_or_those_of_the_kinds_that_they_named() -> Non
     assert (everything, changes) == ([UP, STORED], [UP])
 
 
+def test_who_listens_for_a_while_hears_nothing_afterwards() -> None:
+    events = Events()
+    meanwhile: list[Event] = []
+    always: list[Event] = []
+    events.listen(always.append)
+
+    with events.heard_by(meanwhile.append, ConnectionChanged), events.heard_by(meanwhile.append, Published):
+        events.emit(UP)
+        events.emit(STORED)
+    events.emit(UP)
+    events.emit(STORED)
+
+    assert (meanwhile, always) == ([UP, STORED], [UP, STORED, UP, STORED])
+
+
 def test_a_listener_that_fails_is_logged_and_the_others_hear_it(caplog: pytest.LogCaptureFixture) -> None:
     events = Events()
     heard: list[Event] = []

@@ -20,7 +20,7 @@ from aviso_workers.declare.agents import durable_name
 from aviso_workers.events import Event, Measured
 from aviso_workers.ops import doctor
 from aviso_workers.ops.doctor import output
-from aviso_workers.worker.metrics import METRICS, OF_FLEET
+from aviso_workers.telemetry.metrics import METRICS, OF_FLEET
 from tests import programs
 from tests.waits import PATIENCE_SECONDS
 

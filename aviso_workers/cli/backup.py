@@ -23,7 +23,7 @@ from aviso_workers.config import Config
 from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, Identities, Keep, NewBackup, Progress, Schedule, Spool
-from aviso_workers.worker import logs
+from aviso_workers.telemetry import logs
 
 __all__ = ["Storage", "backup", "bar"]
 

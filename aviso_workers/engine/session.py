@@ -36,7 +36,14 @@ from aviso_workers.engine.subscription import Run, Subscription, keep_running, s
 from aviso_workers.engine.table_store import Tables
 from aviso_workers.engine.timer_loops import run_timers
 from aviso_workers.errors import BackendError, NotFoundError, UnknownEventTypeError
-from aviso_workers.events import ConnectionChanged, ConnectionSlow, Events, PermissionDenied
+from aviso_workers.events import (
+    AgentDisturbed,
+    AgentStarted,
+    ConnectionChanged,
+    ConnectionSlow,
+    Events,
+    PermissionDenied,
+)
 from aviso_workers.jetstream.specs import StreamSpec
 
 __all__ = ["Session", "is_stopping", "open_session"]
@@ -129,9 +136,11 @@ class Session:
         *,
         agents: Sequence[Agent[Any, Any]],
         given: Mapping[Any, Any] | None = None,
+        begun: anyio.Event | None = None,
     ) -> None:
         """Run these agents, and the app's timers and tasks, until `stop`; then let them finish. `given` has values in
-        place of the resources of these types.
+        place of the resources of these types. `begun` is set when each agent reads its stream, or has stated why it
+        cannot yet.
 
         Raises `BackendError` when the connection is lost for good, `RefusedError` where the server is too old for
         what is asked of it, `UnreadableStreamError` where it cannot read its streams, `ResourceError` where a resource
@@ -154,12 +163,19 @@ class Session:
                     stop,
                     agents=[resources.bound(agent, values) for agent in agents],
                     timers=[resources.bound(timer, values) for timer in app.timers],
+                    begun=begun,
                 )
         finally:
             _STOP.reset(token)
 
     async def _work(
-        self, app: Any, stop: anyio.Event, *, agents: Sequence[Agent[Any, Any]], timers: Sequence[Timer[Any, Any]]
+        self,
+        app: Any,
+        stop: anyio.Event,
+        *,
+        agents: Sequence[Agent[Any, Any]],
+        timers: Sequence[Timer[Any, Any]],
+        begun: anyio.Event | None,
     ) -> None:
         failure: BackendError | None = None
 
@@ -193,6 +209,8 @@ class Session:
             async with anyio.create_task_group() as work:
                 watching.start_soon(watch_backend, work.cancel_scope)
                 watching.start_soon(raise_replicas)
+                if begun is not None:
+                    watching.start_soon(self._tell_begun, agents, begun)  # first, so that it hears of all of them
                 for agent in agents:
                     work.start_soon(self.run_agent, agent, stop)
                 if agents:
@@ -206,6 +224,20 @@ class Session:
             watching.cancel_scope.cancel()
         if failure is not None:
             raise failure
+
+    async def _tell_begun(self, agents: Sequence[Agent[Any, Any]], begun: anyio.Event) -> None:
+        awaited = {(agent.name, self._stream(agent.event_type).name) for agent in agents}
+        heard = anyio.Event()
+
+        def hear(event: AgentStarted | AgentDisturbed) -> None:
+            awaited.discard((event.agent, event.stream))
+            if not awaited:
+                heard.set()
+
+        with self._events.heard_by(hear, AgentStarted, AgentDisturbed):
+            if awaited:
+                await heard.wait()
+        begun.set()
 
     async def run_agent(self, agent: Agent[Any, Any], stop: anyio.Event) -> None:
         """Run the agent until `stop`, then let it finish."""

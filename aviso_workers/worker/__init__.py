@@ -1,1 +1,1 @@
-"""One worker process, and a fleet of them: wiring, status port, metrics and logs."""
+"""One worker process, and a fleet of them."""

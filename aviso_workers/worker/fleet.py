@@ -29,9 +29,9 @@ from aviso_workers.app import App
 from aviso_workers.config import Secret
 from aviso_workers.declare.retry import Backoff, Restarts
 from aviso_workers.errors import ConfigError, WorkerProcessError
-from aviso_workers.worker import logs
-from aviso_workers.worker.metrics import FleetMetrics
-from aviso_workers.worker.status import Health, StatusServer
+from aviso_workers.telemetry import logs
+from aviso_workers.telemetry.metrics import FleetMetrics
+from aviso_workers.telemetry.status import Health, StatusServer
 
 __all__ = ["Fleet", "Plan", "run"]
 

@@ -1,60 +1,27 @@
-"""One worker process, wired: configuration, logs, status port, connection, agents and tasks, signals.
+"""One worker process: its log, its status port, its signals, and the app that it runs.
 
-The order is the design. The status port answers before the connection is tried, so that a worker that waits is seen;
-the connection closes after the last agent has settled what it held.
+The order is the design. The status port answers before the connection is tried, so that a worker that waits is seen.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import signal
-import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any
 
 import anyio
 import structlog
 from anyio.abc import TaskStatus
+from msgspec import structs
 
 from aviso_workers.app import App
-from aviso_workers.declare.agents import Agent
-from aviso_workers.engine.session import Session
-from aviso_workers.errors import BackendError, ConfigError, ResourceError
-from aviso_workers.events import (
-    AgentDisturbed,
-    AgentStarted,
-    ConnectionChanged,
-    DeadLettersRefused,
-    DeadLettersStored,
-    Event,
-    LeadershipHindered,
-    LeadershipUnhindered,
-    NotReadAgain,
-    ReadAgain,
-    Settled,
-    ThreadsFreed,
-    ThreadsStuck,
-)
-from aviso_workers.worker import logs
-from aviso_workers.worker.failure_logs import FailureLog
+from aviso_workers.errors import AvisoWorkersError, ConfigError
+from aviso_workers.events import ConnectionChanged, Settled
+from aviso_workers.telemetry import logs
+from aviso_workers.telemetry.listeners import Listeners, listening
+from aviso_workers.telemetry.logs import log
 from aviso_workers.worker.fleet_process import Member
-from aviso_workers.worker.metrics import Metrics
-from aviso_workers.worker.status import Health, StatusServer
 
 __all__ = ["run", "serve"]
-
-log = structlog.get_logger("aviso_workers")
-
-LAG_SECONDS = 2.0
-"""How often it is asked what an agent has left to do, unless there are many."""
-MOST_ASKED_PER_SECOND = 40
-"""Of all agents together."""
-DEAD_LETTERS = "dead letters"
-THREADS = "threads"
-BODIES = "bodies"
-"""What an agent lacks beside a stream that it reads; no stream has such a name."""
 
 
 def run(app: App, *, status_port: int | None = None, member: Member | None = None) -> None:
@@ -76,70 +43,31 @@ async def serve(app: App, *, status_port: int | None = None, member: Member | No
     """
     if mistakes := app.mistakes():
         raise ConfigError(mistakes)
-    # Aviso's defaults are meant for a process that somebody watches: a worker waits for its servers without end.
-    app.configure(app.config.with_defaults(retry_attempts=sys.maxsize, max_reconnect_attempts=0))
     settings = app.config.workers
     logs.configure(settings.logging)
+    status = settings.status if status_port is None else structs.replace(settings.status, port=status_port)
     if member is not None:
         structlog.contextvars.bind_contextvars(process=member.name)
         app.events.listen(member.observe, Settled)
-    readiness = _Readiness(app)
-    health = readiness.health
-    metrics = Metrics(app, ready=lambda: not health.unready, loop_lag_seconds=health.late_seconds)
-    failures = FailureLog()
-    app.events.listen(logs.observe, *logs.OBSERVED)
-    app.events.listen(failures.observe, Settled)
-    app.events.listen(metrics.observe)
-    app.events.listen(
-        readiness.observe,
-        ConnectionChanged,
-        AgentStarted,
-        AgentDisturbed,
-        DeadLettersRefused,
-        DeadLettersStored,
-        ThreadsStuck,
-        ThreadsFreed,
-        NotReadAgain,
-        ReadAgain,
-        LeadershipHindered,
-        LeadershipUnhindered,
-    )
-    port = settings.status.port if status_port is None else status_port
-    host, port = (settings.status.host, port) if member is None else ("127.0.0.1", 0)  # the fleet's supervisor asks
-    token = settings.status.token
-    with StatusServer(host=host, port=port, health=health, metrics=metrics.render, token=token) as status:
+        status = structs.replace(status, host="127.0.0.1", port=0)  # the fleet's supervisor asks
+    with listening(app, status=status) as listeners:
         if member is not None:
-            member.announce(status.url)
-        await _work(app, readiness, metrics, failures, status_url=status.url, member=member)
-    log.info("worker.stopped", app=app.name)
+            member.announce(listeners.url)
+        await _work(app, listeners, member)
+        listeners.tell_end()
 
 
-async def _work(
-    app: App,
-    readiness: _Readiness,
-    metrics: Metrics,
-    failures: FailureLog,
-    *,
-    status_url: str,
-    member: Member | None,
-) -> None:
+async def _work(app: App, listeners: Listeners, member: Member | None) -> None:
     connected, stop = anyio.Event(), anyio.Event()
-    failure: BackendError | ResourceError | None = None
+    app.events.listen(lambda change: connected.set() if change.connected else None, ConnectionChanged)
+    failure: AvisoWorkersError | None = None
     async with anyio.create_task_group() as watching:
-        await watching.start(_obey_signals, connected, stop, readiness, watching.cancel_scope)
-        watching.start_soon(readiness.health.keep_turning)
-        watching.start_soon(failures.keep_counting)
-        for warning in app.warnings():  # whoever reads the first line of the log may tell the worker to stop
-            log.warning("config.warning", text=warning)
-        log.info("worker.started", app=app.name, agents=[agent.name for agent in app.agents], status=status_url)
+        await watching.start(_obey_signals, connected, stop, listeners, watching.cancel_scope)
+        if member is not None:
+            watching.start_soon(_leave_when_recycled, member, connected, stop, listeners)
         try:
-            async with app:
-                connected.set()
-                watching.start_soon(_measure_lag, app.agents, app.session, metrics)
-                if member is not None:
-                    watching.start_soon(_leave_when_recycled, member, stop, readiness)
-                await app.work(stop)
-        except (BackendError, ResourceError) as error:
+            await app.run_until(stop, listeners)
+        except AvisoWorkersError as error:
             failure = error  # raised below, outside of the group, so that it arrives as itself
         watching.cancel_scope.cancel()
     if failure is not None:
@@ -149,7 +77,7 @@ async def _work(
 async def _obey_signals(
     connected: anyio.Event,
     stop: anyio.Event,
-    readiness: _Readiness,
+    listeners: Listeners,
     everything: anyio.CancelScope,
     *,
     task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
@@ -164,73 +92,13 @@ async def _obey_signals(
                 return
             log.info("worker.stopping", signal=number.name)
             told = True
-            readiness.stop()
+            listeners.stopping()
             stop.set()
 
 
-async def _leave_when_recycled(member: Member, stop: anyio.Event, readiness: _Readiness) -> None:
+async def _leave_when_recycled(member: Member, connected: anyio.Event, stop: anyio.Event, listeners: Listeners) -> None:
+    await connected.wait()
     reason = await member.until_recycled()
     log.info("worker.stopping", reason=reason)
-    readiness.stop()
+    listeners.stopping()
     stop.set()
-
-
-async def _measure_lag(agents: Sequence[Agent[Any, Any]], session: Session, metrics: Metrics) -> None:
-    wait = max(LAG_SECONDS / max(1, len(agents)), 1 / MOST_ASKED_PER_SECOND)
-    for agent in itertools.cycle(agents):
-        with suppress(BackendError):  # not made yet, or not reachable: the gauges keep what was last known
-            metrics.lag(agent.name, await session.consumer_info(agent))
-        await session.backend.clock.sleep(wait)
-
-
-class _Readiness:
-    """Ready means: connected, every agent reads, also again, has a thread and can store dead letters, this worker could
-    lead, and nobody stops it.
-    """
-
-    def __init__(self, app: App) -> None:
-        self.health = Health()
-        self._agents = {(agent.name, ""): "has not started" for agent in app.agents}
-        self._hindered: dict[str, str] = {}
-        """By bucket, why this worker cannot lead."""
-        self._connection = "not connected yet"
-        self._stopping = False
-        self._say()
-
-    def observe(self, event: Event) -> None:
-        match event:
-            case ConnectionChanged(connected=True):
-                self._connection = ""
-            case ConnectionChanged(reason=reason):
-                self._connection = f"not connected: {reason}"
-            case AgentStarted(agent=agent, stream=stream):
-                self._agents.pop((agent, ""), None)
-                self._agents.pop((agent, stream), None)
-            case AgentDisturbed(agent=agent, stream=stream, error=error):
-                self._agents[agent, stream] = str(error)
-            case DeadLettersRefused(agent=agent, error=error):
-                self._agents[agent, DEAD_LETTERS] = f"dead letters cannot be stored: {error}"
-            case DeadLettersStored(agent=agent):
-                self._agents.pop((agent, DEAD_LETTERS), None)
-            case ThreadsStuck(agent=agent, threads=threads):
-                self._agents[agent, THREADS] = f"{threads} threads are stuck" if threads > 1 else "its thread is stuck"
-            case ThreadsFreed(agent=agent):
-                self._agents.pop((agent, THREADS), None)
-            case NotReadAgain(agent=agent, sequence=sequence, error=error):
-                self._agents[agent, BODIES] = f"sequence {sequence}, which waits, cannot be read again: {error}"
-            case ReadAgain(agent=agent):
-                self._agents.pop((agent, BODIES), None)
-            case LeadershipHindered(bucket=bucket, error=error):
-                self._hindered[bucket] = f"cannot lead, for lack of bucket {bucket}: {error}"
-            case LeadershipUnhindered(bucket=bucket):
-                self._hindered.pop(bucket, None)
-        self._say()
-
-    def stop(self) -> None:
-        self._stopping = True
-        self._say()
-
-    def _say(self) -> None:
-        agents = (f"agent {name}: {problem}" for (name, _), problem in self._agents.items())
-        said = ("stopping" if self._stopping else "", self._connection, *self._hindered.values(), *agents)
-        self.health.unready = [problem for problem in said if problem]

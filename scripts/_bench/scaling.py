@@ -19,7 +19,7 @@ from aviso_workers import App, Notification
 from aviso_workers.engine.dead_letter_store import DeadLetter
 from aviso_workers.events import Ticked
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters, portions
-from aviso_workers.worker.metrics import Metrics
+from aviso_workers.telemetry.metrics import Metrics
 
 __all__ = ["scale"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from aviso_workers import App, Notification
 from aviso_workers.events import Settled
-from aviso_workers.worker.metrics import Metrics
+from aviso_workers.telemetry.metrics import Metrics
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
 

@@ -44,7 +44,7 @@ def test_a_python_that_does_not_run_is_named(said: str, cure: str) -> None:
 
 def test_importing_the_wing_loads_neither_metrics_nor_the_status_port_nor_pyspark() -> None:
     modules = "aviso_workers.spark, aviso_workers.spark.event_log"
-    forbidden = ("prometheus_client", "aviso_workers.worker.status", "aviso_workers.worker.metrics", "typer")
+    forbidden = ("prometheus_client", "aviso_workers.telemetry.status", "aviso_workers.telemetry.metrics", "typer")
     script = f"import sys, {modules}; print([name for name in {(*forbidden, 'pyspark')} if name in sys.modules])"
     in_a_task = (
         "import sys, aviso_workers.spark.readers, aviso_workers.spark.writers, aviso_workers.backends.jetstream; "

@@ -96,6 +96,12 @@ async def publish() -> None:
         assert_type(await app.key_value("mine"), KeyValue)
 
 
+async def embed() -> None:
+    async with app.running(status_port=9464) as running:
+        assert_type(running, App)
+        assert_type(await running.notify("mars", {"class": "od"}), Receipt)
+
+
 async def try_out() -> None:
     async with harness(app, workers=2) as t:
         assert_type(t, Harness)

@@ -10,7 +10,7 @@ from typing import Any
 from aviso_workers.events import Measured
 from aviso_workers.ops.doctor import Report
 from aviso_workers.ops.doctor.judgements import Finding, Result, State
-from aviso_workers.worker.metrics import render_gauges
+from aviso_workers.telemetry.metrics import render_gauges
 
 __all__ = ["document", "gauges", "measured", "nagios", "text"]
 

@@ -13,15 +13,18 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import Struct
 
-from aviso_workers.app import App
 from aviso_workers.aviso import schema
 from aviso_workers.backends import ConsumerInfo
+from aviso_workers.config import Config
+from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.windows import Window
 from aviso_workers.engine.buffer import Buffer
+from aviso_workers.engine.subscription import Run
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.events import (
     AgentDisturbed,
@@ -46,10 +49,10 @@ from aviso_workers.events import (
     Unreadable,
     WindowDone,
 )
-from aviso_workers.worker import exposition
-from aviso_workers.worker.exposition import Kind
+from aviso_workers.telemetry import exposition
+from aviso_workers.telemetry.exposition import Kind
 
-__all__ = ["FleetMetrics", "Metrics", "render_gauges"]
+__all__ = ["FleetMetrics", "Measurable", "Metrics", "render_gauges"]
 
 RUN_OUTCOMES = ("done", "failed")
 """Of a timer or a window."""
@@ -378,10 +381,24 @@ OF_FLEET: dict[tuple[str, ...], tuple[Metric, ...]] = {
 """What a fleet's supervisor adds to those of its processes."""
 
 
+class Measurable(Protocol):
+    """An app, as its numbers need it."""
+
+    name: str
+    agents: list[Agent[Any, Any]]
+    timers: list[Timer[Any, Any]]
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def runs(self) -> Mapping[str, Run]: ...
+
+
 class Metrics:
     """The numbers of one worker process. `observe` the app's events, `render` for a scrape, from any thread."""
 
-    def __init__(self, app: App, *, ready: Callable[[], bool], loop_lag_seconds: Callable[[], float]) -> None:
+    def __init__(self, app: Measurable, *, ready: Callable[[], bool], loop_lag_seconds: Callable[[], float]) -> None:
         bases = {name: schema.topic_of(name, kind).base for name, kind in app.config.notification_schema.items()}
         self.ready = ready
         self.loop_lag_seconds = loop_lag_seconds
@@ -583,7 +600,7 @@ def _gauge(measured: Measured) -> str:
     return "".join(lines)
 
 
-def _buffer_of(app: App, agent: str) -> Callable[[], Buffer | None]:
+def _buffer_of(app: Measurable, agent: str) -> Callable[[], Buffer | None]:
     return lambda: run.buffer if (run := app.runs.get(agent)) else None
 
 

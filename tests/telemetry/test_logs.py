@@ -34,8 +34,8 @@ from aviso_workers.events import (
     ThreadsStuck,
     WindowDone,
 )
-from aviso_workers.worker import logs
-from aviso_workers.worker.failure_logs import LINES_PER_PERIOD, PERIOD_SECONDS, FailureLog
+from aviso_workers.telemetry import logs
+from aviso_workers.telemetry.failure_logs import LINES_PER_PERIOD, PERIOD_SECONDS, FailureLog
 
 
 @pytest.fixture(autouse=True)

@@ -15,14 +15,13 @@ from types import TracebackType
 from typing import NamedTuple
 
 import anyio
-import structlog
 
 from aviso_workers.errors import AvisoWorkersError, describe, text_of
 from aviso_workers.events import Settled
+from aviso_workers.telemetry.logs import log
 
 __all__ = ["FailureLog"]
 
-log = structlog.get_logger("aviso_workers")
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
 """What the names of our own files begin with."""
 PERIOD_SECONDS = 10.0

@@ -36,7 +36,7 @@ from aviso_workers.events import (
     WindowDone,
 )
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
-from aviso_workers.worker.metrics import MOST_REASONS, RETRY_REASONS, FleetMetrics, Metrics
+from aviso_workers.telemetry.metrics import MOST_REASONS, RETRY_REASONS, FleetMetrics, Metrics
 from tests import programs
 
 OF_APP = {"app": "field-index"}

@@ -1,4 +1,4 @@
-"""What a worker process asks for beside its agents' work, in virtual time."""
+"""What is asked for beside an app's agents, in virtual time, and what makes it ready."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from aviso_workers.events import (
     NotReadAgain,
     ReadAgain,
 )
-from aviso_workers.worker import process
+from aviso_workers.telemetry import listeners
+from aviso_workers.telemetry.readiness import Readiness
 
 pytestmark = pytest.mark.anyio
 
@@ -34,7 +35,7 @@ async def test_the_lag_of_all_agents_is_asked_for_in_turn_and_not_too_often(agen
     session: Any = SimpleNamespace(consumer_info=consumer_info, backend=SimpleNamespace(clock=clock))
     metrics: Any = SimpleNamespace(lag=lambda agent, info: None)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(process._measure_lag, known, session, metrics)
+        tasks.start_soon(listeners._measure_lag, known, session, metrics)
         await clock.advance(119.999)
         tasks.cancel_scope.cancel()
 
@@ -43,7 +44,7 @@ async def test_the_lag_of_all_agents_is_asked_for_in_turn_and_not_too_often(agen
 
 
 def test_what_keeps_a_worker_from_its_work_makes_it_unready_until_it_is_over() -> None:
-    readiness = process._Readiness(SimpleNamespace(agents=[]))  # type: ignore[arg-type]
+    readiness = Readiness([])
     readiness.observe(ConnectionChanged(connected=True, reason=""))
     assert readiness.health.unready == []
     readiness.observe(NotReadAgain(agent="index", stream="MARS", sequence=7, error=ValueError("denied")))

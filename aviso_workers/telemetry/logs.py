@@ -1,4 +1,8 @@
-"""Logs: how they are written, and what the engine's facts look like in them."""
+"""Logs: how they are written, and what the engine's facts look like in them.
+
+A worker process configures them. Inside of another program they go where that has its logs: through structlog where it
+has configured it, else through the logging of the standard library.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +52,37 @@ from aviso_workers.events import (
     WindowDone,
 )
 
-__all__ = ["OBSERVED", "configure", "observe"]
+__all__ = ["OBSERVED", "configure", "log", "observe"]
 
-log = structlog.get_logger("aviso_workers")
 OBSERVED = tuple(kind for kind in get_args(Event) if kind is not Settled)
 """The facts that `observe` is for. `failure_logs` has the others."""
+
+
+class Log:
+    """Where lines go: an event, and what there is to say of it, by name."""
+
+    _structlog = structlog.get_logger("aviso_workers")
+    _standard = logging.getLogger("aviso_workers")
+
+    def info(self, event: str, **fields: Any) -> None:
+        self._write(logging.INFO, event, fields)
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self._write(logging.WARNING, event, fields)
+
+    def error(self, event: str, **fields: Any) -> None:
+        self._write(logging.ERROR, event, fields)
+
+    def _write(self, level: int, event: str, fields: dict[str, Any]) -> None:
+        if structlog.is_configured():
+            getattr(self._structlog, logging.getLevelName(level).lower())(event, **fields)
+        elif self._standard.isEnabledFor(level):
+            raised = fields.pop("exc_info", None)
+            said = "".join(f" {name}={value!r}" for name, value in fields.items())  # repr spells out what is invisible
+            self._standard.log(level, "%s%s", event, said, exc_info=raised)
+
+
+log = Log()
 
 
 def configure(settings: Logging) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from aviso_workers.config import Secret
 from aviso_workers.errors import ConfigError
-from aviso_workers.worker import status
-from aviso_workers.worker.status import Health, StatusServer
+from aviso_workers.telemetry import status
+from aviso_workers.telemetry.status import Health, StatusServer
 from tests.waits import PATIENCE_SECONDS
 
 
