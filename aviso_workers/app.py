@@ -27,7 +27,7 @@ from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, completed, examine
 from aviso_workers.config.documents import Node
 from aviso_workers.declare import outputs, resources
-from aviso_workers.declare.agents import Agent, Router, check_name
+from aviso_workers.declare.agents import Agent, Router, check_name, is_at_prompt
 from aviso_workers.declare.timers import Timer
 from aviso_workers.engine.publisher import encode
 from aviso_workers.engine.session import Session, is_stopping, open_session
@@ -128,24 +128,25 @@ class App(Router):
         `config` has settings for it, by the keys of `workers.agents.<router>`: what the configuration says goes over
         them. Raises `DeclarationError` where a name is taken.
         """
+        again = is_at_prompt() and router.name in [known.name for known in self._routers]  # a cell is run again
         if config is not None:
-            if router.name in self._given:
+            if router.name in self._given and not again:
                 raise DeclarationError(f"router {router.name!r} has its settings already: give config= once")
             self._given[router.name] = dict(config)
         begin = f"{prefix}_" if prefix else ""
         for agent in router.agents:
-            self._add_agent(_renamed(agent, begin))
+            self._add_agent(_renamed(agent, begin), again=again)
         for timer in router.timers:
-            self._add_timer(_renamed(timer, begin))
+            self._add_timer(_renamed(timer, begin), again=again)
         for task in router.tasks:
-            self._add_task(msgspec.structs.replace(task, name=begin + task.name))
+            self._add_task(msgspec.structs.replace(task, name=begin + task.name), again=again)
         for name, table in router.tables.items():
-            self._add_table(begin + name, table)
+            self._add_table(begin + name, table, again=again)
         for resource in router.resources:
-            self._add_resource(resource)
+            self._add_resource(resource, again=again)
         for name, entry in router.event_types:
-            self._add_event_type(name, entry)
-        self._routers.append(router)
+            self._add_event_type(name, entry, again=again)
+        self._routers = [known for known in self._routers if not (again and known.name == router.name)] + [router]
 
     def settings(self, router: Router) -> Any:
         """Return what the configuration tells a router under `workers.agents.<name>`, over what it was included with,
@@ -217,8 +218,8 @@ class App(Router):
             return completed(self._config, self.event_types)
         return examine(self._config, context=self._nats_context, event_types=self.event_types, beside=self._beside)
 
-    def _add_event_type(self, name: str, entry: Node) -> None:
-        super()._add_event_type(name, entry)
+    def _add_event_type(self, name: str, entry: Node, *, again: bool) -> None:
+        super()._add_event_type(name, entry, again=again)
         self.__dict__.pop("config", None)  # one that was loaded before does not have it
 
     def warnings(self) -> list[str]:

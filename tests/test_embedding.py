@@ -107,7 +107,7 @@ def test_a_notebook(config: Path, tmp_path: Path) -> None:
     meanwhile = "await app.notify('mars', {'class': 'od', 'date': '2026-11-20', 'step': 18})"
     until_it_came = "while steps != ['12', '18']:\n    await asyncio.sleep(0.01)"
     until_it_began = "while not app.runs:\n    await asyncio.sleep(0.01)\nawait asyncio.sleep(0)"
-    cells = [begin, declare, run, in_a_task[0], until_it_began, meanwhile, until_it_came, in_a_task[1]]
+    cells = [begin, declare, run, declare, in_a_task[0], until_it_began, meanwhile, until_it_came, in_a_task[1]]
     ran = subprocess.run(
         [sys.executable, "-c", KERNEL],
         input=json.dumps([*cells, "assert working.cancelled() and not app.runs"]),

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import datetime
 from functools import partial
-from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 import msgspec
 from msgspec import Struct
@@ -31,7 +31,7 @@ from aviso_workers.declare.verdicts import Classifier, Reject, Retry
 from aviso_workers.declare.windows import Window, Windowing
 from aviso_workers.errors import DeclarationError, InvalidPositionError
 
-__all__ = ["Agent", "Policy", "Router", "Task", "check_name", "durable_name"]
+__all__ = ["Agent", "Policy", "Router", "Task", "check_name", "durable_name", "is_at_prompt"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -95,7 +95,8 @@ class Agent(Generic[P, R]):
         """
 
         def declare(classify: Classifier) -> Classifier:
-            self.classifiers += [(kind, classify) for kind in kinds]
+            known = [(kind, each) for kind, each in self.classifiers if not _is_again(each, classify, by_name=True)]
+            self.classifiers = [*known, *((kind, classify) for kind in kinds)]
             return classify
 
         return declare
@@ -148,6 +149,19 @@ class Task(Struct, frozen=True, kw_only=True):
     name: str
     function: Callable[[Any], Coroutine[Any, Any, None]]
     """Called with the app."""
+
+
+class Declared(Protocol):
+    """An agent, a timer, a task or a resource."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def function(self) -> Callable[..., Any]: ...
+
+
+D = TypeVar("D", bound=Declared)
 
 
 class Router:
@@ -281,7 +295,7 @@ class Router:
         Raises `DeclarationError`.
         """
         table: Table[Any] = Table(check_name("table", name), type, default=default, history=history, cached=cached)
-        self._add_table(name, table)
+        self._add_table(name, table, again=is_at_prompt(sys._getframe(1).f_globals.get("__name__", "")))
         return table
 
     def counter(self, name: str) -> Counter:
@@ -290,7 +304,7 @@ class Router:
         Raises `DeclarationError`.
         """
         counter = Counter(check_name("counter", name))
-        self._add_table(name, counter)
+        self._add_table(name, counter, again=is_at_prompt(sys._getframe(1).f_globals.get("__name__", "")))
         return counter
 
     def event_type(
@@ -315,6 +329,7 @@ class Router:
         configuration's file, or another declaration, describes in another way. Raises `DeclarationError` for what no
         file could hold.
         """
+        caller = sys._getframe(1)
         declared = event_types.declare(
             name,
             key=key,
@@ -323,15 +338,17 @@ class Router:
             storage_policy=storage_policy,
             base=base,
             of=f"{type(self).__name__} {self.name!r}",
-            call=sys._getframe(1),
+            call=caller,
         )
-        self._add_event_type(*declared)
+        self._add_event_type(*declared, again=is_at_prompt(caller.f_globals.get("__name__", "")))
 
-    def _add_event_type(self, name: str, entry: Node) -> None:
-        self.event_types.append((name, entry))
+    def _add_event_type(self, name: str, entry: Node, *, again: bool) -> None:
+        known = [each for each in self.event_types if not (again and each[0] == name)]
+        self.event_types = [*known, (name, entry)]
 
-    def _add_table(self, name: str, table: Table[Any] | Counter) -> None:
-        self._refuse_twice("table", name, list(self.tables))
+    def _add_table(self, name: str, table: Table[Any] | Counter, *, again: bool) -> None:
+        if name in self.tables and not again:
+            raise self._twice("table", name)
         self.tables[name] = table
 
     def resource(self, function: Callable[P, R]) -> Callable[P, R]:
@@ -347,14 +364,19 @@ class Router:
         self._add_resource(resources.declare(function))
         return function
 
-    def _add_resource(self, resource: Resource) -> None:
-        for known in self.resources:
+    def _add_resource(self, resource: Resource, *, again: bool = False) -> None:
+        others = [
+            known
+            for known in self.resources
+            if known.name != resource.name or not (again or _is_again(known.function, resource.function))
+        ]
+        for known in others:
             if known.gives == resource.gives:
                 raise DeclarationError(
                     f"resources {known.name!r} and {resource.name!r} of {self.name!r} both give a "
                     f"{resources.spelled(resource.gives)}: let one of them give a type of its own, such as a NewType"
                 )
-        self.resources.append(resource)
+        self.resources = [*others, resource]
 
     def _timer(
         self, schedule: Callable[[], Schedule], *, leader: bool, catch_up: bool, name: str | None
@@ -371,21 +393,41 @@ class Router:
 
         return declare
 
-    def _add_timer(self, timer: Timer[Any, Any]) -> None:
-        self._refuse_twice("timer", timer.name, [known.name for known in self.timers])
-        self.timers.append(timer)
+    def _add_timer(self, timer: Timer[Any, Any], *, again: bool = False) -> None:
+        self._add("timer", self.timers, timer, again=again)
 
-    def _add_agent(self, agent: Agent[Any, Any]) -> None:
-        self._refuse_twice("agent", agent.name, [known.name for known in self.agents])
-        self.agents.append(agent)
+    def _add_agent(self, agent: Agent[Any, Any], *, again: bool = False) -> None:
+        self._add("agent", self.agents, agent, again=again)
 
-    def _add_task(self, task: Task) -> None:
-        self._refuse_twice("task", task.name, [known.name for known in self.tasks])
-        self.tasks.append(task)
+    def _add_task(self, task: Task, *, again: bool = False) -> None:
+        self._add("task", self.tasks, task, again=again)
 
-    def _refuse_twice(self, kind: str, name: str, known: Sequence[str]) -> None:
-        if name in known:
-            raise DeclarationError(f"{kind} {name!r} is declared twice in {self.name!r}: give one another name")
+    def _add(self, kind: str, known: list[D], declared: D, *, again: bool) -> None:
+        for place, each in enumerate(known):
+            if each.name == declared.name:
+                if not (again or _is_again(each.function, declared.function)):
+                    raise self._twice(kind, declared.name)
+                known[place] = declared
+                return
+        known.append(declared)
+
+    def _twice(self, kind: str, name: str) -> DeclarationError:
+        return DeclarationError(f"{kind} {name!r} is declared twice in {self.name!r}: give one another name")
+
+
+def is_at_prompt(module: str = "__main__") -> bool:
+    """Return whether the module is what is typed at Python's prompt or in the cells of a notebook, which are run again
+    and again: what they declare takes the place of what they declared before.
+    """
+    return module == "__main__" and hasattr(sys, "ps1")  # which an interactive shell sets, IPython's as well
+
+
+def _is_again(known: Callable[..., Any], declared: Callable[..., Any], *, by_name: bool = False) -> bool:
+    """Return whether both were typed at the prompt, one after the other. One that is declared twice is the same one."""
+    functions = [each.func if isinstance(each, partial) else each for each in (known, declared)]
+    if by_name and len({getattr(each, "__name__", "") for each in functions}) > 1:
+        return False
+    return known is not declared and all(is_at_prompt(getattr(each, "__module__", "")) for each in functions)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -78,6 +78,7 @@ def _as_async_generator(function: Callable[..., Any]) -> Callable[..., AsyncIter
     if inspect.isasyncgenfunction(function):
         return function
 
+    @functools.wraps(function)
     async def opened(**needs: Any) -> AsyncIterator[Any]:
         if inspect.isgeneratorfunction(function):
             with contextmanager(function)(**needs) as value:
@@ -130,13 +131,15 @@ def mistakes(resources: Sequence[Resource], needing: Mapping[str, Mapping[str, A
     """
     given = {resource.gives for resource in resources} | {app}
     everybody = {**needing, **{f"resource {each.name!r}": each.needs for each in resources}}
-    known = ", ".join(sorted(spelled(resource.gives) for resource in resources)) or "none"
-    found = [
-        f"{what}: no resource gives its argument {name}: {spelled(wanted)}; there are: {known}"
-        for what, needs in everybody.items()
-        for name, wanted in needs.items()
-        if wanted not in given
-    ]
+    known = sorted(spelled(resource.gives) for resource in resources)
+    found = []
+    for what, needs in everybody.items():
+        for name, wanted in needs.items():
+            if wanted not in given:
+                there = ", ".join(known) or "none"
+                if spelled(wanted) in known:  # a cell of a notebook that is run again makes its classes anew
+                    there += f" (but another {spelled(wanted)}: run again what declares the {what.split()[0]})"
+                found.append(f"{what}: no resource gives its argument {name}: {spelled(wanted)}; there are: {there}")
     try:
         in_order(resources)
     except DeclarationError as error:
