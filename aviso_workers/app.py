@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import os
 import re
 import sys
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import msgspec
+from anyio.from_thread import BlockingPortal
 
 from aviso_workers.aviso import positions, schema, topics
 from aviso_workers.aviso.notifications import Notification, Notify, Receipt
@@ -29,6 +31,7 @@ from aviso_workers.config.documents import Node
 from aviso_workers.declare import outputs, resources
 from aviso_workers.declare.agents import Agent, Router, check_name, is_at_prompt
 from aviso_workers.declare.timers import Timer
+from aviso_workers.engine import portal
 from aviso_workers.engine.publisher import encode
 from aviso_workers.engine.session import Session, is_stopping, open_session
 from aviso_workers.engine.subscription import Run
@@ -73,6 +76,8 @@ class App(Router):
         self._given: dict[str, Mapping[str, Any]] = {}
         """By router, the settings that it was included with."""
         self._session: Session | None = None
+        self._portal: tuple[BlockingPortal, int] | None = None
+        """To the loop on which it is connected, and the process that has the loop."""
         self._stack = AsyncExitStack()
 
     def configure(self, config: Config | str | Path, *, opening: Opening = open_backend) -> None:
@@ -276,6 +281,41 @@ class App(Router):
         wanted = Notify(event_type, identifier, payload, message_id, ttl, deliver_at, deliver_after, headers)
         return await self.session.publisher.notify(wanted)
 
+    def notify_sync(
+        self,
+        event_type: str,
+        identifier: Mapping[str, Any],
+        payload: Any = None,
+        *,
+        message_id: str | None = None,
+        ttl: int | None = None,
+        deliver_at: datetime | None = None,
+        deliver_after: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Receipt:
+        """Do what `notify` does, from code without an event loop: a view, a script, a thread. From any thread at once.
+
+        Where the app is connected in this process, it publishes over that connection. Else the first call connects, on
+        an event loop in a thread of its own, and the connection is kept until the interpreter ends, which waits for
+        what is under way. A process that is forked connects by itself.
+
+        Raises as `notify` does, also where no connection can be made; `ConfigError`; `DeclarationError` where an event
+        loop runs in this thread, which waiting would stop.
+        """
+        if portal.is_inside_loop():
+            raise DeclarationError(
+                "notify_sync would stop the event loop that runs here: `await app.notify(...)` instead"
+            )
+        wanted = Notify(event_type, identifier, payload, message_id, ttl, deliver_at, deliver_after, headers)
+        config, opening, session, ours = self.config, self._opening, self._session, self._portal
+        if session is not None and ours is not None and ours[1] == os.getpid():
+            return portal.call(ours[0], session.publisher.notify, wanted)
+        kept = portal.of_process()
+        session = kept.session(
+            (self, id(config)), lambda: open_session(app=self.name, config=config, events=Events(), opening=opening)
+        )
+        return portal.call(kept.blocking, session.publisher.notify, wanted)
+
     async def cancel(self, event_type: str, message_id: str) -> bool:
         """Forget a notification that waits to be delivered; False where none does, or not any more.
 
@@ -373,6 +413,7 @@ class App(Router):
         try:
             self._session = await self._stack.enter_async_context(session)
             await self._stack.enter_async_context(self._session.connect(self.tables))
+            self._portal = await self._stack.enter_async_context(BlockingPortal()), os.getpid()
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
@@ -380,7 +421,7 @@ class App(Router):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._session = None
+        self._session = self._portal = None
         await self._stack.aclose()
 
     async def work(self, stop: anyio.Event, *, begun: anyio.Event | None = None) -> None:

@@ -95,7 +95,7 @@ async def test_a_fastapi_application(config: Path) -> None:
             httpx.AsyncClient(transport=transport, base_url="http://api") as client,
         ):
             assert (await client.post("/fields/2026-11-20/6")).json() == {"sequence": 1}
-            assert (await client.post("/fields/2026-11-20/12")).json() == {"sequence": 2}
+            assert (await client.post("/fields-from-a-thread/2026-11-20/12")).json() == {"sequence": 2}
             await until(lambda: len(found["indexed"]) == 2)
             assert (await client.post("/fields/2026-11-20/18")).json() == {"sequence": 3}
     assert found["indexed"][:2] == ["6", "12"]
@@ -118,3 +118,11 @@ def test_a_notebook(config: Path, tmp_path: Path) -> None:
         timeout=PATIENCE_SECONDS,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_a_script(config: Path, tmp_path: Path) -> None:
+    script = programs("Publish without an event loop")[0]
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE_SECONDS
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "1\n", "")

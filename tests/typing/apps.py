@@ -102,6 +102,11 @@ async def embed() -> None:
         assert_type(await running.notify("mars", {"class": "od"}), Receipt)
 
 
+def publish_from_a_thread() -> None:
+    stored = app.notify_sync("mars", {"class": "od"}, {"n": 1}, message_id="mine", ttl=60, headers={"Source": "cron"})
+    assert_type(stored, Receipt)
+
+
 async def try_out() -> None:
     async with harness(app, workers=2) as t:
         assert_type(t, Harness)
