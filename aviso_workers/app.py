@@ -28,8 +28,10 @@ from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, completed, examine
 from aviso_workers.config.documents import Node
-from aviso_workers.declare import outputs, resources
+from aviso_workers.declare import around, outputs, resources
 from aviso_workers.declare.agents import Agent, Router, check_name, is_at_prompt
+from aviso_workers.declare.around import Around
+from aviso_workers.declare.resources import Needing
 from aviso_workers.declare.timers import Timer
 from aviso_workers.engine import portal
 from aviso_workers.engine.publisher import encode
@@ -75,6 +77,8 @@ class App(Router):
         self._routers: list[Router] = []
         self._given: dict[str, Mapping[str, Any]] = {}
         """By router, the settings that it was included with."""
+        self._included: dict[str, tuple[Router, str]] = {}
+        """By agent that was included, its router and the name that it has there."""
         self._session: Session | None = None
         self._portal: tuple[BlockingPortal, int] | None = None
         """To the loop on which it is connected, and the process that has the loop."""
@@ -140,7 +144,9 @@ class App(Router):
             self._given[router.name] = dict(config)
         begin = f"{prefix}_" if prefix else ""
         for agent in router.agents:
-            self._add_agent(_renamed(agent, begin), again=again)
+            renamed = _renamed(agent, begin)
+            self._add_agent(renamed, again=again)
+            self._included[renamed.name] = router, agent.name
         for timer in router.timers:
             self._add_timer(_renamed(timer, begin), again=again)
         for task in router.tasks:
@@ -208,14 +214,29 @@ class App(Router):
                 topics.key_of(schema.topic_of(agent.event_type, declared), agent.policy.order_by)
             except InvalidNotificationError as error:
                 found.append(f"agent {agent.name!r}: {error}")
-        needing = {f"agent {agent.name!r}": agent.needs for agent in self.agents}
-        needing |= {f"timer {timer.name!r}": timer.needs for timer in self.timers}
-        found += resources.mistakes(self.resources, needing, app=type(self))
+        found += self._mistakes_of_resources()
+        for router in (self, *self._routers):
+            found += around.mistakes(router.arounds, router.agents, router=router.name)
         for router in self._routers:
             try:
                 self._settings(router, examined.config)
             except ConfigError as error:
                 found += error.mistakes
+        return found
+
+    def _mistakes_of_resources(self) -> list[str]:
+        timers = [resources.surrounded(timer, (), self.resources) for timer in self.timers]
+        called: list[tuple[str, type | None, Needing]] = [
+            *((f"agent {agent.name!r}", agent.form, agent) for agent in self.agents_at_work()),
+            *((f"timer {timer.name!r}", None, timer) for timer in timers),
+        ]
+        needing = [
+            *((what, each.needs) for what, _, each in called),
+            *((each.label, each.asks) for router in (self, *self._routers) for each in router.arounds),
+        ]
+        found = resources.mistakes(self.resources, needing, app=type(self))
+        for what, form, each in called:
+            found += around.mistakes_of_calls(what, form, each.around)
         return found
 
     def _examined(self) -> Examined:
@@ -430,7 +451,18 @@ class App(Router):
         `begun` is set when each agent reads its stream, or has stated why it cannot yet. Raises `BackendError` when the
         connection is lost for good.
         """
-        await self.session.work(self, stop, agents=self.agents, begun=begun)
+        await self.session.work(self, stop, agents=self.agents_at_work(), begun=begun)
+
+    def agents_at_work(self) -> list[Agent[Any, Any]]:
+        """Return the agents, each with what is opened around its calls."""
+        return [resources.surrounded(agent, self._around(agent), self.resources) for agent in self.agents]
+
+    def _around(self, agent: Agent[Any, Any]) -> list[Around]:
+        """Return what was declared to run around an agent, the outermost first."""
+        places: list[tuple[Router, str]] = [(self, agent.name)]
+        if agent.name in self._included:
+            places.append(self._included[agent.name])
+        return [each for router, name in places for each in router.arounds if each.is_around(name, agent.form)]
 
     async def run_until(self, stop: anyio.Event, listeners: Listeners, *, begun: anyio.Event | None = None) -> None:
         """Connect, and run all agents, timers and tasks until `stop`, then let them finish. `listeners` listen to us.

@@ -50,10 +50,11 @@ from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
 from aviso_workers.declare.agents import Agent, durable_name
 from aviso_workers.declare.batches import Source, Stream
-from aviso_workers.declare.resources import spelled
+from aviso_workers.declare.resources import Resource, spelled
 from aviso_workers.declare.timers import Timer
 from aviso_workers.engine import dead_letter_store, delayed_delivery, delayed_messages, max_deliveries, parts
 from aviso_workers.engine.buffer import Buffer
+from aviso_workers.engine.call_scope import Opened
 from aviso_workers.engine.dead_letter_store import DeadLetter
 from aviso_workers.engine.handlers import windowed
 from aviso_workers.engine.session import Session, open_session
@@ -201,7 +202,7 @@ class Harness:
         """Start workers, until there are as many as there were at the beginning."""
         while len(self._workers) < self._count:
             worker = _Worker(self._failed, self._hear, self.app.events.emit)
-            agents = [self._code.watched(agent) for agent in self.app.agents]
+            agents = [self._code.watched(agent) for agent in self.app.agents_at_work()]
             await self._tasks.start(worker.run, self.app, self._config, self._open, agents, self._resources)
             self._workers.append(worker)
         if self._clock:
@@ -631,7 +632,7 @@ class _Code:
         return time.monotonic() - min(began) if len(began) > self._asleep else None
 
     def watched(self, agent: Agent[Any, Any]) -> Agent[Any, Any]:
-        """Return the agent with its function called from here."""
+        """Return the agent with its function, and what is around it, called from here."""
         watched = copy.copy(agent)
         call = in_thread(agent) if agent.in_thread else agent.function
 
@@ -654,7 +655,17 @@ class _Code:
 
         watched.function = loop_over_it if agent.yields else call_it
         watched.in_thread = False
+        watched.around = [structs.replace(each, function=self._opened(each, agent.name)) for each in agent.around]
         return watched
+
+    def _opened(self, resource: Resource, agent: str) -> Callable[..., AsyncIterator[Any]]:
+        async def opened(**given: Any) -> AsyncIterator[Any]:
+            with self._inside(agent) as turn:
+                async with Opened(resource, given) as value:
+                    with self.outside(turn):
+                        yield value
+
+        return opened
 
     def strike(self, agent: str) -> None:
         if faults := self.faults.get(agent):

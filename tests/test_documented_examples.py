@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +30,20 @@ def example(page: str, *, section: str = "") -> dict[str, Any]:
     return found
 
 
-async def test_the_example_of_tables(tmp_path: Path) -> None:
-    found = example("tables.md")
-    app: App = found["app"]
-    file = write_mars_config(tmp_path / "config.yaml", "nats://127.0.0.1:1")
+def in_memory(app: App, directory: Path) -> App:
+    """The app of an example, without a server."""
+    file = write_mars_config(directory / "config.yaml", "nats://127.0.0.1:1")
     document = json.loads(file.read_text())
     document["notification_backend"] = {"kind": "in_memory"}
     del document["notification_schema"]["mars"]["storage_policy"]
     file.write_text(json.dumps(document))
     app.configure(file)
-    async with harness(app) as at_work:
+    return app
+
+
+async def test_the_example_of_tables(tmp_path: Path) -> None:
+    found = example("tables.md")
+    async with harness(in_memory(found["app"], tmp_path)) as at_work:
         for step in (0, 6):
             await at_work.notify("mars", {"class": "od", "step": step}, {"location": f"/{step}", "size": 21})
         await at_work.settle()
@@ -55,3 +63,34 @@ async def test_the_example_of_event_types_in_python(
         await at_work.notify("ride", {"vendor": "green", "n": 7})
         await at_work.settle()
     assert capsys.readouterr().out == "green 7\n"
+
+
+async def test_the_example_of_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with closing(sqlite3.connect("fields.db")) as database:
+        database.execute("create table fields (step text primary key, location text)")
+        database.execute("create table locations (step text primary key, location text check (location != '/taken'))")
+        found = example("agents.md", section="### Share a database session per notification")
+        async with harness(in_memory(found["app"], tmp_path)) as at_work:
+            for step, location in ((0, "/0"), (6, "/taken")):
+                await at_work.notify("mars", {"class": "od", "step": step}, {"location": location})
+            await at_work.settle()
+            assert [dead_letter.error for dead_letter in at_work.dead_letters] == [
+                "IntegrityError: CHECK constraint failed: location != '/taken'"
+            ]
+        assert database.execute("select * from fields").fetchall() == [("0", "/0")]
+
+
+async def test_the_example_of_what_runs_around_each_notification(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="fields")
+    found = example("agents.md", section="### Measure or log around each notification")
+    async with harness(in_memory(found["app"], tmp_path)) as at_work:
+        at_work.fail("index", ConnectionError("no database"))
+        await at_work.notify("mars", {"class": "od", "step": 6}, {})
+        await at_work.settle()
+        assert at_work.outcomes("index") == ["retried", "acked"]
+    failed, done = caplog.messages
+    assert failed == "step 6 failed: ConnectionError('no database')"
+    assert re.fullmatch(r"step 6 took \d\.\d{3} s", done)

@@ -57,6 +57,10 @@ class Database:
 def database() -> Database:
     return Database()
 
+@app.around
+async def measure(notification: Notification[Any]) -> AsyncIterator[None]:
+    yield
+
 @app.every("1h", leader=True)
 async def tidy(database: Database) -> None: ...
 
@@ -80,6 +84,7 @@ assert [one.function for one in app.agents] == [index.function], app.agents
 assert [one.function for one in app.timers] == [tidy.function], app.timers
 assert [one.function for one in app.tasks] == [tail], app.tasks
 assert [one.gives for one in app.resources] == [Database], app.resources
+assert [one.function for one in app.arounds] == [measure], app.arounds
 assert app.tables == {"rows": rows, "volume": volume}, app.tables
 assert index.classifiers == [(OSError, judge)], index.classifiers
 assert app.mistakes() == [], app.mistakes()

@@ -444,6 +444,27 @@ class TestInVirtualTime:
             await t.settle()
         assert t.outcomes(agent) == ["acked", "acked"]
 
+    async def test_nor_does_code_around_it(self, app: App) -> None:
+        @app.resource(scope="call")
+        async def client() -> AsyncIterator[Client]:
+            await anyio.sleep(0.05)
+            yield Client("")
+            await anyio.sleep(0.05)
+
+        @app.around
+        async def measure(notification: Notification[Any]) -> AsyncIterator[None]:
+            await anyio.sleep(0.05)
+            yield
+            await anyio.sleep(0.05)
+
+        @app.agent("mars", timeout=0.001)
+        async def index(notification: Notification[Any], client: Client) -> None: ...
+
+        async with harness(app) as t:
+            await notify(t, 1, 2)
+            await t.settle()
+        assert t.outcomes(index) == ["acked", "acked"]
+
     async def test_the_backend_is_not_asked_while_a_worker_holds_what_it_was_given(
         self, app: App, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -10,7 +10,14 @@ def test_agents_are_declared_in_every_call_form() -> None:
     assert {agent.form for agent in agents.app.agents} == {Notification, Batch, Stream, Window}
     assert {agent.name for agent in agents.app.agents if agent.in_thread} == {"fields_in_a_thread"}
     assert agents.index.payload_type is agents.Field
-    assert agents.index.needs == {"database": agents.Database}
+    assert agents.index.needs == {"database": agents.Database, "session": agents.Session}
+
+
+def test_what_runs_around_them_is_declared() -> None:
+    around = {agent.name: [each.name for each in agent.around] for agent in agents.app.agents_at_work()}
+    assert around["index"] == ["measure", "log", "session"]
+    assert around["fields_load"] == ["measure_batches"]
+    assert around["fields_sums"] == ["measure_windows"]
 
 
 def test_all_else_is_declared() -> None:

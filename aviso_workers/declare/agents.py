@@ -10,10 +10,10 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from datetime import datetime
 from functools import partial
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 import msgspec
 from msgspec import Struct
@@ -21,9 +21,10 @@ from msgspec import Struct
 from aviso_workers.aviso import positions
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.config.documents import Node
-from aviso_workers.declare import event_types, resources, timers
+from aviso_workers.declare import around, event_types, resources, timers
+from aviso_workers.declare.around import Around
 from aviso_workers.declare.batches import Batch, Batching, Stream
-from aviso_workers.declare.resources import Resource
+from aviso_workers.declare.resources import Resource, Scope
 from aviso_workers.declare.retry import Backoff
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Schedule, Timer
@@ -36,6 +37,13 @@ __all__ = ["Agent", "Policy", "Router", "Task", "check_name", "durable_name", "i
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+Yields = AsyncIterator[None]
+A = TypeVar(
+    "A",
+    bound=Callable[Concatenate[Notification[Any], ...], Yields]
+    | Callable[Concatenate[Batch[Any], ...], Yields]
+    | Callable[Concatenate[Window[Any], ...], Yields],
+)
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -79,8 +87,10 @@ class Agent(Generic[P, R]):
         self.form, self.argument_type = _call_form(self.name, function)
         self.payload_type = self.argument_type
         first = next(iter(inspect.signature(function).parameters))
-        self.needs = resources.needs_of(f"agent {self.name!r}", function, without=(first,))
+        self.needs: Mapping[str, Any] = resources.needs_of(f"agent {self.name!r}", function, without=(first,))
         """By argument after the first, the type of the resource that gives it."""
+        self.around: Sequence[Resource] = ()
+        """What is opened around each call, the outermost first; `App.agents_at_work` says it."""
         self._refuse_nonsense()
         if policy.window is not None:
             self.payload_type = _folded_type(self.name, policy.window, self.argument_type)
@@ -165,7 +175,8 @@ D = TypeVar("D", bound=Declared)
 
 
 class Router:
-    """A group of agents, timers, tasks, tables, resources and event types that an app includes.
+    """A group of agents, timers, tasks, tables, resources and event types that an app includes, and of what runs around
+    its agents.
 
     `settings` is the msgspec Struct of what the group can be told in the configuration, under `workers.agents.<name>`;
     `app.settings(router)` returns it.
@@ -181,6 +192,7 @@ class Router:
         self.resources: list[Resource] = []
         self.event_types: list[tuple[str, Node]] = []
         """By name, each as an entry of `notification_schema`."""
+        self.arounds: list[Around] = []
 
     def agent(
         self,
@@ -351,7 +363,13 @@ class Router:
             raise self._twice("table", name)
         self.tables[name] = table
 
-    def resource(self, function: Callable[P, R]) -> Callable[P, R]:
+    @overload
+    def resource(self, function: Callable[P, R], /) -> Callable[P, R]: ...
+
+    @overload
+    def resource(self, /, *, scope: Scope) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+    def resource(self, function: Any = None, /, *, scope: Scope = "worker") -> Any:
         """Declare a resource: a generator function, async as a rule, that opens something, yields it, and closes it; or
         a function, async or not, that returns what needs no closing.
 
@@ -359,10 +377,47 @@ class Router:
         once, before its agents and timers, and gives it to each of them, and to each resource, that has an argument of
         that type. One that is not async keeps everything else of the worker waiting while it runs.
 
+        With `scope="call"` it is opened for each call of an agent or tick of a timer that needs it, and closed after
+        that. What the function raises is raised at the `yield`, and goes on from there whatever the resource does about
+        it. It may need the `Notification[Any]` of its call. What it raises itself is a failure of the call.
+
         Raises `DeclarationError`.
         """
-        self._add_resource(resources.declare(function))
-        return function
+
+        def declare(function: Callable[P, R]) -> Callable[P, R]:
+            self._add_resource(resources.declare(function, scope))
+            return function
+
+        return declare if function is None else declare(function)
+
+    @overload
+    def around(self, function: A, /) -> A: ...
+
+    @overload
+    def around(self, /, *, agents: Sequence[str]) -> Callable[[A], A]: ...
+
+    def around(self, function: Any = None, /, *, agents: Sequence[str] | None = None) -> Any:
+        """Declare what runs around each call of agents: an async generator function that yields once, where the agent's
+        function is run and what it returns or yields is published.
+
+        Its first argument is annotated with what the call takes, `Notification[Any]`, `Batch[Any]` or `Window[Any]`,
+        further ones with the types that resources give. It is around all agents of the app or router that take the
+        same, or around those of `agents`, by their names. Several run in the order of their declaration, the first
+        outermost; those of an app are outside of those of a router.
+
+        What the function raises, or returns as `Retry` or `Reject`, is raised at the `yield`. Where it is not raised
+        again, the notification is done. What is raised instead, also before and after the `yield`, is a failure of the
+        call as if the function had raised it. The agent's `timeout` is the function's; all of the call has twice as
+        long.
+
+        Raises `DeclarationError`.
+        """
+
+        def declare(function: A) -> A:
+            self._add_around(around.declare(function, agents))
+            return function
+
+        return declare if function is None else declare(function)
 
     def _add_resource(self, resource: Resource, *, again: bool = False) -> None:
         others = [
@@ -377,6 +432,13 @@ class Router:
                     f"{resources.spelled(resource.gives)}: let one of them give a type of its own, such as a NewType"
                 )
         self.resources = [*others, resource]
+
+    def _add_around(self, declared: Around) -> None:
+        for place, known in enumerate(self.arounds):
+            if known.name == declared.name and _is_again(known.function, declared.function):
+                self.arounds[place] = declared
+                return
+        self.arounds.append(declared)
 
     def _timer(
         self, schedule: Callable[[], Schedule], *, leader: bool, catch_up: bool, name: str | None

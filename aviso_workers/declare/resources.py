@@ -1,8 +1,8 @@
-"""Resources: what a worker opens once and gives to the functions that ask for it by annotation.
+"""Resources: what a worker opens, and gives to the functions that ask for it by annotation.
 
 Pure. A resource is a generator function, async as a rule, that yields one value and closes it afterwards, or a function
 that returns one which needs no closing. What it gives is what its return annotation says. `engine.open_resources` opens
-them.
+those that a worker opens once, `engine.call_scope` those that are opened for each call of a function.
 """
 
 from __future__ import annotations
@@ -12,38 +12,43 @@ import functools
 import graphlib
 import inspect
 import typing
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
+from aviso_workers.aviso.notifications import Notification
 from aviso_workers.errors import DeclarationError
 
 __all__ = [
     "Needing",
     "Resource",
+    "Scope",
     "bound",
     "declare",
     "hints_of",
     "in_order",
     "mistakes",
     "needs_of",
+    "opened_by_workers",
     "spelled",
+    "surrounded",
     "unbound",
 ]
 
-
-class Needing(Protocol):
-    """An agent or a timer: its function takes further arguments, each of which a resource gives."""
-
-    function: Any
-
-    @property
-    def needs(self) -> Mapping[str, Any]: ...
-
-
-N = TypeVar("N", bound=Needing)
+Scope = Literal["worker", "call"]
+"""How long a resource is open: as long as its worker runs, or for one call of a function that needs it."""
 
 
 class Resource(Struct, frozen=True, kw_only=True):
@@ -55,11 +60,31 @@ class Resource(Struct, frozen=True, kw_only=True):
     needs: Mapping[str, Any]
     """By argument, the type of what it is made of."""
     function: Callable[..., AsyncIterator[Any]]
+    scope: Scope = "worker"
+
+    @property
+    def label(self) -> str:
+        """What errors call it."""
+        return f"resource {self.name!r}"
 
 
-def declare(function: Callable[..., Any]) -> Resource:
+class Needing(Protocol):
+    """An agent or a timer: its function takes further arguments, each of which a resource gives."""
+
+    function: Any
+    needs: Mapping[str, Any]
+    around: Sequence[Resource]
+    """What is opened around each call of it, the outermost first."""
+
+
+N = TypeVar("N", bound=Needing)
+
+
+def declare(function: Callable[..., Any], scope: Scope = "worker") -> Resource:
     """Return the resource that the function is. Raises `DeclarationError`."""
     name = str(getattr(function, "__name__", ""))
+    if scope not in get_args(Scope):
+        raise DeclarationError(f"resource {name!r}: scope must be 'worker' or 'call', found {scope!r}")
     hints = hints_of(f"resource {name!r}", function)
     gives: Any = (given := hints.get("return"))
     if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
@@ -71,7 +96,14 @@ def declare(function: Callable[..., Any]) -> Resource:
             f"returns, annotated `-> Type`, found {spelled(given) if 'return' in hints else 'no annotation'}"
         )
     needs = needs_of(f"resource {name!r}", function)
-    return Resource(name=name, gives=gives, needs=needs, function=_as_async_generator(function))
+    if scope == "call":
+        needs = {argument: Notification if _is_notification(wanted) else wanted for argument, wanted in needs.items()}
+    return Resource(name=name, gives=gives, needs=needs, function=_as_async_generator(function), scope=scope)
+
+
+def _is_notification(annotation: Any) -> bool:
+    """Return whether it is the notification of a call, whose payload may be of any type."""
+    return typing.get_origin(annotation) is Notification and typing.get_args(annotation)[0] is Any
 
 
 def _as_async_generator(function: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
@@ -124,27 +156,45 @@ def hints_of(what: str, function: Callable[..., Any]) -> dict[str, Any]:
         ) from error
 
 
-def mistakes(resources: Sequence[Resource], needing: Mapping[str, Mapping[str, Any]], *, app: type) -> list[str]:
+def mistakes(
+    resources: Sequence[Resource], needing: Iterable[tuple[str, Mapping[str, Any]]], *, app: type
+) -> list[str]:
     """Return a sentence for each need that nobody meets, and for resources that need each other.
 
-    `needing` is what is needed, by who needs it.
+    `needing` is who needs something, and what.
     """
     given = {resource.gives for resource in resources} | {app}
-    everybody = {**needing, **{f"resource {each.name!r}": each.needs for each in resources}}
+    of_calls = {resource.gives for resource in resources if resource.scope == "call"}
     known = sorted(spelled(resource.gives) for resource in resources)
+    everybody = [
+        *((what, needs, given) for what, needs in needing),
+        *((each.label, each.needs, given | {Notification} if each.scope == "call" else given) for each in resources),
+    ]
     found = []
-    for what, needs in everybody.items():
+    for what, needs, met in everybody:
         for name, wanted in needs.items():
-            if wanted not in given:
+            if wanted not in met:
                 there = ", ".join(known) or "none"
                 if spelled(wanted) in known:  # a cell of a notebook that is run again makes its classes anew
                     there += f" (but another {spelled(wanted)}: run again what declares the {what.split()[0]})"
                 found.append(f"{what}: no resource gives its argument {name}: {spelled(wanted)}; there are: {there}")
+    found += [
+        f"{each.label}: a worker opens it once, and its argument {name} is opened for each call: give it "
+        'scope="call" as well'
+        for each in resources
+        for name, wanted in each.needs.items()
+        if each.scope == "worker" and wanted in of_calls
+    ]
     try:
         in_order(resources)
     except DeclarationError as error:
         found.append(str(error))
     return found
+
+
+def opened_by_workers(resources: Sequence[Resource]) -> list[Resource]:
+    """Return what each worker opens once, in order. Raises as `in_order` does."""
+    return in_order([resource for resource in resources if resource.scope == "worker"])
 
 
 def in_order(resources: Sequence[Resource]) -> list[Resource]:
@@ -164,11 +214,50 @@ def spelled(annotation: Any) -> str:
     return str(annotation.__name__ if has_name else annotation)
 
 
-def bound(needing: N, values: Mapping[Any, Any]) -> N:
-    """Return the same, with a function that is given what it needs."""
-    if not needing.needs:
+def surrounded(needing: N, outside: Sequence[Resource], resources: Sequence[Resource]) -> N:
+    """Return the same with what is opened around each call of it: `outside`, and the resources of calls that these and
+    its function need, each right before the first that needs it.
+    """
+    closed = {each.gives: each for each in resources if each.scope == "call"}
+    around: list[Resource] = []
+
+    def open_needs(needs: Mapping[str, Any]) -> None:
+        for wanted in needs.values():
+            if (resource := closed.pop(wanted, None)) is not None:
+                open_needs(resource.needs)
+                around.append(resource)
+
+    for each in outside:
+        open_needs(each.needs)
+        around.append(each)
+    open_needs(needing.needs)
+    if not around:
         return needing
     filled = copy.copy(needing)
-    given = {name: values[wanted] for name, wanted in needing.needs.items()}
-    filled.function = functools.partial(needing.function, **given)
+    filled.around = around
     return filled
+
+
+def bound(needing: N, values: Mapping[Any, Any]) -> N:
+    """Return the same, with a function that is given what it needs of these, and so what is around its calls.
+
+    What `values` has is not opened for a call.
+    """
+    if not needing.needs and not needing.around:
+        return needing
+    filled = copy.copy(needing)
+    filled.function, filled.needs = _given(needing, values)
+    filled.around = [
+        structs.replace(each, function=function, needs=needs)
+        for each in needing.around
+        if each.gives not in values
+        for function, needs in [_given(each, values)]
+    ]
+    return filled
+
+
+def _given(needing: Resource | Needing, values: Mapping[Any, Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """Return a function that is given what it needs of these values, and what else it needs."""
+    given = {name: values[wanted] for name, wanted in needing.needs.items() if wanted in values}
+    needs = {name: wanted for name, wanted in needing.needs.items() if name not in given}
+    return (functools.partial(needing.function, **given) if given else needing.function), needs

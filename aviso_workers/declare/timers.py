@@ -7,9 +7,9 @@ without asking; who runs them is `engine.timer_loops`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 from zoneinfo import ZoneInfo
 
 from cronsim import CronSim, CronSimError
@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.declare import resources
+from aviso_workers.declare.resources import Resource
 from aviso_workers.errors import DeclarationError
 
 __all__ = ["LATE_SECONDS", "Cron", "Every", "Schedule", "Tick", "Timer", "next_tick"]
@@ -83,8 +84,10 @@ class Timer(Generic[P, R]):
         what = f"timer {name!r}"
         ticks = [argument for argument, hint in resources.hints_of(what, function).items() if hint is Tick]
         self.tick_argument = ticks[0] if ticks else None
-        self.needs = resources.needs_of(what, function, without=ticks[:1])
+        self.needs: Mapping[str, Any] = resources.needs_of(what, function, without=ticks[:1])
         """By argument, the type of the resource that gives it."""
+        self.around: Sequence[Resource] = ()
+        """What is opened around each tick, the outermost first; the session says it."""
         self.name = name
         self.schedule = schedule
         self.leader = leader

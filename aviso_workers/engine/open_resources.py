@@ -25,7 +25,7 @@ async def opened(
     """
     values: dict[Any, Any] = {type(app): app, **(instead or {})}
     async with AsyncExitStack() as stack:
-        for resource in resources.in_order(declared):
+        for resource in resources.opened_by_workers(declared):
             if resource.gives in values:
                 continue
             given = {name: values[wanted] for name, wanted in resource.needs.items()}

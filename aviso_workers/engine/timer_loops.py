@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -28,7 +28,7 @@ from aviso_workers.clocks import Clock
 from aviso_workers.declare import timers
 from aviso_workers.declare.timers import Tick, Timer
 from aviso_workers.declare.verdicts import Failure
-from aviso_workers.engine import calls
+from aviso_workers.engine import call_scope, calls
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import BackendError, ConflictError, UndecodableError
 from aviso_workers.events import (
@@ -340,7 +340,12 @@ async def _run(timer: Timer[Any, Any], tick: Tick, clock: Clock, events: Events)
     began = clock.monotonic()
     late = (_now(clock) - tick.time).total_seconds()
     given = {timer.tick_argument: tick} if timer.tick_argument else {}
-    returned = await calls.attempt(lambda given: timer.function(**given), given)
+
+    async def run(given: Mapping[str, Any]) -> None:
+        async with call_scope.opened(timer, {}) as opened:
+            await timer.function(**given, **opened)
+
+    returned = await calls.attempt(run, given)
     error = returned.error if isinstance(returned, Failure) else None
     seconds = clock.monotonic() - began
     events.emit(Ticked(timer=timer.name, time=tick.time, late_seconds=late, seconds=seconds, error=error))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any, assert_type
 
@@ -35,6 +36,10 @@ class Database:
     async def insert(self, step: str, location: str) -> None: ...
 
 
+class Session:
+    name = ""
+
+
 class Options(msgspec.Struct, frozen=True):
     limit: int = 10
 
@@ -53,8 +58,29 @@ def options() -> Options:
     return Options()
 
 
+@app.resource(scope="call")
+async def session(database: Database, notification: Notification[Any]) -> AsyncIterator[Session]:
+    yield Session()
+
+
+assert_type(options(), Options)
+
+
+@app.around
+async def measure(notification: Notification[Any], database: Database) -> AsyncIterator[None]:
+    assert_type(notification.num_delivered, int)
+    yield
+
+
+@app.around(agents=["index"])
+async def log(notification: Notification[Field]) -> AsyncGenerator[None, None]:
+    assert_type(notification.payload, Field)
+    yield
+
+
 @app.agent("mars", where={"class": "od", "step": {"gte": 24}}, concurrency=4, retry=Backoff(attempts=3))
-async def index(notification: Notification[Field], database: Database) -> None:
+async def index(notification: Notification[Field], database: Database, session: Session) -> None:
+    assert_type(session.name, str)
     assert_type(notification.payload, Field)
     assert_type(notification.time, datetime)
     assert_type(notification.sequence, int)
@@ -102,6 +128,32 @@ async def verdict(notification: Notification[Field]) -> Retry | Reject | None:
 @router.agent("mars", timeout=30)
 def in_a_thread(notification: Notification[Field]) -> None:
     assert_type(notification.payload.size, int)
+
+
+@router.around
+async def measure_batches(batch: Batch[Any]) -> AsyncIterator[None]:
+    assert_type(len(batch), int)
+    yield
+
+
+@router.around(agents=["sums"])
+async def measure_windows(window: Window[int]) -> AsyncIterator[None]:
+    assert_type(window.value, int)
+    yield
+
+
+async def that_does_not_yield(notification: Notification[Any]) -> None: ...
+
+
+async def of_a_stream(stream: Stream[Any]) -> AsyncIterator[None]:
+    yield
+
+
+async def refused() -> None:
+    """What no type checker lets through, and no declaration."""
+    app.around(that_does_not_yield)  # type: ignore[type-var]
+    app.around(of_a_stream)  # type: ignore[type-var]
+    app.resource(scope="notification")  # type: ignore[call-overload]
 
 
 @router.agent("mars", batch=Batching(size=500, within=1.0))
@@ -162,7 +214,9 @@ async def call_an_agent(notification: Notification[Field]) -> None:
     """An agent is called as the function that it was made of, as a unit test does it."""
     assert_type(await many(notification), list[Notify])
     assert_type(await verdict(notification), Retry | Reject | None)
-    assert_type(await index(notification, Database()), None)
+    assert_type(await index(notification, Database(), Session()), None)
+    async with asynccontextmanager(log)(notification):
+        in_a_thread(notification)
     await index(notification)  # type: ignore[call-arg]
     in_a_thread("no notification")  # type: ignore[arg-type]
     await load(Batch([notification]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from anyio.lowlevel import checkpoint_if_cancelled
 
@@ -21,7 +21,7 @@ from aviso_workers.clocks import Clock
 from aviso_workers.declare import verdicts
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.verdicts import Failure
-from aviso_workers.engine import calls
+from aviso_workers.engine import call_scope, calls
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.handlers.outputs import Outputs
@@ -33,8 +33,13 @@ from aviso_workers.errors import UndecodableError
 
 __all__ = ["HandlerContext", "OneByOne"]
 
+R = TypeVar("R")
+Call = Callable[[Any], Awaitable[object]]
 Step = Callable[[Any], Awaitable[Failure | None]]
 """What is done with what an author's function takes: None for success."""
+TIMEOUTS_OF_ALL = 2
+"""A call has as many times the agent's `timeout`, with all that is around the function: when the function's own time is
+over, what is around it is left as much again to roll back."""
 
 
 class HandlerContext:
@@ -61,11 +66,15 @@ class HandlerContext:
         self.threads = threads
         self.clock = clock
         self.pace = Pace(clock, per_second=agent.policy.rate_limit)
-        self._call = _caller(agent, clock, outputs=outputs, threads=threads)
+        self._function = _awaitable(agent, outputs=outputs, threads=threads)
+        self._call = _in_time(self._function, clock, agent.policy.timeout)
         self.step: Step = self._call_and_publish
         """Calls the author's function and publishes what it returns. None when both succeeded."""
+        if agent.around:
+            timeout = agent.policy.timeout
+            self.step = _in_time(self._call_in_scope, clock, timeout and timeout * TIMEOUTS_OF_ALL)
         if while_held is not None:
-            self.step = partial(while_held.call, self._call_and_publish, buffer)
+            self.step = partial(while_held.call, self.step, buffer)
 
     def read(self, delivery: Delivery) -> Notification[Any] | Failure | None:
         """Return the notification, or why it cannot be read; None where the agent did not ask for it."""
@@ -85,8 +94,29 @@ class HandlerContext:
 
     async def _call_and_publish(self, argument: Any) -> Failure | None:
         returned = await self._call(argument)
-        if returned is None:
-            return None
+        return None if returned is None else await self._publish(returned)
+
+    async def _call_in_scope(self, argument: Any) -> Failure | None:
+        """Do the same inside of what is around the agent's calls, which is told of a failure as an exception."""
+        agent = self.agent
+        failure: Failure | None = None
+        try:
+            async with call_scope.opened(agent, {agent.form: argument}) as given:
+                call = _in_time(partial(self._function, **given), self.clock, agent.policy.timeout)
+                failure = await calls.attempt(partial(self._publish_returned_by, call), argument)
+                if failure is not None:
+                    raise failure.error
+        except BaseException as error:
+            if failure is not None and error is failure.error:
+                return failure  # with all that is known of it
+            raise
+        return None
+
+    async def _publish_returned_by(self, call: Call, argument: Any) -> Failure | None:
+        returned = await call(argument)
+        return None if returned is None else await self._publish(returned)
+
+    async def _publish(self, returned: object) -> Failure | None:
         if failure := verdicts.failure_returned(returned):
             return failure
         await checkpoint_if_cancelled()  # what a cancelled call returns is not published
@@ -124,28 +154,30 @@ class OneByOne:
         await self._context.settler.settle(delivery, failure, started=started)
 
 
-def _caller(
-    agent: Agent[Any, Any], clock: Clock, *, outputs: Outputs, threads: Threads
-) -> Callable[[Any], Awaitable[object]]:
-    """Return the author's function, made awaitable and given its time; one that yields includes what becomes of its
-    outputs.
-
-    A plain function runs in a thread; when its time is over, the thread runs on and the call has failed. Raises
-    TimeoutError, also where the function catches its cancellation and returns: it was not left the time to say that it
-    is done.
-    """
-    function: Callable[[Any], Awaitable[object]] = agent.function
+def _awaitable(agent: Agent[Any, Any], *, outputs: Outputs, threads: Threads) -> Callable[..., Awaitable[object]]:
+    """Return the author's function, made awaitable: a plain one runs in a thread, and one that yields includes what
+    becomes of its outputs."""
     if agent.yields:
-        function = outputs.run
-    elif agent.in_thread:
-        function = in_thread(agent, threads=threads)
-    timeout = agent.policy.timeout
+        return outputs.run
+    if agent.in_thread:
+        return in_thread(agent, threads=threads)
+    function: Callable[..., Awaitable[object]] = agent.function
+    return function
 
-    if timeout is None:
+
+def _in_time(
+    function: Callable[[Any], Awaitable[R]], clock: Clock, timeout_seconds: float | None
+) -> Callable[[Any], Awaitable[R]]:
+    """Return the function, given its time.
+
+    A plain function runs on in its thread when its time is over, and the call has failed. Raises TimeoutError, also
+    where the function catches its cancellation and returns: it was not left the time to say that it is done.
+    """
+    if timeout_seconds is None:
         return function
 
-    async def call_in_time(argument: Any) -> object:
-        with clocks.fail_after(clock, timeout):
+    async def call_in_time(argument: Any) -> R:
+        with clocks.fail_after(clock, timeout_seconds):
             return await calls.call(function, argument)
 
     return call_in_time

@@ -41,10 +41,10 @@ class Outputs:
         except InvalidNotificationError as error:
             raise FinalError(error, reason="invalid_notification") from error
 
-    async def run(self, argument: Any) -> None:
+    async def run(self, argument: Any, **given: Any) -> None:
         """Run the agent's async generator: what it yields is stored when it goes on. Raises as `publish` does, and an
         exception that it yields."""
-        async with aclosing(self._agent.function(argument)) as outputs:
+        async with aclosing(self._agent.function(argument, **given)) as outputs:
             async for output in outputs:
                 if failure := verdicts.failure_returned(output):
                     raise failure.error

@@ -1,0 +1,66 @@
+"""What is opened around one call of an agent or one tick of a timer: what `@app.around` declares, and the resources of
+scope `call`.
+
+Each is an async generator that yields once. What the call ends with goes through all of them, from the innermost to the
+outermost: an exception is raised where they yield. One that is not raised again goes no further, but from a resource:
+that has nothing to say about the call, and one which rolls back and forgets to raise would lose a notification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import TracebackType
+from typing import Any
+
+from aviso_workers.declare.around import Around
+from aviso_workers.declare.resources import Needing, Resource
+
+__all__ = ["Opened", "opened"]
+
+
+@asynccontextmanager
+async def opened(needing: Needing, called_with: Mapping[type, Any]) -> AsyncIterator[dict[str, Any]]:
+    """Open what is around a call of an agent or timer, and return what its function needs of that, by argument.
+
+    `called_with` is what the function takes, by its form.
+    """
+    values: dict[Any, Any] = dict(called_with)
+    async with AsyncExitStack() as stack:
+        for each in needing.around:
+            given = {name: values[wanted] for name, wanted in each.needs.items()}
+            values[each.gives] = await stack.enter_async_context(Opened(each, given))
+        yield {name: values[wanted] for name, wanted in needing.needs.items()}
+
+
+class Opened:
+    """One of them, open inside of the `async with` block. Raises RuntimeError where it does not yield exactly once."""
+
+    def __init__(self, resource: Resource, given: Mapping[str, Any]) -> None:
+        self._resource = resource
+        self._generator: Any = resource.function(**given)
+
+    async def __aenter__(self) -> Any:
+        try:
+            return await anext(self._generator)
+        except StopAsyncIteration:
+            raise self._not_once("it did not yield") from None
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        try:
+            await (anext(self._generator) if error is None else self._generator.athrow(error))
+        except StopAsyncIteration:
+            return error is not None and isinstance(self._resource, Around)
+        except BaseException as raised:
+            # A StopAsyncIteration of the author's cannot leave a generator as itself.
+            if raised is error or (isinstance(error, StopAsyncIteration) and raised.__cause__ is error):
+                error.__traceback__ = traceback
+                return False
+            raise
+        await self._generator.aclose()
+        raise self._not_once("it yielded twice")
+
+    def _not_once(self, found: str) -> RuntimeError:
+        return RuntimeError(f"{self._resource.label} has to yield once: {found}")
