@@ -30,6 +30,7 @@ from anyio.abc import TaskStatus
 from msgspec import structs
 
 from aviso_workers.app import App
+from aviso_workers.aviso import payloads
 from aviso_workers.aviso.codec import Message, NotificationReader, is_reserved
 from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.backends import (
@@ -316,9 +317,8 @@ class Harness:
             with suppress(UndecodableError):  # as below
                 if found := reader.notification(stored):
                     headers = {name: value for name, value in found.headers.items() if not is_reserved(name)}
-                    self.published.append(
-                        Notify(found.event_type, found.identifier, found.payload, headers=headers or None)
-                    )
+                    payload = found.payload if payloads.is_json(stored.data) else stored.data
+                    self.published.append(Notify(found.event_type, found.identifier, payload, headers=headers or None))
 
     def _note_dead_letter(self, stored: Message) -> None:
         if parts.is_first_part(stored):

@@ -1,22 +1,21 @@
 """A notification on the wire: subject, headers and body of its message, and back.
 
 The only knowledge of Aviso's wire format (aviso-server's JetStream messages). The identifier is in the subject, the
-payload alone is the body: JSON, compact, keys sorted. A spatial field travels in headers. Nothing here sends.
+payload alone is the body, which `payloads` reads and writes. A spatial field travels in headers. Nothing here sends.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct, structs
 
-from aviso_workers.aviso import schema, spatial, topics
+from aviso_workers.aviso import payloads, schema, spatial, topics
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.aviso.schema import (
     EventType,
@@ -28,7 +27,7 @@ from aviso_workers.aviso.schema import (
     Where,
     parse_where,
 )
-from aviso_workers.errors import InvalidNotificationError, InvalidPayloadError, UndecodableError, describe
+from aviso_workers.errors import InvalidNotificationError, InvalidPayloadError, UndecodableError
 
 __all__ = [
     "MARKER_HEADER",
@@ -38,8 +37,6 @@ __all__ = [
     "NotificationWriter",
     "addressed",
     "encode",
-    "encode_payload",
-    "encode_texts",
     "is_marker",
     "is_reserved",
     "read_json",
@@ -61,6 +58,8 @@ LONGEST_KNOWN = 100
 """Characters of a value that is remembered: others choose them."""
 LEFT_OUT = frozenset({"", "*"})
 """What a subject has in place of a field that the publisher left out."""
+ABSENT = (b"null", b"")
+"""Bodies of notifications without a payload."""
 SURELY_SHORT = 900
 """Characters of a subject that cannot be too long, however many bytes they have."""
 REMEMBERED = frozenset({str, int})
@@ -76,27 +75,6 @@ MARKER_HEADER = "Nats-Marker-Reason"
 T = TypeVar("T")
 LARGEST_NUMBER = 2**63 - 1
 """Of what we count and of nanoseconds: more fits into no field of JetStream's."""
-
-MOST_EXTREME = 2000
-"""Numbers of a payload with an exponent of three digits. To read one near the ends of what a float can be takes 12 us,
-a hundred times as long as any other, and nothing else runs meanwhile.
-"""
-SURELY_FAST = MOST_EXTREME * len("1e308,")
-"""Bytes of a payload in which there is no room for more of them."""
-_EXPONENTS = bytes.maketrans(b"E123456789+", b"e000000000-")
-"""Makes every exponent of three digits look like `e000` or `e-000`."""
-_EXTREME = re.compile(rb"[\[,:\s]-?[0-9.]+[eE][+-]?[0-9]{3}")
-
-
-def _refuse_class(value: object) -> NoReturn:
-    """Raise TypeError for what msgspec cannot write; a class often stands where a value of it was meant."""
-    if isinstance(value, type):
-        raise TypeError(f"it holds the class {value.__name__}: give a value of it, such as {value.__name__}(...)")
-    raise TypeError(f"a {type(value).__name__} is none of its types")
-
-
-_encoder = msgspec.json.Encoder(order="sorted", enc_hook=_refuse_class)
-_decode_json = msgspec.json.Decoder().decode
 
 
 class Message(Struct, frozen=True, kw_only=True, gc=False):
@@ -146,12 +124,14 @@ def read_number(text: str) -> int:
 def encode(name: str, event_type: EventType, identifier: Mapping[str, str], payload: Any) -> Message:
     """Return the message for a canonical identifier (see `schema.canonical_identifier`) and a payload.
 
-    The payload is any JSON value, or anything that msgspec turns into one; None counts as absent. Raises
-    `InvalidPayloadError`, or `InvalidNotificationError` where a value cannot stand in a subject.
+    The payload is any JSON value, or anything that msgspec or pydantic turns into one; None counts as absent. Bytes are
+    stored as they are. Raises `InvalidPayloadError`, or `InvalidNotificationError` where a value cannot stand in a
+    subject.
     """
-    if payload is None and event_type.payload is not None and event_type.payload.required:
+    data = payloads.encode(name, payload)
+    if data in ABSENT and event_type.payload is not None and event_type.payload.required:
         raise InvalidPayloadError(f"{name}: a payload is required")
-    return addressed(name, event_type, identifier, encode_payload(name, payload))
+    return addressed(name, event_type, identifier, data)
 
 
 def addressed(name: str, event_type: EventType, identifier: Mapping[str, str], data: bytes) -> Message:
@@ -191,39 +171,6 @@ def with_headers(name: str, message: Message, headers: Mapping[str, str]) -> Mes
     return structs.replace(message, headers={**(message.headers or {}), **headers})
 
 
-def encode_texts(name: str, texts: Iterable[str]) -> list[bytes]:
-    """Return the bodies of payloads that are JSON already. Raises `InvalidPayloadError`."""
-    decode, encode = _decode_json, _encoder.encode
-    try:
-        return [encode(decode(text)) for text in texts]
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise InvalidPayloadError(f"{name}: a payload is not JSON: {error}") from error
-
-
-def encode_payload(name: str, payload: Any) -> bytes:
-    """Return the body of a message. Raises `InvalidPayloadError`."""
-    try:
-        data = _encoder.encode(payload)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise InvalidPayloadError(f"{name}: the payload is not JSON: {error}") from error
-    # The encoder writes NaN and infinity as null; JSON has neither, and silence would change the value.
-    if b"null" in data and _holds_non_finite(msgspec.to_builtins(payload)):
-        raise InvalidPayloadError(f"{name}: the payload holds NaN or an infinity, which JSON cannot carry")
-    return data
-
-
-def _holds_non_finite(value: Any) -> bool:
-    match value:
-        case float():
-            return not math.isfinite(value)
-        case dict():
-            return any(_holds_non_finite(item) for item in value.values())
-        case list() | tuple() | set() | frozenset():
-            return any(_holds_non_finite(item) for item in value)
-        case _:
-            return False
-
-
 def _spatial_headers(event_type: EventType, identifier: Mapping[str, str]) -> dict[str, str] | None:
     """Return where a notification lies; None where its event type says no place."""
     for field, rule in event_type.identifier.items():
@@ -254,8 +201,8 @@ class NotificationWriter:
     def message(self, identifier: Mapping[str, Any], payload: Any) -> Message:
         """Return the message that stores a notification. Raises `InvalidNotificationError`."""
         subject = self._known_subject(identifier)
-        if subject is not None and payload is not None:
-            return Message(subject=subject, data=encode_payload(self._name, payload))
+        if subject is not None and (data := payloads.encode(self._name, payload)) not in ABSENT:
+            return Message(subject=subject, data=data)
         canonical = schema.canonical_identifier(self._name, self._event_type, identifier)
         message = encode(self._name, self._event_type, canonical, payload)
         for field, known in self._known.items():
@@ -286,8 +233,15 @@ class NotificationReader:
     filter does not let through. Made once, used for many."""
 
     def __init__(
-        self, name: str, event_type: EventType, *, where: Where | None = None, payload_type: Any = Any
+        self,
+        name: str,
+        event_type: EventType,
+        *,
+        where: Where | None = None,
+        payload_type: Any = Any,
+        decode: Callable[[bytes], Any] | None = None,
     ) -> None:
+        """`decode` makes payloads of bodies, whatever `payload_type` says."""
         self._name = name
         self._where = where or parse_where(name, event_type, {})
         self._keys = self._where.topic.key_order
@@ -303,7 +257,7 @@ class NotificationReader:
         self._spatial = [
             (field, header, _Check(field, rules[field])) for field, header in SPATIAL_HEADERS.items() if field in rules
         ]
-        self._decode_payload = _payload_decoder(payload_type)
+        self._decode_payload = payloads.decoded_by(decode) if decode else payloads.decoder(payload_type)
 
     def matches(self, message: Message) -> bool:
         """Return whether the filter lets the message through, whatever its payload, and also where it `is_marker`."""
@@ -391,52 +345,11 @@ def _footprint(message: Message) -> spatial.Footprint:
     headers = message.headers or {}
     geometry: object = headers.get(GEOMETRY_HEADER)
     if geometry is None:
-        body = _decode_raw(message.data)
+        body = _decode_any(message.data)
         geometry = body.get(GEOMETRY_HEADER) if isinstance(body, dict) else None
     return spatial.Footprint(
         bbox=headers.get(BBOX_HEADER), geometry=geometry, point_cloud=headers.get(POINT_CLOUD_HEADER)
     )
 
 
-def _payload_decoder(payload_type: Any) -> Callable[[bytes], Any]:
-    """Return the value of a body as an aviso-server reads it: null where it is empty, its JSON, or else its text."""
-    decoder = msgspec.json.Decoder(payload_type)
-
-    def decode(data: bytes) -> Any:
-        if len(data) > SURELY_FAST:
-            _refuse_slow(data)
-        try:
-            return decoder.decode(data or b"null")
-        except msgspec.ValidationError as error:
-            raise UndecodableError(f"the payload does not fit: {error}") from error
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return decode_text(data.decode("utf-8", "replace"))
-        except Exception as error:  # the type's own, as from `__post_init__`
-            raise UndecodableError(f"the payload does not fit: {describe(error)}") from error
-
-    def decode_text(text: str) -> Any:
-        try:
-            value = msgspec.json.decode(text)
-        except (msgspec.DecodeError, RecursionError):
-            value = text
-        try:
-            return msgspec.convert(value, payload_type)
-        except msgspec.ValidationError as error:
-            raise UndecodableError(f"the payload does not fit: {error}") from error
-        except Exception as error:
-            raise UndecodableError(f"the payload does not fit: {describe(error)}") from error
-
-    return decode
-
-
-def _refuse_slow(data: bytes) -> None:
-    """Raise UndecodableError for a payload of so many extreme numbers that to read it would stop the event loop."""
-    # Looking at shapes takes an eighth of the time of looking at numbers, and misses none.
-    shapes = data.translate(_EXPONENTS)
-    if shapes.count(b"e000") + shapes.count(b"e-000") <= MOST_EXTREME:
-        return
-    if len(_EXTREME.findall(data)) > MOST_EXTREME:
-        raise UndecodableError(f"the payload has more than {MOST_EXTREME} numbers with an exponent of three digits")
-
-
-_decode_raw = _payload_decoder(Any)
+_decode_any = payloads.decoder(Any)

@@ -5,6 +5,7 @@ A notification is an identifier and a payload, with the sequence and the time at
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Generic
@@ -12,7 +13,7 @@ from typing import Any, Generic
 from msgspec import Struct, field
 from typing_extensions import TypeVar
 
-from aviso_workers.aviso import spatial
+from aviso_workers.aviso import payloads, spatial
 
 __all__ = ["Notification", "Notify", "Receipt"]
 
@@ -29,7 +30,8 @@ class Notification(Struct, Generic[T], frozen=True, kw_only=True):
     identifier: Mapping[str, str]
     """Canonical values by field name: those in the event type's `key_order`, and its spatial field if any."""
     payload: T
-    """The payload, as the type that the agent asked for, or as the plain JSON value."""
+    """The payload, as the type that the agent asked for, or as the plain JSON value: of a body that is no JSON its
+    text, and of one that is no text its bytes."""
     sequence: int = 0
     """The stream sequence: grows with every notification stored, may have holes."""
     time: datetime = datetime(1970, 1, 1, tzinfo=UTC)
@@ -49,7 +51,8 @@ class Notification(Struct, Generic[T], frozen=True, kw_only=True):
         """Return the CloudEvent 1.0 that an aviso-server with this `application.base_url` sends for it.
 
         With `spatial_arrays`, polygons and point clouds are arrays of [latitude, longitude], as an aviso-server from
-        0.10 on has them; else they are text, as before.
+        0.10 on has them; else they are text, as before. A payload of bytes is what the server reads them as: a JSON
+        value or a text; where they are neither, it is `payload_base64`, after the `data_base64` of CloudEvents.
         """
         base_url = base_url.rstrip("/")
         identifier = spatial.with_arrays(self.identifier) if spatial_arrays else dict(self.identifier)
@@ -61,8 +64,16 @@ class Notification(Struct, Generic[T], frozen=True, kw_only=True):
             "time": self.time.isoformat().replace("+00:00", "Z"),
             "datacontenttype": "application/json",
             "dataschema": f"{base_url}/schema/{self.event_type}",
-            "data": {"identifier": identifier, "payload": self.payload},
+            "data": {"identifier": identifier, **_told(self.payload)},
         }
+
+
+def _told(payload: Any) -> dict[str, Any]:
+    """Return what the data of a CloudEvent says of a payload."""
+    value = payloads.value_of(payload) if isinstance(payload, bytes) else payload
+    if isinstance(value, bytes):
+        return {"payload_base64": base64.b64encode(value).decode()}
+    return {"payload": value}
 
 
 class Notify(Struct, frozen=True):
@@ -71,6 +82,7 @@ class Notify(Struct, frozen=True):
     event_type: str
     identifier: Mapping[str, Any]
     payload: Any = None
+    """Any JSON value, or anything that msgspec or pydantic turns into one. `bytes` are stored as they are."""
     message_id: str | None = None
     """With one of your own, a repeat within the stream's duplicate window is recognised and stored once."""
     ttl: int | None = None

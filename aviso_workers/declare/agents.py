@@ -15,10 +15,9 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
-import msgspec
 from msgspec import Struct
 
-from aviso_workers.aviso import positions
+from aviso_workers.aviso import payloads, positions
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.config.documents import Node
 from aviso_workers.declare import around, event_types, resources, timers
@@ -29,7 +28,7 @@ from aviso_workers.declare.retry import Backoff
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Schedule, Timer
 from aviso_workers.declare.verdicts import Classifier, Reject, Retry
-from aviso_workers.declare.windows import Window, Windowing
+from aviso_workers.declare.windows import State, Window, Windowing
 from aviso_workers.errors import DeclarationError, InvalidPositionError
 
 __all__ = ["Agent", "Policy", "Router", "Task", "check_name", "durable_name", "is_at_prompt"]
@@ -70,7 +69,14 @@ class Agent(Generic[P, R]):
     """
 
     def __init__(
-        self, function: Callable[P, R], *, event_type: str, where: Mapping[str, Any], name: str | None, policy: Policy
+        self,
+        function: Callable[P, R],
+        *,
+        event_type: str,
+        where: Mapping[str, Any],
+        name: str | None,
+        policy: Policy,
+        decode: Callable[[bytes], Any] | None = None,
     ) -> None:
         if inspect.isclass(function):
             raise DeclarationError(f"agent of the class {function.__name__}: give an object of it, which is called")
@@ -86,6 +92,8 @@ class Agent(Generic[P, R]):
         self.in_thread = not (inspect.iscoroutinefunction(function) or self.yields)
         self.form, self.argument_type = _call_form(self.name, function)
         self.payload_type = self.argument_type
+        self.decode = decode
+        """What makes payloads of bodies, where the payload type does not say it."""
         first = next(iter(inspect.signature(function).parameters))
         self.needs: Mapping[str, Any] = resources.needs_of(f"agent {self.name!r}", function, without=(first,))
         """By argument after the first, the type of the resource that gives it."""
@@ -94,6 +102,12 @@ class Agent(Generic[P, R]):
         self._refuse_nonsense()
         if policy.window is not None:
             self.payload_type = _folded_type(self.name, policy.window, self.argument_type)
+        if decode is None:
+            _refuse_unreadable(self.name, self.payload_type)
+        elif not callable(decode) or inspect.iscoroutinefunction(decode):
+            raise DeclarationError(
+                f"agent {self.name!r}: decode= must be a plain function of the body's bytes, found {decode!r:.100}"
+            )
         self.__doc__ = function.__doc__
 
     def on_error(self, *kinds: type[Exception]) -> Callable[[Classifier], Classifier]:
@@ -210,6 +224,7 @@ class Router:
         window: Windowing[Any, Any] | None = None,
         start: int | str | datetime = "all",
         singleton: bool = False,
+        decode: Callable[[bytes], Any] | None = None,
     ) -> Callable[[Callable[P, R]], Agent[P, R]]:
         """Declare an agent: the function is run for every matching notification of `event_type`, at least once.
 
@@ -224,8 +239,9 @@ class Router:
         `start` is where an agent begins that has never run: with `all` that is stored, with what is `new`, at a
         sequence or at a time. `singleton` lets one worker of all that run the app handle everything, one notification
         at a time and in order. Another one takes over `ack_wait` after that one has died; one that lives may take as
-        long as it likes. `name` (default: the function's) names the durable
-        consumer, so keep it when you rename the function.
+        long as it likes. `decode` makes the payload of a body's bytes, as a protobuf message's `FromString` does, in
+        place of what `T` says; a body for which it raises becomes a dead letter. `name` (default: the function's) names
+        the durable consumer, so keep it when you rename the function.
 
         An agent may be declared again, for another event type or on another router: each is an agent of its own, with a
         consumer, a name and a policy, that calls the same function.
@@ -247,7 +263,7 @@ class Router:
 
         def declare(function: Callable[P, R]) -> Agent[P, R]:
             itself = function.function if isinstance(function, Agent) else function  # declared for another one already
-            agent = Agent(itself, event_type=event_type, where=where or {}, name=name, policy=policy)
+            agent = Agent(itself, event_type=event_type, where=where or {}, name=name, policy=policy, decode=decode)
             self._add_agent(agent)
             return agent
 
@@ -300,9 +316,9 @@ class Router:
     def table(self, name: str, type: Any, *, default: Any = None, history: int = 1, cached: bool = False) -> Table[Any]:
         """Declare a table: values of one type by key, which all workers of the app share, in a bucket of their own.
 
-        `type` is a msgspec Struct, a dataclass, a TypedDict or a plain JSON type. `default` is what a key reads as that
-        has no value. `history` is how many values of a key are kept. `cached` keeps all of it in every worker as well,
-        for handlers that read much.
+        `type` is a msgspec Struct, a dataclass, a TypedDict, a pydantic model or a plain JSON type. `default` is what a
+        key reads as that has no value. `history` is how many values of a key are kept. `cached` keeps all of it in
+        every worker as well, for handlers that read much.
 
         Raises `DeclarationError`.
         """
@@ -534,14 +550,15 @@ def _call_form(name: str, function: Callable[..., Any]) -> tuple[type, Any]:
         found = "no annotation" if hint is None else resources.spelled(hint)
         raise DeclarationError(f"agent {name!r}: must be {wanted}, found {found} of {parameters[0]!r}")
     (argument_type,) = typing.get_args(hint) or (Any,)
-    _refuse_unreadable(name, argument_type)
     return form, argument_type
 
 
 def _folded_type(name: str, window: Windowing[Any, Any], value_type: Any) -> Any:
     """Return the T of the `Notification[T]` that is folded into windows of this type of values (`Any` for none)."""
+    _refuse_unreadable(name, value_type)
+    state: Any = State
     try:
-        msgspec.json.decode(msgspec.json.encode(window.initial), type=value_type)
+        payloads.json_reader(state[value_type])(payloads.to_json(State(open={0: window.initial})))
     except (TypeError, ValueError) as error:
         raise DeclarationError(f"agent {name!r}: initial= is no value of its Window: {error}") from error
     try:
@@ -551,7 +568,6 @@ def _folded_type(name: str, window: Windowing[Any, Any], value_type: Any) -> Any
             f"agent {name!r}: fold= must be a function of a value and a Notification[T], found {window.fold!r}"
         ) from error
     (payload_type,) = typing.get_args(_hint(name, window.fold, folded)) or (Any,)
-    _refuse_unreadable(name, payload_type)
     return payload_type
 
 
@@ -576,12 +592,9 @@ def _holds_instruction_class(annotation: Any) -> bool:
 
 def _refuse_unreadable(name: str, payload_type: Any) -> None:
     try:
-        readable = not isinstance(msgspec.inspect.type_info(payload_type), msgspec.inspect.CustomType)
-        msgspec.json.Decoder(payload_type)
+        payloads.decoder(payload_type)
     except TypeError as error:
-        raise DeclarationError(f"agent {name!r}: its payload type cannot be read: {error}") from error
-    if not readable:
         raise DeclarationError(
-            f"agent {name!r}: msgspec cannot read its payload type {payload_type!r}; "
-            "use a msgspec.Struct, a dataclass, a TypedDict or a plain JSON type"
-        )
+            f"agent {name!r}: its payload type cannot be read: {error}; use a msgspec.Struct, a dataclass, a "
+            "TypedDict, a pydantic model, a plain JSON type or bytes, or say decode="
+        ) from error

@@ -19,6 +19,7 @@ import anyio
 import msgspec
 from msgspec import Struct
 
+from aviso_workers.aviso import payloads
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.errors import (
     ConflictError,
@@ -81,7 +82,7 @@ class Table(Generic[T]):
         try:
             if isinstance(default, builtins.type):
                 raise TypeError(f"default= is a value such as {default.__name__}(), found the type itself")
-            self._decoder = msgspec.json.Decoder(type)
+            self._read = payloads.json_reader(type)
             self._default = None if default is None else self._encode(default)
         except (TypeError, ValueError) as error:
             raise DeclarationError(f"table {name!r}: {error}") from error
@@ -222,14 +223,14 @@ class Table(Generic[T]):
     def _encode(self, value: Any) -> bytes:
         if value is None:
             raise TypeError(f"table {self.name!r}: None is no value: delete the key instead")
-        data = msgspec.json.encode(value)
-        self._decoder.decode(data)  # so that a mistake shows where it is made, and not where it is read
+        data = payloads.to_json(value)
+        self._read(data)  # so that a mistake shows where it is made, and not where it is read
         return data
 
     def _value(self, entry: Entry | None) -> Any:
         data = self._default if entry is None else entry.value
         try:
-            return None if data is None else self._decoder.decode(data)
+            return None if data is None else self._read(data)
         except msgspec.DecodeError as error:
             key = decode_key(entry.key) if entry else ""
             raise UndecodableError(f"table {self.name!r}, key {key!r}: what is stored does not fit: {error}") from error

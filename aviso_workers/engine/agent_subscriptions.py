@@ -119,7 +119,9 @@ class AgentSubscriptions:
         context = HandlerContext(
             agent,
             buffer=buffer,
-            reader=NotificationReader(agent.event_type, event_type, where=where, payload_type=agent.payload_type),
+            reader=NotificationReader(
+                agent.event_type, event_type, where=where, payload_type=agent.payload_type, decode=agent.decode
+            ),
             outputs=Outputs(agent, app=self._app, stream=stream.name, publisher=self._publisher),
             settler=settler,
             threads=threads,

@@ -296,12 +296,8 @@ class Publisher:
                 f"from 1 to {MOST_TOGETHER} notifications of one stream can be stored together, "
                 f"found {len(checked)} of {' and '.join(names) or 'none'}"
             )
-        whole = Message(
-            subject=" ".join(f"{message.subject} {message.headers}" for _, message in checked),
-            data=b"\n".join(message.data for _, message in checked),
-        )
         _require_printable(checked[0][0].name, message_id)
-        one = message_id or self._message_id(whole)
+        one = message_id or self._message_id(_whole([message for _, message in checked]))
         return [
             self._ready(each.event_type, spec, message, f"{one}.{number}")
             for number, (each, (spec, message)) in enumerate(zip(wanted, checked, strict=True), 1)
@@ -398,6 +394,14 @@ class Publisher:
 
     def _emit(self, event_type: str, outcome: PublishOutcome, attempts: int, *, count: int = 1) -> None:
         self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=attempts, count=count))
+
+
+def _whole(messages: Sequence[Message]) -> Message:
+    """Return one message of which the message id is that of all of them."""
+    subject = " ".join(f"{message.subject} {message.headers}" for message in messages)
+    if any(b"\n" in message.data for message in messages):  # no JSON of ours, whose ids are those of older versions
+        subject += f" {[len(message.data) for message in messages]}"
+    return Message(subject=subject, data=b"\n".join(message.data for message in messages))
 
 
 def _receipt(prepared: _Prepared, ack: PubAck) -> Receipt:

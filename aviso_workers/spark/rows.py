@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from msgspec import structs
 from pyspark.sql.types import StructType
 
-from aviso_workers.aviso import codec, schema, topics
+from aviso_workers.aviso import codec, payloads, schema, topics
 from aviso_workers.aviso.schema import EventType, Topic
 from aviso_workers.backends import OutgoingChunk
 from aviso_workers.engine import publisher
@@ -183,7 +183,7 @@ class Rows:
         column = batch.column(names.index("payload"))
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
             try:
-                return codec.encode_texts(self._event, column.fill_null("null").to_pylist())
+                return payloads.encode_texts(self._event, column.fill_null("null").to_pylist())
             except InvalidPayloadError as error:
                 raise InvalidPayloadError(
                     f"{self._event}: the payload of a row is not JSON: {error.__cause__}; to_json makes JSON of columns"
@@ -191,7 +191,7 @@ class Rows:
         rows = column.to_pylist()
         if pa.types.is_map(column.type):
             rows = [None if row is None else dict(row) for row in rows]
-        return [codec.encode_payload(self._event, row) for row in rows]
+        return [payloads.encode(self._event, row) for row in rows]
 
 
 def _values(column: pa.DictionaryArray) -> list[str]:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from aviso_workers.aviso import codec
+from aviso_workers.aviso import codec, payloads
 from aviso_workers.aviso.codec import Message, NotificationReader
 from aviso_workers.aviso.schema import (
     DateHandler,
@@ -108,12 +108,12 @@ class TestTheBody:
         "text", ['{"b": 1, "a": [1.50, null]}', " 12 ", "null", '"\\u00e9"', "18446744073709551616"]
     )
     def test_is_the_same_where_it_was_json_before(self, text: str) -> None:
-        assert codec.encode_texts("mars", [text]) == [body(msgspec.json.decode(text))]
+        assert payloads.encode_texts("mars", [text]) == [body(msgspec.json.decode(text))]
 
     @pytest.mark.parametrize("text", ["", "{", "NaN", "1e999", "[" * 100_000])
     def test_cannot_be_made_of_text_that_is_no_json(self, text: str) -> None:
         with pytest.raises(InvalidPayloadError, match="mars: a payload is not JSON: "):
-            codec.encode_texts("mars", ["1", text])
+            payloads.encode_texts("mars", ["1", text])
 
     def test_cannot_hold_itself(self) -> None:
         payload: list[Any] = []
@@ -175,7 +175,7 @@ class TestReading:
             (b"NaN", "NaN"),
             (b"1 2", "1 2"),
             (b"gr\xc3\xbc\xc3\x9fe", "grüße"),
-            (b"caf\xe9", "caf\ufffd"),
+            (b"caf\xe9", b"caf\xe9"),
             (b'"caf\xe9"', "caf\ufffd"),
             (b'{"a":"\xff"}', {"a": "\ufffd"}),
             (b"[" * 5000, "[" * 5000),

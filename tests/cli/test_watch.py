@@ -56,6 +56,17 @@ class TestReplay:
             "mars@1"
         ]
 
+    def test_prints_a_body_that_is_no_text_as_base64(self, run: Run, config: Path) -> None:
+        async def publish() -> None:
+            async with App("tests", config=config) as app:
+                await app.notify("mars", {"class": "od", "step": 6}, b"\x08\x96\x01\xff")
+                await app.notify("mars", {"class": "od", "step": 7}, b"plain text")
+
+        anyio.run(publish)
+        raw, text = (json.loads(line)["data"] for line in run("replay", "mars", "--config", config).lines)
+        assert raw == {"identifier": {"class": "od", "step": "6"}, "payload_base64": "CJYB/w=="}
+        assert text == {"identifier": {"class": "od", "step": "7"}, "payload": "plain text"}
+
     def test_prints_polygons_as_arrays_where_that_is_asked_for(
         self, run: Run, nats_server: NatsServer, write_config: WriteConfig, tmp_path: Path
     ) -> None:

@@ -100,12 +100,30 @@ class TestAnAgent:
         assert router.agent("mars")(Index().add).payload_type is Field
 
 
-@pytest.mark.parametrize("payload", [Any, int, dict[str, int], Field, Row, Entry, Field | None, list[Row] | str])
+@pytest.mark.parametrize("payload", [Any, int, dict[str, int], Field, Row, Entry, Field | None, list[Row] | str, bytes])
 def test_a_payload_type_is_taken_from_the_annotation(router: Router, payload: Any) -> None:
     async def handle(notification: Any) -> None: ...
 
     handle.__annotations__["notification"] = Notification[payload]
     assert router.agent("mars")(handle).payload_type == payload
+
+
+def test_with_a_decoder_a_payload_may_be_of_any_type(router: Router) -> None:
+    async def handle(notification: Notification[Ordinary]) -> None: ...
+
+    handle.__annotations__["notification"] = Notification[Ordinary]
+    agent = router.agent("mars", decode=lambda data: Ordinary())(handle)
+    assert agent.payload_type is Ordinary
+
+
+async def decoded_later(data: bytes) -> Field:
+    return Field(location="here")
+
+
+@pytest.mark.parametrize("decode", ["json", decoded_later])
+def test_a_decoder_that_is_no_plain_function_is_refused(router: Router, decode: Any) -> None:
+    with pytest.raises(DeclarationError, match="agent 'index': decode= must be a plain function of the body's bytes"):
+        router.agent("mars", decode=decode)(index)
 
 
 def test_a_bare_notification_has_any_payload(router: Router) -> None:
@@ -264,7 +282,10 @@ async def with_an_ambiguous_payload(notification: Notification[Left | Right]) ->
         (Indexer, "agent of the class Indexer: give an object of it"),
         (unresolvable, "cannot be resolved.*'Missing'.*declare the payload type at module level, before the agent"),
         (mistyped, "cannot be resolved.*'Missing'"),
-        (with_a_foreign_payload, "msgspec cannot read its payload type .*Ordinary.*use a msgspec.Struct, a dataclass"),
+        (
+            with_a_foreign_payload,
+            "cannot be read: msgspec does not know .*Ordinary.*use a msgspec.Struct, a dataclass",
+        ),
         (with_an_ambiguous_payload, "its payload type cannot be read: .*all Struct types must be tagged"),
     ],
 )

@@ -15,8 +15,7 @@ import pytest
 
 import aviso_agents
 import aviso_workers
-from aviso_workers.aviso import spatial
-from aviso_workers.aviso.codec import _payload_decoder
+from aviso_workers.aviso import payloads, spatial
 from aviso_workers.aviso.spatial import Box
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream import subjects
@@ -176,7 +175,7 @@ def test_a_polygon_of_more_points_than_a_cloud_has_is_refused_within_no_time(geo
 
 @pytest.mark.parametrize("number", ["1e308", "1.7976931348623157e308", "5e-324", "1e0308"])
 def test_a_payload_of_numbers_that_are_slow_to_read_is_refused_within_no_time(number: str) -> None:
-    decode = _payload_decoder(Any)
+    decode = payloads.decoder(Any)
 
     def read(times: int) -> object:
         return decode(f'{{"a": [{", ".join([number] * times)}]}}'.encode())

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, assert_type
 
 import msgspec
+from pydantic import BaseModel
 
 from aviso_workers import (
     Ack,
@@ -97,6 +98,30 @@ async def derive(notification: Notification[dict[str, int]]) -> Notify | None:
 @app.agent("products", name="index_products")
 async def bare(notification: Notification) -> None:
     assert_type(notification.payload, Any)
+
+
+class Ride(BaseModel):
+    vendor: int
+
+
+@app.agent("rides")
+async def ride(notification: Notification[Ride]) -> Notify:
+    assert_type(notification.payload, Ride)
+    return Notify("products", {"step": 1}, notification.payload)
+
+
+@app.agent("raw")
+async def body(notification: Notification[bytes]) -> None:
+    assert_type(notification.payload, bytes)
+
+
+def from_bytes(data: bytes) -> Database:
+    return Database()
+
+
+@app.agent("raw", name="decoded", decode=from_bytes)
+async def decoded(notification: Notification[Database]) -> None:
+    assert_type(notification.payload, Database)
 
 
 class Counting:

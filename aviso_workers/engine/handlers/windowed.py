@@ -25,6 +25,7 @@ import msgspec
 from msgspec import Meta, Struct, structs
 
 from aviso_workers import clocks
+from aviso_workers.aviso import payloads
 from aviso_workers.aviso.codec import UNREADABLE_JSON, Message, read_json
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.backends import Backend, ConsumerInfo
@@ -292,7 +293,7 @@ class AsWindows:
         kept = KeptWindow(start=start, end=end, value=window.value)
         message = Message(
             subject=f"$KV.{bucket}.{spelled}",
-            data=msgspec.json.encode(kept),
+            data=payloads.to_json(kept),
             timestamp_ns=max(0, end) * 1_000_000_000,
         )
         return await self._context.settler.judge_window(
@@ -376,7 +377,7 @@ class _States:
         self._agent = agent
         self._on_unreadable = on_unreadable
         kept: Any = State
-        self._decoder: msgspec.json.Decoder[State[Any]] = msgspec.json.Decoder(kept[agent.argument_type])
+        self._read: Callable[[bytes], State[Any]] = payloads.json_reader(kept[agent.argument_type])
         self._known: dict[str, tuple[Entry, State[Any] | None]] = {}
         """What `by_key` has read, so that it reads only what has changed since."""
 
@@ -386,7 +387,7 @@ class _States:
         Raises `UndecodableError`, as where the agent's type is another one than it was.
         """
         try:
-            state = self._decoder.decode(entry.value)
+            state = self._read(entry.value)
         except UNREADABLE_JSON as error:
             raise UndecodableError(
                 f"what windows of agent {self._agent.name!r} hold is no {self._agent.argument_type}: {error}; "
@@ -421,8 +422,8 @@ class _States:
 
         Raises `msgspec.ValidationError` where the author's `fold` has returned something else than it should.
         """
-        data = msgspec.json.encode(state)
-        self._decoder.decode(data)
+        data = payloads.to_json(state)
+        self._read(data)
         return data
 
 
