@@ -23,8 +23,9 @@ import anyio
 import msgspec
 from anyio.from_thread import BlockingPortal
 
-from aviso_workers.aviso import positions, schema, topics
+from aviso_workers.aviso import positions, schema, topics, typed_identifiers
 from aviso_workers.aviso.notifications import Notification, Notify, Receipt
+from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, completed, examine
 from aviso_workers.config.documents import Node
@@ -203,9 +204,11 @@ class App(Router):
                 continue
             declared = event_types[agent.event_type]
             try:
-                schema.parse_where(agent.event_type, declared, agent.where)
+                where = schema.parse_where(agent.event_type, declared, agent.where)
             except InvalidIdentifierError as error:
                 found.append(f"agent {agent.name!r}: where: {error}")
+            else:
+                found += [f"agent {agent.name!r}: {problem}" for problem in _key_mistakes(agent, declared, where)]
             found += [
                 f"agent {agent.name!r}: it publishes {UnknownEventTypeError(name, event_types)}"
                 for name in sorted(outputs.named_event_types(agent.function) - event_types.keys() - examined.unclear)
@@ -567,6 +570,11 @@ class App(Router):
         while known and known not in origins:
             known = known.rpartition(".")[0]
         return f"{path}: {problem} ({origins[known]})" if known else f"{path}: {problem}"
+
+
+def _key_mistakes(agent: Agent[Any, Any], declared: EventType, where: Where) -> Iterator[str]:
+    if agent.key_type is not Any:
+        yield from typed_identifiers.mistakes(agent.key_type, agent.event_type, declared, where)
 
 
 def _as_variable(name: str) -> str:

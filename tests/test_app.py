@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,7 +12,7 @@ import anyio
 import pytest
 from msgspec import Struct
 
-from aviso_workers import App, Notification, Notify, Router, config
+from aviso_workers import App, Batch, Notification, Notify, Router, config
 from aviso_workers.backends.in_memory.connection import Connection
 from aviso_workers.config import Config
 from aviso_workers.errors import (
@@ -58,6 +59,15 @@ def settings(write: Callable[[str], Path]) -> Config:
 @pytest.fixture
 def app(settings: Config) -> App:
     return App("tests", config=settings)
+
+
+class Step(Struct):
+    step: int
+
+
+class Day(Struct):
+    step: date
+    date: date
 
 
 class Archive(Struct):
@@ -244,6 +254,19 @@ class TestMistakes:
         of_filter, of_order = app.mistakes()
         assert of_filter.startswith("agent 'one': where: mars: identifier field 'stop' is unknown")
         assert of_order == f"agent 'one': order_by: {field!r} is no part of the topic; {hint}"
+
+    def test_of_the_types_of_keys_are_told_for_each_agent(self, app: App) -> None:
+        @app.agent("mars")
+        async def fits(notification: Notification[Any, Step]) -> None: ...
+
+        @app.agent("mars")
+        async def misfits(batch: Batch[Any, Day]) -> None: ...
+
+        assert app.mistakes() == [
+            "agent 'misfits': Day: mars: identifier field 'step' can be read as str, int, float, Decimal (IntHandler), "
+            "or as a Literal or Enum of its values",
+            "agent 'misfits': Day: mars: identifier field 'date' is unknown; there are: class, step",
+        ]
 
     def test_of_the_configuration_are_told_and_not_raised(self) -> None:
         (mistake,) = App("tests", config="nowhere.yaml").mistakes()

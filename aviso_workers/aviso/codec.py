@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct, structs
 
-from aviso_workers.aviso import payloads, schema, spatial, topics
+from aviso_workers.aviso import payloads, schema, spatial, topics, typed_identifiers
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.aviso.schema import (
     EventType,
@@ -240,6 +240,7 @@ class NotificationReader:
         where: Where | None = None,
         payload_type: Any = Any,
         decode: Callable[[bytes], Any] | None = None,
+        key_type: Any = Any,
     ) -> None:
         """`decode` makes payloads of bodies, whatever `payload_type` says."""
         self._name = name
@@ -258,6 +259,7 @@ class NotificationReader:
             (field, header, _Check(field, rules[field])) for field, header in SPATIAL_HEADERS.items() if field in rules
         ]
         self._decode_payload = payloads.decoded_by(decode) if decode else payloads.decoder(payload_type)
+        self._read_key = None if key_type is Any else typed_identifiers.reader(key_type)
 
     def matches(self, message: Message) -> bool:
         """Return whether the filter lets the message through, whatever its payload, and also where it `is_marker`."""
@@ -269,7 +271,7 @@ class NotificationReader:
     def notification(self, message: Message, *, num_delivered: int = 1) -> Notification[Any] | None:
         """Return the notification; None where the filter does not let it through, or the message is a server's marker.
 
-        Raises `UndecodableError`, with the path of the mistake where the payload does not fit its type.
+        Raises `UndecodableError`, with the path of the mistake where the payload or the key does not fit its type.
         """
         if not message.data and is_marker(message):
             return None
@@ -294,6 +296,7 @@ class NotificationReader:
             event_type=self._name,
             identifier=identifier,
             payload=self._decode_payload(message.data),
+            key=self._read_key(identifier) if self._read_key is not None else None,
             sequence=message.sequence,
             time=store_time(message),
             topic=subject,

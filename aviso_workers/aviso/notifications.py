@@ -18,10 +18,13 @@ from aviso_workers.aviso import payloads, spatial
 __all__ = ["Notification", "Notify", "Receipt"]
 
 T = TypeVar("T", default=Any)
+K = TypeVar("K", default=Any)
 
 
-class Notification(Struct, Generic[T], frozen=True, kw_only=True):
+class Notification(Struct, Generic[T, K], frozen=True, kw_only=True):
     """One notification as an agent, a watch or a replay sees it.
+
+    `T` is the type of the payload, `K` that of the key: a Struct, dataclass or TypedDict of identifier fields.
 
     Only `event_type`, `identifier` and `payload` are needed to make one by hand, as a unit test does.
     """
@@ -32,6 +35,8 @@ class Notification(Struct, Generic[T], frozen=True, kw_only=True):
     payload: T
     """The payload, as the type that the agent asked for, or as the plain JSON value: of a body that is no JSON its
     text, and of one that is no text its bytes."""
+    key: K = None  # type: ignore[assignment]  # where an agent asks for no type of it
+    """The identifier as the type that the agent asked for, as in `Notification[Field, FieldKey]`; else None."""
     sequence: int = 0
     """The stream sequence: grows with every notification stored, may have holes."""
     time: datetime = datetime(1970, 1, 1, tzinfo=UTC)

@@ -135,8 +135,10 @@ def json_reader(kind: Any) -> Callable[[bytes], Any]:
 
     try:
         adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(kind)
-    except pydantic.PydanticUserError as error:
+    except (pydantic.PydanticUserError, NameError) as error:
         raise TypeError(f"pydantic cannot read it: {str(error).splitlines()[0]}") from error
+    if not getattr(adapter, "pydantic_complete", True):  # from pydantic 2.10 on
+        raise TypeError("pydantic cannot read it: a type of its fields is not defined yet")
 
     def read(data: bytes) -> Any:
         try:

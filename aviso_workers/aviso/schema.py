@@ -54,8 +54,12 @@ __all__ = [
     "mistakes",
     "not_stored",
     "parse_where",
+    "read_date",
+    "read_int",
+    "read_time",
     "require_routable",
     "topic_of",
+    "unknown",
 ]
 
 _BASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -133,7 +137,7 @@ class DateHandler(IdentifierRule, frozen=True, kw_only=True):
     canonical_format: str = "%Y%m%d"
 
     def canonical(self, value: str) -> str:
-        day = _read_date(value).isoformat()
+        day = read_date(value).isoformat()
         if self.canonical_format not in _DATE_FORMATS:
             raise ValueError(f"has the unsupported canonical_format {self.canonical_format!r}")
         return day if self.canonical_format == "%Y-%m-%d" else day.replace("-", "")
@@ -147,11 +151,8 @@ class TimeHandler(IdentifierRule, frozen=True, kw_only=True):
     """A time of day to the minute, given as `9`, `09`, `9:15`, `09:15` or `0915`; canonical is `0915`."""
 
     def canonical(self, value: str) -> str:
-        found = _TIME.fullmatch(value)
-        hour, minute = (int(found[1] or found[3]), int(found[2] or found[4] or 0)) if found else (24, 0)
-        if hour > 23 or minute > 59:
-            raise ValueError(f"must be a time such as 9, 09:15 or 0915, not {reprlib.repr(value)}")
-        return f"{hour:02}{minute:02}"
+        time = read_time(value)
+        return f"{time.hour:02}{time.minute:02}"
 
 
 class EnumHandler(IdentifierRule, frozen=True, kw_only=True):
@@ -201,14 +202,14 @@ class IntHandler(IdentifierRule, frozen=True, kw_only=True):
     range: tuple[int, int] | None = None
 
     def canonical(self, value: str) -> str:
-        return str(_within(self.range, _read_int(value)))
+        return str(_within(self.range, read_int(value)))
 
     def condition(self, operator: str, operand: object) -> Condition:
         operands = _operands(operator, operand, known=_COMPARISONS)
         numbers = [_within(self.range, _int_operand(each)) for each in operands]
         if operator in ("eq", "in"):
             return frozenset(map(str, numbers))
-        return _span(operator, numbers, read=_read_int, step=lambda number, sign: number + sign)
+        return _span(operator, numbers, read=read_int, step=lambda number, sign: number + sign)
 
     def mistakes(self) -> Iterator[tuple[str, str]]:
         yield from _range_mistakes(self.range)
@@ -360,7 +361,7 @@ def canonical_identifier(
             problem = "is a filter of watches and replays, and no part of a notification"
             raise InvalidIdentifierError(event_type_name, field, problem)
         if field not in event_type.identifier:
-            raise _unknown(event_type_name, field, event_type.identifier)
+            raise unknown(event_type_name, field, event_type.identifier)
     canonical = {}
     for field, rule in event_type.identifier.items():
         if field not in identifier:
@@ -394,7 +395,7 @@ def parse_where(event_type_name: str, event_type: EventType, where: Mapping[str,
         if field in places:
             continue
         if field not in event_type.identifier:
-            raise _unknown(event_type_name, field, (*event_type.identifier, *places))
+            raise unknown(event_type_name, field, (*event_type.identifier, *places))
         try:
             conditions.append((_position(topic, field), _condition(event_type.identifier[field], wanted)))
         except ValueError as problem:
@@ -532,7 +533,8 @@ def _place(event_type_name: str, asked: Mapping[str, object]) -> spatial.Filter 
     return None
 
 
-def _unknown(event_type_name: str, field: str, known: Iterable[str]) -> InvalidIdentifierError:
+def unknown(event_type_name: str, field: str, known: Iterable[str]) -> InvalidIdentifierError:
+    """Return the error of a field that an event type has not, with the nearest one that it has."""
     names = tuple(known)
     near = difflib.get_close_matches(str(field), names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
@@ -638,7 +640,8 @@ def _range_mistakes(bounds: tuple[float, float] | None) -> Iterator[tuple[str, s
         yield "range", f"must be [min, max] with min <= max, not [{bounds[0]}, {bounds[1]}]"
 
 
-def _read_date(text: str) -> datetime.date:
+def read_date(text: str) -> datetime.date:
+    """Return the day that a field with a `DateHandler` has. Raises ValueError saying what was expected."""
     try:
         found = _DATE.fullmatch(text)
         if not found:
@@ -654,7 +657,17 @@ def _read_date(text: str) -> datetime.date:
         raise ValueError(f"must be a date such as 2025-12-25, 20251225 or 2025-359, not {shown}") from problem
 
 
-def _read_int(text: str) -> int:
+def read_time(text: str) -> datetime.time:
+    """Return the time of day that a field with a `TimeHandler` has. Raises ValueError saying what was expected."""
+    found = _TIME.fullmatch(text)
+    hour, minute = (int(found[1] or found[3]), int(found[2] or found[4] or 0)) if found else (24, 0)
+    if hour > 23 or minute > 59:
+        raise ValueError(f"must be a time such as 9, 09:15 or 0915, not {reprlib.repr(text)}")
+    return datetime.time(hour, minute)
+
+
+def read_int(text: str) -> int:
+    """Return the number that a field with an `IntHandler` has. Raises ValueError saying what was expected."""
     found = _INTEGER.fullmatch(text)
     number = int(found[1] + found[2]) if found else None
     if number is None or not -(2**63) <= number < 2**63:

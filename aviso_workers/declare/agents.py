@@ -17,7 +17,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from msgspec import Struct
 
-from aviso_workers.aviso import payloads, positions
+from aviso_workers.aviso import payloads, positions, typed_identifiers
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.config.documents import Node
 from aviso_workers.declare import around, event_types, resources, timers
@@ -90,7 +90,7 @@ class Agent(Generic[P, R]):
         self.classifiers: list[tuple[type[Exception], Classifier]] = []
         self.yields = inspect.isasyncgenfunction(function)
         self.in_thread = not (inspect.iscoroutinefunction(function) or self.yields)
-        self.form, self.argument_type = _call_form(self.name, function)
+        self.form, self.argument_type, self.key_type = _call_form(self.name, function)
         self.payload_type = self.argument_type
         self.decode = decode
         """What makes payloads of bodies, where the payload type does not say it."""
@@ -101,7 +101,8 @@ class Agent(Generic[P, R]):
         """What is opened around each call, the outermost first; `App.agents_at_work` says it."""
         self._refuse_nonsense()
         if policy.window is not None:
-            self.payload_type = _folded_type(self.name, policy.window, self.argument_type)
+            self.payload_type, self.key_type = _folded_types(self.name, policy.window, self.argument_type)
+        _refuse_unreadable_key(self.name, self.key_type)
         if decode is None:
             _refuse_unreadable(self.name, self.payload_type)
         elif not callable(decode) or inspect.iscoroutinefunction(decode):
@@ -229,8 +230,9 @@ class Router:
         """Declare an agent: the function is run for every matching notification of `event_type`, at least once.
 
         The function takes a `Notification[T]`, a `Batch[T]` (collected as `batch` says), a `Stream[T]`, or a
-        `Window[A]`, which is run for what notifications of one time came to, as `window` says. A plain function runs in
-        a thread. All times are in seconds.
+        `Window[A]`, which is run for what notifications of one time came to, as `window` says. `T` is the type of the
+        payload; a second one, as in `Notification[T, K]`, is that of `notification.key`. A plain function runs in a
+        thread. All times are in seconds.
 
         `where` maps identifier fields to a value, a list of values, or one constraint such as `{"gte": 24}`.
         `concurrency` is how many calls one worker makes at a time, `rate_limit` how many a second at most. `timeout`
@@ -534,8 +536,9 @@ def check_name(kind: str, name: str) -> str:
     return name
 
 
-def _call_form(name: str, function: Callable[..., Any]) -> tuple[type, Any]:
-    """Return which of Notification, Batch, Stream and Window the function takes, and the T of it (`Any` for none)."""
+def _call_form(name: str, function: Callable[..., Any]) -> tuple[type, Any, Any]:
+    """Return which of Notification, Batch, Stream and Window the function takes, and the types of payload and key
+    (`Any` for none)."""
     wanted = "a function whose first argument is annotated Notification[T], Batch[T], Stream[T] or Window[A]"
     if not callable(function):
         raise DeclarationError(f"agent {name!r}: must be {wanted}, found {function!r:.100}")
@@ -549,12 +552,11 @@ def _call_form(name: str, function: Callable[..., Any]) -> tuple[type, Any]:
             raise resources.unbound(f"agent {name!r}", function)
         found = "no annotation" if hint is None else resources.spelled(hint)
         raise DeclarationError(f"agent {name!r}: must be {wanted}, found {found} of {parameters[0]!r}")
-    (argument_type,) = typing.get_args(hint) or (Any,)
-    return form, argument_type
+    return form, *_types_of(hint)
 
 
-def _folded_type(name: str, window: Windowing[Any, Any], value_type: Any) -> Any:
-    """Return the T of the `Notification[T]` that is folded into windows of this type of values (`Any` for none)."""
+def _folded_types(name: str, window: Windowing[Any, Any], value_type: Any) -> tuple[Any, Any]:
+    """Return the types of payload and key of what is folded into windows of this type of values (`Any` for none)."""
     _refuse_unreadable(name, value_type)
     state: Any = State
     try:
@@ -567,8 +569,13 @@ def _folded_type(name: str, window: Windowing[Any, Any], value_type: Any) -> Any
         raise DeclarationError(
             f"agent {name!r}: fold= must be a function of a value and a Notification[T], found {window.fold!r}"
         ) from error
-    (payload_type,) = typing.get_args(_hint(name, window.fold, folded)) or (Any,)
-    return payload_type
+    return _types_of(_hint(name, window.fold, folded))
+
+
+def _types_of(hint: Any) -> tuple[Any, Any]:
+    """Return the types of payload and key that an annotation such as `Notification[T, K]` names (`Any` for none)."""
+    payload_type, key_type, *_ = (*typing.get_args(hint), Any, Any)
+    return payload_type, key_type
 
 
 def _hint(name: str, function: Callable[..., Any], parameter: str) -> Any:
@@ -588,6 +595,15 @@ def _holds_instruction_class(annotation: Any) -> bool:
     if typing.get_origin(annotation) is type:
         return bool({Retry, Reject}.intersection(parts))
     return any(map(_holds_instruction_class, parts))
+
+
+def _refuse_unreadable_key(name: str, key_type: Any) -> None:
+    try:
+        if key_type is not Any:
+            typed_identifiers.check(key_type)
+    except TypeError as error:
+        spelled = resources.spelled(key_type)
+        raise DeclarationError(f"agent {name!r}: no identifier can be read as {spelled}: {error}") from error
 
 
 def _refuse_unreadable(name: str, payload_type: Any) -> None:

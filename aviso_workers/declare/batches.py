@@ -16,7 +16,8 @@ from aviso_workers.errors import DeclarationError
 __all__ = ["Batch", "Batching", "Source", "Stream"]
 
 T = TypeVar("T", default=Any)
-K = TypeVar("K", bound=Hashable)
+K = TypeVar("K", default=Any)
+G = TypeVar("G", bound=Hashable)
 
 
 class Batching(Struct, frozen=True):
@@ -35,63 +36,63 @@ class Batching(Struct, frozen=True):
             raise DeclarationError(f"Batching: within must be a number of seconds from 0, found {self.within}")
 
 
-class Batch(Generic[T]):
+class Batch(Generic[T, K]):
     """Notifications that are handled together.
 
     When the function returns, all are done but those that it retried or rejected. When it raises, the exception
     concerns those of which it said nothing. A batch for a unit test is made from a list.
     """
 
-    def __init__(self, notifications: Sequence[Notification[T]]) -> None:
+    def __init__(self, notifications: Sequence[Notification[T, K]]) -> None:
         self.notifications = tuple(notifications)
         self.outcomes: dict[int, object] = {}
         """What was said of single notifications, by sequence."""
 
-    def __iter__(self) -> Iterator[Notification[T]]:
+    def __iter__(self) -> Iterator[Notification[T, K]]:
         return iter(self.notifications)
 
     def __len__(self) -> int:
         return len(self.notifications)
 
-    def ack(self, notification: Notification[T]) -> None:
+    def ack(self, notification: Notification[T, K]) -> None:
         """Ack a notification of the batch, even if the function raises later."""
         self.outcomes[notification.sequence] = None
 
-    def retry(self, notification: Notification[T], *, after: float | None = None) -> None:
+    def retry(self, notification: Notification[T, K], *, after: float | None = None) -> None:
         """Try it again, after so many seconds, or when the agent's policy says."""
         self.outcomes[notification.sequence] = Retry(after)
 
-    def reject(self, notification: Notification[T], reason: str) -> None:
+    def reject(self, notification: Notification[T, K], reason: str) -> None:
         """Keep a notification that can never be handled as a dead letter, with this reason."""
         self.outcomes[notification.sequence] = Reject(reason)
 
 
-class Source(Protocol[T]):
+class Source(Protocol[T, K]):
     """Where a stream's notifications come from."""
 
-    async def next(self, *, within_seconds: float | None = None) -> Notification[T] | None: ...
+    async def next(self, *, within_seconds: float | None = None) -> Notification[T, K] | None: ...
     async def settle(self) -> None: ...
 
 
-class Stream(Generic[T]):
+class Stream(Generic[T, K]):
     """An agent's notifications, for an `async for` loop. One is done when the loop asks for the next.
 
     The loop ends when the worker stops.
     """
 
-    def __init__(self, source: Source[T], *, only: Callable[[Notification[T]], bool] | None = None) -> None:
+    def __init__(self, source: Source[T, K], *, only: Callable[[Notification[T, K]], bool] | None = None) -> None:
         self._source = source
         self._only = only
 
-    def __aiter__(self) -> AsyncIterator[Notification[T]]:
+    def __aiter__(self) -> AsyncIterator[Notification[T, K]]:
         return self._each()
 
-    def filter(self, only: Callable[[Notification[T]], bool]) -> Stream[T]:
+    def filter(self, only: Callable[[Notification[T, K]], bool]) -> Stream[T, K]:
         """Return the notifications for which `only` is true; the others are done."""
         before = self._only
         return Stream(self._source, only=lambda one: (before is None or before(one)) and only(one))
 
-    async def take(self, size: int, within: float) -> AsyncIterator[list[Notification[T]]]:
+    async def take(self, size: int, within: float) -> AsyncIterator[list[Notification[T, K]]]:
         """Yield lists of up to `size`, or of what came `within` so many seconds of the first.
 
         All notifications of a list are acked when the function asks for the next one.
@@ -105,21 +106,21 @@ class Stream(Generic[T]):
             await self._source.settle()
 
     async def group_by(
-        self, key: Callable[[Notification[T]], K], *, size: int = 100, within: float = 1.0
-    ) -> AsyncIterator[dict[K, list[Notification[T]]]]:
+        self, key: Callable[[Notification[T, K]], G], *, size: int = 100, within: float = 1.0
+    ) -> AsyncIterator[dict[G, list[Notification[T, K]]]]:
         """Yield what `take` yields as a mapping from key to the notifications of the key, in order."""
         async for taken in self.take(size, within):
-            groups: dict[K, list[Notification[T]]] = {}
+            groups: dict[G, list[Notification[T, K]]] = {}
             for notification in taken:
                 groups.setdefault(key(notification), []).append(notification)
             yield groups
 
-    async def _each(self) -> AsyncIterator[Notification[T]]:
+    async def _each(self) -> AsyncIterator[Notification[T, K]]:
         while (notification := await self._next()) is not None:
             yield notification
             await self._source.settle()
 
-    async def _next(self) -> Notification[T] | None:
+    async def _next(self) -> Notification[T, K] | None:
         while (notification := await self._source.next()) is not None:
             if self._only is None or self._only(notification):
                 return notification

@@ -120,7 +120,12 @@ class AgentSubscriptions:
             agent,
             buffer=buffer,
             reader=NotificationReader(
-                agent.event_type, event_type, where=where, payload_type=agent.payload_type, decode=agent.decode
+                agent.event_type,
+                event_type,
+                where=where,
+                payload_type=agent.payload_type,
+                decode=agent.decode,
+                key_type=agent.key_type,
             ),
             outputs=Outputs(agent, app=self._app, stream=stream.name, publisher=self._publisher),
             settler=settler,

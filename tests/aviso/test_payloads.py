@@ -129,6 +129,13 @@ class TestPydantic:
         with pytest.raises(TypeError, match="pydantic cannot read it: Unable to generate pydantic-core schema"):
             payloads.decoder(Walk | Envelope)
 
+    def test_a_model_whose_fields_are_not_defined_says_so(self) -> None:
+        class Unfinished(BaseModel):
+            walk: Later  # type: ignore[name-defined]  # noqa: F821
+
+        with pytest.raises(TypeError, match="pydantic cannot read it: a type of its fields is not defined yet"):
+            payloads.decoder(Unfinished)
+
 
 class TestBytes:
     @pytest.mark.parametrize("data", [b"", b"null", b"\x08\x96\x01\xff\x00", b'{"a": 1}'])

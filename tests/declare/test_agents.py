@@ -126,6 +126,40 @@ def test_a_decoder_that_is_no_plain_function_is_refused(router: Router, decode: 
         router.agent("mars", decode=decode)(index)
 
 
+class Key(Struct):
+    step: int
+
+
+class TestTheKey:
+    def test_is_of_the_second_type(self, router: Router) -> None:
+        async def one(notification: Notification[Field, Key]) -> None: ...
+        async def many(batch: Batch[Any, Key]) -> None: ...
+        async def follow(stream: Stream[Field, Key]) -> None: ...
+        def fold(total: int, notification: Notification[Field, Key]) -> int: ...  # type: ignore[empty-body]
+        async def sums(window: Window[int]) -> None: ...
+
+        agents = [router.agent("mars")(function) for function in (one, many, follow)]
+        agents.append(router.agent("mars", window=Windowing(size="1h", fold=fold, initial=0))(sums))
+        assert [(agent.payload_type, agent.key_type) for agent in agents] == [
+            (Field, Key),
+            (Any, Key),
+            (Field, Key),
+            (Field, Key),
+        ]
+
+    def test_is_of_none_without_it(self, router: Router) -> None:
+        assert router.agent("mars")(index).key_type is Any
+
+    def test_must_be_one_that_identifiers_can_be_read_as(self, router: Router) -> None:
+        async def handle(notification: Notification[Field, int]) -> None: ...
+
+        with pytest.raises(
+            DeclarationError,
+            match=r"agent 'handle': no identifier can be read as int: it must be a msgspec.Struct, a dataclass or",
+        ):
+            router.agent("mars")(handle)
+
+
 def test_a_bare_notification_has_any_payload(router: Router) -> None:
     async def handle(notification: Notification) -> None: ...
 

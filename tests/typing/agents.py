@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
-from typing import Any, assert_type
+from datetime import UTC, date, datetime
+from typing import Any, TypedDict, assert_type
 
 import msgspec
 from pydantic import BaseModel
@@ -47,6 +47,7 @@ class Options(msgspec.Struct, frozen=True):
 
 app = App("typed")
 router = Router("fields", settings=Options)
+totals = app.table("totals", int, default=0)
 
 
 @app.resource
@@ -122,6 +123,53 @@ def from_bytes(data: bytes) -> Database:
 @app.agent("raw", name="decoded", decode=from_bytes)
 async def decoded(notification: Notification[Database]) -> None:
     assert_type(notification.payload, Database)
+
+
+class FieldKey(msgspec.Struct):
+    date: date
+    step: int
+
+
+class StepKey(TypedDict):
+    step: int
+
+
+@app.agent("mars")
+async def typed(notification: Notification[Field, FieldKey]) -> Notify:
+    assert_type(notification.key, FieldKey)
+    assert_type(notification.key.step + 1, int)
+    assert_type(notification.identifier["step"], str)
+    shared(notification)
+    await totals.update("all", lambda total: total + 1, once=notification)
+    return Notify("products", {"date": notification.key.date, "step": notification.key.step + 1})
+
+
+def shared(notification: Notification[Field]) -> None:
+    assert_type(notification.payload, Field)
+    assert_type(notification.key, Any)
+
+
+@app.agent("mars")
+async def typed_batch(batch: Batch[Field, StepKey]) -> None:
+    for notification in batch:
+        assert_type(notification, Notification[Field, StepKey])
+        assert_type(notification.key["step"], int)
+        batch.ack(notification)
+
+
+@app.agent("mars")
+async def typed_stream(stream: Stream[Field, FieldKey]) -> None:
+    async for groups in stream.filter(lambda one: one.key.step > 0).group_by(lambda one: one.key.date):
+        assert_type(groups, dict[date, list[Notification[Field, FieldKey]]])
+
+
+def latest(step: int, notification: Notification[Field, FieldKey]) -> int:
+    return max(step, notification.key.step)
+
+
+@app.agent("mars", window=Windowing(size="1h", fold=latest, initial=0))
+async def latest_steps(window: Window[int]) -> None:
+    assert_type(window.value, int)
 
 
 class Counting:
