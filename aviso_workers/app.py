@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from datetime import datetime
 from functools import cached_property
@@ -374,17 +374,19 @@ class App(Router):
         *,
         from_id: int | str | None = None,
         from_date: datetime | int | str | None = None,
+        decode: Callable[[bytes], Any] | None = None,
     ) -> AsyncGenerator[Notification[Any], None]:
         """Notifications as they come, without end; first the stored ones from an id or a date on, if one is given.
 
         Nothing is acknowledged and nothing remembered: for work that must not be lost, declare an agent. A stream that
         does not exist is waited for, with a warning, and read from its first notification on. Where the stream is
         deleted and made again, it goes on at the first notification of the new one, with a warning; so it
-        does from an id that the stream has never had. Raises `InvalidPositionError`, `UnknownEventTypeError`,
-        `InvalidIdentifierError`.
+        does from an id that the stream has never had. `decode` makes the payload of a body's bytes, as that of an
+        agent; `bytes` leaves them as they are. What cannot be decoded is left out, with a warning. Raises
+        `InvalidPositionError`, `UnknownEventTypeError`, `InvalidIdentifierError`.
         """
         start = positions.position(from_id, from_date)
-        replayer = await self.session.replayer(event_type, where or {}, waits=True)
+        replayer = await self.session.replayer(event_type, where or {}, waits=True, decode=decode)
         async with aclosing(replayer.watch(start)) as notifications:
             async for notification in notifications:
                 yield notification
@@ -398,14 +400,16 @@ class App(Router):
         from_date: datetime | int | str | None = None,
         to_id: int | str | None = None,
         to_date: datetime | int | str | None = None,
+        decode: Callable[[bytes], Any] | None = None,
     ) -> AsyncGenerator[Notification[Any], None]:
         """Stored notifications from an id or a date (default: the first) to another (default: the last), inclusive.
 
-        Raises as `watch` does, and `NotFoundError` where there is no stream or it is deleted meanwhile.
+        `decode` is that of `watch`. Raises as `watch` does, and `NotFoundError` where there is no stream or it is
+        deleted meanwhile.
         """
         start = positions.position(from_id, from_date)
         end = positions.position(to_id, to_date, names=("to_id", "to_date"))
-        replayer = await self.session.replayer(event_type, where or {})
+        replayer = await self.session.replayer(event_type, where or {}, decode=decode)
         async with aclosing(replayer.replay(start, end)) as notifications:
             async for notification in notifications:
                 yield notification

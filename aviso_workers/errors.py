@@ -142,7 +142,8 @@ class InvalidPositionError(AvisoWorkersError):
 
 
 class UndecodableError(AvisoWorkersError):
-    """A stored message is no notification of its event type, or its payload does not fit the agent's type."""
+    """A stored message is no notification of its event type, or its payload or identifier does not fit the agent's
+    types."""
 
 
 class BackendError(AvisoWorkersError):

@@ -6,7 +6,7 @@ comes. So there is no hand-over from history to live, and nothing can fall betwe
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from datetime import datetime, timedelta
 from typing import Any
@@ -53,13 +53,21 @@ class Replayer:
     """Reads the notifications of one event type that match `where`."""
 
     def __init__(
-        self, backend: Backend, *, name: str, event_type: EventType, where: Where, stream: str, events: Events
+        self,
+        backend: Backend,
+        *,
+        name: str,
+        event_type: EventType,
+        where: Where,
+        stream: str,
+        events: Events,
+        decode: Callable[[bytes], Any] | None = None,
     ) -> None:
         self._backend = backend
         self._name = name
         self._stream = stream
         self._filters = topics.filter_subjects(where)
-        self._reader = NotificationReader(name, event_type, where=where)
+        self._reader = NotificationReader(name, event_type, where=where, decode=decode)
         self._events = events
 
     async def replay(self, start: Position, end: Position) -> AsyncGenerator[Notification[Any], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -94,7 +94,14 @@ class Session:
         self._priority = config.workers.priority
         self._events = events
 
-    async def replayer(self, event_type: str, where: Mapping[str, Any], *, waits: bool = False) -> Replayer:
+    async def replayer(
+        self,
+        event_type: str,
+        where: Mapping[str, Any],
+        *,
+        waits: bool = False,
+        decode: Callable[[bytes], Any] | None = None,
+    ) -> Replayer:
         """Return a reader of stored notifications, which makes and changes no stream.
 
         Raises as `parse_where` does, `RefusedError` for a stream that cannot be used, and `NotFoundError` for one that
@@ -115,6 +122,7 @@ class Session:
             where=parsed,
             stream=spec.name,
             events=self._events,
+            decode=decode,
         )
 
     async def cancel(self, event_type: str, message_id: str) -> bool:

@@ -4,6 +4,7 @@ backend."""
 from __future__ import annotations
 
 import struct
+from contextlib import aclosing
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from pydantic import BaseModel
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Notify, Reject, Stream, Window, Windowing
 from aviso_workers.backends import Message
 from aviso_workers.engine import parts
+from aviso_workers.events import Skipped
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters, document
 from aviso_workers.testing import harness
 from tests.contract.settings import mars
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 IDENTIFIER = {"a": 1, "b": "x"}
 RAW = bytes(range(256))
-BODIES = [RAW, b"", b"null", b'{"a": 1}', b"plain text"]
+BODIES = [RAW, b"", b"null", b'{"a": 12}', b"plain text"]
 
 
 class Point(NamedTuple):
@@ -69,8 +71,23 @@ async def test_without_a_type_it_is_what_an_aviso_server_reads_or_its_bytes(app:
     async with harness(app, server=url) as t:
         for number, body in enumerate(BODIES):
             await t.notify("plain", {"a": number, "b": "x"}, body)
-        assert [found.payload async for found in app.replay("plain")] == [RAW, None, None, {"a": 1}, "plain text"]
-        assert [found.payload for found in t.published] == [RAW, b"", None, {"a": 1}, b"plain text"]
+        assert [found.payload async for found in app.replay("plain")] == [RAW, None, None, {"a": 12}, "plain text"]
+        assert [found.payload for found in t.published] == [RAW, b"", None, {"a": 12}, b"plain text"]
+
+
+async def test_a_replay_and_a_watch_decode_as_they_are_told(app: App, url: str | None) -> None:
+    skipped: list[Skipped] = []
+    app.events.listen(skipped.append, Skipped)
+    async with harness(app, server=url) as t:
+        for number, body in enumerate([*BODIES, Point(1, 2).to_bytes()]):
+            await t.notify("plain", {"a": number, "b": "x"}, body)
+        bodies = [found.payload async for found in app.replay("plain", decode=bytes)]
+        assert bodies == [*BODIES, Point(1, 2).to_bytes()]
+        assert [found.payload async for found in app.replay("plain", decode=Point.from_bytes)] == [Point(1, 2)]
+        assert len(skipped) == len(BODIES)
+        assert "the payload cannot be decoded: error: unpack requires" in str(skipped[0].error)
+        async with aclosing(app.watch("plain", from_id=6, decode=Point.from_bytes)) as watching:
+            assert (await anext(watching)).payload == Point(1, 2)
 
 
 async def test_each_try_and_the_dead_letter_that_is_tried_again_have_it(app: App, url: str | None) -> None:
