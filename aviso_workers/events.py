@@ -48,6 +48,7 @@ __all__ = [
     "StreamMadeAgain",
     "StreamProvisioned",
     "TaskFailed",
+    "ThreadOverdue",
     "ThreadsFreed",
     "ThreadsStuck",
     "Ticked",
@@ -173,8 +174,18 @@ class ReadAgain(Struct, frozen=True, kw_only=True):
     stream: str
 
 
+class ThreadOverdue(Struct, frozen=True, kw_only=True):
+    """A plain function runs on in its thread, 5 seconds after its timeout, while others of its agent can be called.
+
+    Its notification, or its batch, is kept until it ends.
+    """
+
+    agent: str
+    timeout_seconds: float
+
+
 class ThreadsStuck(Struct, frozen=True, kw_only=True):
-    """All threads of an agent run calls that were abandoned and do not end: it handles nothing until one of them ends.
+    """All threads of an agent run on, 5 seconds after their timeout: it handles nothing until one of them ends.
 
     What waits is given back, so that other workers handle it.
     """
@@ -424,6 +435,7 @@ Event = (
     | FailuresNotStored
     | NotReadAgain
     | ReadAgain
+    | ThreadOverdue
     | ThreadsStuck
     | ThreadsFreed
     | AgentStarted

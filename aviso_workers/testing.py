@@ -654,7 +654,7 @@ class _Code:
                             yield output
 
         watched.function = loop_over_it if agent.yields else call_it
-        watched.in_thread = False
+        watched.in_thread = False  # as far as its worker knows, which cannot cancel it all the same
         watched.around = [structs.replace(each, function=self._opened(each, agent.name)) for each in agent.around]
         return watched
 

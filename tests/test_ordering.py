@@ -319,15 +319,6 @@ class TestTheSurplus:
         assert buffer.surplus == 10
         assert await taken_from(buffer, 1) == [1]
 
-    async def test_of_a_key_whose_thread_runs_on_is_all_of_it(self, buffer: Buffer) -> None:
-        head = await buffer.take()
-        assert head is not None
-        buffer.block_key(head)
-        buffer.done(head)
-        assert buffer.surplus == self.COUNT - 1
-        buffer.unblock_key(head)
-        assert buffer.surplus == 9
-
     async def test_is_none_once_all_was_given_back(self, buffer: Buffer, clock: VirtualClock) -> None:
         head = await buffer.take()
         assert head is not None

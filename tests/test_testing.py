@@ -465,6 +465,21 @@ class TestInVirtualTime:
             await t.settle()
         assert t.outcomes(index) == ["acked", "acked"]
 
+    async def test_a_plain_function_that_takes_it_runs_on_and_is_not_called_again_meanwhile(self, app: App) -> None:
+        begun: list[float] = []
+
+        @app.agent("mars", timeout=10, concurrency=3, retry=Backoff(first=5, attempts=2, jitter=0))
+        def index(notification: Notification[Any]) -> None:
+            begun.append(t.clock.monotonic())
+            anyio.from_thread.run(t.clock.sleep, 60)
+
+        async with harness(app, workers=2) as t:
+            await notify(t, 1)
+            await t.settle()
+        assert [time - begun[0] for time in begun] == [0, 65]
+        assert t.outcomes(index) == ["retried", "dead_lettered"]
+        assert isinstance(t.settled(index)[0].error, TimeoutError)
+
     async def test_the_backend_is_not_asked_while_a_worker_holds_what_it_was_given(
         self, app: App, monkeypatch: pytest.MonkeyPatch
     ) -> None:

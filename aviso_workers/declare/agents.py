@@ -90,6 +90,8 @@ class Agent(Generic[P, R]):
         self.classifiers: list[tuple[type[Exception], Classifier]] = []
         self.yields = inspect.isasyncgenfunction(function)
         self.in_thread = not (inspect.iscoroutinefunction(function) or self.yields)
+        self.can_be_cancelled = not self.in_thread
+        """Python cannot end a thread."""
         self.form, self.argument_type, self.key_type = _call_form(self.name, function)
         self.payload_type = self.argument_type
         self.decode = decode
@@ -236,8 +238,9 @@ class Router:
 
         `where` maps identifier fields to a value, a list of values, or one constraint such as `{"gte": 24}`.
         `concurrency` is how many calls one worker makes at a time, `rate_limit` how many a second at most. `timeout`
-        cancels a call, which counts as a failure. `order_by` names identifier fields: within one worker,
-        notifications of equal values are handled strictly one after another, also while one waits to be tried again.
+        cancels a call, which counts as a failure; a plain function runs on, and has failed when it ends. `order_by`
+        names identifier fields: within one worker, notifications of equal values are handled strictly one after
+        another, also while one waits to be tried again.
         `start` is where an agent begins that has never run: with `all` that is stored, with what is `new`, at a
         sequence or at a time. `singleton` lets one worker of all that run the app handle everything, one notification
         at a time and in order. Another one takes over `ack_wait` after that one has died; one that lives may take as

@@ -97,7 +97,7 @@ class AgentSubscriptions:
             isolation=self._isolation,
             on_begin=prefetch.note_begin,
             on_surplus=prefetch.ask,
-            on_lost=while_held.end if while_held else None,
+            on_lost=while_held.end if while_held and agent.can_be_cancelled else None,
         )
         shield = Shield(clock)
         failures = Failures(
@@ -115,7 +115,7 @@ class AgentSubscriptions:
             clock=clock,
             events=self._events,
         )
-        threads = Threads(agent, buffer=buffer, clock=clock, events=self._events)
+        threads = Threads(agent, clock=clock, events=self._events)
         context = HandlerContext(
             agent,
             buffer=buffer,
@@ -154,6 +154,7 @@ class AgentSubscriptions:
                 events=self._events,
             ),
             threads=threads,
+            keeps_reading=policy.singleton,
             shield=shield,
         )
         shared = self._shared_filter(agent, where, stream, run)

@@ -69,7 +69,7 @@ class _KeyQueue(deque[Delivery]):
     """The deliveries of one key that are held, in order of sequence. Only the head is handed out."""
 
     stopped = False
-    """Whether the head cannot begin: it waits for its retry, or for a call of its key that was abandoned and runs."""
+    """Whether the head cannot begin, because it waits for its retry."""
     surplus = 0
     """How many of them count as surplus."""
 
@@ -110,7 +110,6 @@ class Buffer:
         self._ready: deque[Delivery] = deque()
         self._queues: dict[Hashable, _KeyQueue] = {}
         """Per busy key, its head and what waits behind it."""
-        self._blocked: dict[Hashable, Delivery | None] = {}
         """The keys that are blocked, each with the delivery to hand out when it is not any more; None: none yet."""
         self._gathered: list[Delivery] | None = None
         """The redeliveries that were gathered so far; None while none are gathered."""
@@ -303,19 +302,6 @@ class Buffer:
             self._leave_out_body(delivery)
         self._clock.call_at(due, lambda: self._resume(delivery))
 
-    def block_key(self, delivery: Delivery) -> None:
-        """Hand out no delivery of this key until `unblock_key`, because a call for it that was abandoned still runs."""
-        if self._key is not None:
-            self._blocked[self._key(delivery.message.subject)] = None
-
-    def unblock_key(self, delivery: Delivery) -> None:
-        """Offer the next delivery of this key again."""
-        if self._key is None:
-            return
-        head = self._blocked.pop(self._key(delivery.message.subject), None)
-        if head is not None and self.holds(head):
-            self._resume(head)
-
     def close(self) -> None:
         """Hand out no delivery any more, and let the handlers end. What arrives from now on is only held."""
         self.closed = True
@@ -452,12 +438,6 @@ class Buffer:
         self._waking = False
 
     def _offer(self, delivery: Delivery) -> None:
-        if self._blocked and self._key is not None:
-            key = self._key(delivery.message.subject)
-            if key in self._blocked:
-                self._blocked[key] = delivery
-                self._stop(delivery, stopped=True)
-                return
         if self._screens and (delivery.num_delivered > 1 or (self._bodiless and self.is_bodiless(delivery))):
             self._redelivered.append(delivery)
             self._redelivery.set()

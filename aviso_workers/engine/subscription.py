@@ -77,9 +77,12 @@ class Run:
         ack_wait_seconds: float,
         redeliveries: Redeliveries | None = None,
         threads: Threads | None = None,
+        keeps_reading: bool = False,
         shield: Shield | None = None,
     ) -> None:
-        """`buffer` was made with `prefetch`: it tells it what begins."""
+        """`buffer` was made with `prefetch`: it tells it what begins. One that `keeps_reading` does so while all of its
+        threads hang, because nobody else could take anything.
+        """
         self.buffer = buffer
         self.returned = 0
         """Deliveries that were given back because the worker stops."""
@@ -87,6 +90,7 @@ class Run:
         self._prefetch = prefetch
         self._redeliveries = redeliveries
         self._threads = threads
+        self._keeps_reading = keeps_reading
         self._shield = shield or Shield(clock)
         self._clock = clock
         self._heartbeat_seconds = ack_wait_seconds / HEARTBEATS
@@ -120,13 +124,13 @@ class Run:
 
     async def until_stuck(self) -> None:
         """Wait until nothing can be handled, however long."""
-        if self._threads is None:
+        if self._threads is None or self._keeps_reading:
             await anyio.sleep_forever()
         else:
             await self._threads.until_stuck()
 
     async def until_not_stuck(self) -> None:
-        if self._threads is not None:
+        if self._threads is not None and not self._keeps_reading:
             await self._threads.until_not_stuck()
 
     async def work(self, *, stop: anyio.Event, drain_timeout_seconds: float) -> None:
@@ -149,8 +153,6 @@ class Run:
                         timer = self._clock.call_at(drained_by, partial(self._end_draining, draining))
                         self._stopping = True
                         self.buffer.close()
-                        if self._threads is not None:
-                            self._threads.close()
                         await self._stop_reading()
                         if not self.buffer.ordered:  # else all of it at the end, or a key would overtake its head
                             self.returned += acknowledging.give_back(self.buffer.withdraw())
@@ -167,8 +169,13 @@ class Run:
         self._shield.limit()
 
     @property
+    def overdue(self) -> int:
+        """How many plain functions run on in their threads after their timeout."""
+        return 0 if self._threads is None else self._threads.overdue
+
+    @property
     def _is_stuck(self) -> bool:
-        return self._threads is not None and self._threads.stuck
+        return self._threads is not None and self._threads.stuck and not self._keeps_reading
 
     async def _end_redeliveries(self) -> None:
         """Before what was cancelled is given back, or it would look like what ended its worker."""
@@ -270,6 +277,8 @@ class _Reader:
         self._stop = stop
         self._drained = drained
         self._restarts = Restarts(REOPENED, healthy_seconds=HEALTHY_SECONDS)
+        self._gave_back = False
+        """Whether what waited was given back, because the agent was stuck."""
 
     async def keep_reading(self) -> None:
         """Read until it is to stop; what is lost is opened again after a wait."""
@@ -277,6 +286,7 @@ class _Reader:
             while not self._stop.is_set():
                 try:
                     await self._read(joining)
+                    self._gave_back = True
                     await _until(self._stop, self._run.until_not_stuck)
                 except BackendError as error:
                     await self._wait_after(error)
@@ -295,7 +305,8 @@ class _Reader:
         await feed.provisioner.ensure(feed.stream)
         info = await (feed.ensure() if feed.ensure else feed.provisioner.ensure_consumer(self._stream, feed.consumer))
         passed = await _passed(self._backend, feed.stream, info)
-        gathers = feed.in_order and info.num_ack_pending > 0 and not len(run.buffer)
+        gathers = feed.in_order and info.num_ack_pending > 0 and (self._gave_back or not len(run.buffer))
+        self._gave_back = False
         if gathers:
             await clocks.sleep_until(self._clock, info.config.ack_wait / SECOND + EXPIRY_SECONDS, self._stop)
             run.buffer.gather(info.num_ack_pending)

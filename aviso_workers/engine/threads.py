@@ -1,9 +1,10 @@
-"""The threads in which the plain function of an agent runs, and those that run on after their call was abandoned.
+"""The threads in which the plain function of an agent runs, and those that run on after their timeout.
 
-Python cannot end a thread. When a call is abandoned, at its `timeout` or because a singleton's notification was lost,
-its thread runs on for as long as it likes. So it goes on counting: an agent has at most `concurrency` threads, and
-the workers of a call form wait for their turn before they take the next notification. With `order_by`, the key that
-such a thread works on is blocked in the buffer until it ends.
+Python cannot end a thread. So a call whose time is over keeps what it has until its thread has ended: its slot of
+`concurrency`, its notification, which goes on being reported in progress, and with `order_by` its key. Then it is the
+`TimeoutError` that it is, whatever the function returned. Given back before that, the notification would be handled a
+second time beside the thread that is still at it. Only a worker that stops abandons threads, when its drain timeout is
+over.
 
 When all threads of an agent have run on for a while, the agent is stuck: `subscription` gives back what waits, and
 reads nothing until one of them ends.
@@ -11,63 +12,45 @@ reads nothing until one of them ends.
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 import anyio
 import anyio.to_thread
 
-from aviso_workers.aviso.notifications import Notification
-from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock, Timer
 from aviso_workers.declare.agents import Agent
-from aviso_workers.declare.batches import Batch
 from aviso_workers.declare.verdicts import Failure
-from aviso_workers.engine.buffer import Buffer
-from aviso_workers.events import Events, ThreadsFreed, ThreadsStuck
+from aviso_workers.declare.windows import Window
+from aviso_workers.engine import calls
+from aviso_workers.events import Events, ThreadOverdue, ThreadsFreed, ThreadsStuck
 
 __all__ = ["Threads", "in_thread"]
 
-STUCK_SECONDS = 5.0
-"""A call that ends soon after its timeout is only slow: its agent waits for it, and keeps what it holds."""
+HUNG_SECONDS = 5.0
+"""A call that ends soon after its timeout is only slow, and nothing is said of it."""
 
 
 class Threads:
-    """The threads of one agent that run on after their call was abandoned."""
+    """The threads of one agent, as far as they run on after their timeout."""
 
-    def __init__(self, agent: Agent[Any, Any], *, buffer: Buffer, clock: Clock, events: Events) -> None:
-        self.left_behind = 0
+    def __init__(self, agent: Agent[Any, Any], *, clock: Clock, events: Events) -> None:
+        self.overdue = 0
         """How many run on."""
-        self.stuck = False
-        """Whether all of them have run on for a while, so that nothing can be handled."""
+        self._hung = 0
+        """How many of these have run on for `HUNG_SECONDS`."""
         self._agent = agent.name
-        self._most = agent.policy.concurrency
-        self._buffer = buffer
+        self._most = 1 if agent.form is Window else agent.policy.concurrency
+        """How many calls there are at a time: a worker runs the function for one window after another."""
         self._clock = clock
         self._events = events
-        self._waiting = 0
-        """Workers that wait until a thread ends."""
         self._changed = anyio.Event()
-        self._timer: Timer | None = None
-        self._closed = False
 
-    async def wait_for_turn(self) -> None:
-        """Wait until a worker may take the next notification: one worker waits for each thread that runs on."""
-        while self._waiting < self.left_behind and not self._closed:
-            self._waiting += 1
-            try:
-                await self._changed.wait()
-            finally:
-                self._waiting -= 1
-
-    async def wait_for_thread(self) -> None:
-        """Wait until fewer than `concurrency` run on. Only who is no worker, as for windows, finds them all busy."""
-        while self.left_behind >= self._most:
-            await self._changed.wait()
+    @property
+    def stuck(self) -> bool:
+        """Whether all of them have hung, so that nothing can be handled."""
+        return self._hung >= self._most
 
     async def until_stuck(self) -> None:
         """Wait until nothing can be handled."""
@@ -79,46 +62,47 @@ class Threads:
         while self.stuck:
             await self._changed.wait()
 
-    def close(self) -> None:
-        """Stop, and let the tasks end that wait here."""
-        self._closed = True
-        self._cancel_timer()
-        self._change()
+    async def call(
+        self, function: Callable[[Any], Awaitable[object]], timeout_seconds: float, argument: object
+    ) -> object:
+        """Return what a function returns that cannot be cancelled. Raises TimeoutError when it has ended too late."""
+        call = _Call(timeout_seconds)
+        call.timer = self._clock.call_at(self._clock.monotonic() + timeout_seconds, partial(self._note_overdue, call))
+        try:
+            returned = await calls.call(function, argument)
+        except Exception as error:
+            if call.overdue:
+                raise call.late() from error
+            raise
+        finally:
+            call.timer.cancel()
+            if call.overdue:
+                self._note_end(call)
+        if call.overdue:
+            raise call.late()
+        return returned
 
-    def abandon(self, call: _Call, argument: object) -> None:
-        """Leave a cancelled call behind; when it runs on in its thread, count that thread until it has ended."""
-        deliveries = [
-            delivery
-            for sequence in _sequences(argument)
-            if (delivery := self._buffer.delivery_of(sequence)) is not None
-        ]
-        if not call.abandon(when_ended=partial(self._note_end, deliveries)):
-            return
-        for delivery in deliveries:
-            self._buffer.block_key(delivery)
-        self.left_behind += 1
-        if self.left_behind >= self._most and not self._closed and self._timer is None:
-            self._timer = self._clock.call_at(self._clock.monotonic() + STUCK_SECONDS, self._note_stuck)
+    def _note_overdue(self, call: _Call) -> None:
+        call.overdue = True
+        self.overdue += 1
+        call.timer = self._clock.call_at(self._clock.monotonic() + HUNG_SECONDS, partial(self._note_hung, call))
 
-    def _note_stuck(self) -> None:
-        self.stuck = True
+    def _note_hung(self, call: _Call) -> None:
+        call.hung = True
+        self._hung += 1
         self._change()
-        self._events.emit(ThreadsStuck(agent=self._agent, threads=self.left_behind))
+        if self.stuck:
+            self._events.emit(ThreadsStuck(agent=self._agent, threads=self._hung))
+        else:
+            self._events.emit(ThreadOverdue(agent=self._agent, timeout_seconds=call.timeout_seconds))
 
-    def _note_end(self, deliveries: Sequence[Delivery]) -> None:
-        self.left_behind -= 1
-        for delivery in deliveries:
-            self._buffer.unblock_key(delivery)
-        self._cancel_timer()
-        was_stuck, self.stuck = self.stuck, False
+    def _note_end(self, call: _Call) -> None:
+        was_stuck = self.stuck
+        self.overdue -= 1
+        self._hung -= call.hung
         self._change()
-        if was_stuck:
+        if was_stuck and not self.stuck:
             self._events.emit(ThreadsFreed(agent=self._agent))
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
     def _change(self) -> None:
         self._changed.set()
@@ -126,60 +110,26 @@ class Threads:
 
 
 class _Call:
-    """One call of a plain function. It is begun in a thread, and may be abandoned by the event loop meanwhile."""
+    """How far one call is over its time."""
 
-    def __init__(self, function: Callable[[], object]) -> None:
-        self._function = function
-        self._lock = threading.Lock()
-        self._runs = False
-        self._abandoned = False
-        self._when_ended: Callable[[], object] | None = None
+    timer: Timer
+    """What is noted of it next."""
 
-    def run(self) -> object:
-        """Call the function, in the thread; nothing comes of a call that was abandoned before."""
-        with self._lock:
-            if self._abandoned:
-                return None
-            self._runs = True
-        try:
-            return self._function()
-        except GeneratorExit as error:  # asyncio would close the coroutine that waits, instead of raising it there
-            return Failure(error)
-        finally:
-            with self._lock:
-                self._runs = False
-            if self._when_ended is not None:
-                self._when_ended()
+    def __init__(self, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.overdue = self.hung = False
 
-    def abandon(self, *, when_ended: Callable[[], None]) -> bool:
-        """Return whether the function runs on; then `when_ended` is called on this event loop when it has ended."""
-        loop = asyncio.get_running_loop()
-
-        def tell() -> None:
-            with suppress(RuntimeError):  # the loop has ended before the thread
-                loop.call_soon_threadsafe(when_ended)
-
-        with self._lock:
-            self._abandoned = True
-            if self._runs:
-                self._when_ended = tell
-            return self._runs
+    def late(self) -> TimeoutError:
+        return TimeoutError(f"not done within {self.timeout_seconds:g} s")
 
 
-def in_thread(agent: Agent[Any, Any], *, threads: Threads | None = None) -> Callable[[Any], Awaitable[object]]:
-    """Return the agent's plain function, to be run in a thread; `threads` counts those that run on when abandoned."""
+def in_thread(agent: Agent[Any, Any]) -> Callable[..., Awaitable[object]]:
+    """Return the agent's plain function, to be run in a thread, which runs on when the call is cancelled."""
     limiter = anyio.CapacityLimiter(agent.policy.concurrency)
 
     async def call(argument: Any, **resources: Any) -> object:
-        if threads is not None:
-            await threads.wait_for_thread()
-        call = _Call(partial(agent.function, argument, **resources))
-        try:
-            returned = await anyio.to_thread.run_sync(call.run, limiter=limiter, abandon_on_cancel=True)
-        except anyio.get_cancelled_exc_class():
-            if threads is not None:
-                threads.abandon(call, argument)
-            raise
+        run = partial(_run, partial(agent.function, argument, **resources))
+        returned = await anyio.to_thread.run_sync(run, limiter=limiter, abandon_on_cancel=True)
         if isinstance(returned, Failure):
             raise returned.error
         return returned
@@ -187,11 +137,8 @@ def in_thread(agent: Agent[Any, Any], *, threads: Threads | None = None) -> Call
     return call
 
 
-def _sequences(argument: object) -> list[int]:
-    """Return the sequences of the notifications that a call works on; of a window, none."""
-    match argument:
-        case Notification(sequence=sequence):
-            return [sequence]
-        case Batch():
-            return [notification.sequence for notification in argument]
-    return []
+def _run(function: Callable[[], object]) -> object:
+    try:
+        return function()
+    except GeneratorExit as error:  # asyncio would close the coroutine that waits, instead of raising it there
+        return Failure(error)

@@ -45,6 +45,7 @@ from aviso_workers.events import (
     StreamMadeAgain,
     StreamProvisioned,
     TaskFailed,
+    ThreadOverdue,
     ThreadsFreed,
     ThreadsStuck,
     Ticked,
@@ -149,6 +150,7 @@ def observe(event: Event) -> None:
             | FailuresNotStored()
             | NotReadAgain()
             | ReadAgain()
+            | ThreadOverdue()
             | ThreadsStuck()
             | ThreadsFreed()
             | Overdue()
@@ -278,6 +280,26 @@ def _cure_of(event: ConsumerDiffers) -> str:
     )
 
 
+def _observe_threads(event: ThreadOverdue | ThreadsStuck | ThreadsFreed) -> None:
+    match event:
+        case ThreadOverdue():
+            log.warning(
+                "thread.overdue",
+                agent=event.agent,
+                timeout_seconds=event.timeout_seconds,
+                cure="its notification is kept until it ends; give what the function waits for a timeout of its own",
+            )
+        case ThreadsStuck():
+            log.error(
+                "threads.stuck",
+                agent=event.agent,
+                threads=event.threads,
+                cure="start the worker again, and give what the function waits for a timeout of its own",
+            )
+        case ThreadsFreed():
+            log.info("threads.freed", agent=event.agent)
+
+
 def _observe_beside(event: Event) -> None:
     match event:
         case DeadLettersRefused():
@@ -309,15 +331,8 @@ def _observe_beside(event: Event) -> None:
             )
         case ReadAgain():
             log.info("notification.read_again", agent=event.agent, stream=event.stream)
-        case ThreadsStuck():
-            log.error(
-                "threads.stuck",
-                agent=event.agent,
-                threads=event.threads,
-                cure="start the worker again, and give what the function waits for a timeout of its own",
-            )
-        case ThreadsFreed():
-            log.info("threads.freed", agent=event.agent)
+        case ThreadOverdue() | ThreadsStuck() | ThreadsFreed():
+            _observe_threads(event)
         case Overdue():
             log.warning(
                 "notification.overdue",

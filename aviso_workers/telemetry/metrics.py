@@ -23,7 +23,6 @@ from aviso_workers.config import Config
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.windows import Window
-from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.subscription import Run
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.events import (
@@ -106,8 +105,8 @@ class _Counts(dict[str, int]):
 class _Agent:
     """The numbers of one agent."""
 
-    def __init__(self, buffer: Callable[[], Buffer | None]) -> None:
-        self.buffer = buffer
+    def __init__(self, run: Callable[[], Run | None]) -> None:
+        self.run = run
         self.pending = self.ack_pending = self.missed = math.nan
         self.outcomes = _Counts(OUTCOMES)
         self.retries = _Counts(RETRY_REASONS)
@@ -161,10 +160,10 @@ class _Agent:
         elif event.outcome == "dead_lettered":
             self.dead_letters.add(event.reason)
 
-    def of_buffer(self, read: Callable[[Buffer], float]) -> float:
+    def of_run(self, read: Callable[[Run], float]) -> float:
         """Something of what the agent holds; 0 while it does not run."""
-        buffer = self.buffer()
-        return 0 if buffer is None else read(buffer)
+        run = self.run()
+        return 0 if run is None else read(run)
 
 
 class _Published:
@@ -257,19 +256,19 @@ PER_AGENT = (
         GAUGE,
         "oldest_unfinished_age_seconds",
         "Age of the oldest notification that this worker holds; 0 where it holds none.",
-        lambda a: a.of_buffer(lambda line: line.oldest_age_seconds),
+        lambda a: a.of_run(lambda run: run.buffer.oldest_age_seconds),
     ),
     Metric(
         GAUGE,
         "in_flight",
         "Notifications that this worker handles now.",
-        lambda a: a.of_buffer(lambda line: line.running),
+        lambda a: a.of_run(lambda run: run.buffer.running),
     ),
     Metric(
         GAUGE,
         "waiting",
         "Notifications that this worker holds and does not handle now.",
-        lambda a: a.of_buffer(lambda line: line.waiting),
+        lambda a: a.of_run(lambda run: run.buffer.waiting),
     ),
     Metric(COUNTER, "notifications", "Deliveries settled, by outcome.", lambda a: a.outcomes, ("outcome",)),
     Metric(COUNTER, "retries", "Deliveries to be tried again, by exception.", lambda a: a.retries, ("reason",)),
@@ -292,6 +291,12 @@ PER_AGENT = (
         "Whether notifications of this agent that wait cannot be read from their stream, so that their keys stand "
         "still.",
         lambda a: a.not_read_again,
+    ),
+    Metric(
+        GAUGE,
+        "threads_overdue",
+        "Plain functions of this agent that run on in their threads after their timeout.",
+        lambda a: a.of_run(lambda run: run.overdue),
     ),
     Metric(
         GAUGE,
@@ -409,7 +414,7 @@ class Metrics:
         """Buckets that keep this worker from leading."""
         self.unreadable = _Counts()
         self._published = {name: _Published() for name in bases}
-        self._agents = {agent.name: _Agent(_buffer_of(app, agent.name)) for agent in app.agents}
+        self._agents = {agent.name: _Agent(_run_of(app, agent.name)) for agent in app.agents}
         self._timers = {timer.name: _Timer() for timer in app.timers}
         self._windows = {agent.name: _Counts(RUN_OUTCOMES) for agent in app.agents if agent.form is Window}
         self._rows: dict[tuple[str, ...], dict[tuple[str, ...], Any]] = {
@@ -600,8 +605,8 @@ def _gauge(measured: Measured) -> str:
     return "".join(lines)
 
 
-def _buffer_of(app: Measurable, agent: str) -> Callable[[], Buffer | None]:
-    return lambda: run.buffer if (run := app.runs.get(agent)) else None
+def _run_of(app: Measurable, agent: str) -> Callable[[], Run | None]:
+    return lambda: app.runs.get(agent)
 
 
 def _code(error: Exception) -> str:

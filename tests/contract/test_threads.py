@@ -1,31 +1,35 @@
-"""Plain functions that run on in their threads after their call was given up: how many, and what waits meanwhile."""
+"""Plain functions that run on in their threads after their timeout: what they keep, and what waits meanwhile."""
 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
 
-from aviso_workers import Agent, App, Backoff, Batch, Batching, Notification, Router
+from aviso_workers import Agent, App, Backoff, Batch, Batching, Notification, Notify, Router
 from aviso_workers.engine import threads
-from aviso_workers.events import Event, Settled, ThreadsFreed, ThreadsStuck
+from aviso_workers.engine.buffer import Buffer
+from aviso_workers.events import Event, Settled, ThreadOverdue, ThreadsFreed, ThreadsStuck
 from tests.contract.settings import mars
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, PROMPT_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-TIMEOUT_SECONDS = 0.5
+TIMEOUT_SECONDS = 0.3
+OVERDUE = ThreadOverdue(agent="index", timeout_seconds=TIMEOUT_SECONDS)
 OFTEN = Backoff(first=0.01, factor=1, attempts=50, jitter=0)
 ONCE = Backoff(attempts=1)
 
 
 @pytest.fixture(autouse=True)
-def soon_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "STUCK_SECONDS", 0.2)
+def soon_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "HUNG_SECONDS", 0.2)
 
 
 class Hanging:
@@ -76,19 +80,29 @@ class Facts:
 
     def __init__(self, app: App) -> None:
         self.of_threads: list[Event] = []
-        self.ends: dict[int, str] = {}
-        """By sequence, what became of a notification the last time."""
+        self.ends: defaultdict[int, list[str]] = defaultdict(list)
+        """By sequence, what became of a notification each time."""
+        self.errors: list[BaseException | None] = []
         self._changed = anyio.Event()
-        app.events.listen(self._note, ThreadsStuck, ThreadsFreed, Settled)
+        app.events.listen(self._note, ThreadOverdue, ThreadsStuck, ThreadsFreed, Settled)
+
+    @property
+    def last(self) -> dict[int, str]:
+        """By sequence, what became of a notification the last time."""
+        return {sequence: ends[-1] for sequence, ends in self.ends.items()}
+
+    async def until_threads(self, *events: Event) -> None:
+        await self._until(lambda: self.of_threads == [*events])
+        assert self.of_threads == [*events]
 
     async def until_stuck(self, threads: int) -> None:
-        stuck = [ThreadsStuck(agent="index", threads=threads)]
-        await self._until(lambda: self.of_threads == stuck)
-        assert self.of_threads == stuck
+        stuck = ThreadsStuck(agent="index", threads=threads)
+        await self._until(lambda: stuck in self.of_threads)
+        assert stuck in self.of_threads
 
-    async def until_settled(self, ends: dict[int, str]) -> None:
-        await self._until(lambda: self.ends == ends)
-        assert self.ends == ends
+    async def until_settled(self, last: dict[int, str]) -> None:
+        await self._until(lambda: self.last == last)
+        assert self.last == last
 
     async def until_acked(self, *sequences: int) -> None:
         await self.until_settled(dict.fromkeys(sequences, "acked"))
@@ -101,10 +115,40 @@ class Facts:
 
     def _note(self, event: Event) -> None:
         if isinstance(event, Settled):
-            self.ends[event.sequence] = event.outcome
+            self.ends[event.sequence].append(event.outcome)
+            self.errors.append(event.error)
         else:
             self.of_threads.append(event)
         self._changed.set()
+
+
+class Heartbeats:
+    """The reports of what a worker holds, of which there are three in each `ack_wait`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._count = 0
+        self._beat = anyio.Event()
+        heartbeat = Buffer.heartbeat
+
+        async def counted(buffer: Buffer) -> None:
+            await heartbeat(buffer)
+            if len(buffer):
+                self._count += 1
+                self._beat.set()
+
+        monkeypatch.setattr(Buffer, "heartbeat", counted)
+
+    async def until_more(self, count: int) -> None:
+        until = self._count + count
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while self._count < until:
+                self._beat = anyio.Event()
+                await self._beat.wait()
+
+
+@pytest.fixture
+def heartbeats(monkeypatch: pytest.MonkeyPatch) -> Heartbeats:
+    return Heartbeats(monkeypatch)
 
 
 @asynccontextmanager
@@ -122,57 +166,129 @@ async def notify(app: App, steps: Sequence[int], **values: Any) -> None:
         await app.notify("mars", mars(step=step, **values), {})
 
 
-@pytest.mark.parametrize("form", [one_by_one, in_batches])
-async def test_when_all_threads_run_on_nothing_more_begins_and_others_get_what_waits(
-    app: App, hanging: Hanging, form: Any
-) -> None:
-    async with app:
-        facts = Facts(app)
-        await notify(app, range(4))
-        async with working(app, form(hanging, concurrency=2)):
-            await facts.until_stuck(2)
-            assert sorted(hanging.begun) == [0, 1]
+def drain_within(app: App, seconds: float) -> None:
+    config = app.config
+    app.configure(structs.replace(config, workers=structs.replace(config.workers, drain_timeout_seconds=seconds)))
 
-            other = Hanging()
-            async with working(app, form(other, concurrency=2)):
+
+class TestANotification:
+    @pytest.mark.parametrize("form", [one_by_one, in_batches])
+    async def test_whose_thread_runs_on_is_run_by_nobody_else(
+        self, app: App, heartbeats: Heartbeats, form: Any
+    ) -> None:
+        hanging = Hanging(0)
+        async with app:
+            facts = Facts(app)
+            await notify(app, range(3))
+            agent = form(hanging, concurrency=3, ack_wait=0.6)
+            async with working(app, agent), working(app, agent):
+                await facts.until_acked(2, 3)
+                await facts.until_threads(OVERDUE)
+                await heartbeats.until_more(6)
+                await notify(app, [3, 4])
+                await facts.until_acked(2, 3, 4, 5)
+                assert hanging.begun.count(0) == 1
+
+                hanging.end()
+                await facts.until_acked(1, 2, 3, 4, 5)
+            assert facts.ends[1] == ["retried", "acked"]
+            assert hanging.ended.count(0) == 2
+
+    async def test_has_failed_for_its_time_when_its_thread_has_ended(self, app: App) -> None:
+        hanging = Hanging(0)
+        async with app:
+            facts = Facts(app)
+            await notify(app, range(4))
+            async with working(app, one_by_one(hanging, concurrency=2, retry=ONCE)):
+                await facts.until_threads(OVERDUE)
+                await facts.until_acked(2, 3, 4)
+                run = app.session.runs["index"]
+                assert (run.overdue, run.buffer.running) == (1, 1)
+                hanging.end()
+                await facts.until_settled({1: "dead_lettered", 2: "acked", 3: "acked", 4: "acked"})
+                assert run.overdue == 0
+            assert str(facts.errors[-1]) == f"not done within {TIMEOUT_SECONDS:g} s"
+            assert isinstance(facts.errors[-1], TimeoutError)
+
+    @pytest.mark.parametrize("raises", [False, True])
+    async def test_fails_whatever_its_function_ends_with_after_its_time(self, app: App, raises: bool) -> None:
+        hanging = Hanging(0)
+
+        def index(notification: Notification[Any]) -> Notify:
+            hanging(notification)
+            if raises:
+                raise ConnectionError("the query was ended")
+            return Notify("mars", mars(step=99))
+
+        agent = Router("theirs").agent("mars", timeout=TIMEOUT_SECONDS, retry=ONCE)(index)
+        async with app:
+            facts = Facts(app)
+            await notify(app, [0])
+            async with working(app, agent):
+                await facts.until_stuck(1)
+                hanging.end()
+                await facts.until_settled({1: "dead_lettered"})
+            (error,) = facts.errors
+            assert isinstance(error, TimeoutError)
+            assert str(error.__cause__) == ("the query was ended" if raises else "None")
+            assert [notification.sequence async for notification in app.replay("mars", from_id=1)] == [1]
+
+
+class TestAnAgent:
+    @pytest.mark.parametrize("form", [one_by_one, in_batches])
+    async def test_all_of_whose_threads_hang_begins_nothing_and_others_get_what_waits(
+        self, app: App, hanging: Hanging, form: Any
+    ) -> None:
+        async with app:
+            facts = Facts(app)
+            await notify(app, range(4))
+            async with working(app, form(hanging, concurrency=2)):
+                await facts.until_stuck(2)
+                assert sorted(hanging.begun) == [0, 1]
+
+                other = Hanging()
+                async with working(app, form(other, concurrency=2)):
+                    await facts.until_acked(3, 4)
+                    assert sorted(other.begun) == [2, 3]
+                    hanging.end()
+                    await facts.until_acked(1, 2, 3, 4)
+
+    async def test_goes_on_when_a_thread_ends(self, app: App, hanging: Hanging) -> None:
+        async with app:
+            facts = Facts(app)
+            await notify(app, range(4))
+            async with working(app, one_by_one(hanging, concurrency=2)):
+                await facts.until_stuck(2)
+                hanging.end()
                 await facts.until_acked(1, 2, 3, 4)
-            assert set(other.begun) == {0, 1, 2, 3}
-            assert facts.of_threads == [ThreadsStuck(agent="index", threads=2)]
+            assert facts.of_threads[-1] == ThreadsFreed(agent="index")
+            assert set(hanging.ended) == {0, 1, 2, 3}
 
+    async def test_that_stops_waits_for_its_threads_and_settles(self, app: App, hanging: Hanging) -> None:
+        async with app:
+            facts = Facts(app)
+            await notify(app, range(2))
+            async with working(app, one_by_one(hanging, concurrency=2)) as stop:
+                await facts.until_stuck(2)
+                stop.set()
+                hanging.end()
+            assert facts.ends == {1: ["retried"], 2: ["retried"]}
 
-async def test_an_agent_goes_on_when_a_thread_ends(app: App, hanging: Hanging) -> None:
-    async with app:
-        facts = Facts(app)
-        await notify(app, range(4))
-        async with working(app, one_by_one(hanging, concurrency=2)):
-            await facts.until_stuck(2)
-            hanging.end()
-            await facts.until_acked(1, 2, 3, 4)
-        assert facts.of_threads == [ThreadsStuck(agent="index", threads=2), ThreadsFreed(agent="index")]
-        assert set(hanging.ended) == {0, 1, 2, 3}
-
-
-async def test_an_agent_with_a_thread_left_goes_on_meanwhile(app: App) -> None:
-    hanging = Hanging(0)
-    async with app:
-        facts = Facts(app)
-        await notify(app, range(4))
-        async with working(app, one_by_one(hanging, concurrency=2, retry=ONCE)):
-            await facts.until_settled({1: "dead_lettered", 2: "acked", 3: "acked", 4: "acked"})
-            hanging.end()
-        assert facts.of_threads == []
-
-
-async def test_an_agent_whose_threads_are_stuck_stops_at_once(app: App, hanging: Hanging) -> None:
-    async with app:
-        facts = Facts(app)
-        await notify(app, range(4))
-        async with working(app, one_by_one(hanging, concurrency=2)) as stop:
-            await facts.until_stuck(2)
-            stopped_at = anyio.current_time()
-            stop.set()
-        assert anyio.current_time() - stopped_at < PATIENCE_SECONDS / 2
-        assert hanging.ended == []
+    async def test_that_stops_gives_back_what_has_not_ended_when_the_drain_timeout_is_over(
+        self, app: App, hanging: Hanging
+    ) -> None:
+        drain_within(app, 0.5)
+        async with app:
+            facts = Facts(app)
+            await notify(app, range(2))
+            async with working(app, one_by_one(hanging, concurrency=2)) as stop:
+                await facts.until_stuck(2)
+                stop.set()
+            assert (hanging.ended, facts.ends) == ([], {})
+            other = Hanging()
+            with anyio.fail_after(PROMPT_SECONDS):
+                async with working(app, one_by_one(other, ack_wait=600.0)):
+                    await facts.until_acked(1, 2)
 
 
 class TestOrder:
@@ -182,28 +298,13 @@ class TestOrder:
             facts = Facts(app)
             await notify(app, [0, 1], expver="0001")
             await notify(app, [2, 3], expver="0002")
-            async with working(app, one_by_one(hanging, concurrency=2, order_by=["expver"], retry=ONCE)):
-                await facts.until_settled({1: "dead_lettered", 3: "acked", 4: "acked"})
-                await notify(app, [4], expver="0002")
-                await facts.until_settled({1: "dead_lettered", 3: "acked", 4: "acked", 5: "acked"})
-                assert 1 not in hanging.begun
-                hanging.end()
-                await facts.until_settled({1: "dead_lettered", **dict.fromkeys(range(2, 6), "acked")})
-            assert hanging.ended.index(0) < hanging.ended.index(1)
-
-    async def test_a_key_is_not_tried_again_while_its_thread_runs_on(self, app: App) -> None:
-        hanging = Hanging(0)
-        async with app:
-            facts = Facts(app)
-            await notify(app, [0, 1], expver="0001")
-            await notify(app, [2], expver="0002")
             async with working(app, one_by_one(hanging, concurrency=2, order_by=["expver"])):
-                await facts.until_settled({1: "retried", 3: "acked"})
-                await notify(app, [3], expver="0002")
-                await facts.until_settled({1: "retried", 3: "acked", 4: "acked"})
-                assert hanging.begun.count(0) == 1
+                await facts.until_threads(OVERDUE)
+                await notify(app, [4], expver="0002")
+                await facts.until_acked(3, 4, 5)
+                assert hanging.begun == [0, 2, 3, 4]
                 hanging.end()
-                await facts.until_acked(1, 2, 3, 4)
+                await facts.until_acked(1, 2, 3, 4, 5)
             assert [step for step in hanging.ended if step < 2] == [0, 0, 1]
 
     async def test_what_was_given_back_comes_again_in_order(self, app: App) -> None:
@@ -217,3 +318,20 @@ class TestOrder:
                 hanging.end()
                 await facts.until_acked(1, 2, 3, 4, 5, 6)
             assert hanging.ended == [0, 0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.needs_server(2, 11)
+class TestASingleton:
+    async def test_whose_thread_hangs_stays_the_one(self, app: App, heartbeats: Heartbeats) -> None:
+        hanging = Hanging(0)
+        async with app:
+            facts = Facts(app)
+            await notify(app, range(2))
+            agent = one_by_one(hanging, singleton=True, ack_wait=1.0)
+            async with working(app, agent), working(app, agent):
+                await facts.until_stuck(1)
+                await heartbeats.until_more(6)
+                assert hanging.begun == [0]
+                hanging.end()
+                await facts.until_acked(1, 2)
+            assert hanging.ended == [0, 0, 1]

@@ -279,7 +279,7 @@ async def test_a_worker_whose_dead_letters_are_refused_is_not_ready_and_says_so_
 async def test_a_worker_whose_threads_are_stuck_is_not_ready_says_so_once_and_stops(
     run_worker: RunWorker, publish: Publish, record: Record
 ) -> None:
-    worker = run_worker(app="hanging")
+    worker = run_worker(app="hanging", settings={"workers.drain_timeout_seconds": 1.0})
     await worker.ready()
     await publish(range(4), seconds=3600)
 
@@ -288,7 +288,8 @@ async def test_a_worker_whose_threads_are_stuck_is_not_ready_says_so_once_and_st
     assert len(record.numbers("begun")) == 2
     (said,) = worker.logged("threads.stuck")
     assert (said["agent"], said["level"], said["threads"]) == ("hang", "error", 2)
-    assert 'aviso_worker_threads_stuck{agent="hang",app="hanging",base="mars"} 2.0' in worker.get("/metrics")
+    for name in ("threads_stuck", "threads_overdue", "in_flight"):
+        assert f'aviso_worker_{name}{{agent="hang",app="hanging",base="mars"}} 2.0' in worker.get("/metrics")
     worker.process.terminate()
     assert await worker.ended() == 0
 

@@ -31,6 +31,7 @@ from aviso_workers.events import (
     StreamMadeAgain,
     StreamProvisioned,
     TaskFailed,
+    ThreadOverdue,
     ThreadsStuck,
     WindowDone,
 )
@@ -214,6 +215,11 @@ def test_a_dead_letter_that_could_not_be_stored_is_an_error_of_its_own(lines: An
         "error",
         "the stream is full",
     )
+
+
+def test_a_thread_that_runs_on_is_told_with_its_timeout(lines: Any) -> None:
+    (line,) = lines(ThreadOverdue(agent="index", timeout_seconds=2.5))
+    assert (line["event"], line["level"], line["timeout_seconds"]) == ("thread.overdue", "warning", 2.5)
 
 
 def test_stuck_threads_are_an_error_that_says_what_to_do(lines: Any) -> None:

@@ -56,6 +56,7 @@ class Run:
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
+        self.overdue = 3
 
 
 class Held:
@@ -154,6 +155,7 @@ STARTED = AgentStarted(agent="index", stream="FIELDS", consumer="field-index__in
         ("retries_total", {"reason": "taken_over"}),
         ("redelivered_total", {}),
         ("consumer_recreations_total", {}),
+        ("threads_overdue", {}),
         ("threads_stuck", {}),
         ("in_flight", {}),
         ("waiting", {}),
@@ -386,8 +388,8 @@ async def test_what_a_worker_holds_is_read_at_the_scrape(metrics: Metrics, runs:
         buffer.put(Held(sequence, timestamp_ns=now - age_seconds * 1_000_000_000))  # type: ignore[arg-type]
     await buffer.take()
 
-    held = {name: sample(metrics, name, **OF_INDEX) for name in ("in_flight", "waiting")}
-    assert held == {"in_flight": 1, "waiting": 1}
+    held = {name: sample(metrics, name, **OF_INDEX) for name in ("in_flight", "waiting", "threads_overdue")}
+    assert held == {"in_flight": 1, "waiting": 1, "threads_overdue": 3}
     assert sample(metrics, "oldest_unfinished_age_seconds", **OF_INDEX) == 90
 
 

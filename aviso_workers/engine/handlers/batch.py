@@ -41,8 +41,6 @@ class InBatches:
                 await self._handle(deliveries, keys)
                 if apart is not None:
                     await self._handle([apart], keys)
-                if context.threads.left_behind:
-                    await context.threads.wait_for_turn()
 
     async def _handle(self, deliveries: list[Delivery], keys: IdempotencyKeys) -> None:
         context = self._context

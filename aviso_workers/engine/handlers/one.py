@@ -63,15 +63,15 @@ class HandlerContext:
         self.reader = reader
         self.outputs = outputs
         self.settler = settler
-        self.threads = threads
         self.clock = clock
         self.pace = Pace(clock, per_second=agent.policy.rate_limit)
-        self._function = _awaitable(agent, outputs=outputs, threads=threads)
-        self._call = _in_time(self._function, clock, agent.policy.timeout)
+        self._threads = threads
+        self._function = _awaitable(agent, outputs=outputs)
+        self._call = self._in_its_time(self._function)
         self.step: Step = self._call_and_publish
         """Calls the author's function and publishes what it returns. None when both succeeded."""
         if agent.around:
-            timeout = agent.policy.timeout
+            timeout = agent.policy.timeout if agent.can_be_cancelled else None
             self.step = _in_time(self._call_in_scope, clock, timeout and timeout * TIMEOUTS_OF_ALL)
         if while_held is not None:
             self.step = partial(while_held.call, self.step, buffer)
@@ -92,6 +92,13 @@ class HandlerContext:
         else:
             await self.settler.settle(delivery, failure, started=self.clock.monotonic())
 
+    def _in_its_time(self, function: Call) -> Call:
+        """Return the author's function, given its time; a plain one runs on in its thread (`threads`)."""
+        timeout = self.agent.policy.timeout
+        if timeout is None or self.agent.can_be_cancelled:
+            return _in_time(function, self.clock, timeout)
+        return partial(self._threads.call, function, timeout)
+
     async def _call_and_publish(self, argument: Any) -> Failure | None:
         returned = await self._call(argument)
         return None if returned is None else await self._publish(returned)
@@ -102,7 +109,7 @@ class HandlerContext:
         failure: Failure | None = None
         try:
             async with call_scope.opened(agent, {agent.form: argument}) as given:
-                call = _in_time(partial(self._function, **given), self.clock, agent.policy.timeout)
+                call = self._in_its_time(partial(self._function, **given))
                 failure = await calls.attempt(partial(self._publish_returned_by, call), argument)
                 if failure is not None:
                     raise failure.error
@@ -140,8 +147,6 @@ class OneByOne:
                 if context.pace.limited:
                     await context.pace.wait()
                 await self._handle(delivery, keys, run)
-                if context.threads.left_behind:
-                    await context.threads.wait_for_turn()
 
     async def _handle(self, delivery: Delivery, keys: IdempotencyKeys, run: Step) -> None:
         started = self._context.clock.monotonic()
@@ -154,13 +159,13 @@ class OneByOne:
         await self._context.settler.settle(delivery, failure, started=started)
 
 
-def _awaitable(agent: Agent[Any, Any], *, outputs: Outputs, threads: Threads) -> Callable[..., Awaitable[object]]:
+def _awaitable(agent: Agent[Any, Any], *, outputs: Outputs) -> Callable[..., Awaitable[object]]:
     """Return the author's function, made awaitable: a plain one runs in a thread, and one that yields includes what
     becomes of its outputs."""
     if agent.yields:
         return outputs.run
     if agent.in_thread:
-        return in_thread(agent, threads=threads)
+        return in_thread(agent)
     function: Callable[..., Awaitable[object]] = agent.function
     return function
 
@@ -168,10 +173,10 @@ def _awaitable(agent: Agent[Any, Any], *, outputs: Outputs, threads: Threads) ->
 def _in_time(
     function: Callable[[Any], Awaitable[R]], clock: Clock, timeout_seconds: float | None
 ) -> Callable[[Any], Awaitable[R]]:
-    """Return the function, given its time.
+    """Return the function, which is cancelled when its time is over.
 
-    A plain function runs on in its thread when its time is over, and the call has failed. Raises TimeoutError, also
-    where the function catches its cancellation and returns: it was not left the time to say that it is done.
+    Raises TimeoutError, also where the function catches its cancellation and returns: it was not left the time to say
+    that it is done.
     """
     if timeout_seconds is None:
         return function
