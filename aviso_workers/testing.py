@@ -8,11 +8,14 @@ and `settle` waits for it. With `server` all of it happens on a real nats-server
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import inspect
 import math
+import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -27,6 +30,7 @@ from typing import Any, cast
 
 import anyio
 from anyio.abc import TaskStatus
+from anyio.lowlevel import checkpoint
 from msgspec import structs
 
 from aviso_workers.app import App
@@ -52,12 +56,14 @@ from aviso_workers.config.settings import DEFAULT_URL
 from aviso_workers.declare.agents import Agent, durable_name
 from aviso_workers.declare.batches import Source, Stream
 from aviso_workers.declare.resources import Resource, spelled
+from aviso_workers.declare.tables import PROCESS, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.engine import dead_letter_store, delayed_delivery, delayed_messages, max_deliveries, parts
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.call_scope import Opened
 from aviso_workers.engine.dead_letter_store import DeadLetter
 from aviso_workers.engine.handlers import windowed
+from aviso_workers.engine.key_value import CachedKeyValue
 from aviso_workers.engine.session import Session, open_session
 from aviso_workers.engine.threads import in_thread
 from aviso_workers.errors import (
@@ -86,6 +92,8 @@ ELSEWHERE = (
 )
 """Settings that belong to another server than a test has."""
 NAP_SECONDS = 0.001
+MOST_TURNS = 20
+"""Of the event loop, which a request of one of several workers may take longer than another."""
 CHECK_SECONDS = 0.05
 _WITHIN_CODE: ContextVar[bool] = ContextVar("within_code", default=False)
 
@@ -118,9 +126,9 @@ class Harness:
         self.published: list[Notify] = []
         """What the agents and the test have published, in order, with canonical identifiers."""
         self.dead_letters: list[DeadLetter] = []
+        """The dead letters, in order."""
         self._dead_lettered: set[int] = set()
         """The sequences of what is stored as dead letters."""
-        """The dead letters, in order."""
         self._first_parts: dict[int, bytes] = {}
         """By sequence, of dead letters that are stored as two."""
         self._code = _Code()
@@ -140,9 +148,17 @@ class Harness:
         self._windows: list[WindowDone] = []
         self._disturbed: dict[str, Exception] = {}
         self._count = workers
+        self._random = random.Random(workers)
+        """The same in each run, so that a test in virtual time ends as it has ended before."""
         self._workers: list[_Worker] = []
-        self._stack: AsyncExitStack
         self._tasks = anyio.create_task_group()
+        self._life: asyncio.Task[None]
+        """Owns all that is open. A plugin of pytest may enter and leave the harness in two tasks, as a fixture."""
+        self._open_now = anyio.Event()
+        self._over = anyio.Event()
+        self._entered_in: asyncio.Task[Any] | None = None
+        self._block = anyio.CancelScope()
+        """The test's own block, as far as it is in one task."""
         self._failure: Exception | None = None
         """What ended a worker that should have gone on; raised where the test ends, which is at once."""
 
@@ -169,8 +185,11 @@ class Harness:
             patience = within_seconds
         deadline = self.clock.monotonic() + patience
         while await self._is_unsettled():
+            self._raise_failure()
             if not await self._let_time_pass(deadline):
                 raise AssertionError("\n  ".join([f"not settled within {patience:g} s:", *await self._left()]))
+        if self._clock is None:
+            await self._catch_up()
 
     async def advance(self, seconds: float) -> None:
         """Let so much time pass. On a server this is a sleep."""
@@ -191,7 +210,7 @@ class Harness:
 
     def ticks(self, timer: Timer[Any, Any] | str) -> list[Ticked]:
         """Return how the timer's ticks ended, in order; `advance` lets the time come for them."""
-        name = timer if isinstance(timer, str) else timer.name
+        name = self._timer_name(timer)
         return [fact for fact in self._ticks if fact.timer == name]
 
     def windows(self, agent: Agent[Any, Any] | str) -> list[WindowDone]:
@@ -246,6 +265,33 @@ class Harness:
         schema = self._config.notification_schema
         self._streams = {name: streams.event_stream(name, schema[name], self._config).name for name in schema}
         self._readers = {self._streams[name]: NotificationReader(name, schema[name]) for name in schema}
+        self._entered_in = asyncio.current_task()
+        self._life = asyncio.create_task(self._live(before))
+        self._life.add_done_callback(lambda _: self._open_now.set())
+        try:
+            await self._open_now.wait()
+        except anyio.get_cancelled_exc_class():
+            self._life.cancel()
+            await self._ended()
+            raise
+        if self._life.done():
+            self._life.result()
+        self._block.__enter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        handled = None
+        if asyncio.current_task() is self._entered_in:
+            handled = self._block.__exit__(kind, error, traceback)
+        self._over.set()
+        await self._ended()
+        self._raise_failure()
+        self._life.result()
+        return handled
+
+    async def _live(self, before: Config) -> None:
         async with AsyncExitStack() as stack:
             self._watch = await stack.enter_async_context(self._opening())
             if self._server:
@@ -253,27 +299,19 @@ class Harness:
             self.app.configure(self._config, opening=self._open)
             stack.callback(self.app.configure, before)
             await stack.enter_async_context(self.app)
-            await self._tasks.__aenter__()
-            stack.push_async_exit(self._end)
-            await self.start()
-            self._stack = stack.pop_all()
-        return self
+            async with self._tasks:
+                await self.start()
+                self._open_now.set()
+                await self._over.wait()
+                self._tasks.cancel_scope.cancel()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return await self._stack.__aexit__(kind, error, traceback)
+    async def _ended(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([self._life])
 
-    async def _end(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        self._tasks.cancel_scope.cancel()
-        stopped = isinstance(error, anyio.get_cancelled_exc_class())
-        # The test's own error leaves as it is, not in a group.
-        handled = await self._tasks.__aexit__(*((kind, error, traceback) if stopped else (None, None, None)))
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-        return handled if stopped else None
 
     def _opening(self, on_connection: ConnectionListener | None = None) -> AbstractAsyncContextManager[Admin]:
         """Another client of the streams that all of them share."""
@@ -286,7 +324,7 @@ class Harness:
     @asynccontextmanager
     async def _open(self, config: Config, *, on_connection: ConnectionListener | None = None) -> AsyncIterator[Admin]:
         async with self._opening(on_connection) as backend:
-            yield cast(Admin, _Recorder(backend, self._note, self._made.add))
+            yield cast(Admin, _Recorder(backend, self._note, self._made.add, self._take_turns))
 
     @asynccontextmanager
     async def _own_streams_removed(self) -> AsyncIterator[None]:
@@ -339,20 +377,54 @@ class Harness:
             case AgentDisturbed():
                 self._disturbed[event.agent] = event.error
 
+    async def _take_turns(self) -> None:
+        """Let a request of one of several workers take longer than another's: in a loop that they share, and without a
+        network, they would go on in step, and each come first in its turn.
+        """
+        if self._count == 1 or PROCESS.get() is None:
+            return
+        turns = self._random.randrange(MOST_TURNS)
+        if self._clock is None:
+            await anyio.sleep(turns * NAP_SECONDS / MOST_TURNS)
+        for _ in range(turns):
+            await checkpoint()
+
+    async def _catch_up(self) -> None:
+        """Wait until the test's own copies of tables have what the workers have stored."""
+        for table in self.app.tables.values():
+            if isinstance(table, Table) and table.cached:
+                kept = cast(CachedKeyValue, table._kept)
+                stored = await kept.revision()
+                while kept.version is not None and kept.seen < stored:
+                    await self.clock.sleep(NAP_SECONDS)
+
     def _failed(self, error: Exception) -> None:
         self._failure = error
         self._tasks.cancel_scope.cancel()
+        if self._entered_in is not None and not self._entered_in.done():
+            self._block.cancel()
 
     def _included(self, agent: Agent[Any, Any]) -> Agent[Any, Any]:
         """Return an agent as the app has it: one of a router that was included with a prefix has another name."""
-        same = [each for each in self.app.agents if (each.function, each.policy) == (agent.function, agent.policy)]
-        return same[0] if len(same) == 1 and agent not in self.app.agents else agent
+        same = [each for each in self.app.agents if each.classifiers is agent.classifiers]  # a renamed one has its list
+        return same[0] if len(same) == 1 else agent
 
     def _name(self, agent: Agent[Any, Any] | str) -> str:
         name = agent if isinstance(agent, str) else self._included(agent).name
-        known = [declared.name for declared in self.app.agents]
-        if name not in known:
-            raise ValueError(f"no agent {name!r} in app {self.app.name!r}, which has: {', '.join(known) or 'none'}")
+        return self._known("agent", name, self.app.agents)
+
+    def _timer_name(self, timer: Timer[Any, Any] | str) -> str:
+        if isinstance(timer, Timer):
+            same = [
+                each for each in self.app.timers if (each.function, each.schedule) == (timer.function, timer.schedule)
+            ]
+            timer = same[0] if len(same) == 1 else timer
+        return self._known("timer", timer if isinstance(timer, str) else timer.name, self.app.timers)
+
+    def _known(self, kind: str, name: str, declared: Sequence[Agent[Any, Any]] | Sequence[Timer[Any, Any]]) -> str:
+        names = [each.name for each in declared]
+        if name not in names:
+            raise ValueError(f"no {kind} {name!r} in app {self.app.name!r}, which has: {', '.join(names) or 'none'}")
         return name
 
     def _clients(self, worker: int | None) -> list[Any]:
@@ -472,7 +544,11 @@ class _Worker:
         events.listen(self._tell)
         try:
             with self._life:
-                async with open_session(app=app.name, config=config, events=events, opening=opening) as session:
+                PROCESS.set(self)
+                async with (
+                    open_session(app=app.name, config=config, events=events, opening=opening) as session,
+                    session.connect(app.tables),
+                ):
                     self.session = session
                     task_status.started()
                     try:
@@ -509,9 +585,15 @@ class _Recorder:
     """A backend of which it is known what was published and made, and that can be cut off from who works with it."""
 
     def __init__(
-        self, backend: Admin, note: Callable[[Message, PubAck], None], note_stream: Callable[[str], None]
+        self,
+        backend: Admin,
+        note: Callable[[Message, PubAck], None],
+        note_stream: Callable[[str], None],
+        take_turns: Callable[[], Awaitable[None]],
     ) -> None:
         self.cut_off = False
+        self.take_turns = take_turns
+        """Awaited before each request that writes, or reads what others write."""
         self._backend = backend
         self._note = note
         self._note_stream = note_stream
@@ -536,6 +618,7 @@ class _Recorder:
     async def publish(self, message: Message, **stated: Any) -> PubAck:
         if self.cut_off:
             raise UnavailableError("the worker was ended")
+        await self.take_turns()
         ack = await self._backend.publish(message, **stated)
         self._note(message, ack)
         return ack
@@ -578,7 +661,15 @@ class _MortalBucket:
     def __getattr__(self, name: str) -> Any:
         if self._holder.cut_off:
             raise UnavailableError("the worker was ended")
-        return getattr(self._bucket, name)
+        itself = getattr(self._bucket, name)
+        if not inspect.iscoroutinefunction(itself):
+            return itself
+
+        async def in_its_time(*arguments: Any, **stated: Any) -> Any:
+            await self._holder.take_turns()
+            return await itself(*arguments, **stated)
+
+        return in_its_time
 
 
 class _Mortal:

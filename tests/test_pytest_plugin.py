@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -101,3 +102,111 @@ class TestPlugin:
         """)
         run().assert_outcomes(passed=1)
         run("--aviso-server", "nats://127.0.0.1:4222").assert_outcomes(passed=1)
+
+
+FIELD = """
+    from fields import app, index_field
+
+    OD = {"class": "od", "date": "2026-11-20", "step": 12}
+"""
+OWN_TEST = """
+    {mark}
+    async def test_in_the_test(aviso_harness):
+        async with aviso_harness(app, workers=2) as t:
+            await t.notify("mars", OD, {{"location": "/data/12", "size": 3}})
+            await t.settle()
+            assert t.outcomes(index_field) == ["acked"]
+"""
+FIXTURE = """
+    {fixture}
+    async def t(aviso_harness):
+        async with aviso_harness(app) as t:
+            yield t
+
+    {mark}
+    async def test_by_a_fixture(t):
+        await t.notify("mars", OD, {{"location": "/data/12", "size": 3}})
+        await t.crash()
+        await t.settle()
+        assert t.outcomes(index_field) == ["acked"]
+
+    {mark}
+    async def test_by_a_fixture_again(t):
+        assert t.published == []
+        with pytest.raises(AssertionError, match="not settled within 0.1 s"):
+            await t.stop()
+            await t.notify("mars", OD, {{"location": "/data/12", "size": 3}})
+            await t.settle(within_seconds=0.1)
+"""
+NO_WARNING = ("-W", "error")
+STRICT, AUTO = (
+    (f"--asyncio-mode={mode}", "-o", "asyncio_default_fixture_loop_scope=function") for mode in ("strict", "auto")
+)
+ASYNCIO = "@pytest.mark.asyncio"
+
+
+class TestOtherPlugins:
+    """Each in a run of pytest that has it and not the others, with what is left of them switched off."""
+
+    def written(self, pytester: pytest.Pytester, *parts: str, fixture: str, mark: str) -> None:
+        texts = [FIELD, *(part.format(fixture=fixture, mark=mark) for part in parts)]
+        pytester.makepyfile(test_fields="\n".join(["import pytest", "import pytest_asyncio", *map(dedent, texts)]))
+
+    @pytest.mark.parametrize("real", [False, True], ids=["in memory", "on a server"])
+    @pytest.mark.parametrize(
+        ("mode", "fixture", "mark"),
+        [(STRICT, "@pytest_asyncio.fixture", ASYNCIO), (AUTO, "@pytest.fixture", "")],
+        ids=["strict", "auto"],
+    )
+    def test_pytest_asyncio(
+        self,
+        pytester: pytest.Pytester,
+        run: Run,
+        nats_server: NatsServer,
+        mode: tuple[str, ...],
+        fixture: str,
+        mark: str,
+        real: bool,
+    ) -> None:
+        self.written(pytester, OWN_TEST, FIXTURE, fixture=fixture, mark=mark)
+        server = ("--aviso-server", nats_server.url) if real else ()
+        run("-p", "no:anyio", *mode, *NO_WARNING, *server).assert_outcomes(passed=3)
+
+    @pytest.mark.parametrize("options", [("-p", "no:asyncio"), STRICT], ids=["alone", "beside"])
+    def test_anyio(self, pytester: pytest.Pytester, run: Run, options: tuple[str, ...]) -> None:
+        pytester.makeconftest("""
+            import pytest
+
+            @pytest.fixture
+            def anyio_backend():
+                return "asyncio"
+        """)
+        self.written(pytester, OWN_TEST, FIXTURE, fixture="@pytest.fixture", mark="@pytest.mark.anyio")
+        run(*NO_WARNING, *options).assert_outcomes(passed=3)
+
+    def test_none(self, pytester: pytest.Pytester, run: Run) -> None:
+        self.written(pytester, OWN_TEST, fixture="", mark="")
+        run("-p", "no:anyio", "-p", "no:asyncio", "-W", "error").assert_outcomes(passed=1)
+
+    def test_a_worker_that_ends_by_an_error_fails_the_test_that_has_it_by_a_fixture(
+        self, pytester: pytest.Pytester, run: Run
+    ) -> None:
+        failing = """
+            {mark}
+            async def test_waits(t, monkeypatch):
+                from aviso_workers.backends.in_memory.connection import Connection
+                from aviso_workers.errors import BackendError
+
+                async def failed(self):
+                    raise BackendError("the server is gone")
+
+                monkeypatch.setattr(Connection, "failed", failed)
+                await t.crash()
+                await t.notify("mars", OD, {{"location": "/data/12", "size": 3}})
+                await t.settle()
+        """
+        fixture, _, _ = FIXTURE.partition("    {mark}")
+        self.written(pytester, fixture, failing, fixture="@pytest_asyncio.fixture", mark=ASYNCIO)
+        result = run("-p", "no:anyio")
+        result.assert_outcomes(failed=1, errors=1)
+        result.stdout.fnmatch_lines(["E*BackendError: the server is gone"])

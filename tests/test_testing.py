@@ -301,6 +301,67 @@ class TestWorkers:
             await t.settle()
         assert t.outcomes(index) == ["acked"] * 4
 
+    @pytest.mark.parametrize("cached", [False, True])
+    async def test_know_nothing_of_each_others_turns(self, app: App, server: str | None, cached: bool) -> None:
+        """To keep the last sequence, and leave older ones out, counts once in one worker and loses counts in two."""
+        counted = app.table("counted", Counted, default=Counted(), cached=cached)
+
+        @app.agent("mars")
+        async def count(notification: Notification[Any]) -> None:
+            def add(before: Counted) -> Counted:
+                if notification.sequence <= before.last:
+                    return before
+                return Counted(count=before.count + 1, last=notification.sequence)
+
+            await counted.update("all", add)
+
+        counts = []
+        for workers in (1, 2):
+            async with harness(app, server=server, workers=workers) as t:
+                await notify(t, *range(100))
+                await t.settle()
+                assert t.outcomes(count) == ["acked"] * 100
+                counts.append((await counted.get("all")).count)
+        assert counts[0] == 100
+        assert counts[1] < 100
+
+    async def test_lose_no_count_that_is_made_once_for_each_notification(self, app: App, server: str | None) -> None:
+        counts = app.table("counts", int, default=0)
+
+        @app.agent("mars", concurrency=4, ack_wait=2.0)
+        async def count(notification: Notification[Any]) -> None:
+            await counts.update("all", lambda count: count + 1, once=notification)
+
+        async with harness(app, server=server, workers=2) as t:
+            await notify(t, *range(50))
+            await t.crash()
+            await t.settle()
+            assert await counts.get("all") == 50
+
+    async def test_have_copies_of_tables_of_their_own(self, app: App, server: str | None) -> None:
+        names = app.table("names", str, cached=True)
+        copies: set[object] = set()
+        both = anyio.Event()
+
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None:
+            copies.add(names._kept)
+            if len(copies) == 2:
+                both.set()
+            await both.wait()
+            await names.put("od", "operational")
+
+        async with harness(app, server=server, workers=2) as t:
+            await notify(t, 1, 2, 3)
+            await t.settle()
+            assert names._kept not in copies
+            assert await names.get("od") == "operational"
+
+
+class Counted(msgspec.Struct, frozen=True):
+    count: int = 0
+    last: int = 0
+
 
 class Client:
     def __init__(self, name: str) -> None:
@@ -345,6 +406,45 @@ async def test_an_agent_of_a_router_with_a_prefix_is_found_by_itself(app: App, s
         await notify(t, 1)
         await t.settle()
         assert t.outcomes(index) == t.outcomes("our_index") == ["acked"]
+
+
+async def test_agents_and_timers_of_a_router_with_a_prefix_are_told_from_others_of_the_same_function(app: App) -> None:
+    router = Router("theirs")
+
+    async def index(notification: Notification) -> None: ...
+
+    async def look() -> None: ...
+
+    agents = [router.agent(event_type, name=f"of_{event_type}")(index) for event_type in ("mars", "derived")]
+    timers = [router.every(interval, name=f"every_{interval}")(look) for interval in ("5m", "10m")]
+    app.include(router, prefix="our")
+    async with harness(app) as t:
+        await notify(t, 1)
+        await t.advance(600)
+        assert [t.outcomes(agent) for agent in agents] == [["acked"], []]
+        assert [len(t.ticks(timer)) for timer in timers] == [2, 1]
+        with pytest.raises(
+            ValueError, match="no agent 'index' in app 'tested', which has: our_of_mars, our_of_derived"
+        ):
+            t.outcomes("index")
+        with pytest.raises(ValueError, match="no timer 'look' in app 'tested', which has: our_every_5m, our_every_10m"):
+            t.ticks("look")
+
+
+async def test_an_agent_of_a_router_that_is_included_twice_is_named_with_its_prefix(app: App) -> None:
+    router = Router("theirs")
+
+    @router.agent("mars")
+    async def index(notification: Notification) -> None: ...
+
+    app.include(router, prefix="our")
+    app.include(router, prefix="your")
+    async with harness(app) as t:
+        await notify(t, 1)
+        await t.settle()
+        assert t.outcomes("our_index") == t.outcomes("your_index") == ["acked"]
+        with pytest.raises(ValueError, match="no agent 'index' in app 'tested', which has: our_index, your_index"):
+            t.outcomes(index)
 
 
 class TestUnsettled:

@@ -11,8 +11,9 @@ import random
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, aclosing
+from contextvars import ContextVar
 from datetime import datetime
-from typing import Any, Generic, Protocol, TypeVar, overload
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, overload
 from weakref import WeakValueDictionary
 
 import anyio
@@ -30,10 +31,12 @@ from aviso_workers.errors import (
 )
 from aviso_workers.jetstream.key_value import Entry, KeyValue
 
-__all__ = ["Change", "Counter", "CounterStore", "Table", "decode_key", "encode_key"]
+__all__ = ["PROCESS", "Change", "Counter", "CounterStore", "Table", "decode_key", "encode_key"]
 
 T = TypeVar("T")
 
+PROCESS: ContextVar[object] = ContextVar("process", default=None)
+"""Which worker this code runs in, where a test plays several of them in one process: each is connected by itself."""
 LONGEST_KEY = 512
 """Bytes, as a bucket spells it."""
 MOST_HISTORY = 64
@@ -64,6 +67,15 @@ class Applied(Protocol):
     async def added(self, key: str, header: str, notification: Notification[Any]) -> str | None: ...
 
 
+class _Connection(NamedTuple):
+    """What a table works with while it is connected."""
+
+    bucket: KeyValue
+    applied: Applied
+    turns: WeakValueDictionary[str, anyio.Lock]
+    """By key as it is spelled, the updates that wait for each other."""
+
+
 class Table(Generic[T]):
     """Values of one type by key; see `Router.table`. Inside `async with app:`.
 
@@ -75,10 +87,8 @@ class Table(Generic[T]):
         self.name = name
         self.keeps_history = history
         self.cached = cached
-        self._bucket: KeyValue | None = None
-        self._applied: Applied
-        self._turns: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
-        """By key as it is spelled, the updates that wait for each other."""
+        self._connections: dict[object, _Connection] = {}
+        """By `PROCESS`."""
         try:
             if isinstance(default, builtins.type):
                 raise TypeError(f"default= is a value such as {default.__name__}(), found the type itself")
@@ -134,22 +144,23 @@ class Table(Generic[T]):
             return await self._update(kept, spelled, change, None)
         if self.keeps_history > 1:
             raise DeclarationError(f"table {self.name!r}: once= needs a table without a history")
-        with self._applied.once(spelled, once):
+        with self._connection.applied.once(spelled, once):
             return await self._update(kept, spelled, change, once)
 
     async def _update(
         self, kept: KeyValue, spelled: str, change: Callable[[T], T | None], once: Notification[Any] | None
     ) -> T | None:
         conflicts = 0
+        _, applied_before, turns = self._connection
         # Callers of one process take turns: side by side they would only defeat each other's compare-and-set.
-        async with self._turns.setdefault(spelled, anyio.Lock()):
+        async with turns.setdefault(spelled, anyio.Lock()):
             while True:
                 began = anyio.current_time()
                 entry = await kept.newest(spelled)
                 current: T = self._value(None if entry is None or entry.deleted else entry)
                 applied: str | None = entry.headers.get(APPLIED, "") if entry else ""
                 if once is not None:
-                    applied = await self._applied.added(spelled, applied or "", once)
+                    applied = await applied_before.added(spelled, applied or "", once)
                 if applied is None:
                     return current
                 value = change(current)
@@ -203,22 +214,25 @@ class Table(Generic[T]):
 
     def connect(self, bucket: KeyValue, applied: Applied) -> None:
         """Called by the app. Raises `DeclarationError` where another app uses the table."""
-        if self._bucket is not None:
+        if PROCESS.get() in self._connections:
             raise DeclarationError(f"table {self.name!r} is in use by another app of this process")
-        self._bucket = bucket
-        self._applied = applied
+        self._connections[PROCESS.get()] = _Connection(bucket, applied, WeakValueDictionary())
 
     def disconnect(self) -> None:
-        self._bucket = None
+        self._connections.pop(PROCESS.get(), None)
 
     def __repr__(self) -> str:
         return f"<Table {self.name}>"
 
     @property
-    def _kept(self) -> KeyValue:
-        if self._bucket is None:
+    def _connection(self) -> _Connection:
+        if (connection := self._connections.get(PROCESS.get())) is None:
             raise DeclarationError(f"table {self.name!r} is not connected: use it inside `async with app:`")
-        return self._bucket
+        return connection
+
+    @property
+    def _kept(self) -> KeyValue:
+        return self._connection.bucket
 
     def _encode(self, value: Any) -> bytes:
         if value is None:
@@ -257,7 +271,8 @@ class Counter:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._store: CounterStore | None = None
+        self._stores: dict[object, CounterStore] = {}
+        """By `PROCESS`."""
 
     async def add(self, key: str, amount: int = 1, *, message_id: str | None = None) -> int:
         """Add to what the key stands at, and return what it stands at now.
@@ -275,21 +290,21 @@ class Counter:
 
     def connect(self, store: CounterStore) -> None:
         """Called by the app. Raises `DeclarationError` where another app uses the counter."""
-        if self._store is not None:
+        if PROCESS.get() in self._stores:
             raise DeclarationError(f"counter {self.name!r} is in use by another app of this process")
-        self._store = store
+        self._stores[PROCESS.get()] = store
 
     def disconnect(self) -> None:
-        self._store = None
+        self._stores.pop(PROCESS.get(), None)
 
     def __repr__(self) -> str:
         return f"<Counter {self.name}>"
 
     @property
     def _connected(self) -> CounterStore:
-        if self._store is None:
+        if (store := self._stores.get(PROCESS.get())) is None:
             raise DeclarationError(f"counter {self.name!r} is not connected: use it inside `async with app:`")
-        return self._store
+        return store
 
 
 def encode_key(key: str) -> str:

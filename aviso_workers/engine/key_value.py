@@ -185,8 +185,8 @@ class CachedKeyValue(RetryingKeyValue):
         super().__init__(backend, name, history=history, patience_seconds=patience_seconds)
         self._clock = backend.clock
         self._current = False
-        self._seen = 0
-        """The revision up to which the server's changes have come here."""
+        self.seen = 0
+        """The revision up to which the bucket's changes have come here."""
         self._rows: dict[str, Entry] = {}
         """The newest that is known of each key. Our own deletions are in it until the server tells of them."""
         self._version = 0
@@ -261,14 +261,14 @@ class CachedKeyValue(RetryingKeyValue):
 
     async def _follow(self, bucket: KeyValue) -> None:
         # Begun anew each time: what expired during a long interruption comes as no change.
-        self._rows, self._seen = {}, 0
+        self._rows, self.seen = {}, 0
         self._version += 1
         last = await bucket.revision()
         try:
             async with aclosing(bucket.changes(until=last)) as changes:
                 async for entry in changes:
                     self._learn(entry)
-            self._seen, self._current = last, True
+            self.seen, self._current = last, True
             async with aclosing(bucket.changes(after=last)) as changes:
                 async for entry in changes:
                     self._learn(entry)
@@ -285,7 +285,7 @@ class CachedKeyValue(RetryingKeyValue):
             self._note(key, newest.revision, newest.value, newest.headers)
 
     def _learn(self, entry: Entry) -> None:
-        self._seen = max(self._seen, entry.revision)
+        self.seen = max(self.seen, entry.revision)
         known = self._rows.get(entry.key)
         if known is not None and known.revision > entry.revision:
             return
@@ -297,7 +297,7 @@ class CachedKeyValue(RetryingKeyValue):
 
     def _note(self, key: str, revision: int, value: bytes | None, headers: Mapping[str, str] | None = None) -> None:
         known = self._rows.get(key)
-        if revision > self._seen and (known is None or known.revision < revision):
+        if revision > self.seen and (known is None or known.revision < revision):
             time = datetime.fromtimestamp(self._clock.time_ns() / 1e9, UTC)
             self._version += 1
             self._rows[key] = Entry(
