@@ -17,7 +17,7 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
 import anyio
 import msgspec
@@ -30,10 +30,11 @@ from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, completed, examine
 from aviso_workers.config.documents import Node
 from aviso_workers.declare import around, outputs, resources
-from aviso_workers.declare.agents import Agent, Router, check_name, is_at_prompt
+from aviso_workers.declare.agents import Agent, Router, check_name, included, is_at_prompt
 from aviso_workers.declare.around import Around
 from aviso_workers.declare.resources import Needing
 from aviso_workers.declare.timers import Timer
+from aviso_workers.declare.windows import Window
 from aviso_workers.engine import portal
 from aviso_workers.engine.publisher import encode
 from aviso_workers.engine.session import Session, is_stopping, open_session
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = ["App"]
 
+A = TypeVar("A")
 D = TypeVar("D", Agent[Any, Any], Timer[Any, Any])
 
 METRIC = re.compile(r"(?!aviso_worker_)[a-zA-Z_][a-zA-Z0-9_]*")
@@ -413,6 +415,27 @@ class App(Router):
         async with aclosing(replayer.replay(start, end)) as notifications:
             async for notification in notifications:
                 yield notification
+
+    async def open_windows(self, agent: Callable[Concatenate[Window[A], ...], Any], key: str = "") -> list[Window[A]]:
+        """Return the windows of a key that are open now, the oldest first, each with its value so far; hopping ones
+        overlap. Without a `key` where the agent's `Windowing` has none.
+
+        Read from the server: everything that was acked before is counted in them, whichever worker counted it, and no
+        worker needs to run. One that is over is not among them, also where the agent has not been run for it yet.
+
+        Raises `DeclarationError` where the agent is none of the app's, or has no windows; `InvalidKeyError`;
+        `UndecodableError` where what is stored is not of its type; `BackendError` where the server cannot be reached
+        within `publish_deadline_seconds`.
+        """
+        declared = included(agent, self.agents) if isinstance(agent, Agent) else None
+        if declared is None:
+            names = ", ".join(each.name for each in self.agents if each.form is Window) or "none"
+            raise DeclarationError(
+                f"{agent!r:.100} is not one agent of app {self.name!r}, whose agents of windows are: {names}"
+            )
+        if declared.policy.window is None:
+            raise DeclarationError(f"agent {declared.name!r} has no windows: it is a function of no Window")
+        return await self.session.open_windows(declared, declared.policy.window, key)
 
     async def key_value(self, bucket: str) -> KeyValue:
         """Return a bucket of JetStream KV, created where it is missing. Raises `BackendError`."""

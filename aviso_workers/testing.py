@@ -53,7 +53,7 @@ from aviso_workers.clocks import Clock, VirtualClock, at_rest
 from aviso_workers.config import Config, JetStream, streams
 from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
-from aviso_workers.declare.agents import Agent, durable_name
+from aviso_workers.declare.agents import Agent, durable_name, included
 from aviso_workers.declare.batches import Source, Stream
 from aviso_workers.declare.resources import Resource, spelled
 from aviso_workers.declare.tables import PROCESS, Table
@@ -404,13 +404,8 @@ class Harness:
         if self._entered_in is not None and not self._entered_in.done():
             self._block.cancel()
 
-    def _included(self, agent: Agent[Any, Any]) -> Agent[Any, Any]:
-        """Return an agent as the app has it: one of a router that was included with a prefix has another name."""
-        same = [each for each in self.app.agents if each.classifiers is agent.classifiers]  # a renamed one has its list
-        return same[0] if len(same) == 1 else agent
-
     def _name(self, agent: Agent[Any, Any] | str) -> str:
-        name = agent if isinstance(agent, str) else self._included(agent).name
+        name = agent if isinstance(agent, str) else (included(agent, self.app.agents) or agent).name
         return self._known("agent", name, self.app.agents)
 
     def _timer_name(self, timer: Timer[Any, Any] | str) -> str:

@@ -54,10 +54,29 @@ class TestDocuments:
 
     @pytest.mark.parametrize("real", [False, True], ids=["in memory", "on a server"])
     def test_windows(self, pytester: pytest.Pytester, run: Run, nats_server: NatsServer, real: bool) -> None:
-        agents, late, test = blocks("windows.md", "python")
+        agents, so_far, hopping, late, _, test = blocks("windows.md", "python")
         pytester.path.joinpath("aviso.yaml").write_text(blocks("windows.md", "yaml")[0])
-        pytester.makepyfile(fields=f"{agents}\n{late}", test_windows=test)
-        run(*(("--aviso-server", nats_server.url) if real else ())).assert_outcomes(passed=1)
+        moving = """
+            from moving import app, last_hour, print_volume
+
+            async def test_moving(aviso_harness):
+                async with aviso_harness(app, workers=2) as t:
+                    for step, written in enumerate(["06:00", "06:30", "06:59", "07:00"]):
+                        field = {"size": 3, "written": f"2026-11-20T{written}:00Z"}
+                        await t.notify("mars", {"class": "od", "step": step}, field)
+                        await t.settle()
+                    sums = [one for one in t.published if len(one.identifier.get("hour", "")) == 13]
+                    assert {one.identifier["hour"][9:]: one.payload["bytes"] for one in sums} == {
+                        "0610": 3, "0620": 3, "0630": 3, "0640": 6, "0650": 6, "0700": 9
+                    }
+        """
+        pytester.makepyfile(
+            fields=f"{agents}\n{late}",
+            moving=f"{agents}\n{so_far}\n{hopping}",
+            test_windows=test,
+            test_moving=moving,
+        )
+        run(*(("--aviso-server", nats_server.url) if real else ())).assert_outcomes(passed=2)
 
 
 class TestPlugin:

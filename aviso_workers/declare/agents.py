@@ -31,7 +31,7 @@ from aviso_workers.declare.verdicts import Classifier, Reject, Retry
 from aviso_workers.declare.windows import State, Window, Windowing
 from aviso_workers.errors import DeclarationError, InvalidPositionError
 
-__all__ = ["Agent", "Policy", "Router", "Task", "check_name", "durable_name", "is_at_prompt"]
+__all__ = ["Agent", "Policy", "Router", "Task", "check_name", "durable_name", "included", "is_at_prompt"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -530,6 +530,13 @@ def _start(name: str | None, start: int | str | datetime) -> str:
 def durable_name(app: str, agent: str) -> str:
     """Return the durable consumer that all workers of the app share for this agent."""
     return f"{app}__{agent}"
+
+
+def included(agent: Agent[Any, Any], agents: Sequence[Agent[Any, Any]]) -> Agent[Any, Any] | None:
+    """Return the one of an app's agents that was declared as this one, and may have a prefix now; None where there is
+    none, or several."""
+    same = [each for each in agents if each.classifiers is agent.classifiers]  # one that was renamed shares them
+    return same[0] if len(same) == 1 else None
 
 
 def check_name(kind: str, name: str) -> str:

@@ -44,6 +44,7 @@ __all__ = [
     "oldest",
     "page_number",
     "prune",
+    "still_open",
     "without",
 ]
 
@@ -62,7 +63,9 @@ ANY_SEQUENCE = 2**53
 
 
 class Window(Struct, Generic[A], frozen=True, kw_only=True):
-    """A stretch of time that is over, of one key, and what its notifications came to."""
+    """A stretch of time, of one key, and what its notifications came to: in all, when it is given to its agent; so far,
+    when it is read with `App.open_windows`.
+    """
 
     key: str
     """Empty where the agent's windows have no keys."""
@@ -340,6 +343,14 @@ def close(state: State[A], until: float, windowing: Windowing[A, Any]) -> State[
     if not any(state.closed < start + windowing.size_seconds <= until for start in state.open):
         return state
     return structs.replace(state, closed=int(until // 1))
+
+
+def still_open(state: State[A], windowing: Windowing[A, Any], *, passed: int) -> list[int]:
+    """Return the starts of its windows that take notifications, the oldest first. Those that end by `passed` do not,
+    whatever the key.
+    """
+    closed = max(state.closed, passed)
+    return sorted(start for start in state.open if start + windowing.size_seconds > closed)
 
 
 def first_end(state: State[Any], windowing: Windowing[Any, Any]) -> float:

@@ -17,7 +17,7 @@ from aviso_workers.declare import resources
 from aviso_workers.declare.agents import Agent, Task
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
-from aviso_workers.declare.windows import Window
+from aviso_workers.declare.windows import Window, Windowing
 from aviso_workers.engine import (
     consumer_records,
     delayed_delivery,
@@ -29,6 +29,8 @@ from aviso_workers.engine import (
 )
 from aviso_workers.engine.agent_subscriptions import AgentSubscriptions
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
+from aviso_workers.engine.handlers import windowed
+from aviso_workers.engine.key_value import retried
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.replay import Replayer
@@ -132,6 +134,15 @@ class Session:
             return await self.backend.purge_stream(delayed_messages.STREAM, subject=waiting) > 0
         except NotFoundError:
             return False  # nothing was ever to be delivered later
+
+    async def open_windows(self, agent: Agent[Any, Any], windowing: Windowing[Any, Any], key: str) -> list[Window[Any]]:
+        """See `App.open_windows`."""
+
+        async def attempt() -> list[Window[Any]]:
+            return await windowed.open_windows(agent, windowing, self.backend, app=self._app, key=key)
+
+        patience = self._config.notification_backend.jetstream.publish_deadline_seconds
+        return await retried(attempt, clock=self.backend.clock, patience_seconds=patience)
 
     def connect(self, tables: Mapping[str, Table[Any] | Counter]) -> Tables:
         """Return the app's tables, connected while they are entered."""

@@ -11,13 +11,13 @@ import anyio
 import msgspec
 import pytest
 
-from aviso_workers import Ack, Agent, App, Backoff, Notification, Notify, Reject, Retry, Window, Windowing
+from aviso_workers import Ack, Agent, App, Backoff, Notification, Notify, Reject, Retry, Router, Window, Windowing
 from aviso_workers.clocks import LoopClock
 from aviso_workers.declare import windows
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.handlers import windowed
 from aviso_workers.engine.handlers.windowed import AsWindows
-from aviso_workers.errors import LateError, RefusedError, UndecodableError
+from aviso_workers.errors import DeclarationError, LateError, RefusedError, UndecodableError
 from aviso_workers.events import Event, Published, Unreadable, WindowDone
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness, harness
@@ -124,6 +124,80 @@ async def test_each_key_has_windows_and_all_close_together(
         await notify(t, 61, of="od")
         await t.settle()
         assert sums(t) == {"0-60 od": 2, "0-60 rd": 1}
+
+
+class TestOpenWindows:
+    async def test_have_what_was_counted_so_far(
+        self, app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
+    ) -> None:
+        sums = declare(hourly(key=class_of, lateness="30m"))
+        async with harness(app, server=url, workers=2) as t:
+            assert await app.open_windows(sums, "od") == []
+            await notify(t, 1, 2, 61, of="od")
+            await notify(t, 3, size=5, of="rd")
+            await t.settle()
+            hour = timedelta(hours=1)
+            assert await app.open_windows(sums, "od") == [
+                Window(key="od", start=SIX, end=SIX + hour, value=2),
+                Window(key="od", start=SIX + hour, end=SIX + 2 * hour, value=1),
+            ]
+            assert [window.value for window in await app.open_windows(sums, "rd")] == [5]
+            assert await app.open_windows(sums, "none") == []
+
+    async def test_are_read_where_no_worker_runs_and_nothing_is_changed_by_it(
+        self, app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
+    ) -> None:
+        sums = declare(hourly(every="30m"))
+        async with harness(app, server=url) as t:
+            assert await app.open_windows(sums) == []
+            await notify(t, 40)
+            await t.settle()
+            await t.stop()
+            before = (await app.session.admin.stream_info("KV_contract_windows_sums")).last_sequence
+            assert [window.start.minute for window in await app.open_windows(sums)] == [0, 30]
+            assert (await app.session.admin.stream_info("KV_contract_windows_sums")).last_sequence == before
+
+    async def test_make_no_bucket(self, app: App, declare: Callable[..., Agent[Any, Any]]) -> None:
+        sums = declare(hourly())
+        async with app:
+            assert await app.open_windows(sums) == []
+            assert await app.session.admin.stream_names() == []
+
+    async def test_that_are_over_are_not_among_them_although_their_function_fails(
+        self, app: App, url: str | None
+    ) -> None:
+        @app.agent("mars", window=hourly(key=class_of), retry=Backoff(first=600, jitter=0))
+        async def sums(window: Window[int]) -> None:
+            raise ConnectionError("no database")
+
+        async with harness(app, server=url) as t:
+            await notify(t, 10, of="od")
+            await notify(t, 70, of="rd")
+            with anyio.fail_after(PATIENCE_SECONDS):
+                while not t.windows(sums):
+                    await t.advance(0.5)
+            assert await app.open_windows(sums, "od") == []
+            assert [window.start.hour for window in await app.open_windows(sums, "rd")] == [7]
+
+    async def test_are_asked_of_the_routers_agent_and_of_no_other(self, app: App, url: str | None) -> None:
+        router = Router("theirs")
+
+        @router.agent("mars", window=hourly())
+        async def sums(window: Window[int]) -> None: ...
+
+        @router.agent("mars")
+        async def index(notification: Notification[Any]) -> None: ...
+
+        app.include(router, prefix="our")
+        async with harness(app, server=url) as t:
+            await notify(t, 10, 20)
+            await t.settle()
+            assert [window.value for window in await app.open_windows(sums)] == [2]
+            with pytest.raises(DeclarationError, match="agent 'our_index' has no windows"):
+                await app.open_windows(index)  # type: ignore[arg-type]
+            other = Router("other").agent("mars", window=hourly())(sums.function)
+            with pytest.raises(DeclarationError, match="'contract', whose agents of windows are: our_sums"):
+                await app.open_windows(other)
 
 
 async def test_what_somebody_else_wrote_keeps_no_window_open(

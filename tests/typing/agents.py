@@ -268,6 +268,17 @@ async def sums(window: Window[int]) -> Notify:
     return Notify("sums", {"date": window.start}, {"bytes": window.value})
 
 
+@router.agent("mars", window=hourly)
+async def sums_kept(window: Window[int], database: Database) -> None:
+    await database.insert(window.key, str(window.value))
+
+
+async def so_far(app: App) -> None:
+    for window in await app.open_windows(sums, "od"):
+        assert_type(window, Window[int])
+    assert_type(await app.open_windows(sums_kept), list[Window[int]])
+
+
 @index.on_error(ConnectionError, TimeoutError)
 def later(error: Exception) -> Retry:
     return Retry(after=60)

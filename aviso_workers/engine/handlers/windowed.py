@@ -45,7 +45,7 @@ from aviso_workers.errors import BackendError, ConflictError, NotFoundError, Und
 from aviso_workers.events import Events, Unreadable, WindowDone
 from aviso_workers.jetstream.key_value import Entry
 
-__all__ = ["AsWindows", "bucket_of", "is_bucket", "is_window", "put_back", "unfinished"]
+__all__ = ["AsWindows", "bucket_of", "is_bucket", "is_window", "open_windows", "put_back", "unfinished"]
 
 _Change = Callable[[State[Any], Progress], Awaitable[State[Any]]]
 
@@ -433,17 +433,40 @@ async def unfinished(agent: Agent[Any, Any], windowing: Windowing[Any, Any], bac
     Raises `UndecodableError` where what the bucket holds is not of the agent's type.
     """
 
-    def refuse(_: Entry, error: UndecodableError) -> None:
-        raise error
-
     try:
         await backend.stream_info(f"KV_{bucket_of(app, agent.name)}")
     except NotFoundError:
         return 0
     entries = await (await backend.key_value(bucket_of(app, agent.name))).entries()
-    states = _States(agent, on_unreadable=refuse).by_key(entries).values()
+    states = _States(agent, on_unreadable=_refuse).by_key(entries).values()
     until = windows.newest(states)[0] - windowing.lateness_seconds
     return sum(len(windows.due(windows.close(state, until, windowing), windowing)) for state in states)
+
+
+async def open_windows(
+    agent: Agent[Any, Any], windowing: Windowing[Any, Any], backend: Backend, *, app: str, key: str
+) -> list[Window[Any]]:
+    """Return the windows of a key that take notifications now, the oldest first, as the server has them.
+
+    Nothing is made: without a bucket there are none. Raises `InvalidKeyError`, `UndecodableError`, `BackendError`.
+    """
+    spelled = _spelled(key)
+    try:
+        await backend.stream_info(f"KV_{bucket_of(app, agent.name)}")
+    except NotFoundError:
+        return []
+    bucket = await backend.key_value(bucket_of(app, agent.name))
+    if (entry := await bucket.get(spelled)) is None:
+        return []
+    state = _States(agent, on_unreadable=_refuse).read(entry)
+    passed = counted.read_progress(await bucket.get(PROGRESS)).closed
+    return [
+        windowing.window(key, start, state.open[start]) for start in windows.still_open(state, windowing, passed=passed)
+    ]
+
+
+def _refuse(_: Entry, error: UndecodableError) -> None:
+    raise error
 
 
 def _spelled(key: str) -> str:

@@ -1,0 +1,103 @@
+"""The join of docs/windows.md as it stands: two of its workers are killed in the middle, and no pair is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, aclosing, contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import anyio
+import pytest
+
+from aviso_workers import App, Notify, config
+from tests.stories.processes import LOOK_SECONDS, MAIN, ROOT, Server
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+COUNT = 400
+"""Keys. Each third has no partner in time."""
+SIX = datetime(2026, 11, 20, 6, tzinfo=UTC)
+URL = "AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL"
+
+
+def block(language: str, begin: str) -> str:
+    """The code block of the page that has this in it."""
+    page = (ROOT / "docs" / "windows.md").read_text()
+    blocks = re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (found,) = (each for each in blocks if begin in each)
+    return str(found)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory with the files of the page."""
+    (tmp_path / "aviso.yaml").write_text(block("yaml", "verified"))
+    (tmp_path / "joins.py").write_text(block("python", "WITHIN"))
+    return tmp_path
+
+
+@contextmanager
+def worker(place: Path, url: str) -> Iterator[subprocess.Popen[bytes]]:
+    variables = {URL: url, "AVISO_WORKERS_WORKERS__STATUS__PORT": "0"}
+    command = [sys.executable, "-c", MAIN, "worker", "joins:app"]
+    with subprocess.Popen(command, cwd=place, env=os.environ | variables, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def later(n: int) -> timedelta:
+    """How much later the checksum of this field was computed than the field was written."""
+    return timedelta(minutes=(5, -10, 11)[n % 3])
+
+
+def told(n: int) -> Iterator[Notify]:
+    identifier = {"class": "od", "step": n}
+    yield Notify("mars", identifier, {"location": f"/data/{n}", "written": SIX})
+    yield Notify("checksum", identifier, {"md5": f"{n:x}", "computed": SIX + later(n)})
+
+
+async def until_stored(outside: App, count: int) -> None:
+    """Wait until so many pairs are stored."""
+    with anyio.fail_after(PATIENCE_SECONDS):
+        async with aclosing(outside.watch("verified", from_id=1)) as verified:
+            for _ in range(count):
+                await anext(verified)
+
+
+async def until_settled(outside: App, stream: str, consumer: str) -> int:
+    """Wait until everything is settled, and return how often something was delivered."""
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while True:
+            info = await outside.session.backend.consumer_info(stream, consumer)
+            if not info.num_pending + info.num_ack_pending:
+                return info.deliveries
+            await anyio.sleep(LOOK_SECONDS)
+
+
+async def test_every_pair_is_published_once_although_workers_are_killed(place: Path, server: Server) -> None:
+    paired = [n for n in range(COUNT) if n % 3 < 2]
+    settings = config.load(place / "aviso.yaml", environ={URL: server.url})
+    async with App("outside", config=settings) as outside:
+        await outside.notify_many(one for n in range(COUNT) for one in told(n))
+        with ExitStack() as running:
+            workers = [running.enter_context(worker(place, server.url)) for _ in range(2)]
+            for process, stored in zip(workers, (len(paired) // 5, len(paired) // 2), strict=True):
+                await until_stored(outside, stored)
+                process.kill()
+                running.enter_context(worker(place, server.url))
+            await until_stored(outside, len(paired))
+            fields = await until_settled(outside, "MARS", "verify__take_field")
+            checksums = await until_settled(outside, "CHECKSUM", "verify__take_checksum")
+        verified = [one async for one in outside.replay("verified")]
+        assert sorted((int(one.identifier["step"]), one.payload) for one in verified) == [
+            (n, {"location": f"/data/{n}", "md5": f"{n:x}"}) for n in paired
+        ]
+        assert fields + checksums > 2 * COUNT, "nothing was delivered again, so that nothing was tried"
