@@ -580,6 +580,29 @@ class TestInVirtualTime:
         assert t.outcomes(index) == ["retried", "dead_lettered"]
         assert isinstance(t.settled(index)[0].error, TimeoutError)
 
+    async def test_what_is_around_a_plain_function_stays_open_until_that_has_ended(self, app: App) -> None:
+        ended: list[tuple[str, float]] = []
+
+        @app.around
+        async def measure(notification: Notification[Any]) -> AsyncIterator[None]:
+            try:
+                yield
+            except TimeoutError:
+                ended.append(("around", t.clock.monotonic()))
+                raise
+
+        @app.agent("mars", timeout=10, retry=Backoff(attempts=1))
+        def index(notification: Notification[Any]) -> None:
+            anyio.from_thread.run(t.clock.sleep, 60)
+            ended.append(("function", t.clock.monotonic()))
+
+        async with harness(app) as t:
+            await notify(t, 1)
+            await t.settle()
+        assert [name for name, _ in ended] == ["function", "around"]
+        assert ended[0][1] == ended[1][1]
+        assert t.outcomes(index) == ["dead_lettered"]
+
     async def test_the_backend_is_not_asked_while_a_worker_holds_what_it_was_given(
         self, app: App, monkeypatch: pytest.MonkeyPatch
     ) -> None:
