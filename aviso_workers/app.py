@@ -61,7 +61,7 @@ METRIC = re.compile(r"(?!aviso_worker_)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class App(Router):
-    """Routers and a configuration.
+    """An application: agents and what else a router declares, the routers that it includes, and a configuration.
 
     `name` is part of every agent's durable consumer: two apps of the same name share the work. `config` is a path,
     a `Config`, or None for the file that the environment names (see `config.load`). A relative path is looked for in
@@ -81,10 +81,10 @@ class App(Router):
         self._given: dict[str, Mapping[str, Any]] = {}
         """By router, the settings that it was included with."""
         self._included: dict[str, tuple[Router, str]] = {}
-        """By agent that was included, its router and the name that it has there."""
+        """By the name of an agent that was included, its router and its name in that router."""
         self._session: Session | None = None
         self._portal: tuple[BlockingPortal, int] | None = None
-        """To the loop on which it is connected, and the process that has the loop."""
+        """The portal to the event loop on which the app is connected, and the id of that loop's process."""
         self._stack = AsyncExitStack()
 
     def configure(self, config: Config | str | Path, *, opening: Opening = open_backend) -> None:
@@ -116,7 +116,7 @@ class App(Router):
 
     @property
     def session(self) -> Session:
-        """What works on the open backend. Raises `DeclarationError` outside of `async with app:`."""
+        """The session with the open backend. Raises `DeclarationError` outside of `async with app:`."""
         if self._session is None:
             raise DeclarationError(f"app {self.name!r} is not connected: use it inside `async with app:`")
         return self._session
@@ -135,10 +135,10 @@ class App(Router):
         return self._session.runs if self._session else {}
 
     def include(self, router: Router, *, prefix: str = "", config: Mapping[str, Any] | None = None) -> None:
-        """Add what a router has; its names begin with `prefix` and `_`, if there is one.
+        """Add all that a router declares. With a `prefix`, its names begin with that and `_`.
 
-        `config` has settings for it, by the keys of `workers.agents.<router>`: what the configuration says goes over
-        them. Raises `DeclarationError` where a name is taken.
+        `config` has settings for the router, with the keys of `workers.agents.<router>`; the configuration's values
+        have precedence. Raises `DeclarationError` where a name is taken.
         """
         again = is_at_prompt() and router.name in [known.name for known in self._routers]  # a cell is run again
         if config is not None:
@@ -163,10 +163,10 @@ class App(Router):
         self._routers = [known for known in self._routers if not (again and known.name == router.name)] + [router]
 
     def settings(self, router: Router) -> Any:
-        """Return what the configuration tells a router under `workers.agents.<name>`, over what it was included with,
-        as the router's settings Struct.
+        """Return a router's settings, as its settings Struct.
 
-        Raises `ConfigError`.
+        They are those that it was included with; values that the configuration has under `workers.agents.<name>` have
+        precedence. Raises `ConfigError`.
         """
         return self._settings(router, self.config)
 
@@ -237,7 +237,7 @@ class App(Router):
         ]
         needing = [
             *((what, each.needs) for what, _, each in called),
-            *((each.label, each.asks) for router in (self, *self._routers) for each in router.arounds),
+            *((each.label, each.needed_resources) for router in (self, *self._routers) for each in router.arounds),
         ]
         found = resources.mistakes(self.resources, needing, app=type(self))
         for what, form, each in called:
@@ -254,9 +254,10 @@ class App(Router):
         self.__dict__.pop("config", None)  # one that was loaded before does not have it
 
     def warnings(self) -> list[str]:
-        """Return what is no mistake and may lose something: what the configuration looks like, what an agent returns
-        although nothing is done with it, and each agent whose stream keeps the newest notification of a subject only,
-        without anybody having said that it is enough.
+        """Return a sentence for each thing that is no mistake and may be meant otherwise.
+
+        These are the warnings of the configuration, the agents that return a value with which nothing is done, and the
+        agents whose stream keeps only the newest notification of a subject although `allow_duplicates` is not set.
         """
         ignored = {agent.name: outputs.ignored_return(agent) for agent in self.agents}
         return [
@@ -319,7 +320,9 @@ class App(Router):
         deliver_after: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Receipt:
-        """Do what `notify` does, from code without an event loop: a view, a script, a thread. From any thread at once.
+        """Do what `notify` does, from code without an event loop: a view, a script, a thread.
+
+        Any number of threads may call it at the same time.
 
         Where the app is connected in this process, it publishes over that connection. Else the first call connects, on
         an event loop in a thread of its own, and the connection is kept until the interpreter ends, which waits for
@@ -343,7 +346,7 @@ class App(Router):
         return portal.call(kept.blocking, session.publisher.notify, wanted)
 
     async def cancel(self, event_type: str, message_id: str) -> bool:
-        """Forget a notification that waits to be delivered; False where none does, or not any more.
+        """Remove a notification that waits to be delivered; return False where none waits under this message id.
 
         The message id is in its receipt. Raises `UnknownEventTypeError`, `BackendError`.
         """
@@ -378,9 +381,9 @@ class App(Router):
         from_date: datetime | int | str | None = None,
         decode: Callable[[bytes], Any] | None = None,
     ) -> AsyncGenerator[Notification[Any], None]:
-        """Notifications as they come, without end; first the stored ones from an id or a date on, if one is given.
+        """Yield notifications as they come, without end; before them the stored ones from an id or a date on, if given.
 
-        Nothing is acknowledged and nothing remembered: for work that must not be lost, declare an agent. A stream that
+        Nothing is acknowledged and no position is kept: for work that must not be lost, declare an agent. A stream that
         does not exist is waited for, with a warning, and read from its first notification on. Where the stream is
         deleted and made again, it goes on at the first notification of the new one, with a warning; so it
         does from an id that the stream has never had. `decode` makes the payload of a body's bytes, as that of an
@@ -404,7 +407,9 @@ class App(Router):
         to_date: datetime | int | str | None = None,
         decode: Callable[[bytes], Any] | None = None,
     ) -> AsyncGenerator[Notification[Any], None]:
-        """Stored notifications from an id or a date (default: the first) to another (default: the last), inclusive.
+        """Yield the stored notifications from an id or a date (default: the first) to another (default: the last).
+
+        Both ends are included.
 
         `decode` is that of `watch`. Raises as `watch` does, and `NotFoundError` where there is no stream or it is
         deleted meanwhile.
@@ -417,11 +422,11 @@ class App(Router):
                 yield notification
 
     async def open_windows(self, agent: Callable[Concatenate[Window[A], ...], Any], key: str = "") -> list[Window[A]]:
-        """Return the windows of a key that are open now, the oldest first, each with its value so far; hopping ones
-        overlap. Without a `key` where the agent's `Windowing` has none.
+        """Return the windows of a key that are open now, the oldest first, each with its value so far.
 
-        Read from the server: everything that was acked before is counted in them, whichever worker counted it, and no
-        worker needs to run. One that is over is not among them, also where the agent has not been run for it yet.
+        Leave out `key` where the agent's `Windowing` has none. Hopping windows overlap. They are read from the server,
+        and no worker needs to run: every notification that was acked before is counted in them, by whichever worker. A
+        window that is over is not among them, even if the agent has not been run for it yet.
 
         Raises `DeclarationError` where the agent is none of the app's, or has no windows; `InvalidKeyError`;
         `UndecodableError` where what is stored is not of its type; `BackendError` where the server cannot be reached
@@ -476,7 +481,7 @@ class App(Router):
         await self._stack.aclose()
 
     async def work(self, stop: anyio.Event, *, begun: anyio.Event | None = None) -> None:
-        """Run all agents and tasks until `stop`, then let them finish. Inside of `async with app:`.
+        """Run all agents, timers and tasks until `stop`, then let them finish. Inside of `async with app:`.
 
         `begun` is set when each agent reads its stream, or has stated why it cannot yet. Raises `BackendError` when the
         connection is lost for good.
@@ -495,9 +500,10 @@ class App(Router):
         return [each for router, name in places for each in router.arounds if each.is_around(name, agent.form)]
 
     async def run_until(self, stop: anyio.Event, listeners: Listeners, *, begun: anyio.Event | None = None) -> None:
-        """Connect, and run all agents, timers and tasks until `stop`, then let them finish. `listeners` listen to us.
+        """Connect, and run all agents, timers and tasks until `stop`, then let them finish.
 
-        For a worker process, and for `running`, which other programs use. `begun` is as in `work`.
+        For a worker process, and for `running`, which other programs use. `listeners` log and measure what the app
+        does. `begun` is as in `work`.
 
         Raises `BackendError` when the connection is refused or lost for good, `ResourceError` when a resource cannot be
         opened.

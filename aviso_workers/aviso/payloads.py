@@ -1,8 +1,8 @@
-"""Payloads: the body of a message as the type that an agent asks for, and a payload as a body.
+"""Payloads: read the body of a message as the type that an agent asks for, and write a payload as a body.
 
-`codec` reads and writes messages by it; tables and windows keep their values by the same types. A body is JSON as a
-rule, compact and with sorted keys. msgspec reads and writes it; what is a pydantic model is read and written by
-pydantic, which is imported where an author's type is one and nowhere else. `bytes` are a body as it is.
+`codec` calls it for messages; tables and windows store values of the same types with it. A body is usually JSON,
+compact and with sorted keys, which msgspec reads and writes. Models of pydantic are read and written by pydantic, which
+is imported only when an author's type is such a model. A payload of `bytes` is the body itself, unchanged.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from aviso_workers.errors import InvalidPayloadError, UndecodableError, describe
 __all__ = ["decoded_by", "decoder", "encode", "encode_texts", "is_json", "json_reader", "to_json", "value_of"]
 
 MOST_EXTREME = 2000
-"""Numbers of a payload with an exponent of three digits. To read one near the ends of what a float can be takes 12 us,
-a hundred times as long as any other, and nothing else runs meanwhile.
+"""A payload may have at most so many numbers with an exponent of three digits. To read a number near the limits of a
+float takes 12 us, a hundred times as long as any other, and blocks the event loop meanwhile.
 """
 SURELY_FAST = MOST_EXTREME * len("1e308,")
-"""Bytes of a payload in which there is no room for more of them."""
+"""A payload of at most so many bytes has no room for more such numbers, so that they need not be counted."""
 _EXPONENTS = bytes.maketrans(b"E123456789+", b"e000000000-")
 """Makes every exponent of three digits look like `e000` or `e-000`."""
 _EXTREME = re.compile(rb"[\[,:\s]-?[0-9.]+[eE][+-]?[0-9]{3}")
 RAW = (bytes, bytearray, memoryview)
 MOST_NAMED = 3
-"""So many mistakes of one payload are told; a dead letter has room for a line."""
+"""An error lists at most so many mistakes of one payload, because a dead letter shows its error in one line."""
 
 
 def encode(name: str, payload: Any) -> bytes:
@@ -41,7 +41,7 @@ def encode(name: str, payload: Any) -> bytes:
         data = _sorting.encode(payload)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidPayloadError(f"{name}: the payload is not JSON: {error}") from error
-    # The encoder writes NaN and infinity as null; JSON has neither, and silence would change the value.
+    # The encoder writes NaN and infinity as null; JSON has neither, and null would be another value.
     if b"null" in data and _holds_non_finite(msgspec.to_builtins(payload, enc_hook=_plain)):
         raise InvalidPayloadError(f"{name}: the payload holds NaN or an infinity, which JSON cannot carry")
     return data
@@ -57,11 +57,12 @@ def encode_texts(name: str, texts: Iterable[str]) -> list[bytes]:
 
 
 def decoder(payload_type: Any) -> Callable[[bytes], Any]:
-    """Return what reads bodies as payloads of this type; it raises `UndecodableError`, with the path of the mistake.
+    """Return a function that reads a body as a payload of this type. It raises `UndecodableError`, which names the path
+    of the mistake.
 
-    `bytes` are the body itself. Any other type is read as an aviso-server reads a body: null where it is empty, its
-    JSON, or else its text; without a type, what is no text either stays bytes. Raises TypeError for a type that cannot
-    be read.
+    A payload of `bytes` is the body itself. For any other type the body is read as an aviso-server reads it: an empty
+    body as null, JSON as its value, and anything else as text. With the type `Any`, a body that is neither JSON nor
+    UTF-8 stays bytes. Raises TypeError for a type that cannot be read.
     """
     if payload_type is bytes:
         return bytes
@@ -78,7 +79,7 @@ def decoder(payload_type: Any) -> Callable[[bytes], Any]:
             raise UndecodableError(f"the payload does not fit: {error}") from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return decode_text(data)
-        except Exception as error:  # the type's own, as from `__post_init__`
+        except Exception as error:  # raised by the type itself, as in its `__post_init__`
             raise UndecodableError(f"the payload does not fit: {describe(error)}") from error
 
     def decode_text(data: bytes) -> Any:
@@ -94,7 +95,7 @@ def decoder(payload_type: Any) -> Callable[[bytes], Any]:
 
 
 def decoded_by(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return what reads bodies as payloads by an author's function; what that raises becomes `UndecodableError`."""
+    """Return a function that reads a body by an author's function, and raises `UndecodableError` where that raises."""
 
     def read(data: bytes) -> Any:
         try:
@@ -106,7 +107,7 @@ def decoded_by(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def value_of(data: bytes) -> Any:
-    """Return the value of any body: its JSON or its text, and the bytes where it is neither."""
+    """Return the value of any body: of JSON its value, of other text the text, and of anything else the bytes."""
     try:
         return _decode_any(data)
     except UndecodableError:
@@ -123,7 +124,8 @@ def is_json(data: bytes) -> bool:
 
 
 def json_reader(kind: Any) -> Callable[[bytes], Any]:
-    """Return what reads JSON as values of a type; it raises `msgspec.ValidationError` with the path of the mistake.
+    """Return a function that reads JSON as a value of a type. It raises `msgspec.ValidationError`, which names the path
+    of the mistake.
 
     Raises TypeError for a type that cannot be read.
     """
@@ -150,7 +152,9 @@ def json_reader(kind: Any) -> Callable[[bytes], Any]:
 
 
 def _read_text(read: Callable[[bytes], Any], text: str, *, otherwise: bytes | None) -> Any:
-    """Return the value of a text that is JSON perhaps; where it is not, `otherwise`, or the text as a value."""
+    """Return the value of a text that may be JSON. If it is not, return `otherwise`, or read the text itself as a value
+    of the type where that is None.
+    """
     try:
         return read(text.encode())
     except msgspec.ValidationError:
@@ -162,7 +166,7 @@ def _read_text(read: Callable[[bytes], Any], text: str, *, otherwise: bytes | No
 def _holds_pydantic(kind: Any) -> bool:
     """Return whether a type is a pydantic model, or made of one as `list[Model]` is.
 
-    A Struct that has a model in a field is msgspec's.
+    A Struct with a model in a field is none: msgspec reads it, and calls `_read_inner` for the field.
     """
     origin = typing.get_origin(kind)
     if isinstance(origin, type) and issubclass(origin, msgspec.Struct):
@@ -171,13 +175,13 @@ def _holds_pydantic(kind: Any) -> bool:
 
 
 def _read_inner(kind: Any, value: Any) -> Any:
-    """Return what msgspec asks for where a type that it reads has a field of another one."""
+    """Return the value of a field whose type msgspec does not know; it is read if the type is made of models."""
     if not _holds_pydantic(kind):
         raise TypeError(f"{kind!r} is no type that JSON is read as")
     try:
         return json_reader(kind)(msgspec.json.encode(value))
     except msgspec.ValidationError as error:
-        raise ValueError(str(error)) from error  # to which msgspec adds where the model is
+        raise ValueError(str(error)) from error  # msgspec adds the path of the field
 
 
 def _as_msgspecs(error: Any) -> msgspec.DecodeError:
@@ -195,8 +199,8 @@ def _path(place: Iterable[int | str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return what msgspec can write in place of a value that it cannot. Raises TypeError where there is nothing."""
-    if isinstance(value, type):  # which often stands where a value of it was meant
+    """Return a value that msgspec can write in place of one that it cannot. Raises TypeError where there is none."""
+    if isinstance(value, type):  # authors often give the class where they mean a value of it
         raise TypeError(f"it holds the class {value.__name__}: give a value of it, such as {value.__name__}(...)")
     if hasattr(type(value), "__pydantic_validator__"):
         return value.model_dump(mode="json", by_alias=True)
@@ -216,8 +220,8 @@ def _holds_non_finite(value: Any) -> bool:
 
 
 def _refuse_slow(data: bytes) -> None:
-    """Raise UndecodableError for a payload of so many extreme numbers that to read it would stop the event loop."""
-    # Looking at shapes takes an eighth of the time of looking at numbers, and misses none.
+    """Raise UndecodableError for a payload with so many extreme numbers that to read it would block the event loop."""
+    # To count the shape `e000` takes an eighth of the time of the pattern, and misses no number.
     shapes = data.translate(_EXPONENTS)
     if shapes.count(b"e000") + shapes.count(b"e-000") <= MOST_EXTREME:
         return
@@ -229,4 +233,4 @@ _decode_any = decoder(Any)
 _sorting = msgspec.json.Encoder(order="sorted", enc_hook=_plain)
 _decode_json = msgspec.json.Decoder().decode
 to_json = msgspec.json.Encoder(enc_hook=_plain).encode
-"""Writes a value as JSON. Raises TypeError and ValueError."""
+"""Returns a value as JSON. Raises TypeError and ValueError."""

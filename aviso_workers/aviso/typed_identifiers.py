@@ -1,7 +1,7 @@
 """Typed identifiers: the identifier of a notification as an author's own type, such as a Struct with `step: int`.
 
-An author names the type beside that of the payload, as in `Notification[Field, FieldKey]`. `codec` reads
-`notification.key` by it; `App.mistakes` asks whether the fields and their types are those of the event type.
+An author names the type after that of the payload, as in `Notification[Field, FieldKey]`. `codec` reads
+`notification.key` with it; `App.mistakes` asks here whether the type's fields fit those of the event type.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SPELLED: Mapping[type[inspect.Type], str] = {
     inspect.TimeType: "time",
     inspect.DateTimeType: "datetime",
 }
-"""The types that a text is read as."""
+"""The types that the text of a field can be read as, and how Python spells them."""
 OF_TEXT = tuple(SPELLED)
 CHOICES = (inspect.LiteralType, inspect.EnumType)
 READ_AS: Mapping[type[Rule], tuple[type[inspect.Type], ...]] = {
@@ -56,15 +56,15 @@ READ_AS: Mapping[type[Rule], tuple[type[inspect.Type], ...]] = {
     PolygonHandler: (inspect.StrType,),
     PointCloudHandler: (inspect.StrType,),
 }
-"""As which types the values of a field can be read, beside Literals and Enums that have them."""
+"""By handler, the types that a field's values can be read as, besides Literals and Enums of these values."""
 MOST_NAMED = 3
-"""So many values that do not fit are told of one field."""
+"""A mistake lists at most so many values of one field that do not fit."""
 PARSERS: Mapping[type[inspect.Type], Callable[[str], Any]] = {
     inspect.IntType: schema.read_int,
     inspect.DateType: schema.read_date,
     inspect.TimeType: schema.read_time,
 }
-"""Of types that Aviso spells in more ways than msgspec reads."""
+"""Of the types whose values Aviso writes in more ways than msgspec reads."""
 
 
 def check(key_type: Any) -> None:
@@ -79,7 +79,10 @@ def check(key_type: Any) -> None:
 
 
 def mistakes(key_type: Any, event_type_name: str, event_type: EventType, where: Where) -> Iterator[str]:
-    """Yield a sentence for each field of the type that the notifications that `where` lets through cannot fill."""
+    """Yield a sentence for each field of the type that notifications do not have, or whose values are of another type.
+
+    `where` is the agent's filter: values that it leaves out need not fit.
+    """
     conditions = {where.topic.key_order[position - 1]: condition for position, condition in where.conditions}
     not_stored = schema.not_stored(event_type)
     for field in _fields(key_type):
@@ -102,7 +105,7 @@ def mistakes(key_type: Any, event_type_name: str, event_type: EventType, where: 
 
 
 def reader(key_type: Any) -> Callable[[Mapping[str, str]], Any]:
-    """Return what reads identifiers as this type; it raises `UndecodableError` that names the field."""
+    """Return a function that reads an identifier as this type. It raises `UndecodableError`, which names the field."""
     fields = _fields(key_type)
     names = [field.encode_name for field in fields]
     parsers = {field.encode_name: parser for field in fields if (parser := _parser(field))}
@@ -116,7 +119,7 @@ def reader(key_type: Any) -> Callable[[Mapping[str, str]], Any]:
             return msgspec.convert(values, key_type, strict=False)
         except msgspec.ValidationError as error:
             raise UndecodableError(f"the identifier is no {key_type.__name__}: {error}") from error
-        except Exception as error:  # the type's own, as from `__post_init__`
+        except Exception as error:  # raised by the type itself, as in its `__post_init__`
             raise UndecodableError(f"the identifier is no {key_type.__name__}: {describe(error)}") from error
 
     return read
@@ -133,13 +136,13 @@ def _fields(key_type: Any) -> Sequence[inspect.Field]:
 
 
 def _members(kind: inspect.Type) -> list[inspect.Type]:
-    """Return the types of which a field's is one, without None."""
+    """Return the types that a field's value may have: the members of a union without None, or the one type."""
     members = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     return [member for member in members if not isinstance(member, inspect.NoneType)]
 
 
 def _can_be(kind: inspect.Type, rule: Rule) -> bool:
-    """Return whether any value that the rule allows is of this type."""
+    """Return whether at least one value that the rule allows is of this type."""
     if isinstance(kind, inspect.LiteralType):
         return any(_is_canonical(str(value), rule) for value in kind.values)
     if isinstance(kind, inspect.EnumType):
@@ -155,17 +158,17 @@ def _is_canonical(text: str, rule: Rule) -> bool:
 
 
 def _values(rule: Rule) -> Iterable[str]:
-    """Return the values of a field that has a list of them."""
+    """Return the values that an enum's rule lists; none of other rules."""
     return [value.lower() for value in rule.values] if isinstance(rule, EnumHandler) else []
 
 
 def _listed(wanted: object) -> list[str]:
-    """Return the values that a filter lists, or a rule; none where it has bounds in place of a list."""
+    """Return the values that a condition or a rule lists; none where it has bounds in place of a list."""
     return sorted(wanted) if isinstance(wanted, Iterable) else []
 
 
 def _reads(field: inspect.Field, key_type: Any, value: str) -> bool:
-    """Return whether a value is read as the type of this field."""
+    """Return whether a value can be read as the type of this field."""
     parse = _parser(field)
     try:
         text = parse(value) if parse else value

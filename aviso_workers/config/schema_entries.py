@@ -1,9 +1,9 @@
-"""Event types that are declared in Python -> entries of `notification_schema`, beside those of the files.
+"""Event types that are declared in Python, added to the `notification_schema` of the configuration's files.
 
-`loading` lays them over what the files say, and then reads and checks them with all else. One that several places
-declare is one event type as long as all of them mean the same by it, so that a file which an aviso-server has too may
-go on naming what the code declares. Where they differ, neither is a safe choice: a key in another order is another
-subject, and a shorter retention removes messages.
+`loading` adds them, and then reads and checks them with the rest of the configuration. An event type may be declared in
+several places as long as all declarations mean the same, so that it may be in the code and in a file which an
+aviso-server reads too. Where they differ, neither is a safe choice: a key in another order is another subject, and a
+shorter retention removes messages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCHEMA = "notification_schema"
 
 
 def laid_over(root: Node, event_types: EventTypes) -> tuple[Node, list[tuple[str, str]]]:
-    """Return the root with these event types, and what they contradict as (key path, what is wrong)."""
+    """Return the root with these event types added, and as (key path, mistake) where one contradicts another place."""
     assert isinstance(root.value, dict)
     section = root.value.get(SCHEMA)
     written = {} if section is None or section.is_null else section.value
@@ -41,7 +41,7 @@ def laid_over(root: Node, event_types: EventTypes) -> tuple[Node, list[tuple[str
         if differ(name, before, entry):
             clashes.append((f"{SCHEMA}.{name}", clash(entry)))
         elif before.place.rank < IN_PYTHON:
-            whole[name] = entry  # its place says that it was taken over: see `loading.completed`
+            whole[name] = entry  # by its place `loading.completed` knows that it was loaded
     place = section.place if section else next(iter(whole.values())).place
     return structs.replace(root, value={**root.value, SCHEMA: Node(value=whole, place=place)}), clashes
 
@@ -53,19 +53,20 @@ def differ(name: str, before: Node | EventType, entry: Node) -> bool:
 
 
 def clash(entry: Node) -> str:
+    """Return the mistake of an event type that this entry declares another way."""
     return f"is declared another way at {entry.place}: keep one of them, or let both say the same"
 
 
 @cache
 def entry_type() -> inspect.Type:
-    """Return the type of an entry."""
+    """Return msgspec's description of the type that an entry is read as."""
     return inspect.type_info(EventType)
 
 
 def _meaning(name: str, declared: Node | EventType) -> tuple[object, ...] | None:
-    """Return what an event type means to us; None where it cannot be read.
+    """Return the parts of an event type in which two declarations of it must agree; None where it cannot be read.
 
-    Descriptions are no part of it, nor what a field `required` demands of the watches of an aviso-server.
+    They need not agree in descriptions, nor in `required` of a field, which only concerns watches of an aviso-server.
     """
     reader = Reader(unused="")
     known: EventType = reader.read(declared, entry_type(), name) if isinstance(declared, Node) else declared

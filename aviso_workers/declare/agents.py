@@ -370,7 +370,7 @@ class Router:
             payload=payload,
             storage_policy=storage_policy,
             base=base,
-            of=f"{type(self).__name__} {self.name!r}",
+            owner=f"{type(self).__name__} {self.name!r}",
             call=caller,
         )
         self._add_event_type(*declared, again=is_at_prompt(caller.f_globals.get("__name__", "")))

@@ -24,7 +24,10 @@ FORMS = (Notification, Batch, Window)
 
 
 class Called(Protocol):
-    """An agent, and what its function takes: a Notification, a Batch, a Stream or a Window, and the T of it."""
+    """An agent, or what runs around it: its name, and the annotation of its function's first argument.
+
+    Of `Notification[T]`, `form` is `Notification` and `argument_type` is `T`; likewise of a Batch, Stream or Window.
+    """
 
     @property
     def name(self) -> str: ...
@@ -35,31 +38,37 @@ class Called(Protocol):
 
 
 class Around(Resource, frozen=True, kw_only=True):
-    """An async generator function that runs around the calls of agents: they are made where it yields."""
+    """An async generator function that runs around the calls of agents: each call is made where it yields."""
 
     form: type
-    """What it takes, as the agents whose calls it is around."""
+    """What its first argument is: a Notification, a Batch or a Window. It runs around agents that take the same."""
     argument_type: Any
-    """The T of that; `Any` for all."""
+    """The `T` of `Notification[T]`; `Any` fits every agent."""
     agents: tuple[str, ...] | None
-    """The names of these agents; None for all of the app or router."""
+    """The names of the agents that it runs around; None for all of the app or router."""
 
     @property
     def label(self) -> str:
         return f"around {self.name!r}"
 
     @property
-    def asks(self) -> Mapping[str, Any]:
-        """By argument after the first, the type of the resource that gives it."""
+    def needed_resources(self) -> Mapping[str, Any]:
+        """For each argument after the first, the type of the resource that it is given."""
         return {name: wanted for name, wanted in self.needs.items() if wanted is not self.form}
 
     def is_around(self, name: str, form: type) -> bool:
-        """Return whether it is around the calls of an agent, by the name that it has where this is declared."""
+        """Return whether it runs around the calls of an agent of this form.
+
+        `name` is the agent's name in the app or router that declares this one.
+        """
         return form is self.form and (self.agents is None or name in self.agents)
 
 
 def declare(function: Callable[..., AsyncIterator[None]], agents: Sequence[str] | None) -> Around:
-    """Return what the function is to run around. Raises `DeclarationError`."""
+    """Return the declaration of a function that runs around the agents of these names; None for all.
+
+    Raises `DeclarationError`.
+    """
     name = str(getattr(function, "__name__", ""))
     what = f"around {name!r}"
     if isinstance(agents, str):
@@ -97,7 +106,7 @@ def declare(function: Callable[..., AsyncIterator[None]], agents: Sequence[str] 
 
 
 def mistakes(arounds: Iterable[Around], agents: Sequence[Called], *, router: str) -> Iterator[str]:
-    """Yield a sentence for each that names an agent which there is not in its router, or that takes something else."""
+    """Yield a sentence for each that names an agent which its router does not have, or takes another type than it."""
     by_name = {agent.name: agent for agent in agents}
     for around in arounds:
         for name in around.agents or ():
@@ -116,8 +125,10 @@ def mistakes(arounds: Iterable[Around], agents: Sequence[Called], *, router: str
 
 
 def mistakes_of_calls(what: str, form: type | None, around: Iterable[Resource]) -> Iterator[str]:
-    """Yield a sentence for each resource that cannot be opened for each call of an agent or timer. `form` is what an
-    agent takes; None of a timer."""
+    """Yield a sentence for each resource that cannot be opened for each call of an agent or timer.
+
+    `form` is what the agent's function takes; None for a timer.
+    """
     for each in around:
         if form is Stream:
             yield (

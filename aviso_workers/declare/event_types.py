@@ -1,8 +1,8 @@
-"""Event types in Python: what an app declares, as the entry of `notification_schema` that a file would have for it.
+"""Event types that are declared in Python, each as the entry of `notification_schema` that a file would have for it.
 
 Pure. `Router.event_type` calls `declare`; `config.loading` reads the entry as it reads one of a file, so that both have
-one meaning, one set of checks and one set of messages. Here only the defaults are filled in that Python has beyond a
-file, and only what no file could hold is refused.
+one meaning, one set of checks and one set of messages. This module only fills in the defaults that Python has and a
+file has not, and refuses only what no file could contain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aviso_workers.errors import DeclarationError
 __all__ = ["declare"]
 
 PLAIN_RULE = {"type": "StringHandler", "required": True}
-"""What holds for a field of the key that has no rule."""
+"""The rule of a field of the key that is declared without one."""
 
 
 def declare(
@@ -28,10 +28,12 @@ def declare(
     payload: Mapping[str, Any] | None,
     storage_policy: Mapping[str, Any] | None,
     base: str | None,
-    of: str,
+    owner: str,
     call: FrameType | None,
 ) -> tuple[str, Node]:
-    """Return the name and the entry of an event type. `of` is whose it is, `call` the frame that declares it.
+    """Return the name and the entry of an event type.
+
+    `owner` names the app or router that declares it, `call` is the frame of the call that does.
 
     Raises `DeclarationError`.
     """
@@ -48,6 +50,6 @@ def declare(
         "storage_policy": storage_policy,
     }
     try:
-        return name, node_of(entry, Place(rank=IN_PYTHON, line=line, source=f"{of}, {file}"))
+        return name, node_of(entry, Place(rank=IN_PYTHON, line=line, source=f"{owner}, {file}"))
     except ValueError as error:
         raise DeclarationError(f"event type {name!r}: {error}") from error

@@ -1,12 +1,12 @@
-"""Which notifications the updates of a table were applied for, so that each of them is applied once to a key.
+"""The notifications for which a table's keys were updated with `once=`, so that each updates a key once.
 
-The entry of a key tells it in a header beside the value, so that one write stores both: of each agent the newest few
-notifications. What the header leaves out has a bit on a page: an entry for each key, agent and `PAGE_SEQUENCES`
-sequences of the agent's stream, which the bucket forgets `KEPT_SECONDS` after it was written last. A page is written
-before a header leaves out what is on it, and read after the header. So it does not matter where a worker is killed.
+The entry of a key lists them in a header beside the value, so that one write stores both: of each agent the newest few.
+An older notification has a bit on a page, which is an entry for each key, agent and `PAGE_SEQUENCES` sequences of the
+agent's stream; the bucket forgets it `KEPT_SECONDS` after it was written last. A page is written before the header
+leaves out the notifications that are on it, and read after the header. So a worker may be killed at any moment.
 
-How far a consumer has settled its stream does not help here, as it does in `handlers.counted`: a handler may fail after
-its update, and its dead letter be handed back weeks later.
+That a consumer has settled a notification does not allow to forget it, as it does in `handlers.counted`: a handler may
+fail after its update, and the dead letter may be handed back weeks later.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ __all__ = ["KEPT_SECONDS", "AppliedNotifications"]
 DAY_SECONDS = 86400.0
 KEPT_SECONDS = 31 * DAY_SECONDS
 CERTAIN_SECONDS = 30 * DAY_SECONDS
-"""A dead letter that is older may be of a notification whose page is forgotten; clocks may differ by a day."""
+"""The page of a notification is certainly kept until its dead letter is as old as this; clocks may differ by a day."""
 LISTED = 64
-"""So many notifications of an agent a header may list; then the older half of them is left out."""
+"""A header lists at most so many notifications of an agent; when it is full, the older half is moved to pages."""
 PAGE_SEQUENCES = 16_384
 DIGEST_BYTES = 16
 NEVER = -(2**53)
@@ -45,27 +45,28 @@ NEVER = -(2**53)
 
 
 class Listed(Struct, frozen=True, omit_defaults=True):
-    """What the header of a key tells of one agent. Times are those at which notifications were stored."""
+    """The notifications of one agent, in the header of a key. Times are those at which notifications were stored."""
 
     newest: tuple[tuple[int, float], ...] = ()
-    """Sequence and time of each: a stream that is made anew has the same sequences."""
+    """Sequence and time of each: a stream that is deleted and made again counts its sequences from 1 again."""
     left_out: tuple[int, float] = (0, NEVER)
     """The greatest sequence and the greatest time of those that are not in `newest` any more."""
 
     def may_have_left_out(self, sequence: int, time: float) -> bool:
-        """Return whether this notification may be on a page."""
+        """Return whether this notification may have been moved to a page."""
         greatest, latest = self.left_out
         return sequence <= greatest and time <= latest
 
 
 class Page(Struct, frozen=True):
-    """For which of `PAGE_SEQUENCES` sequences an update was applied: a bit each, the first one lowest."""
+    """A bit for each of `PAGE_SEQUENCES` sequences, the lowest for the first: whether an update was applied for it."""
 
     created: float
     """When the stream was created whose sequences these are."""
     latest: float = NEVER
-    """When the last of them was stored."""
+    """When the last of the page's notifications was stored."""
     compressed: bytes = b""
+    """The bits, compressed by zlib."""
 
     def has(self, sequence: int, time: float) -> bool:
         """Return whether the update was applied for the notification of this sequence and store time."""
@@ -74,7 +75,7 @@ class Page(Struct, frozen=True):
         return self.created <= time <= self.latest and byte < len(bits) and bool(bits[byte] >> bit & 1)
 
     def plus(self, notifications: Iterable[tuple[int, float]]) -> Page:
-        """Return the page with these as well."""
+        """Return the page with the bits of these notifications set as well."""
         bits, latest = bytearray(self._bits().ljust(PAGE_SEQUENCES // 8, b"\0")), self.latest
         for sequence, time in notifications:
             byte, bit = divmod(sequence % PAGE_SEQUENCES, 8)
@@ -87,7 +88,7 @@ class Page(Struct, frozen=True):
 
 
 class AppliedNotifications:
-    """What was applied to the keys of one table; see `declare.tables.Applied`."""
+    """Remembers for which notifications the keys of one table were updated; see `declare.tables.Applied`."""
 
     def __init__(self, bucket: RetryingKeyValue, backend: Backend, *, table: str) -> None:
         self._bucket = bucket
@@ -96,10 +97,10 @@ class AppliedNotifications:
 
     @contextmanager
     def once(self, key: str, notification: Notification[Any]) -> Iterator[None]:
-        """Make the one update of a key for this notification within the block.
+        """Let the update of a key for this notification be made within the block.
 
-        Raises `DeclarationError` where it is not what an agent handles now, or it has updated the key before in the
-        same call: nobody could tell its second update from a repeat of the first.
+        Raises `DeclarationError` where it is not the notification that an agent handles now, or where the same call has
+        updated the key for it before: a second update could not be told from a repeat of the first.
         """
         handling = idempotency.handling()
         if handling is None or not handling.handles(notification.sequence):
@@ -121,9 +122,10 @@ class AppliedNotifications:
             raise
 
     async def added(self, key: str, header: str, notification: Notification[Any]) -> str | None:
-        """Return the header of a key when the update for this notification is applied; None where it was before.
+        """Return the header that the key has after the update for this notification.
 
-        Raises `OutcomeUnknownError` where that is not known any more.
+        None where the update was applied before. Raises `OutcomeUnknownError` where it is not known any more whether it
+        was.
         """
         handling = idempotency.handling()
         assert handling is not None, "only within `once`"
@@ -142,10 +144,10 @@ class AppliedNotifications:
         return msgspec.json.encode(known).decode()
 
     async def _require_known(self, notification: Notification[Any], *, stream: str) -> None:
-        """Raise `OutcomeUnknownError` where the page may be gone on which the notification was."""
+        """Raise `OutcomeUnknownError` where the bucket may have forgotten the page of this notification."""
         retried = notification.headers.get(RETRIED, "")
         if not retried:
-            return  # a redelivery follows soon
+            return  # a redelivery comes long before a page is forgotten
         dead_lettered = read_number(retried.rpartition(".")[2]) / 1e9
         is_old = self._backend.clock.time_ns() / 1e9 - dead_lettered > CERTAIN_SECONDS
         if is_old or notification.time.timestamp() < await _created(self._backend, stream):
@@ -167,7 +169,7 @@ class _Pages:
         self._prefix = f"{PAGES}{agent}.{digest}."
 
     async def has(self, sequence: int, time: float) -> bool:
-        """Return whether a notification is on its page, which is kept as long as a new one then."""
+        """Return whether a notification is on its page; if it is, the page is kept for `KEPT_SECONDS` from now."""
         number = sequence // PAGE_SEQUENCES
         page, _ = await self._read(number)
         if page is None or not page.has(sequence, time):
@@ -176,7 +178,7 @@ class _Pages:
         return True
 
     async def shortened(self, listed: Listed) -> Listed:
-        """Return what a header tells with room for one more; what it leaves out is on pages then."""
+        """Return the header's list with room for one more notification, after writing what it leaves out to pages."""
         if len(listed.newest) < LISTED:
             return listed
         created = await _created(self._backend, self._stream)
@@ -217,12 +219,12 @@ class _Pages:
                     ttl_seconds=KEPT_SECONDS,
                 )
             except (ConflictError, OutcomeUnknownError):
-                continue  # another worker's went through first
+                continue  # another worker wrote the page first
             return
 
 
 async def _created(backend: Backend, stream: str) -> float:
-    """Return when a stream was created; before every time where there is none."""
+    """Return when a stream was created, in seconds since 1970; `NEVER` where there is none."""
     try:
         created = (await backend.stream_info(stream)).created
     except NotFoundError:
@@ -231,7 +233,7 @@ async def _created(backend: Backend, stream: str) -> float:
 
 
 def _by_page(notifications: Iterable[tuple[int, float]], created: float) -> dict[int, list[tuple[int, float]]]:
-    """Return the notifications of a stream that was created then, by the number of their page."""
+    """Return the notifications by the number of their page, without those of an older stream of the same name."""
     found: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
     for sequence, time in notifications:
         if time >= created:

@@ -1,9 +1,10 @@
 """What is opened around one call of an agent or one tick of a timer: what `@app.around` declares, and the resources of
 scope `call`.
 
-Each is an async generator that yields once. What the call ends with goes through all of them, from the innermost to the
-outermost: an exception is raised where they yield. One that is not raised again goes no further, but from a resource:
-that has nothing to say about the call, and one which rolls back and forgets to raise would lose a notification.
+Each is an async generator that yields once. An exception that ends the call is raised at the `yield` of each, from the
+innermost to the outermost. A function of `@app.around` may catch it and end; then the call has succeeded for all that
+is outside of it. A resource may not decide that: the exception goes on also where a resource catches it, because the
+notification would be acked, and so lost, when a resource rolls back and forgets to raise the exception again.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ __all__ = ["Opened", "opened"]
 
 @asynccontextmanager
 async def opened(needing: Needing, called_with: Mapping[type, Any]) -> AsyncIterator[dict[str, Any]]:
-    """Open what is around a call of an agent or timer, and return what its function needs of that, by argument.
+    """Open what is around a call of an agent or timer, and yield the values of its function's further arguments.
 
-    `called_with` is what the function takes, by its form.
+    `called_with` has the function's first argument by its form, such as `Notification`; it is empty for a timer.
     """
     values: dict[Any, Any] = dict(called_with)
     async with AsyncExitStack() as stack:
@@ -34,7 +35,10 @@ async def opened(needing: Needing, called_with: Mapping[type, Any]) -> AsyncIter
 
 
 class Opened:
-    """One of them, open inside of the `async with` block. Raises RuntimeError where it does not yield exactly once."""
+    """A context manager that runs one of these generators up to its `yield`, and after the block to its end.
+
+    Raises RuntimeError where it does not yield exactly once.
+    """
 
     def __init__(self, resource: Resource, given: Mapping[str, Any]) -> None:
         self._resource = resource
@@ -54,7 +58,7 @@ class Opened:
         except StopAsyncIteration:
             return error is not None and isinstance(self._resource, Around)
         except BaseException as raised:
-            # A StopAsyncIteration of the author's cannot leave a generator as itself.
+            # A StopAsyncIteration that leaves a generator is turned into a RuntimeError with it as the cause.
             if raised is error or (isinstance(error, StopAsyncIteration) and raised.__cause__ is error):
                 error.__traceback__ = traceback
                 return False

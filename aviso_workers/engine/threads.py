@@ -1,13 +1,13 @@
 """The threads in which the plain function of an agent runs, and those that run on after their timeout.
 
 Python cannot end a thread. So a call whose time is over keeps what it has until its thread has ended: its slot of
-`concurrency`, its notification, which goes on being reported in progress, and with `order_by` its key. Then it is the
-`TimeoutError` that it is, whatever the function returned. Given back before that, the notification would be handled a
-second time beside the thread that is still at it. Only a worker that stops abandons threads, when its drain timeout is
-over.
+`concurrency`, its notification, which goes on being reported in progress, and with `order_by` its key. When the thread
+ends, the call fails with `TimeoutError`, whatever the function returned. If the notification were given back before
+that, it would be handled a second time while the thread still runs. Only a worker that stops abandons threads, when its
+drain timeout is over.
 
-When all threads of an agent have run on for a while, the agent is stuck: `subscription` gives back what waits, and
-reads nothing until one of them ends.
+When all threads of an agent have run on for `HUNG_SECONDS`, the agent is stuck: `subscription` gives back the
+notifications that wait, and asks for no more until one of the threads ends.
 """
 
 from __future__ import annotations
@@ -29,43 +29,46 @@ from aviso_workers.events import Events, ThreadOverdue, ThreadsFreed, ThreadsStu
 __all__ = ["Threads", "in_thread"]
 
 HUNG_SECONDS = 5.0
-"""A call that ends soon after its timeout is only slow, and nothing is said of it."""
+"""A call that runs on for so long after its timeout has hung. One that ends sooner is only slow, and is not logged."""
 
 
 class Threads:
-    """The threads of one agent, as far as they run on after their timeout."""
+    """Calls the plain function of one agent, and knows which of its threads run on after their timeout."""
 
     def __init__(self, agent: Agent[Any, Any], *, clock: Clock, events: Events) -> None:
         self.overdue = 0
-        """How many run on."""
+        """How many threads run on after their timeout."""
         self._hung = 0
         """How many of these have run on for `HUNG_SECONDS`."""
         self._agent = agent.name
         self._most = 1 if agent.form is Window else agent.policy.concurrency
-        """How many calls there are at a time: a worker runs the function for one window after another."""
+        """How many calls run at a time at most; a worker runs the function for one window after another."""
         self._clock = clock
         self._events = events
         self._changed = anyio.Event()
 
     @property
     def stuck(self) -> bool:
-        """Whether all of them have hung, so that nothing can be handled."""
+        """Whether all threads have hung, so that the agent can handle nothing."""
         return self._hung >= self._most
 
     async def until_stuck(self) -> None:
-        """Wait until nothing can be handled."""
+        """Wait until the agent is stuck."""
         while not self.stuck:
             await self._changed.wait()
 
     async def until_not_stuck(self) -> None:
-        """Wait until something can be handled."""
+        """Wait until the agent is not stuck."""
         while self.stuck:
             await self._changed.wait()
 
     async def call(
         self, function: Callable[[Any], Awaitable[object]], timeout_seconds: float, argument: object
     ) -> object:
-        """Return what a function returns that cannot be cancelled. Raises TimeoutError when it has ended too late."""
+        """Call a function that cannot be cancelled, and return what it returns.
+
+        Raises TimeoutError where the function ended after its timeout; it is raised when the function has ended.
+        """
         call = _Call(timeout_seconds)
         call.timer = self._clock.call_at(self._clock.monotonic() + timeout_seconds, partial(self._note_overdue, call))
         try:
@@ -110,10 +113,10 @@ class Threads:
 
 
 class _Call:
-    """How far one call is over its time."""
+    """One call: whether it is over its timeout, and whether it has hung."""
 
     timer: Timer
-    """What is noted of it next."""
+    """Notes at the timeout that the call is overdue, and `HUNG_SECONDS` later that it has hung."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
@@ -124,7 +127,10 @@ class _Call:
 
 
 def in_thread(agent: Agent[Any, Any]) -> Callable[..., Awaitable[object]]:
-    """Return the agent's plain function, to be run in a thread, which runs on when the call is cancelled."""
+    """Return an async function that runs the agent's plain function in a thread.
+
+    The thread runs on when the call is cancelled.
+    """
     limiter = anyio.CapacityLimiter(agent.policy.concurrency)
 
     async def call(argument: Any, **resources: Any) -> object:
@@ -140,5 +146,5 @@ def in_thread(agent: Agent[Any, Any]) -> Callable[..., Awaitable[object]]:
 def _run(function: Callable[[], object]) -> object:
     try:
         return function()
-    except GeneratorExit as error:  # asyncio would close the coroutine that waits, instead of raising it there
+    except GeneratorExit as error:  # raised in the coroutine that waits, asyncio would take it for that one's end
         return Failure(error)

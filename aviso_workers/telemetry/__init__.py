@@ -1,1 +1,1 @@
-"""What tells of an app that runs: logs, metrics and the status port."""
+"""Logs, metrics and the status port of an app that runs."""

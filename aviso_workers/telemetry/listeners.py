@@ -1,7 +1,7 @@
-"""Everything that listens while an app runs: the log, and with a status port the probes and the metrics.
+"""What listens to the events of an app that runs: the log and, with a status port, the probes and the metrics.
 
-One way for a worker process and for an app inside of another program (`App.running`), which has a log of its own and
-as a rule no status port.
+A worker process uses it, and so does an app inside of another program (`App.running`), which has configured its own log
+and usually opens no status port.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from aviso_workers.telemetry.status import StatusServer
 __all__ = ["Listeners", "listening"]
 
 LAG_SECONDS = 2.0
-"""How often it is asked what an agent has left to do, unless there are many."""
+"""How often the lag of each agent is asked for; less often where there are many agents."""
 MOST_ASKED_PER_SECOND = 40
-"""Of all agents together."""
+"""How many such requests are made in a second at most, for all agents together."""
 
 
 class Observable(Measurable, Protocol):
-    """An app that runs."""
+    """An app that runs, with the events that it emits."""
 
     events: Events
 
 
 class Listeners:
-    """What listens to an app. `work` runs beside it, and `measure_lag` while it is connected."""
+    """The listeners of one app: run `work` as long as the app runs, and `measure_lag` as long as it is connected."""
 
     def __init__(self, app: Observable, *, measured: bool) -> None:
         self.readiness = Readiness(app.agents)
@@ -50,13 +50,13 @@ class Listeners:
             Metrics(app, ready=lambda: not health.unready, loop_lag_seconds=health.late_seconds) if measured else None
         )
         self.url = ""
-        """Of the status port; empty where there is none."""
+        """The URL of the status port; empty where there is none."""
         self._app = app.name
         self._agents = tuple(app.agents)
 
     def tell_start(self, warnings: Iterable[str]) -> None:
-        """Log that the app runs from now on, after what it warns of."""
-        for warning in warnings:  # whoever reads the first line of the log may tell the worker to stop
+        """Log the app's warnings, and then that it runs from now on."""
+        for warning in warnings:  # before `worker.started`: who waits for that line may stop the worker right after it
             log.warning("config.warning", text=warning)
         status = {"status": self.url} if self.url else {}
         log.info("worker.started", app=self._app, agents=[agent.name for agent in self._agents], **status)
@@ -74,20 +74,20 @@ class Listeners:
         log.error("worker.failed", app=self._app, error=text_of(error))
 
     async def work(self) -> None:
-        """Say that the event loop turns, and write how many failures were only counted; cancel this to end it."""
+        """Note that the event loop is not blocked, and log how many failures were only counted, until cancelled."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.readiness.health.keep_turning)
             tasks.start_soon(self.failures.keep_counting)
 
     async def measure_lag(self, session: Session) -> None:
-        """Ask what each agent has left to do, in turn and without end, where that is shown."""
+        """Ask for the lag of each agent, in turn and without end; return at once where there are no metrics."""
         if self.metrics is not None:
             await _measure_lag(self._agents, session, self.metrics)
 
 
 @contextmanager
 def listening(app: Observable, *, status: Status | None) -> Iterator[Listeners]:
-    """Let them listen while the block runs, with a status port where `status` says, or with none.
+    """Let the log listen to the app while the block runs; with `status`, also open a status port with its metrics.
 
     Raises `ConfigError` where the port is taken.
     """
