@@ -82,8 +82,8 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
     Windows are `size` long (`15m`, `1h`, `1d`) and begin at whole multiples of it since 1970 UTC: tumbling ones. With
     `every`, they begin at whole multiples of that: hopping ones, which overlap. `fold` makes the new value of a window
     of the old one, at first `initial`, and a notification; it may be called again with the same ones, so let it compute
-    and do nothing else. `key` parts windows, `time` says when a notification happened (with a time zone; default: when
-    its stream stored it).
+    and do nothing else. Each value of `key` has windows of its own. `time` says when a notification happened (with a
+    time zone; default: when its stream stored it).
 
     A window closes when a notification of `lateness` after its end has come. With `idle`, all close when the agent was
     given nothing for so long. Raises `DeclarationError`.
