@@ -1,0 +1,37 @@
+"""Links of the documentation: each relative one leads to a file of the project, and to a heading that it has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[1]
+PAGES = [*PROJECT.glob("*.md"), *PROJECT.glob("docs/**/*.md")]
+LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(?:#([^)\s]+))?\)")
+CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    prose = CODE.sub("", page.read_text())
+    titles = re.findall(r"^#+ +(.+?) *$", prose, re.MULTILINE)
+    anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+    again = {f"{anchor}-{count}" for anchor in anchors for count in range(1, anchors.count(anchor))}
+    return {*anchors, *again}
+
+
+def broken(page: Path) -> Iterator[str]:
+    for target, anchor in LINK.findall(CODE.sub("", page.read_text())):
+        file = page.parent / target if target else page
+        if not file.exists():
+            yield f"{target} is no file"
+        elif anchor and anchor not in headings(file):
+            yield f"{target}#{anchor} is no heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert list(broken(page)) == []
