@@ -39,6 +39,8 @@ CERTAIN_SECONDS = 30 * DAY_SECONDS
 LISTED = 64
 """A header lists at most so many notifications of an agent; when it is full, the older half is moved to pages."""
 PAGE_SEQUENCES = 16_384
+MOST_STREAMS = 8
+"""A page keeps the bits of at most so many streams that had the name one after another."""
 DIGEST_BYTES = 16
 NEVER = -(2**53)
 """Before every time."""
@@ -58,13 +60,14 @@ class Listed(Struct, frozen=True, omit_defaults=True):
         return sequence <= greatest and time <= latest
 
 
-class Page(Struct, frozen=True):
+class Bits(Struct, frozen=True):
     """A bit for each of `PAGE_SEQUENCES` sequences, the lowest for the first: whether an update was applied for it."""
 
     created: float
-    """When the stream was created whose sequences these are."""
+    """When the stream was created whose sequences these are. `NEVER` for notifications that are older than their
+    stream, such as those of a stream that was restored, or of a promoted mirror."""
     latest: float = NEVER
-    """When the last of the page's notifications was stored."""
+    """When the last of these notifications was stored."""
     compressed: bytes = b""
     """The bits, compressed by zlib."""
 
@@ -74,17 +77,37 @@ class Page(Struct, frozen=True):
         bits = self._bits()
         return self.created <= time <= self.latest and byte < len(bits) and bool(bits[byte] >> bit & 1)
 
-    def plus(self, notifications: Iterable[tuple[int, float]]) -> Page:
-        """Return the page with the bits of these notifications set as well."""
-        bits, latest = bytearray(self._bits().ljust(PAGE_SEQUENCES // 8, b"\0")), self.latest
-        for sequence, time in notifications:
-            byte, bit = divmod(sequence % PAGE_SEQUENCES, 8)
-            bits[byte] |= 1 << bit
-            latest = max(latest, time)
-        return structs.replace(self, latest=latest, compressed=zlib.compress(bytes(bits).rstrip(b"\0")))
+    def plus(self, sequence: int, time: float) -> Bits:
+        """Return these with the bit of another notification set as well."""
+        bits = bytearray(self._bits().ljust(PAGE_SEQUENCES // 8, b"\0"))
+        byte, bit = divmod(sequence % PAGE_SEQUENCES, 8)
+        bits[byte] |= 1 << bit
+        return structs.replace(self, latest=max(self.latest, time), compressed=zlib.compress(bytes(bits).rstrip(b"\0")))
 
     def _bits(self) -> bytes:
         return zlib.decompress(self.compressed) if self.compressed else b""
+
+
+class Page(Struct, frozen=True):
+    """The bits of the same sequences in each stream that has had the name, the newest first.
+
+    Those of an earlier stream are kept because its notifications may come again: from a backup, a promoted mirror, or a
+    dead letter.
+    """
+
+    streams: tuple[Bits, ...] = ()
+
+    def has(self, sequence: int, time: float) -> bool:
+        """Return whether the update was applied for the notification of this sequence and store time."""
+        return any(bits.has(sequence, time) for bits in self.streams)
+
+    def plus(self, notifications: Iterable[tuple[int, float]], *, created: float) -> Page:
+        """Return the page with the bits of these notifications set as well; `created` is when the stream was."""
+        streams = {bits.created: bits for bits in self.streams}
+        for sequence, time in notifications:
+            stored_by = max((each for each in (*streams, created) if each <= time), default=NEVER)
+            streams[stored_by] = streams.get(stored_by, Bits(stored_by)).plus(sequence, time)
+        return Page(tuple(streams[each] for each in sorted(streams, reverse=True)[:MOST_STREAMS]))
 
 
 class AppliedNotifications:
@@ -138,23 +161,22 @@ class AppliedNotifications:
         if listed.may_have_left_out(*this):
             if await pages.has(*this):
                 return None
-            await self._require_known(notification, stream=handling.stream)
+            self._require_known(notification)
         listed = await pages.shortened(listed)
         known[handling.agent] = structs.replace(listed, newest=(*listed.newest, this))
         return msgspec.json.encode(known).decode()
 
-    async def _require_known(self, notification: Notification[Any], *, stream: str) -> None:
+    def _require_known(self, notification: Notification[Any]) -> None:
         """Raise `OutcomeUnknownError` where the bucket may have forgotten the page of this notification."""
         retried = notification.headers.get(RETRIED, "")
         if not retried:
             return  # a redelivery comes long before a page is forgotten
         dead_lettered = read_number(retried.rpartition(".")[2]) / 1e9
-        is_old = self._backend.clock.time_ns() / 1e9 - dead_lettered > CERTAIN_SECONDS
-        if is_old or notification.time.timestamp() < await _created(self._backend, stream):
+        if self._backend.clock.time_ns() / 1e9 - dead_lettered > CERTAIN_SECONDS:
             raise OutcomeUnknownError(
                 f"table {self._table!r}: whether the update for {notification.id} was applied before it became a dead "
-                f"letter is known for {CERTAIN_SECONDS / DAY_SECONDS:.0f} days, and while its stream is not made anew. "
-                "Look at the value, and drop the dead letter"
+                f"letter is known for {CERTAIN_SECONDS / DAY_SECONDS:.0f} days. Look at the value, and drop the dead "
+                "letter"
             )
 
 
@@ -172,9 +194,9 @@ class _Pages:
         """Return whether a notification is on its page; if it is, the page is kept for `KEPT_SECONDS` from now."""
         number = sequence // PAGE_SEQUENCES
         page, _ = await self._read(number)
-        if page is None or not page.has(sequence, time):
+        if not page.has(sequence, time):
             return False
-        await self._write(number, [(sequence, time)], page.created, always=True)
+        await self._write(number, [(sequence, time)], created=NEVER, always=True)
         return True
 
     async def shortened(self, listed: Listed) -> Listed:
@@ -184,31 +206,27 @@ class _Pages:
         created = await _created(self._backend, self._stream)
         in_order = sorted(listed.newest)
         gone, left = in_order[: LISTED // 2], in_order[LISTED // 2 :]
-        for number, notifications in _by_page(gone, created).items():
-            await self._write(number, notifications, created)
+        for number, notifications in _by_page(gone).items():
+            await self._write(number, notifications, created=created)
         sequence, time = listed.left_out
         return Listed(
             newest=tuple(left),
             left_out=(max([sequence, *(each for each, _ in gone)]), max([time, *(each for _, each in gone)])),
         )
 
-    async def _read(self, number: int) -> tuple[Page | None, int]:
+    async def _read(self, number: int) -> tuple[Page, int]:
         entry = await self._bucket.newest(f"{self._prefix}{number}")
         if entry is None:
-            return None, 0
-        return None if entry.deleted else read_json(entry.value, Page), entry.revision
+            return Page(), 0
+        return Page() if entry.deleted else read_json(entry.value, Page), entry.revision
 
     async def _write(
-        self, number: int, notifications: Iterable[tuple[int, float]], created: float, *, always: bool = False
+        self, number: int, notifications: Iterable[tuple[int, float]], *, created: float, always: bool = False
     ) -> None:
         """Add notifications to a page; `always` writes it also where it has them."""
         while True:
             page, revision = await self._read(number)
-            if page is not None and page.created > created:
-                return  # the stream was made anew meanwhile, so that these do not come again
-            if page is None or page.created < created:
-                page = Page(created)
-            changed = page.plus(notifications)
+            changed = page.plus(notifications, created=created)
             if changed == page and not always:
                 return
             try:
@@ -232,10 +250,9 @@ async def _created(backend: Backend, stream: str) -> float:
     return created.timestamp() if created else NEVER
 
 
-def _by_page(notifications: Iterable[tuple[int, float]], created: float) -> dict[int, list[tuple[int, float]]]:
-    """Return the notifications by the number of their page, without those of an older stream of the same name."""
+def _by_page(notifications: Iterable[tuple[int, float]]) -> dict[int, list[tuple[int, float]]]:
+    """Return the notifications by the number of their page."""
     found: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
     for sequence, time in notifications:
-        if time >= created:
-            found[sequence // PAGE_SEQUENCES].append((sequence, time))
+        found[sequence // PAGE_SEQUENCES].append((sequence, time))
     return found

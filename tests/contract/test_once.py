@@ -231,6 +231,30 @@ async def test_a_stream_that_is_made_anew_has_other_notifications(
         assert await counts.get("od") == 10
 
 
+@pytest.mark.usefixtures("listed")
+async def test_notifications_that_are_older_than_their_stream_count_once(
+    app: App, url: str | None, counts: Table[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a stream that was restored from a backup are, and of a mirror that was promoted."""
+
+    @app.agent("mars", retry=PROMPT)
+    async def count(notification: Notification[Any]) -> None:
+        await counts.update("od", add_one, once=notification)
+        if notification.num_delivered == 1:
+            raise ValueError("after its update")
+
+    async with harness(app, server=url) as t:
+
+        async def created(*_: Any) -> float:
+            return t.clock.time_ns() / 1e9 + 3600
+
+        monkeypatch.setattr(applied, "_created", created)
+        for step in range(9):
+            await t.notify("mars", mars(step=step), {})
+        await t.settle()
+        assert await counts.get("od") == 9
+
+
 async def test_a_second_update_of_a_key_in_one_call_is_refused(app: App, url: str | None, counts: Table[int]) -> None:
     @app.agent("mars", retry=Backoff(attempts=1))
     async def count(notification: Notification[Any]) -> None:
