@@ -701,3 +701,35 @@ class TestResourcesOfCalls:
             await t.notify("mars", mars(), {})
             await t.settle()
         assert told == ["pool", "repository", "fake", "repository closed"]
+
+
+async def test_what_a_batch_has_acked_is_tried_again_where_its_session_cannot_be_committed(
+    app: App, url: str | None
+) -> None:
+    committed: list[str] = []
+    commits = 0
+
+    @app.resource(scope="call")
+    async def rows() -> AsyncIterator[list[str]]:
+        nonlocal commits
+        written: list[str] = []
+        yield written
+        commits += 1
+        if commits == 1:
+            raise ConnectionError("the database is away")
+        committed.extend(written)
+
+    @app.agent("mars", batch=Batching(size=4, within=10), retry=PROMPT)
+    async def load(batch: Batch[Any], rows: list[str]) -> None:
+        for notification in batch:
+            rows.append(notification.identifier["step"])
+            if notification.identifier["step"] < "2":
+                batch.ack(notification)
+
+    async with harness(app, server=url) as t:
+        for step in range(4):
+            await t.notify("mars", mars(step=step), {})
+        await t.settle()
+
+        assert sorted(committed) == ["0", "1", "2", "3"]
+        assert t.outcomes("load").count("acked") == 4

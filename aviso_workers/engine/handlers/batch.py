@@ -58,11 +58,19 @@ class InBatches:
         keys.begin(*[delivery.message for delivery, _ in wanted])
         rest = await calls.attempt(context.step, batch)
         for delivery, notification in wanted:
-            await context.settler.settle(delivery, _failure_of(notification, batch, rest), started=started)
+            failure = _failure_of(notification, batch, rest, in_scope=bool(context.agent.around))
+            await context.settler.settle(delivery, failure, started=started)
 
 
-def _failure_of(notification: Notification[Any], batch: Batch[Any], rest: Failure | None) -> Failure | None:
-    """Return what was said of this notification; where nothing was, what came of the call."""
+def _failure_of(
+    notification: Notification[Any], batch: Batch[Any], rest: Failure | None, *, in_scope: bool
+) -> Failure | None:
+    """Return what was said of this notification; where nothing was, what came of the call.
+
+    In the scope of a call (`call_scope`) an ack counts only where all of the call succeeded: a resource of the call may
+    have taken back what was done for the notification.
+    """
     if notification.sequence not in batch.outcomes:
         return rest
-    return verdicts.failure_returned(batch.outcomes[notification.sequence])
+    failure = verdicts.failure_returned(batch.outcomes[notification.sequence])
+    return rest if failure is None and in_scope else failure
