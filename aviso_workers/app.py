@@ -6,6 +6,7 @@ tests. `run_until` runs it as a worker process does, and `running` does so insid
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import difflib
 import os
@@ -83,6 +84,8 @@ class App(Router):
         self._included: dict[str, tuple[Router, str]] = {}
         """By the name of an agent that was included, its router and its name in that router."""
         self._session: Session | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The event loop in which the app is connected, or is being connected."""
         self._portal: tuple[BlockingPortal, int] | None = None
         """The portal to the event loop on which the app is connected, and the id of that loop's process."""
         self._stack = AsyncExitStack()
@@ -116,9 +119,18 @@ class App(Router):
 
     @property
     def session(self) -> Session:
-        """The session with the open backend. Raises `DeclarationError` outside of `async with app:`."""
+        """The session with the open backend.
+
+        Raises `DeclarationError` outside of `async with app:`, and in another event loop than that of the block, where
+        its connection would never answer.
+        """
         if self._session is None:
             raise DeclarationError(f"app {self.name!r} is not connected: use it inside `async with app:`")
+        if portal.running_loop() not in (None, self._loop):
+            raise DeclarationError(
+                f"app {self.name!r} is connected in another event loop: from this one, "
+                "`await asyncio.to_thread(app.notify_sync, ...)` publishes"
+            )
         return self._session
 
     @property
@@ -331,10 +343,9 @@ class App(Router):
         Raises as `notify` does, also where no connection can be made; `ConfigError`; `DeclarationError` where an event
         loop runs in this thread, which waiting would stop.
         """
-        if portal.is_inside_loop():
-            raise DeclarationError(
-                "notify_sync would stop the event loop that runs here: `await app.notify(...)` instead"
-            )
+        if (running := portal.running_loop()) is not None:
+            instead = "app.notify(...)" if self._loop in (None, running) else "asyncio.to_thread(app.notify_sync, ...)"
+            raise DeclarationError(f"notify_sync would stop the event loop that runs here: `await {instead}` instead")
         wanted = Notify(event_type, identifier, payload, message_id, ttl, deliver_at, deliver_after, headers)
         config, opening, session, ours = self.config, self._opening, self._session, self._portal
         if session is not None and ours is not None and ours[1] == os.getpid():
@@ -463,8 +474,9 @@ class App(Router):
         return self
 
     async def _connect(self, config: Config) -> None:
-        if self._session is not None:
+        if self._loop is not None:
             raise DeclarationError(f"app {self.name!r} is connected already")
+        self._loop = asyncio.get_running_loop()
         session = open_session(app=self.name, config=config, events=self.events, opening=self._opening)
         try:
             self._session = await self._stack.enter_async_context(session)
@@ -478,7 +490,10 @@ class App(Router):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._session = self._portal = None
-        await self._stack.aclose()
+        try:
+            await self._stack.aclose()
+        finally:
+            self._loop = None
 
     async def work(self, stop: anyio.Event, *, begun: anyio.Event | None = None) -> None:
         """Run all agents, timers and tasks until `stop`, then let them finish. Inside of `async with app:`.

@@ -247,6 +247,47 @@ class TestTheBlock:
             await program()
         assert work.cancelled.is_set()
 
+    async def test_is_entered_by_one_task_of_two(self, app: App, work: Work) -> None:
+        work.go.set()
+        refused: list[str] = []
+        left = anyio.Event()
+
+        async def enter(step: int) -> None:
+            try:
+                async with app.running():
+                    await notify(app, step)
+                    await left.wait()
+            except DeclarationError as error:
+                refused.append(str(error))
+                left.set()
+
+        with anyio.fail_after(PATIENCE_SECONDS):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(enter, 1)
+                tasks.start_soon(enter, 2)
+        assert refused == ["app 'embedded' is connected already"]
+        assert len(work.done) == 1
+
+    async def test_is_used_in_its_own_event_loop_only(self, app: App) -> None:
+        """Its connection would never answer in another one."""
+
+        def in_another_loop() -> list[str]:
+            async def publish() -> list[str]:
+                said = []
+                for call in (lambda: app.session, lambda: app.notify_sync("mars", {"class": "od", "step": 1})):
+                    with pytest.raises(DeclarationError) as found:
+                        call()
+                    said.append(str(found.value))
+                return said
+
+            return asyncio.run(publish())
+
+        with anyio.fail_after(PATIENCE_SECONDS):
+            async with app.running():
+                elsewhere, waiting = await anyio.to_thread.run_sync(in_another_loop)
+        assert elsewhere.startswith("app 'embedded' is connected in another event loop: ")
+        assert waiting.endswith("`await asyncio.to_thread(app.notify_sync, ...)` instead")
+
     async def test_may_be_entered_again_and_not_twice_at_once(self, app: App, work: Work) -> None:
         work.go.set()
         with anyio.fail_after(PATIENCE_SECONDS):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Union
 
 from aviso_workers.aviso.notifications import Notify
+from aviso_workers.declare import resources
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.verdicts import Ack, Reject, Retry
 
@@ -66,7 +67,7 @@ def _first(call: ast.Call) -> ast.expr | None:
 
 
 def _returned(agent: Agent[Any, Any]) -> Any:
-    return typing.get_type_hints(agent.function).get("return")
+    return resources.hints_of(f"agent {agent.name!r}", agent.function).get("return")
 
 
 def _means_something(annotation: Any) -> bool:

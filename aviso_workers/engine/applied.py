@@ -12,6 +12,7 @@ fail after its update, and the dead letter may be handed back weeks later.
 from __future__ import annotations
 
 import hashlib
+import secrets
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -58,6 +59,15 @@ class Listed(Struct, frozen=True, omit_defaults=True):
         """Return whether this notification may have been moved to a page."""
         greatest, latest = self.left_out
         return sequence <= greatest and time <= latest
+
+
+class Header(Struct, frozen=True):
+    """The header of a key."""
+
+    generation: str
+    """Made where the key has no header, as after a `put`. Its pages carry it, so that older pages are not read."""
+    agents: dict[str, Listed]
+    """By name."""
 
 
 class Bits(Struct, frozen=True):
@@ -126,7 +136,7 @@ class AppliedNotifications:
         updated the key for it before: a second update could not be told from a repeat of the first.
         """
         handling = idempotency.handling()
-        if handling is None or not handling.handles(notification.sequence):
+        if handling is None or not handling.handles(notification.sequence, notification.topic):
             raise DeclarationError(
                 f"table {self._table!r}: once= takes the notification that an agent handles now, found "
                 f"{notification.id}: call update in the agent's function, and in tests let the harness run it"
@@ -152,19 +162,21 @@ class AppliedNotifications:
         """
         handling = idempotency.handling()
         assert handling is not None, "only within `once`"
-        known = read_json(header.encode(), dict[str, Listed]) if header else {}
-        listed = known.get(handling.agent, Listed())
+        known = read_json(header.encode(), Header) if header else Header(secrets.token_hex(4), {})
+        listed = known.agents.get(handling.agent, Listed())
         this = (notification.sequence, notification.time.timestamp())
         if this in listed.newest:
             return None
-        pages = _Pages(self._bucket, self._backend, key=key, agent=handling.agent, stream=handling.stream)
+        digest = hashlib.blake2b(key.encode(), digest_size=DIGEST_BYTES).hexdigest()
+        prefix = f"{PAGES}{handling.agent}.{digest}.{known.generation}."
+        pages = _Pages(self._bucket, self._backend, prefix=prefix, stream=handling.stream)
         if listed.may_have_left_out(*this):
             if await pages.has(*this):
                 return None
             self._require_known(notification)
         listed = await pages.shortened(listed)
-        known[handling.agent] = structs.replace(listed, newest=(*listed.newest, this))
-        return msgspec.json.encode(known).decode()
+        listed = structs.replace(listed, newest=(*listed.newest, this))
+        return msgspec.json.encode(Header(known.generation, {**known.agents, handling.agent: listed})).decode()
 
     def _require_known(self, notification: Notification[Any]) -> None:
         """Raise `OutcomeUnknownError` where the bucket may have forgotten the page of this notification."""
@@ -181,14 +193,13 @@ class AppliedNotifications:
 
 
 class _Pages:
-    """The pages of one key and agent."""
+    """The pages of one key and agent; `prefix` is what their names begin with."""
 
-    def __init__(self, bucket: RetryingKeyValue, backend: Backend, *, key: str, agent: str, stream: str) -> None:
+    def __init__(self, bucket: RetryingKeyValue, backend: Backend, *, prefix: str, stream: str) -> None:
         self._bucket = bucket
         self._backend = backend
+        self._prefix = prefix
         self._stream = stream
-        digest = hashlib.blake2b(key.encode(), digest_size=DIGEST_BYTES).hexdigest()
-        self._prefix = f"{PAGES}{agent}.{digest}."
 
     async def has(self, sequence: int, time: float) -> bool:
         """Return whether a notification is on its page; if it is, the page is kept for `KEPT_SECONDS` from now."""

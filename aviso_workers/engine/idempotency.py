@@ -54,9 +54,9 @@ class IdempotencyKeys:
         self._handled = (*self._handled, message)
         self._ids = None
 
-    def handles(self, sequence: int) -> bool:
-        """Return whether the message of this sequence is handled now."""
-        return any(each.sequence == sequence for each in self._handled)
+    def handles(self, sequence: int, subject: str) -> bool:
+        """Return whether the message of this sequence and subject is handled now."""
+        return any(each.sequence == sequence and each.subject == subject for each in self._handled)
 
     def begin_with(self, place: str, *, of: str) -> None:
         """Begin as `begin` does for what is no message, as a window: `place` is its start, `of` its end and key."""

@@ -23,20 +23,19 @@ from anyio.from_thread import BlockingPortal
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import OutcomeUnknownError, UnavailableError
 
-__all__ = ["Portal", "call", "is_inside_loop", "of_process"]
+__all__ = ["Portal", "call", "of_process", "running_loop"]
 
 T = TypeVar("T")
 
 Opening = Callable[[], AbstractAsyncContextManager[Session]]
 
 
-def is_inside_loop() -> bool:
-    """Return whether an event loop runs in this thread, which a call that blocks would stop."""
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that runs in this thread, which a call that blocks would stop; None where none runs."""
     try:
-        asyncio.get_running_loop()
+        return asyncio.get_running_loop()
     except RuntimeError:
-        return False
-    return True
+        return None
 
 
 def call(portal: BlockingPortal, function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:

@@ -198,6 +198,34 @@ async def test_a_key_that_is_put_begins_anew(app: App, url: str | None, counts: 
         assert await counts.get("od") == 1
 
 
+async def test_a_key_that_is_put_forgets_what_is_on_pages_as_well(
+    app: App, url: str | None, counts: Table[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(applied, "LISTED", 2)
+
+    broken = True
+
+    @app.agent("mars")
+    async def count(notification: Notification[Any]) -> None:
+        await counts.update("od", add_one, once=notification)
+        if broken:
+            raise Reject("after its update")
+
+    async with harness(app, server=url) as t:
+        stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+        for step in range(5):
+            await t.notify("mars", mars(step=step), {})
+        await t.settle()
+        broken = False
+        await counts.put("od", 0)
+        for step in range(5, 10):
+            await t.notify("mars", mars(step=step), {})
+        await t.settle()
+        assert await counts.get("od") == 5
+        await hand_back(stored, t)
+        assert await counts.get("od") == 10
+
+
 async def test_an_update_of_anybody_else_forgets_nothing(app: App, url: str | None, counts: Table[int]) -> None:
     @app.agent("mars", retry=PROMPT)
     async def count(notification: Notification[Any]) -> None:
