@@ -242,10 +242,9 @@ class App(Router):
         return found
 
     def _mistakes_of_resources(self) -> list[str]:
-        timers = [resources.surrounded(timer, (), self.resources) for timer in self.timers]
         called: list[tuple[str, type | None, Needing]] = [
             *((f"agent {agent.name!r}", agent.form, agent) for agent in self.agents_at_work()),
-            *((f"timer {timer.name!r}", None, timer) for timer in timers),
+            *((f"timer {timer.name!r}", None, timer) for timer in self.timers_at_work()),
         ]
         needing = [
             *((what, each.needs) for what, _, each in called),
@@ -506,6 +505,10 @@ class App(Router):
     def agents_at_work(self) -> list[Agent[Any, Any]]:
         """Return the agents, each with what is opened around its calls."""
         return [resources.surrounded(agent, self._around(agent), self.resources) for agent in self.agents]
+
+    def timers_at_work(self) -> list[Timer[Any, Any]]:
+        """Return the timers, each with the resources that are opened for each of its ticks."""
+        return [resources.surrounded(timer, (), self.resources) for timer in self.timers]
 
     def _around(self, agent: Agent[Any, Any]) -> list[Around]:
         """Return what was declared to run around an agent, the outermost first."""

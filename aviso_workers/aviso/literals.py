@@ -8,14 +8,25 @@ value is used for, and whether zero makes sense there, is decided by the caller.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal, localcontext
 from typing import Self
 
-__all__ = ["Duration", "Size", "SizeLimit", "decode_hook", "float_text", "parse_float", "printable", "printable_lines"]
+__all__ = [
+    "Duration",
+    "Size",
+    "SizeLimit",
+    "decode_hook",
+    "float_text",
+    "parse_float",
+    "printable",
+    "printable_lines",
+    "suggestion",
+]
 
 _FLOAT = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _LARGEST_U64 = 2**64 - 1
@@ -178,3 +189,9 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Return a text of several lines with each of them made `printable`."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """Return what to say of a name that is not known: the nearest one that is, or all of them."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known) or 'none'}"

@@ -16,7 +16,6 @@ an `InvalidIdentifierError`, which names the event type and the field, at the bo
 from __future__ import annotations
 
 import datetime
-import difflib
 import math
 import re
 import reprlib
@@ -535,10 +534,9 @@ def _place(event_type_name: str, asked: Mapping[str, object]) -> spatial.Filter 
 
 def unknown(event_type_name: str, field: str, known: Iterable[str]) -> InvalidIdentifierError:
     """Return the error of a field that an event type has not, with the nearest one that it has."""
-    names = tuple(known)
-    near = difflib.get_close_matches(str(field), names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
-    return InvalidIdentifierError(event_type_name, field, f"is unknown; {hint}")
+    return InvalidIdentifierError(
+        event_type_name, field, f"is unknown; {literals.suggestion(str(field), tuple(known))}"
+    )
 
 
 def _topic_mistakes(event_type_name: str, event_type: EventType) -> Iterator[tuple[str, str]]:

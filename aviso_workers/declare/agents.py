@@ -13,6 +13,7 @@ import typing
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from types import FrameType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from msgspec import Struct
@@ -328,7 +329,7 @@ class Router:
         Raises `DeclarationError`.
         """
         table: Table[Any] = Table(check_name("table", name), type, default=default, history=history, cached=cached)
-        self._add_table(name, table, again=is_at_prompt(sys._getframe(1).f_globals.get("__name__", "")))
+        self._add_table(name, table, again=_is_called_at_prompt(sys._getframe(1)))
         return table
 
     def counter(self, name: str) -> Counter:
@@ -337,7 +338,7 @@ class Router:
         Raises `DeclarationError`.
         """
         counter = Counter(check_name("counter", name))
-        self._add_table(name, counter, again=is_at_prompt(sys._getframe(1).f_globals.get("__name__", "")))
+        self._add_table(name, counter, again=_is_called_at_prompt(sys._getframe(1)))
         return counter
 
     def event_type(
@@ -373,7 +374,7 @@ class Router:
             owner=f"{type(self).__name__} {self.name!r}",
             call=caller,
         )
-        self._add_event_type(*declared, again=is_at_prompt(caller.f_globals.get("__name__", "")))
+        self._add_event_type(*declared, again=_is_called_at_prompt(caller))
 
     def _add_event_type(self, name: str, entry: Node, *, again: bool) -> None:
         known = [each for each in self.event_types if not (again and each[0] == name)]
@@ -503,6 +504,10 @@ def is_at_prompt(module: str = "__main__") -> bool:
     and again: what they declare takes the place of what they declared before.
     """
     return module == "__main__" and hasattr(sys, "ps1")  # which an interactive shell sets, IPython's as well
+
+
+def _is_called_at_prompt(caller: FrameType) -> bool:
+    return is_at_prompt(caller.f_globals.get("__name__", ""))
 
 
 def _is_again(known: Callable[..., Any], declared: Callable[..., Any], *, by_name: bool = False) -> bool:

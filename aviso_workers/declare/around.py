@@ -5,12 +5,12 @@ Pure. `engine.call_scope` runs it, beside the resources that are opened for each
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import typing
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from aviso_workers.aviso import literals
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.declare import resources
 from aviso_workers.declare.batches import Batch, Stream
@@ -111,8 +111,7 @@ def mistakes(arounds: Iterable[Around], agents: Sequence[Called], *, router: str
     for around in arounds:
         for name in around.agents or ():
             if (agent := by_name.get(name)) is None:
-                near = difflib.get_close_matches(name, by_name, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(sorted(by_name)) or 'none'}"
+                hint = literals.suggestion(name, sorted(by_name))
                 yield f"{around.label}: no agent {name!r} in {router!r}; {hint}"
             elif agent.form is not around.form:
                 yield _other_form(around, agent)

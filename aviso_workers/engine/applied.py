@@ -87,12 +87,14 @@ class Bits(Struct, frozen=True):
         bits = self._bits()
         return self.created <= time <= self.latest and byte < len(bits) and bool(bits[byte] >> bit & 1)
 
-    def plus(self, sequence: int, time: float) -> Bits:
-        """Return these with the bit of another notification set as well."""
-        bits = bytearray(self._bits().ljust(PAGE_SEQUENCES // 8, b"\0"))
-        byte, bit = divmod(sequence % PAGE_SEQUENCES, 8)
-        bits[byte] |= 1 << bit
-        return structs.replace(self, latest=max(self.latest, time), compressed=zlib.compress(bytes(bits).rstrip(b"\0")))
+    def plus(self, notifications: Iterable[tuple[int, float]]) -> Bits:
+        """Return these with the bits of other notifications set as well."""
+        bits, latest = bytearray(self._bits().ljust(PAGE_SEQUENCES // 8, b"\0")), self.latest
+        for sequence, time in notifications:
+            byte, bit = divmod(sequence % PAGE_SEQUENCES, 8)
+            bits[byte] |= 1 << bit
+            latest = max(latest, time)
+        return structs.replace(self, latest=latest, compressed=zlib.compress(bytes(bits).rstrip(b"\0")))
 
     def _bits(self) -> bytes:
         return zlib.decompress(self.compressed) if self.compressed else b""
@@ -114,9 +116,11 @@ class Page(Struct, frozen=True):
     def plus(self, notifications: Iterable[tuple[int, float]], *, created: float) -> Page:
         """Return the page with the bits of these notifications set as well; `created` is when the stream was."""
         streams = {bits.created: bits for bits in self.streams}
+        stored_by: defaultdict[float, list[tuple[int, float]]] = defaultdict(list)
         for sequence, time in notifications:
-            stored_by = max((each for each in (*streams, created) if each <= time), default=NEVER)
-            streams[stored_by] = streams.get(stored_by, Bits(stored_by)).plus(sequence, time)
+            when = max((each for each in (*streams, created) if each <= time), default=NEVER)
+            stored_by[when].append((sequence, time))
+        streams |= {when: streams.get(when, Bits(when)).plus(stored) for when, stored in stored_by.items()}
         return Page(tuple(streams[each] for each in sorted(streams, reverse=True)[:MOST_STREAMS]))
 
 

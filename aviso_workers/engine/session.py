@@ -181,9 +181,7 @@ class Session:
                     app,
                     stop,
                     agents=[resources.bound(agent, values) for agent in agents],
-                    timers=[
-                        resources.bound(resources.surrounded(timer, (), app.resources), values) for timer in app.timers
-                    ],
+                    timers=[resources.bound(timer, values) for timer in app.timers_at_work()],
                     begun=begun,
                 )
         finally:

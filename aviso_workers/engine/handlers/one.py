@@ -67,8 +67,7 @@ class HandlerContext:
         self.pace = Pace(clock, per_second=agent.policy.rate_limit)
         self._threads = threads
         self._function = _awaitable(agent, outputs=outputs)
-        self._call = self._in_its_time(self._function)
-        self.step: Step = self._call_and_publish
+        self.step: Step = partial(self._call_and_publish, self._in_its_time(self._function))
         """Calls the author's function and publishes what it returns. None when both succeeded."""
         if agent.around:
             timeout = agent.policy.timeout if agent.can_be_cancelled else None
@@ -99,8 +98,8 @@ class HandlerContext:
             return _in_time(function, self.clock, timeout)
         return partial(self._threads.call, function, timeout)
 
-    async def _call_and_publish(self, argument: Any) -> Failure | None:
-        returned = await self._call(argument)
+    async def _call_and_publish(self, call: Call, argument: Any) -> Failure | None:
+        returned = await call(argument)
         return None if returned is None else await self._publish(returned)
 
     async def _call_in_scope(self, argument: Any) -> Failure | None:
@@ -110,7 +109,7 @@ class HandlerContext:
         try:
             async with call_scope.opened(agent, {agent.form: argument}) as given:
                 call = self._in_its_time(partial(self._function, **given))
-                failure = await calls.attempt(partial(self._publish_returned_by, call), argument)
+                failure = await calls.attempt(partial(self._call_and_publish, call), argument)
                 if failure is not None:
                     raise failure.error
         except BaseException as error:
@@ -118,10 +117,6 @@ class HandlerContext:
                 return failure  # with all that is known of it
             raise
         return None
-
-    async def _publish_returned_by(self, call: Call, argument: Any) -> Failure | None:
-        returned = await call(argument)
-        return None if returned is None else await self._publish(returned)
 
     async def _publish(self, returned: object) -> Failure | None:
         if failure := verdicts.failure_returned(returned):

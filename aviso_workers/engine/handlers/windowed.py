@@ -28,7 +28,7 @@ from aviso_workers import clocks
 from aviso_workers.aviso import payloads
 from aviso_workers.aviso.codec import UNREADABLE_JSON, Message, read_json
 from aviso_workers.aviso.notifications import Notification
-from aviso_workers.backends import Backend, ConsumerInfo
+from aviso_workers.backends import Backend, ConsumerInfo, KeyValue
 from aviso_workers.declare import windows
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.tables import decode_key, encode_key
@@ -432,12 +432,10 @@ async def unfinished(agent: Agent[Any, Any], windowing: Windowing[Any, Any], bac
 
     Raises `UndecodableError` where what the bucket holds is not of the agent's type.
     """
-
-    try:
-        await backend.stream_info(f"KV_{bucket_of(app, agent.name)}")
-    except NotFoundError:
+    bucket = await _existing_bucket(agent, backend, app=app)
+    if bucket is None:
         return 0
-    entries = await (await backend.key_value(bucket_of(app, agent.name))).entries()
+    entries = await bucket.entries()
     states = _States(agent, on_unreadable=_refuse).by_key(entries).values()
     until = windows.newest(states)[0] - windowing.lateness_seconds
     return sum(len(windows.due(windows.close(state, until, windowing), windowing)) for state in states)
@@ -451,18 +449,25 @@ async def open_windows(
     Nothing is made: without a bucket there are none. Raises `InvalidKeyError`, `UndecodableError`, `BackendError`.
     """
     spelled = _spelled(key)
-    try:
-        await backend.stream_info(f"KV_{bucket_of(app, agent.name)}")
-    except NotFoundError:
-        return []
-    bucket = await backend.key_value(bucket_of(app, agent.name))
-    if (entry := await bucket.get(spelled)) is None:
+    bucket = await _existing_bucket(agent, backend, app=app)
+    entry = None if bucket is None else await bucket.get(spelled)
+    if bucket is None or entry is None:
         return []
     state = _States(agent, on_unreadable=_refuse).read(entry)
     passed = counted.read_progress(await bucket.get(PROGRESS)).closed
     return [
         windowing.window(key, start, state.open[start]) for start in windows.still_open(state, windowing, passed=passed)
     ]
+
+
+async def _existing_bucket(agent: Agent[Any, Any], backend: Backend, *, app: str) -> KeyValue | None:
+    """Return the bucket of an agent's windows; None where no worker has made it yet, as asking for it would."""
+    name = bucket_of(app, agent.name)
+    try:
+        await backend.stream_info(f"KV_{name}")
+    except NotFoundError:
+        return None
+    return await backend.key_value(name)
 
 
 def _refuse(_: Entry, error: UndecodableError) -> None:
