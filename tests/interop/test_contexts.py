@@ -24,13 +24,13 @@ ACCOUNTS = """
 accounts {
   HUB: {
     jetstream: enabled
-    users: [{user: hub, password: SECRET}]
+    users: [{user: hub, password: "SECRET"}]
     exports: [{service: "$JS.API.>", response: stream}, {service: "mars.>"}, {stream: "deliver.>"}]
   }
   EDGE: {
     users: [
-      {user: edge, password: SECRET},
-      {user: own, password: SECRET, permissions: {publish: ">", subscribe: ["_INBOX.own.>"]}}
+      {user: edge, password: "SECRET"},
+      {user: own, password: "SECRET", permissions: {publish: ">", subscribe: ["_INBOX.own.>"]}}
     ]
     imports: [
       {service: {account: HUB, subject: "$JS.API.>"}, to: "JS.hub.API.>"}
@@ -75,9 +75,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
     certificates = ["--tlsca", authority.ca_file, "--tlscert", client_side.cert_file, "--tlskey", client_side.key_file]
     ways: dict[str, tuple[str, list[str]]] = {
         "nobody": ("", []),
-        "token": (f"authorization {{ token: {SECRET} }}\n", ["--user", SECRET]),  # natscli 0.5.1 forgets --token
+        "token": (f'authorization {{ token: "{SECRET}" }}\n', ["--user", SECRET]),  # natscli 0.5.1 forgets --token
         "user": (
-            f"authorization {{ users: [{{user: worker, password: {SECRET}}}] }}\n",
+            f'authorization {{ users: [{{user: worker, password: "{SECRET}"}}] }}\n',
             ["--user", "worker", "--password", SECRET],
         ),
         "nkey": (f'authorization {{ users: [{{nkey: "{USER.public}"}}] }}\n', ["--nkey", str(keys / "user.nk")]),
