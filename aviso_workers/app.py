@@ -421,8 +421,8 @@ class App(Router):
 
         Both ends are included.
 
-        `decode` is that of `watch`. Raises as `watch` does, and `NotFoundError` where there is no stream or it is
-        deleted meanwhile.
+        `decode` is that of `watch`. Raises as `watch` does, and `NotFoundError` where there is no stream, it never had
+        `from_id` (nor the id before), or it is deleted meanwhile.
         """
         start = positions.position(from_id, from_date)
         end = positions.position(to_id, to_date, names=("to_id", "to_date"))

@@ -44,6 +44,7 @@ __all__ = [
     "Settled",
     "SettledOutcome",
     "Skipped",
+    "StartNotReached",
     "StreamGone",
     "StreamMadeAgain",
     "StreamProvisioned",
@@ -315,8 +316,17 @@ class StreamGone(Struct, frozen=True, kw_only=True):
     stream: str
 
 
+class StartNotReached(Struct, frozen=True, kw_only=True):
+    """A watch was to begin at a sequence that its stream has never had, and begins at its first message instead."""
+
+    stream: str
+    sequence: int
+    last_sequence: int
+    """Of the stream."""
+
+
 class StreamMadeAgain(Struct, frozen=True, kw_only=True):
-    """A stream is not the one that a watch or a replay was to go on in, which begins at its first message instead.
+    """A stream is not the one that a watch read, which goes on at its first message instead.
 
     It was deleted and made again, restored, or set back: its sequences are those of other messages.
     """
@@ -448,6 +458,7 @@ Event = (
     | LeadershipUnhindered
     | Skipped
     | Unreadable
+    | StartNotReached
     | StreamGone
     | StreamMadeAgain
     | StreamProvisioned
@@ -469,6 +480,7 @@ WARNINGS = (
     Skipped,
     ConnectionChanged,
     PermissionDenied,
+    StartNotReached,
     StreamGone,
     StreamMadeAgain,
 )
@@ -492,6 +504,11 @@ def warning(event: Event) -> str:
             return f"the server denies this user to {event.denied}"
         case StreamGone():
             return f"stream {event.stream} was deleted: waiting for it to be made again"
+        case StartNotReached():
+            return (
+                f"there is no {event.sequence} to begin at: {event.stream} ends at {event.last_sequence}; either it "
+                "was deleted and made again, or the id is wrong; beginning at its first message"
+            )
         case StreamMadeAgain():
             return (
                 f"stream {event.stream} was deleted and made again, or set back: its last sequence is "

@@ -10,6 +10,7 @@ from aviso_workers.events import (
     Events,
     Published,
     Skipped,
+    StartNotReached,
     StreamGone,
     StreamMadeAgain,
     StreamProvisioned,
@@ -69,6 +70,7 @@ def test_a_warning_that_nobody_listens_to_is_logged_and_nothing_else_is(caplog: 
     skipped = Skipped(event_type="mars", sequence=7, error=ValueError("no \x1b[2J JSON"))
 
     gone = StreamGone(stream="MARS")
+    not_reached = StartNotReached(stream="MARS", sequence=43, last_sequence=7)
     made_again = StreamMadeAgain(stream="MARS", next_sequence=43, last_sequence=7)
 
     lost = ConnectionChanged(connected=False, reason="EOF", opened=True)
@@ -84,6 +86,7 @@ def test_a_warning_that_nobody_listens_to_is_logged_and_nothing_else_is(caplog: 
         kept,
         skipped,
         gone,
+        not_reached,
         made_again,
         StreamProvisioned(stream="MARS", action="created"),
     ):
@@ -95,6 +98,8 @@ def test_a_warning_that_nobody_listens_to_is_logged_and_nothing_else_is(caplog: 
         "stream MARS is used as it is (max_msgs: 5 -> 1): not allowed",
         "mars@7 is left out: no \\x1b[2J JSON",
         "stream MARS was deleted: waiting for it to be made again",
+        "there is no 43 to begin at: MARS ends at 7; either it was deleted and made again, or the id is wrong; "
+        "beginning at its first message",
         "stream MARS was deleted and made again, or set back: its last sequence is 7, and 43 was to be read next; "
         "going on at its first message",
     ]

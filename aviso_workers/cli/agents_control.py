@@ -14,6 +14,7 @@ from aviso_workers.cli.arguments import parse_duration
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import print_record, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, find_app
+from aviso_workers.errors import DeclarationError
 from aviso_workers.ops import agent_control, retirement
 from aviso_workers.ops.agent_control import UNTIL_RESUMED, AgentConsumer, Reset
 from aviso_workers.ops.retirement import Retirement
@@ -37,7 +38,10 @@ def pause(
 
     Example: aviso-workers agents pause index_field --app field-index --for 2h
     """
-    until = datetime.now(UTC) + timedelta(seconds=parse_duration(for_, name="--for")) if for_ else UNTIL_RESUMED
+    seconds = parse_duration(for_, name="--for") if for_ else None
+    if seconds == 0:
+        raise DeclarationError("--for 0s would pause nothing: say how long, or leave it out to pause it until resumed")
+    until = datetime.now(UTC) + timedelta(seconds=seconds) if seconds else UNTIL_RESUMED
 
     async def run(server: Opened, target: AgentConsumer) -> None:
         await agent_control.pause(server.admin, target, until=until)

@@ -130,6 +130,8 @@ def ls(directory: Below, as_json: AsJson = False) -> None:
 
     Example: aviso-workers backup ls /backups
     """
+    if not directory.is_dir():
+        raise BackupError(f"{directory} is no directory")
     found: list[backups.Backup] = []
 
     def add(place: Path) -> None:

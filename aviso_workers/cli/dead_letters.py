@@ -18,7 +18,7 @@ from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli.output import Columns, print_json, print_table, printable, skipped_reported
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, named_app
-from aviso_workers.errors import NotFoundError
+from aviso_workers.errors import DeclarationError, NotFoundError
 from aviso_workers.events import Events
 from aviso_workers.ops.dead_letters import DeadLetter, Selection, StoredDeadLetters, document, portions
 
@@ -49,6 +49,7 @@ Until = Annotated[str | None, typer.Option("--until", metavar="DATE", help="Dead
 WithError = Annotated[str | None, typer.Option("--error", metavar="TEXT", help="Whose error contains this.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do it for all that are selected.")]
+All = Annotated[bool, typer.Option("--all", help="Where nothing is selected: do it for those of all apps.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document a dead letter; its body is base64.")]
 
 
@@ -120,6 +121,7 @@ def retry(
     since: Since = None,
     until: Until = None,
     error: WithError = None,
+    all_: All = False,
     dry_run: DryRun = False,
     yes: Yes = False,
     config: ConfigOption = None,
@@ -130,7 +132,7 @@ def retry(
     """
     app, config = named_app(app, config)
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
-    _act(config, wanted, StoredDeadLetters.retry, "handed back", dry_run=dry_run, yes=yes)
+    _act(config, wanted, StoredDeadLetters.retry, "handed back", every=all_, dry_run=dry_run, yes=yes)
 
 
 @dead_letters.command()
@@ -143,6 +145,7 @@ def drop(
     since: Since = None,
     until: Until = None,
     error: WithError = None,
+    all_: All = False,
     dry_run: DryRun = False,
     yes: Yes = False,
     config: ConfigOption = None,
@@ -153,7 +156,7 @@ def drop(
     """
     app, config = named_app(app, config)
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
-    _act(config, wanted, StoredDeadLetters.drop, "erased", dry_run=dry_run, yes=yes)
+    _act(config, wanted, StoredDeadLetters.drop, "erased", every=all_, dry_run=dry_run, yes=yes)
 
 
 def _act(
@@ -162,13 +165,20 @@ def _act(
     act: Action,
     done: str,
     *,
+    every: bool,
     dry_run: bool,
     yes: bool,
 ) -> None:
+    if every and wanted != Selection():
+        raise DeclarationError("--all is for those of all apps: leave out what selects some")
+
     async def run(stored: StoredDeadLetters) -> None:
         found = await _found(stored, wanted)
         if not found or dry_run:
             return
+        if wanted == Selection() and not every:
+            typer.echo("nothing was done; select dead letters by sequence or by an option, or say --all", err=True)
+            raise typer.Exit(2)
         if not (yes or wanted.sequences):
             typer.echo("nothing was done; say --yes, or name the dead letters by their sequences", err=True)
             raise typer.Exit(2)

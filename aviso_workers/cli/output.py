@@ -43,12 +43,19 @@ MOST_SKIPPED = 10
 def print_rows(
     columns: Sequence[str], rows: Iterable[Iterable[str]], documents: Iterable[Any], *, as_json: bool
 ) -> None:
-    """Print a table for people, or the documents of its rows for programs, one on each line."""
+    """Print a table for people, or the documents of its rows for programs, one on each line, with what a row's class
+    makes of its fields.
+    """
     if as_json:
         for document in documents:
-            print_json(msgspec.to_builtins(document))
+            print_json(msgspec.to_builtins(document) | _properties(document))
     else:
         print_table(columns, rows)
+
+
+def _properties(document: Any) -> dict[str, Any]:
+    named = [name for name, member in vars(type(document)).items() if isinstance(member, property)]
+    return {name: msgspec.to_builtins(getattr(document, name)) for name in named}
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:

@@ -43,6 +43,10 @@ T = TypeVar("T")
 
 ENTRY_POINTS = "aviso_workers.agents"
 
+CONNECT_SECONDS = 10
+"""How long each of a command's attempts to connect may take, where the configuration does not say: somebody waits for
+it, and Aviso's 30 seconds, three times, are more than a minute and a half of silence."""
+
 
 class ConfigSource(Struct, frozen=True):
     """The source of a command's configuration: a file, a context of the `nats` command line, an app, or the defaults.
@@ -129,9 +133,7 @@ def find_app(target: str | None, *, agent: str | None, config: ConfigSource | No
 
 def connected_app(config: ConfigSource | None) -> App:
     """Return an app without agents, for a command that publishes or reads notifications."""
-    if config is not None and config.app is not None:
-        return App("aviso-workers-cli", config=load(config))
-    return _configured(App("aviso-workers-cli"), config)
+    return App("aviso-workers-cli", config=load(config).with_defaults(timeout_seconds=CONNECT_SECONDS))
 
 
 def named_app(app: str | None, config: ConfigSource | None) -> tuple[str | None, ConfigSource | None]:
@@ -159,7 +161,7 @@ class Opened(Struct, frozen=True):
 @asynccontextmanager
 async def opened(config: Config | ConfigSource | None) -> AsyncIterator[Opened]:
     """Connect to the server of a configuration for the block. Raises `ConfigError` and `BackendError`."""
-    loaded = config if isinstance(config, Config) else load(config)
+    loaded = config if isinstance(config, Config) else load(config).with_defaults(timeout_seconds=CONNECT_SECONDS)
     async with open_backend(loaded) as admin:
         yield Opened(admin, loaded)
 

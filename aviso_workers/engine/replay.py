@@ -19,7 +19,7 @@ from aviso_workers.aviso.positions import Position
 from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.backends import Backend, Message, StreamInfo
 from aviso_workers.errors import NotFoundError, UnavailableError, UndecodableError
-from aviso_workers.events import Events, Skipped, StreamGone, StreamMadeAgain
+from aviso_workers.events import Events, Skipped, StartNotReached, StreamGone, StreamMadeAgain
 
 __all__ = ["SKEW", "Replayer", "message_at", "when_created"]
 
@@ -73,12 +73,15 @@ class Replayer:
     async def replay(self, start: Position, end: Position) -> AsyncGenerator[Notification[Any], None]:
         """Yield what is stored now between the two ends, both inclusive.
 
-        A start beyond the stream's end is one of an older stream, and the replay begins at the first message. Raises
-        `NotFoundError` where there is no stream, or it is deleted meanwhile: what it held cannot be read to its end.
+        Raises `NotFoundError` where there is no stream, it never had the sequence of the start, or it is deleted
+        meanwhile: what it held cannot be read to its end.
         """
-        info = await self._backend.stream_info(self._stream)
-        if end.sequence is None:
-            info, start = await self._within(info, start)
+        info = await self._reaching(start)
+        if not _is_within(start, info):
+            raise NotFoundError(
+                f"there is no {start.sequence} to begin at: {self._stream} ends at {info.last_sequence}. If it was "
+                "deleted and made again since you noted the id, begin at 1"
+            )
         last = info.last_sequence if end.sequence is None else min(info.last_sequence, end.sequence)
         reading = _Reading(start, created=info.created)
         async with aclosing(self._messages(reading, last)) as messages:
@@ -93,16 +96,23 @@ class Replayer:
     async def watch(self, start: Position) -> AsyncGenerator[Notification[Any], None]:
         """Yield what is stored from `start` on (a position of neither: from now on), and what comes, without end.
 
-        Where there is no stream, or it is deleted, it waits for one to be made, and goes on at its first message.
+        Where there is no stream, or it is deleted, it waits for one to be made, and goes on at its first message. It
+        begins there as well where the stream never had the sequence of the start, as after it was made again.
         """
         try:
-            info = await self._backend.stream_info(self._stream)
+            info = await self._reaching(start)
         except NotFoundError:
             info = await self._found_again()
             start = Position(time=start.time) if start.time else Position(sequence=1)
         if start == Position():
             start = Position(sequence=info.last_sequence + 1)
-        info, begin = await self._within(info, start)
+        begin = start
+        if not _is_within(start, info):
+            assert start.sequence is not None
+            self._events.emit(
+                StartNotReached(stream=self._stream, sequence=start.sequence, last_sequence=info.last_sequence)
+            )
+            begin = Position(sequence=1)
         reading = _Reading(begin, created=info.created)
         while True:
             try:
@@ -175,17 +185,17 @@ class Replayer:
             raise UnavailableError(f"stream {self._stream} has come to {info.last_sequence}, and was further")
         raise _made_again(self._stream)
 
-    async def _within(self, info: StreamInfo, start: Position) -> tuple[StreamInfo, Position]:
-        """Return the stream, and where to start: at its first message where it never had the sequence of the start."""
-        times_behind = 0
-        while start.sequence is not None and start.sequence > info.last_sequence + 1:
-            if times_behind == MOST_BEHIND:
-                self._report_made_again(info, start.sequence)
-                return info, Position(sequence=1)
-            times_behind += 1
+    async def _reaching(self, start: Position) -> StreamInfo:
+        """Return what the stream is, asked again a few times where it has not come to the sequence of the start: its
+        new leader may not have come so far yet.
+        """
+        info = await self._backend.stream_info(self._stream)
+        for _ in range(MOST_BEHIND):
+            if _is_within(start, info):
+                break
             await self._pause()
             info = await self._backend.stream_info(self._stream)
-        return info, start
+        return info
 
     async def _found_again(self) -> StreamInfo:
         """Return what the stream is, as soon as there is one. Raises `BackendError` as `Backend.failed` does."""
@@ -238,6 +248,11 @@ class _Reading:
 
     def has_seen(self, sequence: int) -> None:
         self.next_sequence, self.from_time = sequence + 1, None
+
+
+def _is_within(start: Position, info: StreamInfo) -> bool:
+    """Return whether the stream has come to the start, or to right before it."""
+    return start.sequence is None or start.sequence <= info.last_sequence + 1
 
 
 def _made_again(stream: str) -> NotFoundError:

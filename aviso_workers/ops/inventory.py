@@ -7,7 +7,8 @@ in `maintenance`, and what concerns the configuration in `stream_policy`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
 from typing import Generic, TypeVar
 
 from msgspec import Struct, json
@@ -82,7 +83,7 @@ class Listed(Struct, Generic[T], frozen=True, kw_only=True):
 
 async def streams(admin: Admin) -> Listed[StreamInfo]:
     """Return all streams of the account. Raises `BackendError`."""
-    return _listed(await admin.stream_names(), await admin.streams())
+    return await _listed(admin.stream_names, admin.streams)
 
 
 async def gaps(admin: Admin, stream: str) -> Gaps:
@@ -161,12 +162,24 @@ async def direct_message(
 
 async def consumers(streams: Management, stream: str) -> Listed[ConsumerInfo]:
     """Return all consumers of a stream. Raises `NotFoundError`."""
-    return _listed(await streams.consumer_names(stream), await streams.consumers(stream))
+    return await _listed(partial(streams.consumer_names, stream), partial(streams.consumers, stream))
 
 
-def _listed(names: Iterable[str], listed: Iterable[T]) -> Listed[T]:
-    found = {each.name: each for each in listed}
-    return Listed(found=[found[name] for name in sorted(found)], unavailable=sorted(set(names) - found.keys()))
+async def _listed(names: Callable[[], Awaitable[list[str]]], infos: Callable[[], Awaitable[list[T]]]) -> Listed[T]:
+    """Return what has these names and infos. What has a name only is looked for once more: it may have been made or
+    removed between the two requests, as the consumers of other commands are.
+    """
+    found: dict[str, T] = {}
+    unavailable = set[str]()
+    for _ in range(2):
+        named = {*await names()}
+        found = {each.name: each for each in await infos()}
+        unavailable = named - found.keys()
+        if unavailable:
+            unavailable &= {*await names()}
+        if not unavailable:
+            break
+    return Listed(found=[found[name] for name in sorted(found)], unavailable=sorted(unavailable))
 
 
 async def account(admin: Admin) -> list[Use]:

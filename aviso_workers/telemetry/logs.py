@@ -41,6 +41,7 @@ from aviso_workers.events import (
     ReadAgain,
     Settled,
     Skipped,
+    StartNotReached,
     StreamGone,
     StreamMadeAgain,
     StreamProvisioned,
@@ -169,7 +170,7 @@ def observe(event: Event) -> None:
                 notification=f"{event.event_type}@{event.sequence}",
                 error=str(event.error),
             )
-        case StreamProvisioned() | StreamGone() | StreamMadeAgain():
+        case StreamProvisioned() | StreamGone() | StreamMadeAgain() | StartNotReached():
             _observe_stream(event)
         case ConnectionChanged(connected=True):
             log.info("connection.up")
@@ -185,10 +186,17 @@ def observe(event: Event) -> None:
             log.warning("connection.slow", reason=event.reason, cure="install the nats-py that aviso-workers asks for")
 
 
-def _observe_stream(event: StreamProvisioned | StreamGone | StreamMadeAgain) -> None:
+def _observe_stream(event: StreamProvisioned | StreamGone | StreamMadeAgain | StartNotReached) -> None:
     match event:
         case StreamGone():
             log.warning("stream.gone", stream=event.stream)
+        case StartNotReached():
+            log.warning(
+                "stream.start_not_reached",
+                stream=event.stream,
+                sequence=event.sequence,
+                last_sequence=event.last_sequence,
+            )
         case StreamMadeAgain():
             log.warning(
                 "stream.made_again",

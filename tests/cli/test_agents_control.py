@@ -105,6 +105,11 @@ def test_a_pause_may_have_an_end(run: Run, config: Path, worked: Callable[..., l
     assert abs(datetime.fromisoformat(row["paused_until"]) - until) < timedelta(seconds=2)
 
 
+def test_a_pause_of_no_time_is_refused(run: Run, unreachable: Path) -> None:
+    ran = run("agents", "pause", "index", "--app", "field", "--for", "0s", "--config", unreachable)
+    assert (ran.code, ran.err.startswith("aviso-workers: --for 0s would pause nothing")) == (2, True), ran
+
+
 def test_a_reset_tells_what_it_would_do_and_does_it_with_a_yes(
     run: Run, config: Path, worked: Callable[..., list[str]]
 ) -> None:

@@ -233,3 +233,8 @@ def test_how_to_make_backups_is_said_clearly(run: Run, config: Path) -> None:
     }.items():
         ran = run("backup", "create", "mars", "--to", "kept", *said, "--config", config)
         assert (ran.code, found in ran.err) == (2, True), ran
+
+
+def test_a_directory_that_is_not_there_holds_no_backups_and_is_an_error(run: Run) -> None:
+    ran = run("backup", "ls", "kept")
+    assert (ran.code, ran.out, ran.err) == (1, "", "aviso-workers: kept is no directory\n")

@@ -175,6 +175,22 @@ def test_nothing_is_done_without_a_yes(
     assert (dry.code, dry.err, len(dead_letters())) == (0, "", 3)
 
 
+@pytest.mark.parametrize("command", ["retry", "drop"])
+def test_those_of_all_apps_are_taken_only_where_that_is_said(
+    run: Run, config: Path, dead_lettered: Deployment, dead_letters: Callable[..., list[dict[str, Any]]], command: str
+) -> None:
+    ran = run("dead-letters", command, "--yes", "--config", config)
+    assert (ran.code, ran.err) == (
+        2,
+        "nothing was done; select dead letters by sequence or by an option, or say --all\n",
+    )
+    both = run("dead-letters", command, "--all", "--agent", "index", "--yes", "--config", config)
+    assert (both.code, both.err) == (2, "aviso-workers: --all is for those of all apps: leave out what selects some\n")
+    assert len(dead_letters()) == 3
+    ran = run("dead-letters", command, "--all", "--yes", "--config", config)
+    assert (ran.code, ran.lines[-1].split()[:3]) == (0, ["3", "of", "3"]), ran
+
+
 def test_a_retry_hands_them_to_the_agent_that_failed(
     run: Run, config: Path, dead_lettered: Deployment, dead_letters: Callable[..., list[dict[str, Any]]]
 ) -> None:
@@ -214,7 +230,7 @@ def test_a_letter_whose_agent_reads_no_retries_stays_and_the_rest_is_told(
             await app.session.admin.delete_stream(RETRIES)
 
     anyio.run(forget_the_readers)
-    ran = run("dead-letters", "retry", "--yes", "--config", config)
+    ran = run("dead-letters", "retry", "--all", "--yes", "--config", config)
     assert (ran.code, ran.lines[-1]) == (1, "0 of 3 handed back"), ran
     assert "does not read what is tried again: start a worker of it first" in ran.err
     assert len(dead_letters()) == 3

@@ -20,7 +20,7 @@ from aviso_workers.errors import (
     NotFoundError,
     UnknownEventTypeError,
 )
-from aviso_workers.events import Event, StreamGone, StreamMadeAgain
+from aviso_workers.events import Event, StartNotReached, StreamGone, StreamMadeAgain
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import aviso_admin
 from tests.contract.settings import app_config, mars
@@ -247,26 +247,28 @@ async def test_a_watch_waits_for_a_stream_that_was_deleted(app: App) -> None:
     assert [type(each) for each in told] == [StreamGone, StreamMadeAgain]
 
 
-@pytest.mark.parametrize("bounded", [False, True])
-async def test_an_id_that_the_stream_never_gave_is_that_of_an_older_stream(app: App, bounded: bool) -> None:
+@pytest.mark.parametrize("end", [{}, {"to_id": 2000}, {"to_date": "2100-01-01T00:00:00Z"}])
+async def test_no_replay_begins_at_an_id_that_the_stream_never_gave(app: App, end: dict[str, Any]) -> None:
+    for step in range(3):
+        await app.notify("mars", mars(step=step), {})
+    with pytest.raises(NotFoundError, match="there is no 1000 to begin at: MARS ends at 3"):
+        await steps(app.replay("mars", from_id=1000, **end))
+
+
+async def test_a_watch_from_an_id_that_the_stream_never_gave_begins_at_the_first(app: App) -> None:
     """A program that goes on after the last id that it has seen would wait for it, and miss all until then."""
     for step in range(3):
         await app.notify("mars", mars(step=step), {})
-    told = heard(app, StreamMadeAgain)
-    if bounded:
-        assert await steps(app.replay("mars", from_id=1000)) == ["0", "1", "2"]
-    else:
-        async with watching(app, from_id=1000) as seen:
-            await until(lambda: seen == ["0", "1", "2"])
-    assert told == [StreamMadeAgain(stream="MARS", next_sequence=1000, last_sequence=3)]
+    told = heard(app, StartNotReached, StreamMadeAgain)
+    async with watching(app, from_id=1000) as seen:
+        await until(lambda: seen == ["0", "1", "2"])
+    assert told == [StartNotReached(stream="MARS", sequence=1000, last_sequence=3)]
 
 
 async def test_the_id_after_the_last_one_is_the_next_one(app: App) -> None:
     await app.notify("mars", mars(step=1), {})
-    told = heard(app, StreamMadeAgain)
     assert await steps(app.replay("mars", from_id=2)) == []
-    assert await steps(app.replay("mars", from_id=1000, to_id=2000)) == []
-    assert told == []
+    assert await steps(app.replay("mars", from_id=2, to_id=2000)) == []
 
 
 async def make_again(app: App) -> None:

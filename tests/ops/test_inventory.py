@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from aviso_workers.backends import Administration
+from aviso_workers.backends import Administration, Management
+from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
+from aviso_workers.ops import inventory
 from aviso_workers.server import NatsServer
 from tests.ops.conftest import Administer, Api, Declare, Ran, Run
 
@@ -123,6 +126,8 @@ def test_consumers_are_listed_and_shown(run: Run, config: Path, publish: Publish
             "new": (["orders.new"], 1, "1 pending, and no worker asks for them"),
         },
     )
+    (paid,) = (row for row in map(json.loads, ran.lines) if row["consumer"] == "all")
+    assert (paid["lag"], paid["drain_seconds"]) == (2, None)
     table = run(*command, "--config", config)
     assert [line.split()[:3] for line in table.lines[1:]] == [["ORDERS", "all", "2"], ["ORDERS", "new", "1"]]
     missing = run("consumers", "ls", "NONE", "--config", config)
@@ -169,3 +174,35 @@ def test_many_directly_read_messages_come_with_one_request(
             return [(await answers.receive()).headers["Nats-Subject"] for _ in range(3)]
 
     assert administer(batch) == ["orders.0", "orders.1", "orders.2"]
+
+
+class _Passing:
+    """The consumers of a stream, of which one is removed, or made, between the requests for names and for infos."""
+
+    def __init__(self, names: list[list[str]], infos: list[list[str]]) -> None:
+        self._names, self._infos = iter(names), iter(infos)
+
+    async def consumer_names(self, stream: str) -> list[str]:
+        return next(self._names)
+
+    async def consumers(self, stream: str) -> list[ConsumerInfo]:
+        return [
+            ConsumerInfo(stream=stream, name=name, config=ConsumerConfig(), time=datetime.now(UTC))
+            for name in next(self._infos)
+        ]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("names", "infos", "expected"),
+    [
+        pytest.param([["a", "gone"], ["a"]], [["a"]], (["a"], []), id="removed meanwhile"),
+        pytest.param([["a", "new"], ["a", "new"], ["a", "new"]], [["a"], ["a", "new"]], (["a", "new"], []), id="made"),
+        pytest.param([["a", "down"]] * 4, [["a"]] * 2, (["a"], ["down"]), id="without a server"),
+    ],
+)
+async def test_only_what_stays_without_an_answer_is_unavailable(
+    names: list[list[str]], infos: list[list[str]], expected: tuple[list[str], list[str]]
+) -> None:
+    listed = await inventory.consumers(cast(Management, _Passing(names, infos)), "MARS")
+    assert ([each.name for each in listed.found], listed.unavailable) == expected

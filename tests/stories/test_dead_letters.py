@@ -43,13 +43,13 @@ async def test_a_retry_that_is_killed_again_and_again_loses_and_doubles_nothing(
 
         chance = random.Random(17)
         for copies in sorted(chance.sample(range(1, LETTERS - 500), KILLS)):
-            command = start("dead-letters", "retry", "--yes", "--config", config)
+            command = start("dead-letters", "retry", "--all", "--yes", "--config", config)
             await until_stored(app, RETRIES, copies)
             await anyio.sleep(chance.uniform(0, LONGEST_DELAY_SECONDS))
             assert command.end(signal.SIGKILL) == -signal.SIGKILL, "it was to be killed while it was at work"
             assert await stored(app, STREAM) + await stored(app, RETRIES) >= LETTERS, "none is in neither of them"
 
-        assert start("dead-letters", "retry", "--yes", "--config", config).end() == 0
+        assert start("dead-letters", "retry", "--all", "--yes", "--config", config).end() == 0
         assert (await stored(app, STREAM), await stored(app, RETRIES)) == (0, LETTERS)
 
         handled = Counter(await work(config, broken=False))

@@ -27,6 +27,7 @@ from aviso_workers.events import (
     NotRemoved,
     Overdue,
     Settled,
+    StartNotReached,
     StreamGone,
     StreamMadeAgain,
     StreamProvisioned,
@@ -286,6 +287,10 @@ def ack_wait_of(*, in_effect_seconds: float) -> AckWaitDiffers:
             },
         ),
         (StreamGone(stream="MARS"), {"event": "stream.gone", "level": "warning", "stream": "MARS"}),
+        (
+            StartNotReached(stream="MARS", sequence=43, last_sequence=7),
+            {"event": "stream.start_not_reached", "level": "warning", "sequence": 43, "last_sequence": 7},
+        ),
         (
             StreamMadeAgain(stream="MARS", next_sequence=43, last_sequence=7),
             {"event": "stream.made_again", "level": "warning", "next_sequence": 43, "last_sequence": 7},

@@ -117,6 +117,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     links: tuple[Link, ...]
     """Streams that follow others, or did until they were promoted, and their origins as far as these answer."""
     unknown: Mapping[Need, str]
+    denied: Mapping[Need, str]
+    """What of it the server denies to our user, in its words."""
     server_certificate: bytes | None = None
     """The certificate of the server that we are connected to, in DER form; None without TLS."""
 
@@ -186,6 +188,7 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
         links=once.links,
         backups=await anyio.to_thread.run_sync(_backups, scope.backups) if scope.backups else {},
         unknown=unknown,
+        denied=requests.denied,
         server_certificate=admin.administration().server_certificate,
     )
 
@@ -244,6 +247,7 @@ class _Requests:
         self._admin = admin
         self._administration = admin.administration()
         self.unknown: dict[Need, str] = {}
+        self.denied: dict[Need, str] = {}
 
     async def ask(self, need: Need, request: Callable[[], Awaitable[T]], *, within: float = ANSWER_SECONDS) -> T | None:
         if need in self.unknown:
@@ -255,6 +259,8 @@ class _Requests:
             self.unknown[need] = f"no answer within {within:g} s"
         except BackendError as error:
             self.unknown[need] = str(error)
+            if isinstance(error, DeniedError):
+                self.denied[need] = str(error)
         return None
 
     def listen(self) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Received]]:

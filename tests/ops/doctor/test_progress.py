@@ -251,6 +251,10 @@ def test_a_right_that_is_denied_is_no_stream_without_a_leader(tmp_path: Path) ->
     [(_, finding)] = seen.findings("JS017").items()
     assert finding.state is State.SKIP
     assert "$js.api.stream.list" in finding.found.lower()
+    assert {where: "$js.api.stream.list" in found.lower() for where, found in seen.found("JS071").items()} == {
+        "streams": True
+    }
+    assert "JetStream's API" not in seen.found("JS044"), "the server is up"
 
 
 def declaring_index(working: Seen) -> Facts:

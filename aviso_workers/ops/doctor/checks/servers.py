@@ -102,7 +102,7 @@ def power_cut(facts: Facts) -> Iterator[Finding]:
 )
 def health(facts: Facts) -> Iterator[Finding]:
     for need in ("account", "streams"):
-        if need in facts.unknown:
+        if need in facts.unknown and need not in facts.denied:
             yield Finding(place="JetStream's API", found=facts.unknown[need])
     for url, why in facts.unreachable.items():
         yield Finding(place=url, found=why)
@@ -117,6 +117,19 @@ def health(facts: Facts) -> Iterator[Finding]:
         for peer in meta.followers if meta.leader == one.name else ():  # only the leader knows of the others
             if peer.offline or not peer.current:
                 yield Finding(place=peer.name, found="is down, or behind in the meta group")
+
+
+@declare(
+    "JS071",
+    "The doctor may ask for what it judges",
+    why="what the server denies to the doctor's user is not examined: the checks that need it are skipped",
+    cure="run the doctor as a user with the rights that `aviso-workers server render --role operator` prints",
+    severity=State.FAIL,
+    needs=(),
+)
+def rights(facts: Facts) -> Iterator[Finding]:
+    for need, denied in facts.denied.items():
+        yield Finding(place=need.replace("_", " "), found=denied)
 
 
 @declare(

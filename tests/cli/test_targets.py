@@ -1,0 +1,45 @@
+"""How commands connect to what the configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aviso_workers import app as apps
+from aviso_workers import cli
+from aviso_workers.cli import targets
+from aviso_workers.config import Config
+from aviso_workers.errors import UnavailableError
+from tests.cli.conftest import Run
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configurations with which a command has tried to connect, which fails."""
+    configs: list[Config] = []
+
+    @asynccontextmanager
+    async def fail(config: Config, **_: Any) -> AsyncIterator[None]:
+        configs.append(config)
+        raise UnavailableError("no server")
+        yield
+
+    monkeypatch.setattr(targets, "open_backend", fail)
+    monkeypatch.setattr(apps, "open_backend", fail)
+    cli._load.cache_clear()
+    return configs
+
+
+@pytest.mark.parametrize("command", ["streams ls", "notify mars class=od step=1", "replay mars"])
+@pytest.mark.parametrize(("set_to", "expected"), [(None, 10), (45, 45)])
+def test_an_attempt_to_connect_takes_ten_seconds_unless_configured(
+    run: Run, write_config: Any, tried: list[Config], command: str, set_to: int | None, expected: int
+) -> None:
+    settings = {} if set_to is None else {"timeout_seconds": set_to}
+    config: Path = write_config("nats://127.0.0.1:4", **settings)
+    assert run(*command.split(), "--config", config).err == "aviso-workers: no server\n"
+    assert [each.notification_backend.jetstream.timeout_seconds for each in tried] == [expected]
