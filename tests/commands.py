@@ -44,6 +44,14 @@ class Command:
                 return self.log[-1]
         raise AssertionError(f"ended before {event}: {self.log}\n{''.join(self.told)}")
 
+    def until_told(self, begin: str) -> str:
+        """The next line of standard error that begins so, and is no log."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if not self._note(line) and line.startswith(begin):
+                return line
+        raise AssertionError(f"ended before {begin!r}: {self.log}\n{''.join(self.told)}")
+
     def lines(self, count: int) -> list[str]:
         """The next lines of its output."""
         assert self.process.stdout is not None

@@ -76,12 +76,21 @@ def test_the_files_of_aviso_server_are_merged_key_by_key_and_the_later_wins(tmp_
     assert merged.origins["notification_backend.jetstream.retry_attempts"] == f"{home}:3"
 
 
+@pytest.mark.parametrize("there", [("aviso.yaml", "config/aviso.yaml"), ("config/aviso.yaml",)])
+def test_the_file_of_a_project_is_found_and_no_other_is_read(there: tuple[str, ...]) -> None:
+    written("configuration/config.yaml", "notification_backend: {kind: nonsense}")
+    for file in there:
+        written(file, "notification_backend: {kind: in_memory}")
+    assert config.load(environ={}).sources == there[:1]
+
+
 def test_no_file_at_all_says_where_was_looked() -> None:
     with pytest.raises(ConfigError) as raised:
         config.load(environ={"HOME": "/home/me"})
     assert raised.value.mistakes == (
-        "no configuration file: looked for configuration/config.yaml, /etc/aviso_server/config.yaml, "
-        "/home/me/.aviso_server/config.yaml; give one, or name it in AVISO_WORKERS_CONFIG_FILE",
+        "no configuration file: looked for aviso.yaml, config/aviso.yaml, configuration/config.yaml, "
+        "/etc/aviso_server/config.yaml, /home/me/.aviso_server/config.yaml; give one, or name it in "
+        "AVISO_WORKERS_CONFIG_FILE",
     )
 
 

@@ -16,6 +16,7 @@ from aviso_workers.cli.targets import ConfigOption, ConfigSource, find_app, load
 from aviso_workers.config.nats_server import Permissions, Subjects
 from aviso_workers.ops import key_rotation, permissions
 from aviso_workers.server import nats_conf, processes, profiles
+from aviso_workers.server.processes import DIRECTORY
 
 __all__ = ["server"]
 
@@ -29,7 +30,6 @@ server = typer.Typer(
 Directory = Annotated[
     Path, typer.Option("--directory", "-d", metavar="DIR", help="Where the servers and their logs are.")
 ]
-DIRECTORY = Path(".aviso-workers/server")
 
 
 @server.command()

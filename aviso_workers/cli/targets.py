@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from importlib.metadata import EntryPoint, entry_points
@@ -20,7 +21,7 @@ from aviso_workers.backends import Admin, open_backend
 from aviso_workers.config import Config
 from aviso_workers.config import load as load_config
 from aviso_workers.declare.agents import Router
-from aviso_workers.errors import DeclarationError, describe
+from aviso_workers.errors import AvisoWorkersError, DeclarationError, describe
 
 __all__ = [
     "AgentOption",
@@ -42,6 +43,7 @@ __all__ = [
 T = TypeVar("T")
 
 ENTRY_POINTS = "aviso_workers.agents"
+PACKAGE = Path(__file__).parents[1]
 
 CONNECT_SECONDS = 10
 """How long each of a command's attempts to connect may take, where the configuration does not say: somebody waits for
@@ -203,16 +205,42 @@ def _import(target: str) -> App:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # what is missing is something that it imports
+            raise DeclarationError(f"{module_name!r} cannot be imported:\n{_told(error)}") from error
         raise DeclarationError(f"no module {module_name!r} here or installed; say MODULE:APP") from error
     except SystemExit as error:  # else the command ends as if it had done its work
         raise DeclarationError(
             f"{module_name!r} exits while it is imported, with {describe(error)}; no app can be taken from it"
         ) from error
+    except DeclarationError as error:
+        raise DeclarationError(f"{_place(error)}{error}") from error
+    except AvisoWorkersError:
+        raise
+    except Exception as error:  # of any kind, because it is the author's code that is run here
+        raise DeclarationError(f"{module_name!r} cannot be imported:\n{_told(error)}") from error
     found = getattr(module, name or "app", None)
     if not isinstance(found, App):
         raise DeclarationError(f"{module_name!r} has no App named {name or 'app'!r}; say MODULE:APP")
     return found
+
+
+def _told(error: Exception) -> str:
+    """Return the traceback of what was raised while a module was imported, without the frames before and behind those
+    of its author.
+    """
+    return "".join([*traceback.format_list(_frames(error)), *traceback.format_exception_only(error)]).rstrip()
+
+
+def _place(error: Exception) -> str:
+    """Return the author's line that was run last, as the beginning of a sentence."""
+    return "".join(f"{frame.filename}:{frame.lineno}: " for frame in _frames(error)[-1:])
+
+
+def _frames(error: Exception) -> list[traceback.FrameSummary]:
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(("<frozen importlib", str(PACKAGE))) or file == importlib.__file__
 
 
 def settings_of_installed(names: Iterable[str]) -> dict[str, type[Struct]]:

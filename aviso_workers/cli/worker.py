@@ -1,27 +1,20 @@
-"""`worker` and `dev`: run agents."""
+"""`worker`: runs agents."""
 
 from __future__ import annotations
 
 import sys
-import tempfile
-from functools import partial
-from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import typer
 
 from aviso_workers.aviso.literals import Size
 from aviso_workers.cli.targets import AgentOption, ConfigOption, ConfigSource, Target, find_app
 from aviso_workers.errors import ConfigError
-from aviso_workers.server import NatsServer
 from aviso_workers.worker import fleet, process
 from aviso_workers.worker.fleet import Plan
 from aviso_workers.worker.fleet_process import Limits, Member
 
-__all__ = ["dev", "worker"]
-
-STORE_DIR = Path(".aviso-workers/nats")
+__all__ = ["Reload", "StatusPort", "fleet_command", "worker"]
 
 StatusPort = Annotated[
     int | None, typer.Option("--status-port", help="Port of /metrics, /livez and /readyz; 0 is any free one.")
@@ -61,41 +54,13 @@ def worker(
     if processes is None and limits == Limits() and not reload:
         process.run(app, status_port=status_port)
         return
-    command = _worker(target, agent, config, max_notifications=max_notifications, max_rss=max_rss)
+    command = fleet_command(target, agent, config, max_notifications=max_notifications, max_rss=max_rss)
     fleet.run(app, Plan(command=command, processes=processes or 1, reload=reload), status_port=status_port)
 
 
-def dev(
-    target: Target = None,
-    agent: AgentOption = None,
-    config: ConfigOption = None,
-    status_port: StatusPort = None,
-    ephemeral: Annotated[bool, typer.Option("--ephemeral", help="Forget the streams afterwards.")] = False,
-    reload: Reload = False,
-) -> None:
-    """Run the agents of an app with a nats-server of their own, on the port that nats_url names.
-
-    Example: aviso-workers dev mine.agents:app --reload
-    """
-    app = find_app(target, agent=agent, config=config)
-    (first, *_) = app.config.notification_backend.jetstream.servers
-    url = urlsplit(first if "://" in first else f"nats://{first}")
-    if (host := url.hostname) not in ("localhost", "127.0.0.1"):
-        raise ConfigError([f"notification_backend.jetstream.nats_url: dev serves 127.0.0.1 only, found {host}"])
-    with tempfile.TemporaryDirectory() as temporary:
-        store_dir = Path(temporary) if ephemeral else Path.cwd() / STORE_DIR
-        store_dir.mkdir(parents=True, exist_ok=True)
-        tell = partial(typer.echo, err=True)
-        with NatsServer.start(store_dir=store_dir, port=url.port or 4222, tell=tell) as server:
-            typer.echo(f"nats-server {server.url}, streams in {store_dir}", err=True)
-            if reload:
-                command = _worker(target, agent, config)
-                fleet.run(app, Plan(command=command, processes=1, reload=True), status_port=status_port)
-            else:
-                process.run(app, status_port=status_port)
-
-
-def _worker(target: str | None, agent: str | None, config: ConfigSource | None, **limits: object) -> tuple[str, ...]:
+def fleet_command(
+    target: str | None, agent: str | None, config: ConfigSource | None, **limits: object
+) -> tuple[str, ...]:
     """Return the command line of one process of a fleet."""
     source = config or ConfigSource()
     options = {"agent": agent, "config": source.path, "context": source.context, **limits}

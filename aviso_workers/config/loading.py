@@ -34,6 +34,8 @@ from aviso_workers.jetstream.fields import DeclaredStream
 __all__ = ["Examined", "completed", "examine", "load", "places"]
 
 TOKEN = "NATS_TOKEN"
+OF_PROJECT = (Path("aviso.yaml"), Path("config/aviso.yaml"))
+"""Where a project has its configuration: the first of them that is there is taken, and then no other file."""
 HERE = Path("configuration/config.yaml")
 PREFIX = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")
 
@@ -202,9 +204,11 @@ def _files(path: str | Path | None, environ: Mapping[str, str], *, needed: bool,
     for variable in (WORKERS_FILE, SERVER_FILE):
         if variable in environ:
             return [_file(variable, environ[variable].strip())]
+    if own := next(filter(isfile, OF_PROJECT), None):
+        return [own]
     found = [place for place in places(environ) if isfile(place)]
     if not found and needed:
-        looked = ", ".join(map(str, places(environ)))
+        looked = ", ".join(map(str, (*OF_PROJECT, *places(environ))))
         raise ConfigError([f"no configuration file: looked for {looked}; give one, or name it in {WORKERS_FILE}"])
     return found
 
@@ -322,10 +326,10 @@ def _refuse_found_servers(reader: Reader) -> None:
     """Refuse to send the token of the environment to servers that are named by a file which nobody has named: anybody
     may have put that into the current folder."""
     servers = reader.places.get(f"{_JETSTREAM}.nats_url")
-    if servers is not None and servers.source == str(HERE):
+    if servers is not None and servers.source in map(str, (*OF_PROJECT, HERE)):
         reader.refuse(
             f"{_JETSTREAM}.token",
-            f"is not sent to the servers in {HERE}, which was only found in the current folder: "
+            f"is not sent to the servers in {servers.source}, which was only found in the current folder: "
             f"name the file in {WORKERS_FILE}, or set the token beside nats_url",
         )
 

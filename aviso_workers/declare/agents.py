@@ -13,7 +13,7 @@ import typing
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from datetime import datetime
 from functools import partial
-from types import FrameType
+from types import FrameType, NoneType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from msgspec import Struct
@@ -63,6 +63,18 @@ class Policy(Struct, frozen=True, kw_only=True):
     singleton: bool = False
 
 
+POLICY_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "concurrency": ((int,), "a whole number"),
+    "retry": ((Backoff,), "a Backoff"),
+    "ack_wait": ((int, float), "seconds"),
+    "timeout": ((int, float, NoneType), "seconds"),
+    "rate_limit": ((int, float, NoneType), "notifications per second"),
+    "batch": ((Batching,), "a Batching"),
+    "window": ((Windowing, NoneType), "a Windowing"),
+}
+"""The types of what a decorator is given, and their names for people."""
+
+
 class Agent(Generic[P, R]):
     """A decorated function, bound to an event type, a filter and a policy.
 
@@ -102,6 +114,7 @@ class Agent(Generic[P, R]):
         """By argument after the first, the type of the resource that gives it."""
         self.around: Sequence[Resource] = ()
         """What is opened around each call, the outermost first; `App.agents_at_work` says it."""
+        self._refuse_other_types()
         self._refuse_nonsense()
         if policy.window is not None:
             self.payload_type, self.key_type = _folded_types(self.name, policy.window, self.argument_type)
@@ -138,6 +151,12 @@ class Agent(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<Agent {self.name} on {self.event_type}>"
+
+    def _refuse_other_types(self) -> None:
+        for name, (kind, what) in POLICY_TYPES.items():
+            found = getattr(self.policy, name)
+            if not isinstance(found, kind) or isinstance(found, bool):
+                raise DeclarationError(f"agent {self.name!r}: {name}= takes {what}, found {found!r:.100}")
 
     def _refuse_nonsense(self) -> None:
         policy, problem = self.policy, ""

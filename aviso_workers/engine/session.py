@@ -328,7 +328,9 @@ async def open_session(
             events.emit(PermissionDenied(denied=denied))
             return
         nonlocal opened, was
-        if connected is not was:  # a client that reconnects no more says a second time that it is disconnected
+        # A client that reconnects no more says a second time that it is disconnected. One that waits for its first
+        # connection goes on saying so.
+        if connected is not was or not (opened or connected):
             events.emit(ConnectionChanged(connected=connected, reason=reason, opened=opened))
         opened, was = opened or connected, connected
 

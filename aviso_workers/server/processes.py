@@ -47,8 +47,10 @@ from aviso_workers.server import (
 from aviso_workers.server.readiness import Tell
 from aviso_workers.server.store import Asset
 
-__all__ = ["Node", "State", "ask", "eventually", "free_ports", "reload", "start", "states", "stop"]
+__all__ = ["DIRECTORY", "Node", "State", "ask", "eventually", "free_ports", "reload", "start", "states", "stop"]
 
+DIRECTORY = Path(".aviso-workers/server")
+"""Where commands run servers unless they are told another directory: below the current one."""
 PID_SECONDS = 30.0
 STOP_SECONDS = 10.0
 RACE_SECONDS = 1.0
@@ -581,7 +583,8 @@ def _state(node: Node) -> State:
 
 def _health(node: Node) -> str:
     try:
-        if ask(node, "/varz").get("server_name") != node.name:
+        found = ask(node, "/varz")
+        if (found.get("server_name"), found.get("port")) != (node.name, node.port):
             return f"port {node.monitoring_port} is another server's"
         answer = ask(node, "/healthz")
     except ServerProcessError as error:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+from collections.abc import Callable
+from typing import Literal
 
 import anyio
 import structlog
@@ -24,19 +26,38 @@ from aviso_workers.worker.fleet_process import Member
 __all__ = ["run", "serve"]
 
 
-def run(app: App, *, status_port: int | None = None, member: Member | None = None) -> None:
+Ready = Callable[[str], None]
+"""Called once all agents read their streams, with the URL of the status port."""
+
+
+def run(
+    app: App,
+    *,
+    status_port: int | None = None,
+    member: Member | None = None,
+    least_logged: Literal["warning"] | None = None,
+    ready: Ready | None = None,
+) -> None:
     """Run `serve` on an event loop of its own: uvloop's, where that is installed."""
     anyio.run(
-        lambda: serve(app, status_port=status_port, member=member),
+        lambda: serve(app, status_port=status_port, member=member, least_logged=least_logged, ready=ready),
         backend_options={"use_uvloop": importlib.util.find_spec("uvloop") is not None},
     )
 
 
-async def serve(app: App, *, status_port: int | None = None, member: Member | None = None) -> None:
+async def serve(
+    app: App,
+    *,
+    status_port: int | None = None,
+    member: Member | None = None,
+    least_logged: Literal["warning"] | None = None,
+    ready: Ready | None = None,
+) -> None:
     """Run the app's agents and tasks until SIGTERM or SIGINT; a second one cancels what still runs.
 
     The first one is enough while nothing runs because the connection is still being made. A `member` of a fleet also
     stops when it is recycled, tells its supervisor where its status port is, and has its name on every line of the log.
+    `least_logged` is written in place of the configured level and above.
 
     Raises `ConfigError` with every mistake before anything connects, `BackendError` when the connection cannot be
     made or is lost for good, `ResourceError` when a resource cannot be opened.
@@ -44,7 +65,7 @@ async def serve(app: App, *, status_port: int | None = None, member: Member | No
     if mistakes := app.mistakes():
         raise ConfigError(mistakes)
     settings = app.config.workers
-    logs.configure(settings.logging)
+    logs.configure(structs.replace(settings.logging, level=least_logged or settings.logging.level))
     status = settings.status if status_port is None else structs.replace(settings.status, port=status_port)
     if member is not None:
         structlog.contextvars.bind_contextvars(process=member.name)
@@ -53,20 +74,22 @@ async def serve(app: App, *, status_port: int | None = None, member: Member | No
     with listening(app, status=status) as listeners:
         if member is not None:
             member.announce(listeners.url)
-        await _work(app, listeners, member)
+        await _work(app, listeners, member, ready)
         listeners.tell_end()
 
 
-async def _work(app: App, listeners: Listeners, member: Member | None) -> None:
-    connected, stop = anyio.Event(), anyio.Event()
+async def _work(app: App, listeners: Listeners, member: Member | None, ready: Ready | None) -> None:
+    connected, begun, stop = anyio.Event(), anyio.Event(), anyio.Event()
     app.events.listen(lambda change: connected.set() if change.connected else None, ConnectionChanged)
     failure: AvisoWorkersError | None = None
     async with anyio.create_task_group() as watching:
         await watching.start(_obey_signals, connected, stop, listeners, watching.cancel_scope)
+        if ready is not None:
+            watching.start_soon(_tell_when_begun, begun, ready, listeners.url)
         if member is not None:
             watching.start_soon(_leave_when_recycled, member, connected, stop, listeners)
         try:
-            await app.run_until(stop, listeners)
+            await app.run_until(stop, listeners, begun=begun)
         except AvisoWorkersError as error:
             failure = error  # raised below, outside of the group, so that it arrives as itself
         watching.cancel_scope.cancel()
@@ -94,6 +117,11 @@ async def _obey_signals(
             told = True
             listeners.stopping()
             stop.set()
+
+
+async def _tell_when_begun(begun: anyio.Event, ready: Ready, status_url: str) -> None:
+    await begun.wait()
+    ready(status_url)
 
 
 async def _leave_when_recycled(member: Member, connected: anyio.Event, stop: anyio.Event, listeners: Listeners) -> None:

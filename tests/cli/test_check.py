@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -171,7 +172,9 @@ async def index() -> None: ...
 """)
     ran = run("check", module)
     assert ran.code == 2
-    assert ran.err.startswith("aviso-workers: agent 'index': must be a function whose first argument")
+    line, _, problem = ran.err.partition(": agent ")
+    assert re.fullmatch(rf"aviso-workers: .*{module.partition(':')[0]}\.py:\d+", line), "the author's line"
+    assert problem.startswith("'index': must be a function whose first argument")
 
 
 @pytest.mark.usefixtures("unreachable")
@@ -212,10 +215,39 @@ def test_an_installed_agent_that_lacks_a_package_says_what_to_install(
     assert run("check", "--agent", "lacking") == Ran(code=2, out="", err=f"aviso-workers: {told}\n")
 
 
-def test_a_module_that_misses_another_one_says_so_itself(run: Run, write_module: Callable[[str], str]) -> None:
-    module = write_module("import checked_a_module\n")
-    with pytest.raises(ModuleNotFoundError, match="No module named 'checked_a_module'"):
-        run("check", module)
+@pytest.mark.parametrize(
+    ("code", "line", "error"),
+    [
+        ("import checked_a_module", "import checked_a_module", "No module named 'checked_a_module'"),
+        ('@app.agent("mars", concurency=4)\nasync def f(n): ...', '@app.agent("mars", concurency=4)', "'concurency'"),
+        ("1 / 0", "1 / 0", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_a_module_raises_is_told_with_the_line_of_its_author_and_no_other(
+    run: Run, write_module: Callable[[str], str], code: str, line: str, error: str
+) -> None:
+    module = write_module(f"{code}\n")
+    ran = run("check", module)
+    assert (ran.code, ran.out) == (2, "")
+    said = ran.err.splitlines()
+    assert said[0] == f"aviso-workers: {module.partition(':')[0]!r} cannot be imported:"
+    assert (said[1].startswith("  File "), said[2].strip(), error in said[-1]) == (True, line, True), ran.err
+    assert ran.err.count("  File ") == 1, ran.err
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("retry=5", "retry= takes a Backoff, found 5"),
+        ('concurrency="4"', "concurrency= takes a whole number, found '4'"),
+        ('timeout="10s"', "timeout= takes seconds, found '10s'"),
+    ],
+)
+def test_what_a_decorator_does_not_take_is_told_at_its_line(
+    run: Run, write_module: Callable[[str], str], given: str, problem: str
+) -> None:
+    ran = run("check", write_module(f'@app.agent("mars", {given})\nasync def f(n: Notification) -> None: ...\n'))
+    assert (ran.code, problem in ran.err, ".py:" in ran.err) == (2, True, True), ran.err
 
 
 @pytest.mark.usefixtures("unreachable")

@@ -13,6 +13,7 @@ Where TLS is configured, nothing is sent without it (`tls`).
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +33,8 @@ from aviso_workers.errors import BackendError, DeniedError, RefusedError, Unavai
 __all__ = ["Connection"]
 
 API_TIMEOUT_SECONDS = 5.0
+TELL_AGAIN_SECONDS = 10.0
+"""How often it is told that there is no connection yet, for as long as the first one is tried."""
 SECONDS_PER_SERVER = 3
 """Where several servers are listed, one of them may take so long to answer at first, and twice and three times as long
 in the second and third attempt: one that accepts connections and says nothing must not use up the time of all."""
@@ -115,6 +118,7 @@ class Connection:
         """
         settings = self._settings
         options = _options(settings)
+        told = -math.inf
         for attempt in range(1, settings.retry_attempts + 1):
             if attempt > 1:
                 await anyio.sleep(settings.reconnect_delay_ms / 1000)
@@ -132,7 +136,8 @@ class Connection:
                 return
             if refusal := faults.refusal(self._last_error):
                 raise self._refused(refusal)
-            if attempt == 1:  # once: who waits for a server says so, and the attempts may be many
+            if anyio.current_time() - told >= TELL_AGAIN_SECONDS:  # the attempts may be many
+                told = anyio.current_time()
                 self._tell(connected=False, reason=self._last_error)
         raise UnavailableError(
             f"no NATS server at {self._urls} after {settings.retry_attempts} attempts: {self._last_error}"

@@ -1,0 +1,158 @@
+"""`dev`: runs agents with a nats-server of their own, and says what there is to try."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import msgspec
+import typer
+from msgspec import structs
+
+from aviso_workers.app import App
+from aviso_workers.aviso import examples
+from aviso_workers.cli.output import echo
+from aviso_workers.cli.targets import AgentOption, ConfigOption, ConfigSource, Target, find_app
+from aviso_workers.cli.worker import Reload, StatusPort, fleet_command
+from aviso_workers.config import Config
+from aviso_workers.declare.agents import Agent
+from aviso_workers.errors import ConfigError, InvalidNotificationError, ServerProcessError
+from aviso_workers.server import processes
+from aviso_workers.server.processes import DIRECTORY, Node
+from aviso_workers.worker import fleet, process
+from aviso_workers.worker.fleet import Plan
+
+__all__ = ["dev"]
+
+LEVEL = "workers.logging.level"
+MOST_PORTS = 20
+"""How many ports after the configured one are tried for the status port."""
+
+
+def dev(
+    target: Target = None,
+    agent: AgentOption = None,
+    config: ConfigOption = None,
+    status_port: StatusPort = None,
+    ephemeral: Annotated[bool, typer.Option("--ephemeral", help="Forget the streams afterwards.")] = False,
+    reload: Reload = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the whole log, not only warnings.")] = False,
+) -> None:
+    """Run the agents of an app with a nats-server of their own, on the port that nats_url names.
+
+    Example: aviso-workers dev mine.agents:app --reload
+    """
+    app = find_app(target, agent=agent, config=config)
+    if mistakes := app.mistakes():
+        raise ConfigError(mistakes)
+    port = _nats_port(app.config)
+    is_quiet = not verbose and LEVEL not in app.config.origins
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary) if ephemeral else DIRECTORY
+        with _served(app.config, directory, port) as node:
+            status_port = _status_port(app.config) if status_port is None else status_port
+            source = _source(target, config)
+            if reload:
+                if is_quiet:
+                    os.environ["AVISO_WORKERS_WORKERS__LOGGING__LEVEL"] = "warning"
+                _tell(app, node, source, ephemeral=ephemeral)
+                echo("The agents start again when a file changes. Ctrl-C ends all.", err=True)
+                command = fleet_command(target, agent, config)
+                fleet.run(app, Plan(command=command, processes=1, reload=True), status_port=status_port)
+                return
+
+            def ready(status_url: str) -> None:
+                _tell(app, node, source, ephemeral=ephemeral)
+                echo(f"status       {status_url}/metrics", err=True)
+                echo(f"Ready. Ctrl-C ends it{'' if verbose else ', and -v shows the whole log'}.", err=True)
+
+            process.run(app, status_port=status_port, least_logged="warning" if is_quiet else None, ready=ready)
+
+
+def _nats_port(config: Config) -> int:
+    (first, *_) = config.notification_backend.jetstream.servers
+    url = urlsplit(first if "://" in first else f"nats://{first}")
+    if url.hostname not in ("localhost", "127.0.0.1"):
+        raise ConfigError([f"notification_backend.jetstream.nats_url: dev serves 127.0.0.1 only, found {url.hostname}"])
+    return url.port or 4222
+
+
+@contextmanager
+def _served(config: Config, directory: Path, port: int) -> Iterator[Node]:
+    """Run the nats-server of `server start` for the block. Raises `ServerProcessError` where that runs already."""
+    if any(state.pid for state in processes.states(directory)):
+        raise ServerProcessError(
+            f"a nats-server runs in {directory} already: run the agents by `aviso-workers worker`, or stop it by "
+            "`aviso-workers server stop`"
+        )
+    monitoring = config.server.monitoring
+    if monitoring.port and not _is_free(monitoring.port):
+        monitoring = structs.replace(monitoring, port=0)
+    server = structs.replace(config.server, port=port, monitoring=monitoring)
+    started = structs.replace(config, server=server)
+    (node,) = processes.start(started, directory=directory, detached=False, tell=partial(typer.echo, err=True))
+    try:
+        yield node
+    finally:
+        processes.stop(directory)
+
+
+def _status_port(config: Config) -> int:
+    """Return the configured status port, or the next one that is free."""
+    configured = config.workers.status.port
+    if not configured:
+        return 0
+    following = range(configured + 1, configured + MOST_PORTS)
+    port = next((each for each in (configured, *following) if _is_free(each, config.workers.status.host)), 0)
+    if port != configured:
+        echo(f"port {configured} is taken: the status port is {port or 'any free one'}", err=True)
+    return port
+
+
+def _is_free(port: int, host: str = "127.0.0.1") -> bool:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def _source(target: str | None, config: ConfigSource | None) -> tuple[str, ...]:
+    """Return the options that give another command the configuration of this app."""
+    if config is not None and config.path is not None:
+        return ("--config", str(config.path))
+    return ("--app", target) if target else ()
+
+
+def _tell(app: App, node: Node, source: tuple[str, ...], *, ephemeral: bool) -> None:
+    for agent in app.agents:
+        echo(f"agent        {agent.name}, which reads {agent.event_type}", err=True)
+    if tried := next(filter(None, (_example(app, agent) for agent in app.agents)), None):
+        echo(f"try          {shlex.join(('aviso-workers', 'notify', *tried, *source))}", err=True)
+    kept = "forgotten afterwards" if ephemeral else f"kept in {node.directory}"
+    echo(f"streams      {kept}", err=True)
+    echo(f"nats-server  {node.url}, monitoring http://127.0.0.1:{node.monitoring_port}", err=True)
+
+
+def _example(app: App, agent: Agent[Any, Any]) -> tuple[str, ...] | None:
+    """Return the arguments of `notify` for a notification that the agent takes; None where none is known."""
+    from aviso_workers import Notify
+
+    event_type = app.config.notification_schema[agent.event_type]
+    identifier = examples.identifier(event_type, agent.where)
+    try:
+        body = examples.payload(agent.payload_type) if agent.payload_type not in (None, Any) else None
+        app.check(Notify(agent.event_type, identifier, {} if body is None else body))
+    except (TypeError, InvalidNotificationError):
+        return None
+    pairs = [f"{field}={value}" for field, value in identifier.items()]
+    given = ("--payload", msgspec.json.encode(body).decode()) if body is not None else ()
+    return (agent.event_type, *pairs, *given)
