@@ -50,7 +50,7 @@ ANYIO_THREAD = "AnyIO worker thread"
 IDLE_SECONDS = 0.2
 
 PANELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "Run": {"worker": ("worker",), "dev": ("dev",), "check": ("check",)},
+    "Run": {"new": ("new",), "worker": ("worker",), "dev": ("dev",), "check": ("check",)},
     "Use": {"notify": ("notify",), "watch": ("watch",), "replay": ("watch",)},
     "Agents": {
         "agents": ("agents", "agents_control"),

@@ -51,6 +51,7 @@ READING = {
     "dead-letters show": ("1",),
     "doctor": ("--app", "mine:app", "--seconds", "0.1"),
     "mirror recover": ("FOLLOWER",),
+    "new": ("fields",),
     "replay": ("mars", "--from-id", "1"),
     "report account": (),
     "report mirrors": (),
@@ -78,7 +79,7 @@ SHOWING = {
     "streams wipe-all": (),
 }
 """They change something, and show what it would be where they are not told `--yes`."""
-WITHOUT_CONFIG = {"backup ls", "backup verify", "config schema", "server status"}
+WITHOUT_CONFIG = {"backup ls", "backup verify", "config schema", "new", "server status"}
 WITH_CONSUMERS = {"consumers ls", "doctor", "agents ls", "erase", "replay", "watch"}
 """They read through a consumer that ends by itself."""
 CHANGING = {

@@ -1,0 +1,30 @@
+"""`new`: writes a small project that works."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aviso_workers import projects
+from aviso_workers.cli.output import echo
+
+__all__ = ["new"]
+
+
+def new(
+    project: Annotated[Path, typer.Argument(metavar="PROJECT", help="Its folder; the last part is its name.")],
+) -> None:
+    """Write a small project that works, with an agent, its tests and what deploys it.
+
+    Example: aviso-workers new field_index
+    """
+    for file in projects.create(project):
+        echo(f"wrote {file}")
+    echo(f"""
+Next:
+  cd {shlex.quote(str(project))} && pip install --editable '.[dev]'
+  pytest
+  aviso-workers dev {project.name}.agents:app""")

@@ -1,0 +1,1 @@
+"""Agents that react to notifications."""
