@@ -11,7 +11,7 @@ import pytest
 from tests.waits import PATIENCE_SECONDS
 
 PROJECT = Path(__file__).parents[1]
-TOOLS = ("bash", "cat", "dirname", "env", "find", "flock", "mkdir", "mv", "rm", "sed", "tail", "touch")
+TOOLS = ("bash", "cat", "cp", "dirname", "env", "find", "flock", "mkdir", "mv", "rm", "sed", "tail", "touch")
 VERSIONS = (PROJECT / "tests" / "interop" / "versions.txt").read_text().splitlines()
 
 GO = """#!/usr/bin/env bash
@@ -19,6 +19,11 @@ echo "go $*" >>"$NOTES"
 case "$*" in
     *"$GO_FAILS_FOR"*) echo "no such module"; exit 1 ;;
     *natscli*) touch "$GOBIN/nats" ;;
+    mod*)
+        mkdir -p module/config/crd/bases module/example/prometheus-operator-crd
+        touch module/config/crd/bases/keda.sh_scaledobjects.yaml
+        touch module/example/prometheus-operator-crd/monitoring.coreos.com_servicemonitors.yaml
+        printf '{\\n\\t"Version": "v1",\\n\\t"Dir": "%s/module",\\n\\t"Sum": "h1"\\n}\\n' "$PWD" ;;
     *) touch "$GOBIN/nats-server" ;;
 esac
 """
@@ -56,6 +61,7 @@ class Clone:
         write(self.directory / ".venv" / "bin" / "pytest", PYTEST)
         write(self.commands / "go", GO)
         write(self.commands / "cargo", CARGO)
+        write(self.commands / "systemd-analyze", "#!/usr/bin/env bash\n")
         for tool in TOOLS:
             self.commands.joinpath(tool).symlink_to(str(shutil.which(tool)))
 
@@ -103,6 +109,7 @@ def test_first_run_installs_every_program_in_its_version_and_runs_the_tests(clon
     assert done.returncode == 0, done.stderr
     assert clone.installed == {line.replace(" ", "-") for line in VERSIONS}
     assert "cargo aviso-server 0.7.1 with v5.17.14.zip" in clone.notes
+    assert [*clone.cache.glob("keda-*/*.yaml")], "a module of which a file is taken"
     assert clone.notes[-1] == "pytest tests/interop -x"
 
 
@@ -116,15 +123,16 @@ def test_second_run_installs_nothing(clone: Clone) -> None:
 
 
 def test_a_missing_toolchain_is_told_in_a_line_each_and_the_other_tests_are_run(clone: Clone) -> None:
-    for toolchain in ("go", "cargo"):
+    for toolchain in ("go", "cargo", "systemd-analyze"):
         clone.commands.joinpath(toolchain).unlink()
 
     done = clone.run(CI="true")
 
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stderr.splitlines() if "there is no" in line] == [
-        "interop: there is no go: tests with the nats CLI or with nats-servers of other versions are not run",
+        "interop: there is no go: tests with the nats CLI, nats-servers of other versions or linters in Go are not run",
         "interop: there is no cargo: tests with aviso-server are not run",
+        "interop: there is no systemd-analyze: the systemd unit of new projects is not verified",
     ]
     assert clone.notes[-1] == "pytest tests/interop -x"
 

