@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import reprlib
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,12 @@ import msgspec
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.errors import InvalidNotificationError, InvalidPositionError
 
-__all__ = ["Line", "parse_duration", "parse_pairs", "parse_payload", "read_lines"]
+__all__ = ["Line", "LinesFile", "lines_file", "parse_duration", "parse_pairs", "parse_payload"]
 
+TYPE = "int.ecmwf.aviso."
+"""What the types of Aviso's CloudEvents begin with, before the event type."""
+CLOUD_EVENT = b'"specversion"'
+"""What each CloudEvent has, and no line of ours."""
 NEXT_PAIR = re.compile(r",\s*\w+=")
 """What a value has when fields were separated by commas, as in listener files."""
 
@@ -28,6 +36,32 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     payload: Any = None
     id: str | None = None
     """A message id: a repeat within the duplicate window is stored once."""
+
+
+class _Data(msgspec.Struct, frozen=True):
+    identifier: dict[str, Any]
+    payload: Any = None
+    payload_base64: bytes | None = None
+
+
+class _CloudEvent(msgspec.Struct, frozen=True):
+    """A notification as `watch` and `replay` print it, and as an aviso-server sends it."""
+
+    type: str
+    id: str
+    source: str
+    data: _Data
+    time: str = ""
+
+    def line(self) -> Line:
+        """Return it as a line of ours. Its message id is of all that it says, since the ids of two streams may be the
+        same. Raises `ValidationError` where it is none of Aviso's.
+        """
+        if not self.type.startswith(TYPE):
+            raise msgspec.ValidationError(f"its type must begin with {TYPE!r}, found {self.type!r}")
+        digest = hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:32]
+        body = self.data.payload if self.data.payload_base64 is None else self.data.payload_base64
+        return Line(self.type.removeprefix(TYPE), self.data.identifier, body, f"cloud-event.{digest}")
 
 
 def parse_pairs(pairs: Sequence[str]) -> dict[str, str]:
@@ -73,22 +107,49 @@ def parse_payload(text: str | None) -> Any:
     return _json(text)
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, Line]]:
-    """Yield the numbered lines of a notifications file. Raises `InvalidNotificationError` that names file and line."""
-    if path.is_fifo():
-        raise InvalidNotificationError(f"{path} is a pipe: give a file, because it is read twice")
-    decoder = msgspec.json.Decoder(Line)
-    try:
-        with path.open("rb") as file:
-            for number, text in enumerate(file, start=1):
-                if not text.strip():
-                    continue
-                try:
-                    yield number, decoder.decode(text)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    raise InvalidNotificationError(f"{path}:{number}: {error}") from error
-    except OSError as error:
-        raise InvalidNotificationError(f"cannot read {path}: {error.strerror}") from error
+@contextmanager
+def lines_file(given: Path) -> Iterator[LinesFile]:
+    """Return a notifications file that can be read twice, for the block: of a pipe, or of standard input for `-`, that
+    is a copy.
+
+    Raises `InvalidNotificationError` where it cannot be read.
+    """
+    is_stdin = str(given) == "-"
+    name = "standard input" if is_stdin else str(given)
+    if not (is_stdin or given.is_fifo()):
+        yield LinesFile(given, name)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        copied = Path(directory) / "lines"
+        try:
+            with sys.stdin.buffer if is_stdin else given.open("rb") as source, copied.open("wb") as copy:
+                shutil.copyfileobj(source, copy)
+        except OSError as error:
+            raise InvalidNotificationError(f"cannot read {name}: {error.strerror}") from error
+        yield LinesFile(copied, name)
+
+
+class LinesFile(msgspec.Struct, frozen=True):
+    """A notifications file, of which each line is a `Line` or a CloudEvent."""
+
+    path: Path
+    name: str
+    """For people."""
+
+    def read(self) -> Iterator[tuple[int, Line]]:
+        """Yield its numbered lines. Raises `InvalidNotificationError` that names file and line."""
+        ours, of_cloud_events = msgspec.json.Decoder(Line), msgspec.json.Decoder(_CloudEvent)
+        try:
+            with self.path.open("rb") as file:
+                for number, text in enumerate(file, start=1):
+                    if not text.strip():
+                        continue
+                    try:
+                        yield number, of_cloud_events.decode(text).line() if CLOUD_EVENT in text else ours.decode(text)
+                    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                        raise InvalidNotificationError(f"{self.name}:{number}: {error}") from error
+        except OSError as error:
+            raise InvalidNotificationError(f"cannot read {self.name}: {error.strerror}") from error
 
 
 def _where(key: str, value: str) -> Any:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from aviso_workers.aviso.notifications import Notify
 from aviso_workers.aviso.positions import parse_date
-from aviso_workers.cli.arguments import parse_duration, parse_pairs, parse_payload, read_lines
+from aviso_workers.cli.arguments import LinesFile, lines_file, parse_duration, parse_pairs, parse_payload
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected_app
 from aviso_workers.engine.publisher import encode
@@ -39,7 +39,11 @@ def notify(
     after: Annotated[str | None, typer.Option(metavar="DURATION", help="Deliver it later, e.g. 10m or 2h.")] = None,
     file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help='Lines of {"event": ..., "identifier": {...}, "payload": ..., "id": ...}.'),
+        typer.Option(
+            metavar="FILE",
+            help='Lines of {"event": ..., "identifier": {...}, "payload": ..., "id": ...}, or of CloudEvents as replay '
+            "prints them; - is standard input.",
+        ),
     ] = None,
     config: ConfigOption = None,
 ) -> None:
@@ -50,7 +54,8 @@ def notify(
     if (event is None) == (file is None) or (file is not None and (payload, at, after) != (None, None, None)):
         raise InvalidNotificationError("say what to publish: EVENT key=value... [--payload ...], or --file FILE")
     if file is not None:
-        anyio.run(_notify_file, file, config)
+        with lines_file(file) as lines:
+            anyio.run(_notify_lines, lines, config)
         return
     assert event is not None
     wanted = Notify(
@@ -74,23 +79,23 @@ async def _notify_one(wanted: Notify, config: ConfigSource | None) -> None:
         _tell(f"{wanted.event_type}@{receipt.sequence} stored in {receipt.stream}")
 
 
-async def _notify_file(path: Path, config: ConfigSource | None) -> None:
+async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
     app = connected_app(config)
     total = 0
     by_id: dict[str, tuple[int, bytes]] = {}
-    for number, line in read_lines(path):  # all of it is checked before any of it is sent
+    for number, line in lines.read():  # all of it is checked before any of it is sent
         total += 1
         try:
             message = encode(app.config, Notify(line.event, line.identifier, line.payload, line.id))
         except InvalidNotificationError as error:
-            raise InvalidNotificationError(f"{path}:{number}: {error}") from error
+            raise InvalidNotificationError(f"{lines.name}:{number}: {error}") from error
         if line.id:
             content = hashlib.sha256(message.subject.encode() + b" " + message.data).digest()
             first, same = by_id.setdefault(line.id, (number, content))
             if content != same:
                 raise InvalidNotificationError(
-                    f"{path}:{number}: its id {line.id!r} is that of line {first}, which says something else: the "
-                    "stream would discard one of them as a repeat"
+                    f"{lines.name}:{number}: its id {line.id!r} is that of line {first}, which says something else: "
+                    "the stream would discard one of them as a repeat"
                 )
     columns = (TextColumn("publishing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -99,7 +104,7 @@ async def _notify_file(path: Path, config: ConfigSource | None) -> None:
 
         def notifications() -> Iterator[Notify]:
             nonlocal begun
-            for _, line in read_lines(path):
+            for _, line in lines.read():
                 begun += 1
                 yield Notify(line.event, line.identifier, line.payload, line.id)
                 progress.advance(bar)

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from aviso_workers.server import NatsServer
 from tests.cli.conftest import Ran
+from tests.conftest import Start, WriteConfig
 
 Run = Callable[..., Ran]
 
@@ -203,7 +205,66 @@ class TestAFile:
         ran = run("notify", "--file", "nowhere.jsonl", "--config", unreachable)
         assert (ran.code, ran.err) == (2, "aviso-workers: cannot read nowhere.jsonl: No such file or directory\n")
 
-    def test_that_can_be_read_only_once_is_refused(self, run: Run, unreachable: Path, tmp_path: Path) -> None:
-        os.mkfifo(tmp_path / "pipe")
-        ran = run("notify", "--file", "pipe", "--config", unreachable)
-        assert (ran.code, ran.err) == (2, "aviso-workers: pipe is a pipe: give a file, because it is read twice\n")
+    def test_may_be_a_pipe(
+        self, start: Start, config: Path, write_lines: Callable[..., Path], payloads: Callable[[], list[Any]]
+    ) -> None:
+        path = write_lines(*(self.line(step, payload={"n": step}) for step in range(3)))
+        os.mkfifo(path.with_name("pipe"))
+        notify = start("notify", "--file", "pipe", "--config", config)
+        path.with_name("pipe").write_bytes(path.read_bytes())  # waits for its reader
+        assert notify.end() == 0
+        assert [payload["n"] for payload in payloads()] == [0, 1, 2]
+
+    def test_of_standard_input_is_named_so(self, run: Run, unreachable: Path) -> None:
+        ran = run("notify", "--file", "-", "--config", unreachable, stdin=b"\n{\n")
+        assert (ran.code, ran.err.startswith("aviso-workers: standard input:2: Input data was trunc")) == (2, True), ran
+
+
+class TestCloudEvents:
+    """What `replay` prints is what `notify` takes."""
+
+    def test_that_are_replayed_are_published_into_another_stream(
+        self, run: Run, config: Path, write_config: WriteConfig, tmp_path: Path
+    ) -> None:
+        for step, payload in enumerate(['{"a": [1, "b"]}', "null", '"text"']):
+            assert run("notify", "mars", "class=od", f"step={step}", "--payload", payload, "-c", config).code == 0
+        replayed = run("replay", "mars", "--config", config).out
+        with NatsServer.start(store_dir=tmp_path / "other", port=0) as other:
+            there = write_config(other.url, name="other.yaml")
+            for _ in range(2):  # the second one finds all of it there
+                copied = run("notify", "--file", "-", "--config", there, stdin=replayed.encode())
+                assert (copied.code, copied.out) == (0, "3 notifications stored\n"), copied
+            again = run("replay", "mars", "--config", there).out
+        assert [json.loads(line)["data"] for line in again.splitlines()] == [
+            json.loads(line)["data"] for line in replayed.splitlines()
+        ]
+
+    def test_with_one_id_for_two_contents_are_both_stored(
+        self, run: Run, config: Path, payloads: Callable[[], list[Any]]
+    ) -> None:
+        """As two streams give them, of which one was deleted and made again."""
+        event = {"specversion": "1.0", "id": "mars@1", "source": "http://localhost", "type": "int.ecmwf.aviso.mars"}
+        lines = [
+            json.dumps({**event, "data": {"identifier": {"class": "od", "step": "1"}, "payload": n}}) for n in (1, 2)
+        ]
+        ran = run("notify", "--file", "-", "--config", config, stdin="\n".join(lines).encode())
+        assert (ran.code, payloads()) == (0, [1, 2]), ran
+
+    def test_of_another_type_are_refused(self, run: Run, unreachable: Path) -> None:
+        event = {
+            "specversion": "1.0",
+            "id": "1",
+            "source": "x",
+            "type": "com.example.order",
+            "data": {"identifier": {}},
+        }
+        ran = run(
+            "notify",
+            "--file",
+            "-",
+            "--config",
+            unreachable,
+            stdin=json.dumps({**event, "data": {"identifier": {}}}).encode(),
+        )
+        complaint = "standard input:1: its type must begin with 'int.ecmwf.aviso.', found 'com.example.order'"
+        assert (ran.code, ran.err) == (2, f"aviso-workers: {complaint}\n")

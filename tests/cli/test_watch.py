@@ -157,6 +157,15 @@ class TestReplay:
         assert last == "14 more were left out (24 in all)"
 
 
+def test_the_last_ones_of_a_filter_are_replayed(run: Run, config: Path, publish: Callable[..., None]) -> None:
+    publish(0, 6, 12, 18)
+    command = ("replay", "mars", 'step={"lt": 18}', "--config", config, "--last")
+    two = run(*command, "2")
+    assert ids(two.lines) == ["mars@2", "mars@3"], two
+    assert ids(run(*command, "9").lines) == ["mars@1", "mars@2", "mars@3"]
+    assert run(*command, "0").code == 2
+
+
 class TestWatch:
     def test_prints_what_was_and_what_comes_until_ctrl_c(
         self, start: Start, config: Path, publish: Callable[..., None]
