@@ -11,6 +11,7 @@ from aviso_workers.declare.verdicts import Ack, Reject, Retry
 from aviso_workers.declare.windows import Window, Windowing
 from aviso_workers.errors import AvisoWorkersError
 from aviso_workers.jetstream.key_value import KeyValue
+from aviso_workers.version import __version__
 
 __all__ = [
     "Ack",
@@ -35,4 +36,5 @@ __all__ = [
     "Timer",
     "Window",
     "Windowing",
+    "__version__",
 ]

@@ -15,7 +15,7 @@ import threading
 from collections import UserDict
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -31,6 +31,7 @@ from aviso_workers.errors import (
     InvalidPositionError,
     SparkRestError,
 )
+from aviso_workers.version import __version__
 
 __all__ = ["NOT_PROVEN", "main"]
 
@@ -150,6 +151,12 @@ def _summary(command: Any) -> str:
     return re.split(r"[;.](?= |$)", paragraph, maxsplit=1)[0] + "."
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"aviso-workers {__version__}")
+        raise typer.Exit
+
+
 command = typer.Typer(
     name="aviso-workers",
     cls=_AllCommands,
@@ -162,7 +169,11 @@ command = typer.Typer(
 
 
 @command.callback()
-def _before_each() -> None:
+def _before_each(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     pass  # with it, typer makes a group, although no command is added to it
 
 

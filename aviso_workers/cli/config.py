@@ -1,14 +1,15 @@
-"""`config schema|show|event-types`: print the schema of configuration files, and what is in effect."""
+"""`config show|schema|event-types|files`: print what is in effect, the schema of files, and files that are shipped."""
 
 from __future__ import annotations
 
 import json
+from typing import Annotated
 
 import typer
 
 from aviso_workers.cli.output import Columns, echo
 from aviso_workers.cli.targets import ConfigOption, load, settings_of_installed
-from aviso_workers.config import display
+from aviso_workers.config import display, shipped_files
 
 __all__ = ["config"]
 
@@ -46,3 +47,16 @@ def event_types(config: ConfigOption = None) -> None:
     Example: aviso-workers config event-types --app mine.agents:app > schema.yaml
     """
     typer.echo(display.event_types(load(config)), nl=False)
+
+
+@config.command()
+def files(name: Annotated[str | None, typer.Argument(help="The file to print.", show_default=False)] = None) -> None:
+    """List the files that are shipped, for Prometheus, Grafana and others, or print one.
+
+    Example: aviso-workers config files prometheus-rules.yml > prometheus-rules.yml
+    """
+    if name is not None:
+        typer.echo(shipped_files.read(name), nl=False)
+        return
+    columns = Columns("file", "is")
+    columns.print(list(shipped_files.FILES.items()))

@@ -11,7 +11,6 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.metadata import version
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -50,6 +49,7 @@ from aviso_workers.events import (
 )
 from aviso_workers.telemetry import exposition
 from aviso_workers.telemetry.exposition import Kind
+from aviso_workers.version import __version__
 
 __all__ = ["FleetMetrics", "Measurable", "Metrics", "render_gauges"]
 
@@ -418,7 +418,7 @@ class Metrics:
         self._timers = {timer.name: _Timer() for timer in app.timers}
         self._windows = {agent.name: _Counts(RUN_OUTCOMES) for agent in app.agents if agent.form is Window}
         self._rows: dict[tuple[str, ...], dict[tuple[str, ...], Any]] = {
-            ("version",): {(version("aviso-workers"),): None},
+            ("version",): {(__version__,): None},
             ("app",): {(app.name,): self},
             ("app", "base"): {(app.name, bases[name]): numbers for name, numbers in self._published.items()},
             ("app", "agent", "base"): {

@@ -1,0 +1,18 @@
+"""The description of the package, for who reads it outside of the repository. All else is in pyproject.toml.
+
+It is README.md, whose links lead to files beside it: here each such link says where its page is.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+RELATIVE_LINK = re.compile(r"\[([^\]]+)\]\((?!\w+:)([^)#]+)(?:#[^)]*)?\)")
+
+setup(
+    long_description=RELATIVE_LINK.sub(r"\1 (`\2`)", Path(__file__).with_name("README.md").read_text()),
+    long_description_content_type="text/markdown",
+)
