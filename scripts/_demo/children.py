@@ -74,15 +74,23 @@ class Child:
 
 @contextmanager
 def running(
-    name: str, command: Sequence[str | Path], *, log_dir: Path, environment: Mapping[str, str]
+    name: str,
+    command: Sequence[str | Path],
+    *,
+    log_dir: Path,
+    environment: Mapping[str, str],
+    directory: Path | None = None,
 ) -> Iterator[Child]:
-    """The command as a process that ends with the block; it writes to `<log_dir>/<name>.log`."""
+    """The command as a process that ends with the block; it writes to `<log_dir>/<name>.log`. It runs in the directory,
+    by default in ours.
+    """
     log_file = log_dir / f"{name}.log"
     with ExitStack() as stack:
         # A signal that came while the process is started would leave it behind.
         with _without_interrupts(), log_file.open("wb") as log:
             process = subprocess.Popen(
                 command,
+                cwd=directory,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
