@@ -76,6 +76,11 @@ _POLYGON, _POINT, _POINT_CLOUD = "polygon", "point", "point_cloud"
 _Number = TypeVar("_Number", int, float)
 
 
+def _about(description: str) -> msgspec.Meta:
+    """Return what a field of the configuration means, for editors and the reference."""
+    return msgspec.Meta(description=description)
+
+
 class Span(msgspec.Struct, frozen=True):
     """The numbers from `low` to `high`, both included, asked by their text: `"7" in span`.
 
@@ -103,8 +108,8 @@ class IdentifierRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `required` concerns watches and replays of an aviso-server only; a notification has every field.
     """
 
-    required: bool
-    description: str | None = None
+    required: Annotated[bool, _about("Whether a watch or replay of an aviso-server must name it.")]
+    description: Annotated[str | None, _about("For people.")] = None
 
     def canonical(self, value: str) -> str:
         """Return the one spelling of `value`. Raises ValueError saying what was expected."""
@@ -122,7 +127,9 @@ class IdentifierRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class StringHandler(IdentifierRule, frozen=True, kw_only=True):
     """Any text, as it is; `max_length` counts UTF-8 bytes."""
 
-    max_length: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    max_length: Annotated[Annotated[int, msgspec.Meta(ge=0)] | None, _about("Bytes of UTF-8. Default: no limit.")] = (
+        None
+    )
 
     def canonical(self, value: str) -> str:
         if self.max_length is not None and len(value.encode(errors="surrogatepass")) > self.max_length:
@@ -133,7 +140,7 @@ class StringHandler(IdentifierRule, frozen=True, kw_only=True):
 class DateHandler(IdentifierRule, frozen=True, kw_only=True):
     """A day, given as `2025-12-25`, `20251225` or `2025-359` (day of the year)."""
 
-    canonical_format: str = "%Y%m%d"
+    canonical_format: Annotated[str, _about("How it is stored: %Y%m%d or %Y-%m-%d.")] = "%Y%m%d"
 
     def canonical(self, value: str) -> str:
         day = read_date(value).isoformat()
@@ -157,7 +164,7 @@ class TimeHandler(IdentifierRule, frozen=True, kw_only=True):
 class EnumHandler(IdentifierRule, frozen=True, kw_only=True):
     """One of `values`, in any case; canonical is lower case."""
 
-    values: tuple[str, ...]
+    values: Annotated[tuple[str, ...], _about("The values that it may have.")]
 
     def canonical(self, value: str) -> str:
         lowered = value.lower()
@@ -183,7 +190,7 @@ class ExpverHandler(IdentifierRule, frozen=True, kw_only=True):
     `default` stands in for empty text, not for a missing field.
     """
 
-    default: str | None = None
+    default: Annotated[str | None, _about("What stands in for empty text. Default: it is refused.")] = None
 
     def canonical(self, value: str) -> str:
         given = value or self.default
@@ -198,7 +205,7 @@ class ExpverHandler(IdentifierRule, frozen=True, kw_only=True):
 class IntHandler(IdentifierRule, frozen=True, kw_only=True):
     """A whole number of 64 bits within `range`, ends included; canonical has no plus and no zeros ahead."""
 
-    range: tuple[int, int] | None = None
+    range: Annotated[tuple[int, int] | None, _about("The least and the greatest. Default: no limits.")] = None
 
     def canonical(self, value: str) -> str:
         return str(_within(self.range, read_int(value)))
@@ -217,7 +224,7 @@ class IntHandler(IdentifierRule, frozen=True, kw_only=True):
 class FloatHandler(IdentifierRule, frozen=True, kw_only=True):
     """A finite number within `range`, ends included; canonical has the fewest digits and no exponent."""
 
-    range: tuple[float, float] | None = None
+    range: Annotated[tuple[float, float] | None, _about("The least and the greatest. Default: no limits.")] = None
 
     def canonical(self, value: str) -> str:
         return literals.float_text(_within(self.range, _read_float(value)))
@@ -249,7 +256,9 @@ class PolygonHandler(IdentifierRule, frozen=True, kw_only=True):
 class PointCloudHandler(IdentifierRule, frozen=True, kw_only=True):
     """At least one point, as a JSON array `[[lat,lon],...]`; it travels in headers."""
 
-    max_points: Annotated[int, msgspec.Meta(ge=1, le=spatial.MOST_POINTS)] = spatial.MOST_POINTS
+    max_points: Annotated[
+        Annotated[int, msgspec.Meta(ge=1, le=spatial.MOST_POINTS)], _about("Points that it may have.")
+    ] = spatial.MOST_POINTS
 
     def canonical(self, value: object) -> str:
         """Return the JSON text of a point cloud given as such or as an array of pairs. Raises ValueError."""
@@ -275,14 +284,14 @@ Rule = (
 class Topic(msgspec.Struct, frozen=True):
     """Where notifications of an event type live: a stream's base and the fields that follow it, in order."""
 
-    base: str
-    key_order: tuple[str, ...]
+    base: Annotated[str, _about("What subjects begin with; in capitals, the stream's name.")]
+    key_order: Annotated[tuple[str, ...], _about("The fields that follow it, in this order.")]
 
 
 class PayloadRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether a notification must carry a payload."""
 
-    required: bool
+    required: Annotated[bool, _about("Refuse notifications without a payload.")]
 
 
 class StoragePolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -292,20 +301,24 @@ class StoragePolicy(msgspec.Struct, frozen=True, kw_only=True):
     says that nobody has decided it.
     """
 
-    retention_time: Duration | None = None
-    max_messages: int | None = None
-    max_size: Size | None = None
-    allow_duplicates: bool | None = None
-    compression: bool | None = None
+    retention_time: Annotated[Duration | None, _about("How long a notification is kept.")] = None
+    max_messages: Annotated[int | None, _about("Notifications that the stream keeps.")] = None
+    max_size: Annotated[Size | None, _about("Bytes that the stream keeps.")] = None
+    allow_duplicates: Annotated[
+        bool | None, _about("Keep every notification, and not the newest of each topic only. Default: false.")
+    ] = None
+    compression: Annotated[bool | None, _about("Compress the stream on the disk.")] = None
 
 
 class EventType(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of `notification_schema`; keys that only concern an aviso-server are ignored."""
 
-    identifier: dict[str, Rule]
-    topic: Topic | None = None
-    payload: PayloadRule | None = None
-    storage_policy: StoragePolicy | None = None
+    identifier: Annotated[dict[str, Rule], _about("The fields that identify a notification, each with its rule.")]
+    topic: Annotated[Topic | None, _about("What makes the subject. Default: the name and all fields, sorted.")] = None
+    payload: Annotated[PayloadRule | None, _about("What is asked of the payload. Default: nothing.")] = None
+    storage_policy: Annotated[
+        StoragePolicy | None, _about("What the stream keeps. Default: what the backend's configuration says.")
+    ] = None
 
     @property
     def allow_duplicates(self) -> bool | None:
