@@ -1,0 +1,3 @@
+"""The documentation as a site: `pages` gathers what is written, `configuration`, `command_line` and `python_names`
+write the reference from the code, Zensical makes HTML of both, and `built_site` looks at that.
+"""

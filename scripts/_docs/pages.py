@@ -1,0 +1,58 @@
+"""Gathers the pages of the site: those of docs/, and what they link to outside of it, such as CHANGELOG.md.
+
+In the site, docs/agents.md is agents.md and config/example.yaml stays config/example.yaml. So a link from one to the
+other is written anew; a link within docs/ stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+__all__ = ["gather"]
+
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)")
+CODE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
+
+
+def gather(project: Path, target: Path) -> None:
+    """Write every page of `docs/` below `target`, and every file that a page links to.
+
+    Raises FileNotFoundError where a link leads to no file.
+    """
+    waiting = sorted((project / "docs").rglob("*.md"))
+    seen = set(waiting)
+    while waiting:
+        file = waiting.pop()
+        placed = target / _place(file, project)
+        placed.parent.mkdir(parents=True, exist_ok=True)
+        if file.suffix != ".md":
+            shutil.copyfile(file, placed)
+            continue
+        text, linked = _moved(file, project)
+        placed.write_text(text)
+        waiting += sorted(linked - seen)
+        seen |= linked
+
+
+def _place(file: Path, project: Path) -> Path:
+    """Return where a file of the project is in the site."""
+    inside = file.relative_to(project)
+    return inside.relative_to("docs") if inside.parts[0] == "docs" else inside
+
+
+def _moved(page: Path, project: Path) -> tuple[str, set[Path]]:
+    """Return the text of a page with its links as they are in the site, and the files that these lead to."""
+    linked: set[Path] = set()
+    here = _place(page, project).parent
+
+    def moved(link: re.Match[str]) -> str:
+        file = (page.parent / link[1]).resolve()
+        linked.add(file)
+        return os.path.relpath(_place(file, project), here)
+
+    parts = CODE.split(page.read_text())
+    parts[::2] = [LINK.sub(moved, prose) for prose in parts[::2]]
+    return "".join(parts), linked
