@@ -18,7 +18,7 @@ from tests.waits import PATIENCE_SECONDS
 class Command:
     """A running `aviso-workers ...`: its log as it comes, and how it ends."""
 
-    def __init__(self, *arguments: str | Path, directory: Path) -> None:
+    def __init__(self, *arguments: str | Path, directory: Path, **environment: str) -> None:
         self.log: list[dict[str, Any]] = []
         self.told: list[str] = []
         """The lines of standard error that are no log."""
@@ -26,7 +26,7 @@ class Command:
         self.process = subprocess.Popen(
             [Path(sys.executable).with_name("aviso-workers"), *arguments],
             cwd=directory,
-            env={**ours, "PYTHONUNBUFFERED": "1"},
+            env={**ours, "PYTHONUNBUFFERED": "1", **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

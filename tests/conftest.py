@@ -109,11 +109,13 @@ def write_config(tmp_path: Path) -> WriteConfig:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """`start("worker", "agents:app")`: the command in a directory of the test's own, ended with the test."""
+    """`start("worker", "agents:app", NAME="value")`: the command in a directory of the test's own, with variables of
+    its environment, ended with the test.
+    """
     commands: list[Command] = []
 
-    def start(*arguments: str | Path) -> Command:
-        commands.append(Command(*arguments, directory=tmp_path))
+    def start(*arguments: str | Path, **environment: str) -> Command:
+        commands.append(Command(*arguments, directory=tmp_path, **environment))
         return commands[-1]
 
     yield start
