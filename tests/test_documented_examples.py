@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from aviso_workers import App
+from aviso_workers import App, Notification
 from aviso_workers.testing import harness
 from tests.conftest import write_mars_config
 
@@ -94,3 +94,31 @@ async def test_the_example_of_what_runs_around_each_notification(
     failed, done = caplog.messages
     assert failed == "step 6 failed: ConnectionError('no database')"
     assert re.fullmatch(r"step 6 took \d\.\d{3} s", done)
+
+
+async def test_the_example_of_the_start_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    async with harness(example("index.md")["app"]) as at_work:
+        for class_ in ("od", "rd"):
+            await at_work.notify("field", {"class": class_, "step": 12}, {"location": f"/data/{class_}"})
+        await at_work.settle()
+    assert capsys.readouterr().out == "12 /data/od\n"
+
+
+async def test_the_example_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    found = example("../README.md")
+    app: App = found["app"]
+    app.configure(DOCS.parent / "config" / "dev.yaml")
+    assert app.mistakes() == []
+    field = found["Field"](location="/data/12")
+    await found["index_field"](Notification(event_type="mars", identifier={"step": "12"}, payload=field))
+    assert capsys.readouterr().out == "12 /data/12\n"
+
+
+async def test_the_example_of_timers(tmp_path: Path) -> None:
+    async with harness(in_memory(example("timers.md")["app"], tmp_path)) as at_work:
+        await at_work.advance(3600)
+        assert [tick.error for tick in at_work.ticks("refresh")] == [None] * 12
