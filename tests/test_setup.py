@@ -166,6 +166,15 @@ def test_what_is_declared_is_locked_with_its_hashes(requirement: Requirement) ->
     assert all(map(requirement.specifier.contains, locked)), (str(requirement), locked)
 
 
+def test_the_table_of_supported_versions_says_what_is_declared() -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    table = (PROJECT / "docs" / "support.md").read_text().partition("## Servers")[0]
+    named = {str(Requirement(text)): text for text in re.findall(r"`([\w-]+(?:\[\w+\])?[><=]=[^`]+)`", table)}
+    assert len(named) == 3, table
+    assert [text for requirement, text in named.items() if requirement not in set(map(str, declared()))] == []
+    assert f"`{project['requires-python']}`" in table
+
+
 def test_every_package_is_installed() -> None:
     declared = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     template = PROJECT / "aviso_workers" / "projects" / "template"  # data, with a package of somebody else's
