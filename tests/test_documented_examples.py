@@ -1,7 +1,8 @@
-"""Examples of the documentation that are whole programs run as they stand."""
+"""Examples of the documentation run as they stand."""
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from aviso_workers import App, Notification
+from aviso_workers.server import NatsServer
 from aviso_workers.testing import harness
 from tests.conftest import write_mars_config
 
@@ -21,12 +23,20 @@ pytestmark = pytest.mark.anyio
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-def example(page: str, *, section: str = "") -> dict[str, Any]:
-    """The names that the first example of a page, or of a section of it, defines."""
+def written(page: str, *, section: str = "") -> str:
+    """The first example of a page, or of a section of it."""
     text = (DOCS / page).read_text()
-    source = text[text.index(section) :].split("```python\n")[1].split("```")[0]
-    found: dict[str, Any] = {"__name__": page}
-    exec(compile(source, page, "exec"), found)
+    return text[text.index(section) :].split("```python\n")[1].split("```")[0]
+
+
+def example(page: str, *, section: str = "") -> dict[str, Any]:
+    """The names that it defines."""
+    return executed(written(page, section=section))
+
+
+def executed(source: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"__name__": "example"}
+    exec(compile(source, "example", "exec"), found)
     return found
 
 
@@ -122,3 +132,36 @@ async def test_the_example_of_timers(tmp_path: Path) -> None:
     async with harness(in_memory(example("timers.md")["app"], tmp_path)) as at_work:
         await at_work.advance(3600)
         assert [tick.error for tick in at_work.ticks("refresh")] == [None] * 12
+
+
+async def test_the_example_of_backups_in_python(tmp_path: Path, nats_server: NatsServer) -> None:
+    source = written("backup.md", section="## From Python").replace("/backups", str(tmp_path / "backups"))
+    found = executed(source)
+    app: App = found["app"]
+    app.configure(write_mars_config(tmp_path / "config.yaml", nats_server.url))
+    async with app:
+        await app.notify("mars", {"class": "od", "step": 6})
+        await found["back_up"]()
+    (backup,) = found["backups"].find(tmp_path / "backups")
+    assert (backup.stream, backup.state.messages) == ("MARS", 1)
+
+
+async def test_the_example_of_requests_to_jetstream(tmp_path: Path, nats_server: NatsServer) -> None:
+    app = App("example", config=write_mars_config(tmp_path / "config.yaml", nats_server.url))
+    async with app:
+        await app.notify("mars", {"class": "od", "step": 6})
+    found: dict[str, Any] = {"app": app}
+    source = written("streams.md", section="## From Python").replace("ORDERS", "MARS")
+    await eval(compile(source, "streams.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), found)
+    assert found["info"]["state"]["messages"] == 1
+
+
+async def test_the_example_of_what_is_delivered_later(tmp_path: Path) -> None:
+    body = written("agents.md", section="### Later").replace("return ", "reminder = ").replace("2026,", "2200,")
+    source = "from datetime import UTC, datetime\nfrom aviso_workers import Notify\n" + body
+    app = in_memory(App("example"), tmp_path)
+    async with harness(app):
+        identifier = {"class": "od", "step": "6"}
+        notification = Notification(event_type="mars", identifier=identifier, payload=None)
+        found: dict[str, Any] = {"app": app, "identifier": identifier, "notification": notification}
+        await eval(compile(source, "agents.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), found)
