@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["CATALOGUE", "FAILED", "FIELDS", "INDEXED", "PAGES", "applications"]
+__all__ = ["CATALOGUE", "FAILED", "FIELDS", "INDEXED", "PAGES", "PYAVISO", "applications"]
 
-PAGES = sorted(Path(__file__).parents[1].joinpath("docs", "coming-from").glob("*.md"))
+DIRECTORY = Path(__file__).parents[1] / "docs" / "coming-from"
+PYAVISO = DIRECTORY / "pyaviso.md"
+"""Its application is another one, because it is given what an aviso-server stores."""
+PAGES = sorted({*DIRECTORY.glob("*.md")} - {PYAVISO})
 FIELDS = {"6": 3, "12": 4, "18": 0}
 """The size of each step's field; it lies at `/data/<step>`."""
 CATALOGUE = {"6": "/data/6", "12": "/data/12"}

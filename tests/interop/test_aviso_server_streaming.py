@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from aviso_workers import App, Notification
 from aviso_workers.errors import InvalidPositionError, NotFoundError
+from tests import coming_from
 from tests.interop import conversations, programs
 from tests.interop.aviso_server import AvisoServer
 from tests.waits import PATIENCE_SECONDS
@@ -202,6 +203,29 @@ async def test_what_we_publish_reaches_a_listener_of_pyaviso(
         **dict(zip(("class", "expver", "domain"), ("od", "0001", "g"), strict=True)),
         **dict(zip(("date", "time", "stream", "step"), ("20261120", "1200", "a.b", "1"), strict=True)),
     }
+
+
+async def test_the_applications_of_coming_from_pyaviso_are_given_the_same(
+    server: AvisoServer, aviso_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, ours = coming_from.applications(coming_from.PYAVISO)
+    found: dict[str, Any] = {"__name__": "pyaviso"}
+    exec(compile(ours, "pyaviso.md", "exec"), found)
+    app: App = found["app"]
+    app.configure(aviso_config)
+    command = [str(programs.pyaviso()), "-c", theirs.replace("http://127.0.0.1:8000", server.url)]
+    async with app, working(app), await anyio.open_process(command, cwd=tmp_path) as listener:
+        for step, stream in ((1, "oper"), (2, "wave"), (3, "oper")):
+            await app.notify("mars", mars(step=step, stream=stream), {"location": f"/data/{step}"})
+        assert listener.stdout is not None
+        lines = BufferedByteReceiveStream(listener.stdout)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            heard = [await lines.receive_until(b"\n", LONGEST_LINE) for _ in range(2)]
+            while found["catalogue"].keys() != {"1", "3"}:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        listener.terminate()
+    assert heard == [b"1 /data/1", b"3 /data/3"]
+    assert capsys.readouterr().out.splitlines() == ["1 /data/1", "3 /data/3"]
 
 
 async def test_positions_mean_the_same_to_both(server: AvisoServer, aviso_config: Path) -> None:
