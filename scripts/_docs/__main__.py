@@ -38,7 +38,10 @@ def build(target: Path) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/docs", description="Builds the documentation as a site.")
     parser.add_argument("--to", type=Path, default=PROJECT / "build" / "docs", help="where to build it")
-    site = build(parser.parse_args().to.resolve())
+    try:
+        site = build(parser.parse_args().to.resolve())
+    except subprocess.CalledProcessError:
+        return 1  # it has said why
     found = list(built_site.problems(site))
     for problem in found:
         print(problem, file=sys.stderr)
