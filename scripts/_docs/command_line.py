@@ -26,7 +26,7 @@ document for programs.
 def page() -> str:
     """Return the page: one section for each panel of the help, and in it one for each command."""
     root = typer.main.get_command(cli.command)
-    context = root.context_class(root, info_name="aviso-workers")
+    context = root.context_class(root, info_name="aviso-workers", **root.context_settings)
     written = [HEAD]
     for title, names in cli.PANELS.items():
         written.append(f"## {title}\n")
@@ -38,7 +38,7 @@ def page() -> str:
 def _command(command: Any, name: str, above: Any) -> Iterator[str]:
     if command.hidden:
         return
-    context = command.context_class(command, info_name=name, parent=above)
+    context = command.context_class(command, info_name=name, parent=above, **command.context_settings)
     yield f"### {context.command_path}\n"
     yield from _paragraphs(command.help or "")
     below = getattr(command, "commands", {})
@@ -60,8 +60,8 @@ def _paragraphs(help_: str) -> Iterator[str]:
 
 
 def _table(command: Any, context: Any) -> Iterator[str]:
-    rows = [record for parameter in command.get_params(context) if (record := parameter.get_help_record(context))]
-    rows = [(name, meaning) for name, meaning in rows if name != "--help"]
+    parameters = [each for each in command.get_params(context) if each.name != "help"]
+    rows = [record for each in parameters if (record := each.get_help_record(context))]
     if rows:
         yield "| argument or option | meaning |\n|---|---|"
         yield from (f"| `{name.replace('|', chr(92) + '|')}` | {_plain(meaning)} |" for name, meaning in rows)
