@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import tomllib
@@ -16,7 +17,22 @@ from tests.waits import PATIENCE_SECONDS
 
 PROJECT = Path(__file__).parents[1]
 LOCK = PROJECT / "scripts" / "requirements.lock"
-TOOLS = ("bash", "cat", "chmod", "cp", "dirname", "env", "grep", "head", "mkdir", "mktemp", "rm", "sed", "sha256sum")
+TOOLS = (
+    "bash",
+    "cat",
+    "chmod",
+    "cp",
+    "dirname",
+    "env",
+    "grep",
+    "head",
+    "ln",
+    "mkdir",
+    "mktemp",
+    "rm",
+    "sed",
+    "sha256sum",
+)
 
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
@@ -39,9 +55,23 @@ case "$1" in
             *) echo >"$COMMANDS/${*: -1}" && chmod +x "$COMMANDS/${*: -1}" ;;
         esac ;;
     download) echo "apt-get download ${*: -1}" >>"$NOTES"; echo >"${*: -1}.deb" ;;
+    satisfy) echo "apt-get satisfy ${*: -2}" >>"$NOTES" ;;
 esac
 """
+APT_CACHE = """#!/usr/bin/env bash
+printf 'postgresql\\n  Depends: postgresql-15\\n  Suggests: postgresql-doc\\n'
+"""
 DPKG_DEB = """#!/usr/bin/env bash
+case "$1 ${*: -1}" in
+    "--field Depends") echo "debconf, libicu72 (>= 72.1), libllvm14, postgresql-common, zlib1g (>= 1)"; exit ;;
+    *postgresql)
+        mkdir -p .venv/postgresql/usr/lib/postgresql/15/bin
+        for program in postgres initdb; do
+            echo >".venv/postgresql/usr/lib/postgresql/15/bin/$program"
+            chmod +x ".venv/postgresql/usr/lib/postgresql/15/bin/$program"
+        done
+        exit ;;
+esac
 mkdir -p usr/bin
 for program in prometheus promtool; do
     echo >"usr/bin/$program"
@@ -72,6 +102,14 @@ class Clone:
         for tool in TOOLS:
             self.commands.joinpath(tool).symlink_to(str(shutil.which(tool)))
         self.user(1000)
+        # What is installed on the machine of the tests.
+        setup = self.directory / "scripts" / "setup"
+        setup.write_text(setup.read_text().replace("/usr/lib/postgresql ", f"{shlex.quote(str(self.installed))} "))
+
+    @property
+    def installed(self) -> Path:
+        """What a machine has in /usr/lib/postgresql."""
+        return self.directory.with_name("postgresql")
 
     def command(self, name: str, script: str) -> None:
         self.commands.joinpath(name).write_text(script)
@@ -110,6 +148,8 @@ def ready_clone(clone: Clone) -> Clone:
     clone.command("prometheus", "")
     clone.command("promtool", "")
     clone.command("openssl", "")
+    clone.command("postgres", "")
+    clone.command("initdb", "")
     return clone
 
 
@@ -264,6 +304,48 @@ def test_root_without_what_some_tests_run_gets_debians_and_no_service(ready_clon
     assert asked == ["apt-get update", "apt-get download prometheus", "apt-get update", "apt-get install openssl"]
     again = ready_clone.set_up()
     assert (again.returncode, again.stderr, ready_clone.notes) == (0, "", [])
+
+
+@pytest.mark.parametrize("missing", ["postgres", "initdb"])
+def test_root_without_postgres_gets_debians_with_its_libraries_and_no_service(ready_clone: Clone, missing: str) -> None:
+    ready_clone.commands.joinpath(missing).unlink()
+    ready_clone.command("apt-get", APT_GET)
+    ready_clone.command("apt-cache", APT_CACHE)
+    ready_clone.command("dpkg-deb", DPKG_DEB)
+    ready_clone.user(0)
+
+    done = ready_clone.set_up()
+
+    assert done.returncode == 0, done.stderr
+    asked = [note for note in ready_clone.notes if note.startswith("apt-get")]
+    libraries = "libicu72 (>= 72.1) zlib1g (>= 1)"
+    assert asked == ["apt-get update", "apt-get download postgresql-15", f"apt-get satisfy {libraries}"]
+    again = ready_clone.set_up()
+    assert (again.returncode, again.stderr, ready_clone.notes) == (0, "", [])
+
+
+def test_postgres_that_is_installed_and_not_on_path_is_found(ready_clone: Clone) -> None:
+    for program in ("postgres", "initdb"):
+        ready_clone.commands.joinpath(program).unlink()
+        for version in ("13", "15"):
+            (ready_clone.installed / version / "bin").mkdir(parents=True, exist_ok=True)
+            ready_clone.installed.joinpath(version, "bin", program).write_text(version)
+            ready_clone.installed.joinpath(version, "bin", program).chmod(0o755)
+
+    done = ready_clone.set_up()
+
+    assert done.returncode == 0, done.stderr
+    assert ready_clone.directory.joinpath(".venv/bin/postgres").read_text() == "15"
+    assert ready_clone.directory.joinpath(".venv/bin/initdb").read_text() == "15"
+
+
+def test_somebody_else_without_postgres_is_told_what_to_install(ready_clone: Clone) -> None:
+    ready_clone.commands.joinpath("postgres").unlink()
+
+    done = ready_clone.set_up()
+
+    assert done.returncode == 0
+    assert "setup: postgres is missing, and its tests are skipped: install the package postgresql\n" in done.stderr
 
 
 @pytest.mark.parametrize("missing", ["prometheus", "promtool"])
