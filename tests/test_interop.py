@@ -1,4 +1,4 @@
-"""`scripts/interop` in a clone of its own, with stand-ins for Go, Cargo and Python that note what they are asked."""
+"""`scripts/interop` in a clone of its own: stand-ins for Go, Cargo, mvn and Python note what they are asked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ case "$1" in
         mkdir "${@: -1}/bin" && touch "${@: -1}/bin/aviso_server" ;;
 esac
 """
+MVN = """#!/usr/bin/env bash
+echo "mvn ${*: -2:1}" >>"$NOTES"
+"""
 PYTHON = """#!/usr/bin/env bash
+[ "$2" != pip ] || { echo "pip ${*: -1}" >>"$NOTES"; exit; }
 [ "$*" = "-m venv $3" ] && mkdir "$3/bin" && printf '%s\\n' '#!/usr/bin/env bash' 'echo "pip ${@: -1}" >>"$NOTES"' \
     >"$3/bin/pip" && "$CHMOD" +x "$3/bin/pip"
 """
@@ -45,7 +49,7 @@ echo "pytest ${*: -2}" >>"$NOTES"
 
 
 class Clone:
-    """A clone that is set up, on a machine with Go and Cargo and an empty cache."""
+    """A clone that is set up, on a machine with Go, Cargo and Maven and an empty cache."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory / "a clone"
@@ -62,6 +66,7 @@ class Clone:
         write(self.commands / "go", GO)
         write(self.commands / "cargo", CARGO)
         write(self.commands / "systemd-analyze", "#!/usr/bin/env bash\n")
+        write(self.commands / "mvn", MVN)
         for tool in TOOLS:
             self.commands.joinpath(tool).symlink_to(str(shutil.which(tool)))
 
@@ -110,6 +115,8 @@ def test_first_run_installs_every_program_in_its_version_and_runs_the_tests(clon
     assert clone.installed == {line.replace(" ", "-") for line in VERSIONS}
     assert "cargo aviso-server 0.7.1 with v5.17.14.zip" in clone.notes
     assert [*clone.cache.glob("keda-*/*.yaml")], "a module of which a file is taken"
+    assert "mvn -Dartifact=io.delta:delta-spark_4.2_2.13:4.4.0" in clone.notes
+    assert "pip pyspark==4.2.*" in clone.notes
     assert clone.notes[-1] == "pytest tests/interop -x"
 
 
@@ -123,7 +130,7 @@ def test_second_run_installs_nothing(clone: Clone) -> None:
 
 
 def test_a_missing_toolchain_is_told_in_a_line_each_and_the_other_tests_are_run(clone: Clone) -> None:
-    for toolchain in ("go", "cargo", "systemd-analyze"):
+    for toolchain in ("go", "cargo", "mvn", "systemd-analyze"):
         clone.commands.joinpath(toolchain).unlink()
 
     done = clone.run(CI="true")
@@ -133,6 +140,7 @@ def test_a_missing_toolchain_is_told_in_a_line_each_and_the_other_tests_are_run(
         "interop: there is no go: tests with the nats CLI, nats-servers of other versions or linters in Go are not run",
         "interop: there is no cargo: tests with aviso-server are not run",
         "interop: there is no systemd-analyze: the systemd unit of new projects is not verified",
+        "interop: there is no mvn: the test with Delta Lake is not run",
     ]
     assert clone.notes[-1] == "pytest tests/interop -x"
 

@@ -14,6 +14,7 @@ __all__ = [
     "aviso_server",
     "compose",
     "custom_resources",
+    "delta_spark",
     "framework",
     "hadolint",
     "kubectl_validate",
@@ -91,6 +92,13 @@ def _only(program: str, file: str) -> Path:
     """A file of a program that is installed in one version."""
     (version,) = _versions(program)
     return _installed(program, version, file)
+
+
+def delta_spark() -> tuple[Path, list[Path]]:
+    """The directory of the PySpark that Delta Lake is for, and the jars."""
+    (version,) = _versions("delta-spark")
+    pyspark = _installed("delta-spark", version, "pyspark")
+    return pyspark, sorted((pyspark.parent / "jars").glob("*.jar"))
 
 
 def _installed(program: str, version: str, file: str) -> Path:
