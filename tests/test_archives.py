@@ -111,7 +111,7 @@ def test_the_description_leads_nowhere_that_a_reader_of_it_cannot_go(metadata: M
     assert isinstance(description, str)
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert RELATIVE_LINK.findall(description) == []
-    assert "Tutorial (`docs/tutorial.md`)" in description
+    assert "tutorial (`docs/tutorial.md`)" in description
 
 
 def test_it_says_who_made_it(metadata: Message) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import socket
 import tempfile
@@ -32,7 +31,6 @@ from aviso_workers.worker.fleet import Plan
 
 __all__ = ["dev"]
 
-LEVEL = "workers.logging.level"
 MOST_PORTS = 20
 """How many ports after the configured one are tried for the status port."""
 
@@ -44,7 +42,7 @@ def dev(
     status_port: StatusPort = None,
     ephemeral: Annotated[bool, typer.Option("--ephemeral", help="Forget the streams afterwards.")] = False,
     reload: Reload = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the whole log, not only warnings.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show our whole log, not only warnings.")] = False,
 ) -> None:
     """Run the agents of an app with a nats-server of their own, on the port that nats_url names.
 
@@ -54,18 +52,15 @@ def dev(
     if mistakes := app.mistakes():
         raise ConfigError(mistakes)
     port = _nats_port(app.config)
-    is_quiet = not verbose and LEVEL not in app.config.origins
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary) if ephemeral else DIRECTORY
         with _served(app.config, directory, port) as node:
             status_port = _status_port(app.config) if status_port is None else status_port
             source = _source(target, config)
             if reload:
-                if is_quiet:
-                    os.environ["AVISO_WORKERS_WORKERS__LOGGING__LEVEL"] = "warning"
                 _tell(app, node, source, ephemeral=ephemeral)
                 echo("The agents start again when a file changes. Ctrl-C ends all.", err=True)
-                command = fleet_command(target, agent, config)
+                command = fleet_command(target, agent, config, quiet=not verbose)
                 fleet.run(app, Plan(command=command, processes=1, reload=True), status_port=status_port)
                 return
 
@@ -74,7 +69,7 @@ def dev(
                 echo(f"status       {status_url}/metrics", err=True)
                 echo(f"Ready. Ctrl-C ends it{'' if verbose else ', and -v shows the whole log'}.", err=True)
 
-            process.run(app, status_port=status_port, least_logged="warning" if is_quiet else None, ready=ready)
+            process.run(app, status_port=status_port, quiet=not verbose, ready=ready)
 
 
 def _nats_port(config: Config) -> int:

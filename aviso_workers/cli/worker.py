@@ -40,6 +40,7 @@ def worker(
     ] = None,
     reload: Reload = False,
     member: Annotated[str | None, typer.Option("--member", hidden=True)] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", hidden=True)] = False,
 ) -> None:
     """Run the agents of an app until SIGTERM or Ctrl-C.
 
@@ -49,7 +50,7 @@ def worker(
     app = find_app(target, agent=agent, config=config)
     if member is not None:
         name, _, line = member.partition(":")
-        process.run(app, member=Member(name, line=int(line), limits=limits))
+        process.run(app, member=Member(name, line=int(line), limits=limits), quiet=quiet)
         return
     if processes is None and limits == Limits() and not reload:
         process.run(app, status_port=status_port)
@@ -59,13 +60,14 @@ def worker(
 
 
 def fleet_command(
-    target: str | None, agent: str | None, config: ConfigSource | None, **limits: object
+    target: str | None, agent: str | None, config: ConfigSource | None, *, quiet: bool = False, **limits: object
 ) -> tuple[str, ...]:
-    """Return the command line of one process of a fleet."""
+    """Return the command line of one process of a fleet, which logs warnings only where it is `quiet`."""
     source = config or ConfigSource()
     options = {"agent": agent, "config": source.path, "context": source.context, **limits}
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
-    return (sys.executable, "-P", "-m", "aviso_workers.cli", "worker", *given, *([target] if target else []))
+    given += ["--quiet"] * quiet + ([target] if target else [])
+    return (sys.executable, "-P", "-m", "aviso_workers.cli", "worker", *given)
 
 
 def _size(text: str | None) -> Size | None:

@@ -10,7 +10,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Iterable, MutableMapping
-from typing import Any, TextIO, get_args
+from typing import Any, Literal, TextIO, get_args
 
 import structlog
 
@@ -65,6 +65,11 @@ class Log:
 
     _structlog = structlog.get_logger("aviso_workers")
     _standard = logging.getLogger("aviso_workers")
+    _least = logging.NOTSET
+
+    def write_from(self, level: Literal["info", "warning"]) -> None:
+        """Write lines of this level and above from now on, as far as structlog or the standard library take them."""
+        self._least = logging.getLevelNamesMapping()[level.upper()]
 
     def info(self, event: str, **fields: Any) -> None:
         self._write(logging.INFO, event, fields)
@@ -76,6 +81,8 @@ class Log:
         self._write(logging.ERROR, event, fields)
 
     def _write(self, level: int, event: str, fields: dict[str, Any]) -> None:
+        if level < self._least:
+            return
         if structlog.is_configured():
             getattr(self._structlog, logging.getLevelName(level).lower())(event, **fields)
         elif self._standard.isEnabledFor(level):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import signal
 from collections.abc import Callable
-from typing import Literal
 
 import anyio
 import structlog
@@ -35,12 +34,12 @@ def run(
     *,
     status_port: int | None = None,
     member: Member | None = None,
-    least_logged: Literal["warning"] | None = None,
+    quiet: bool = False,
     ready: Ready | None = None,
 ) -> None:
     """Run `serve` on an event loop of its own: uvloop's, where that is installed."""
     anyio.run(
-        lambda: serve(app, status_port=status_port, member=member, least_logged=least_logged, ready=ready),
+        lambda: serve(app, status_port=status_port, member=member, quiet=quiet, ready=ready),
         backend_options={"use_uvloop": importlib.util.find_spec("uvloop") is not None},
     )
 
@@ -50,14 +49,14 @@ async def serve(
     *,
     status_port: int | None = None,
     member: Member | None = None,
-    least_logged: Literal["warning"] | None = None,
+    quiet: bool = False,
     ready: Ready | None = None,
 ) -> None:
     """Run the app's agents and tasks until SIGTERM or SIGINT; a second one cancels what still runs.
 
     The first one is enough while nothing runs because the connection is still being made. A `member` of a fleet also
     stops when it is recycled, tells its supervisor where its status port is, and has its name on every line of the log.
-    `least_logged` is written in place of the configured level and above.
+    Where it is `quiet`, what we log ourselves are warnings and errors only; what the app logs is not changed.
 
     Raises `ConfigError` with every mistake before anything connects, `BackendError` when the connection cannot be
     made or is lost for good, `ResourceError` when a resource cannot be opened.
@@ -65,7 +64,8 @@ async def serve(
     if mistakes := app.mistakes():
         raise ConfigError(mistakes)
     settings = app.config.workers
-    logs.configure(structs.replace(settings.logging, level=least_logged or settings.logging.level))
+    logs.configure(settings.logging)
+    log.write_from("warning" if quiet else "info")
     status = settings.status if status_port is None else structs.replace(settings.status, port=status_port)
     if member is not None:
         structlog.contextvars.bind_contextvars(process=member.name)

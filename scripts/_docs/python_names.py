@@ -28,7 +28,7 @@ def page() -> str:
         written.append(f"## {module.__name__}\n\n{_prose(module)}\n")
         for name in module.__all__:
             value = getattr(module, name)
-            if id(value) not in seen:
+            if id(value) not in seen and not name.startswith("__"):
                 seen.add(id(value))
                 written += _name(name, value)
     return "\n".join(written)

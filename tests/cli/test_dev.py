@@ -19,9 +19,11 @@ Run = Callable[..., Ran]
 
 AGENTS = """
 import msgspec
+import structlog
 from aviso_workers import App, Notification
 
 app = App("dev-tests")
+log = structlog.get_logger()
 
 class Field(msgspec.Struct):
     location: str
@@ -30,6 +32,7 @@ class Field(msgspec.Struct):
 @app.agent("mars", where={"class": ["od", "rd"], "step": {"gt": 5}})
 async def index(notification: Notification[Field]) -> None:
     print(notification.identifier["step"], notification.payload.location, flush=True)
+    log.info("field.indexed")
 """
 
 
@@ -68,20 +71,26 @@ def test_it_brings_its_own_server_and_takes_it_away(
     assert (tmp_path / ".aviso-workers/server").exists() == (not options)
 
 
-def test_it_says_what_there_is_to_try_and_that_works(start: Start, config: Path, free_port: int) -> None:
-    """Its log is for those who ask for it."""
-    dev = start("dev", "agents:app", "--config", config, "--status-port", "0")
-    dev.until_told("Ready.")
+@pytest.mark.parametrize(("options", "last"), [((), "Ready."), (("--reload",), "The agents start again")])
+def test_it_says_what_there_is_to_try_and_that_works(
+    start: Start, config: Path, free_port: int, options: tuple[str, ...], last: str
+) -> None:
+    """Our log is for those who ask for it, and the author's for everybody."""
+    dev = start("dev", "agents:app", "--config", config, "--status-port", "0", *options)
+    dev.until_told(last)
     told = {name: rest for name, _, rest in (line.strip().partition("  ") for line in dev.told)}
     assert (told["agent"].strip(), told["nats-server"].split(",")[0]) == (
         "index, which reads mars",
         f"nats://127.0.0.1:{free_port}",
     )
-    assert [line["event"] for line in dev.log if line["level"] == "info"] == []
     command, *arguments = shlex.split(told["try"])
     assert (command, start(*arguments).end()) == ("aviso-workers", 0), told["try"]
     assert dev.lines(1) == ["6 a\n"]
-    assert dev.end(signal.SIGINT) == 0
+    dev.until("field.indexed")
+    os.killpg(dev.process.pid, signal.SIGINT)
+    assert dev.end() == 0
+    infos = {line["event"] for line in dev.log if line["level"] == "info"}
+    assert not infos & {"worker.started", "agent.started", "stream.created"}, infos
 
 
 def test_it_takes_the_next_status_port_where_one_is_taken(start: Start, config: Path, tmp_path: Path) -> None:
