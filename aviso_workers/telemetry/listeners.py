@@ -18,7 +18,7 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import BackendError, text_of
 from aviso_workers.events import Events, Settled
-from aviso_workers.telemetry import logs, readiness
+from aviso_workers.telemetry import blocked_loop, logs, readiness
 from aviso_workers.telemetry.failure_logs import FailureLog
 from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.metrics import Measurable, Metrics
@@ -74,10 +74,14 @@ class Listeners:
         log.error("worker.failed", app=self._app, error=text_of(error))
 
     async def work(self) -> None:
-        """Note that the event loop is not blocked, and log how many failures were only counted, until cancelled."""
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self.readiness.health.keep_turning)
-            tasks.start_soon(self.failures.keep_counting)
+        """Note that the event loop is not blocked, log where it is, and how many failures were only counted, until
+        cancelled.
+        """
+        health = self.readiness.health
+        with blocked_loop.watched(health, self._agents):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(health.keep_turning)
+                tasks.start_soon(self.failures.keep_counting)
 
     async def measure_lag(self, session: Session) -> None:
         """Ask for the lag of each agent, in turn and without end; return at once where there are no metrics."""

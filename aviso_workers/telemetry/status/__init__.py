@@ -69,6 +69,10 @@ class Health:
         """Return how late the loop came round the last time, or is now if that is more."""
         return max(self._late, time.monotonic() - self._next_turn)
 
+    def blocked_seconds(self) -> float:
+        """Return for how long the loop should have come round by now."""
+        return max(0.0, time.monotonic() - self._next_turn)
+
     def stuck(self) -> list[str]:
         """Return what is to be said of a loop that does not turn any more."""
         seconds = time.monotonic() - self._last_turn
