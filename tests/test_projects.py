@@ -89,8 +89,8 @@ def answers(url: str) -> bool:
 
 
 def test_every_file_of_the_template_is_written_under_the_name_of_the_project(tmp_path: Path) -> None:
-    written = projects.create(tmp_path / "rides")
-    assert sorted(str(file.relative_to(tmp_path / "rides")) for file in written) == [
+    written = projects.create(tmp_path / "harvest")
+    assert sorted(str(file.relative_to(tmp_path / "harvest")) for file in written) == [
         ".dockerignore",
         ".gitignore",
         "Dockerfile",
@@ -98,31 +98,31 @@ def test_every_file_of_the_template_is_written_under_the_name_of_the_project(tmp
         "README.md",
         "aviso.yaml",
         "compose.yaml",
+        "harvest/__init__.py",
+        "harvest/agents.py",
         "kubernetes/deployment.yaml",
         "kubernetes/monitoring.yaml",
         "kubernetes/scaling.yaml",
         "pyproject.toml",
-        "rides/__init__.py",
-        "rides/agents.py",
-        "systemd/rides.service",
+        "systemd/harvest.service",
         "tests/test_agents.py",
     ]
     assert [file for file in written if re.search(r"project[_-](name|version)", file.read_text())] == []
 
 
 def test_a_folder_that_has_something_is_left_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "rides").mkdir()
-    (tmp_path / "rides" / "notes").touch()
+    (tmp_path / "harvest").mkdir()
+    (tmp_path / "harvest" / "notes").touch()
     (tmp_path / "fields").touch()
-    for name in ("rides", "fields"):
+    for name in ("harvest", "fields"):
         with pytest.raises(DeclarationError, match=f"{name} is there already and is no empty folder: take another"):
             projects.create(tmp_path / name)
-    assert [file.name for file in (tmp_path / "rides").iterdir()] == ["notes"]
+    assert [file.name for file in (tmp_path / "harvest").iterdir()] == ["notes"]
 
 
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "rides").mkdir()
-    assert projects.create(tmp_path / "rides")
+    (tmp_path / "harvest").mkdir()
+    assert projects.create(tmp_path / "harvest")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def test_the_quickstart(start: Start, free_port: int, tmp_path: Path) -> None:
     environment = {
         "AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL": f"nats://127.0.0.1:{free_port}",
         "AVISO_WORKERS_WORKERS__STATUS__PORT": "0",
+        "AVISO_WORKERS_SERVER__MONITORING__PORT": "0",
         "AVISO_WORKERS_WORKERS__LOGGING__FORMAT": "json",
         "HOME": str(tmp_path),
         "PATH": f"{BIN}:{os.environ['PATH']}",
@@ -45,7 +46,7 @@ def test_the_quickstart(start: Start, free_port: int, tmp_path: Path) -> None:
         return ran.stdout.splitlines()
 
     dev = start(*shlex.split(run)[1:], **environment)
-    dev.until("agent.started")
+    dev.until_told("Ready.")
     shell(publish)
     assert dev.lines(1) == ["12 /data/12\n"]
     shell(fail)

@@ -27,16 +27,16 @@ def test_what_was_written_and_the_next_commands_are_told(run: Run, tmp_path: Pat
 
 
 def test_a_project_below_another_folder_has_the_name_of_its_own(run: Run, tmp_path: Path) -> None:
-    ran = run("new", "my work/rides")
+    ran = run("new", "my work/harvest")
     assert (ran.code, ran.lines[-3:]) == (
         0,
         [
-            "  cd 'my work/rides' && pip install --editable '.[dev]'",
+            "  cd 'my work/harvest' && pip install --editable '.[dev]'",
             "  pytest",
-            "  aviso-workers dev rides.agents:app",
+            "  aviso-workers dev harvest.agents:app",
         ],
     )
-    assert (tmp_path / "my work" / "rides" / "rides" / "agents.py").exists()
+    assert (tmp_path / "my work" / "harvest" / "harvest" / "agents.py").exists()
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,6 @@ def test_a_name_or_a_folder_that_cannot_be_used_is_told_with_the_cure(
 
 def test_a_folder_that_cannot_be_made_is_told_without_a_traceback(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert run("new", "file/rides") == Ran(
-        code=1, out="", err="aviso-workers: cannot write file/rides: Not a directory\n"
+    assert run("new", "file/harvest") == Ran(
+        code=1, out="", err="aviso-workers: cannot write file/harvest: Not a directory\n"
     )

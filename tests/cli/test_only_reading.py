@@ -43,6 +43,7 @@ READING = {
     "backup verify": ("backups",),
     "check": ("mine:app",),
     "config event-types": (),
+    "config files": (),
     "config schema": (),
     "config show": (),
     "consumers ls": ("ORDERS", "--seconds", "0.1"),
@@ -79,7 +80,7 @@ SHOWING = {
     "streams wipe-all": (),
 }
 """They change something, and show what it would be where they are not told `--yes`."""
-WITHOUT_CONFIG = {"backup ls", "backup verify", "config schema", "new", "server status"}
+WITHOUT_CONFIG = {"backup ls", "backup verify", "config files", "config schema", "new", "server status"}
 WITH_CONSUMERS = {"consumers ls", "doctor", "agents ls", "erase", "replay", "watch"}
 """They read through a consumer that ends by itself."""
 CHANGING = {
