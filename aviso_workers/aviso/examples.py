@@ -82,10 +82,10 @@ def payload(of: Any) -> Any:
 
     Raises TypeError where msgspec does not know the type, or no example of it is known.
     """
-    example = _of(inspect.type_info(of))
     try:
+        example = _of(inspect.type_info(of))
         msgspec.convert(example, of)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, RecursionError) as error:
         raise TypeError(f"no example of {of!r} is known") from error
     return example
 
@@ -97,7 +97,8 @@ def _of(known: inspect.Type) -> Any:
         case inspect.StructType() | inspect.DataclassType() | inspect.TypedDictType():
             return {field.encode_name: _of(field.type) for field in known.fields if field.required}
         case inspect.UnionType():
-            return next((_of(each) for each in known.types if not isinstance(each, inspect.NoneType)), None)
+            may_be_null = any(isinstance(each, inspect.NoneType) for each in known.types)
+            return None if may_be_null else _of(known.types[0])
         case inspect.LiteralType(values=(first, *_)):
             return first
         case inspect.EnumType(cls=cls):

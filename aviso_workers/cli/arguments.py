@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import reprlib
 import shutil
@@ -22,7 +21,7 @@ __all__ = ["Line", "LinesFile", "lines_file", "parse_duration", "parse_pairs", "
 
 TYPE = "int.ecmwf.aviso."
 """What the types of Aviso's CloudEvents begin with, before the event type."""
-CLOUD_EVENT = b'"specversion"'
+CLOUD_EVENT = "specversion"
 """What each CloudEvent has, and no line of ours."""
 NEXT_PAIR = re.compile(r",\s*\w+=")
 """What a value has when fields were separated by commas, as in listener files."""
@@ -38,7 +37,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A message id: a repeat within the duplicate window is stored once."""
 
 
-class _Data(msgspec.Struct, frozen=True):
+class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     identifier: dict[str, Any]
     payload: Any = None
     payload_base64: bytes | None = None
@@ -49,19 +48,18 @@ class _CloudEvent(msgspec.Struct, frozen=True):
 
     type: str
     id: str
-    source: str
     data: _Data
     time: str = ""
 
     def line(self) -> Line:
-        """Return it as a line of ours. Its message id is of all that it says, since the ids of two streams may be the
-        same. Raises `ValidationError` where it is none of Aviso's.
-        """
+        """Return it as a line of ours, without an id. Raises `ValidationError` where it is none of Aviso's."""
         if not self.type.startswith(TYPE):
             raise msgspec.ValidationError(f"its type must begin with {TYPE!r}, found {self.type!r}")
-        digest = hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:32]
-        body = self.data.payload if self.data.payload_base64 is None else self.data.payload_base64
-        return Line(self.type.removeprefix(TYPE), self.data.identifier, body, f"cloud-event.{digest}")
+        data = self.data
+        if data.payload is not None and data.payload_base64 is not None:
+            raise msgspec.ValidationError("its data has a payload and a payload_base64: give one")
+        body = data.payload if data.payload_base64 is None else data.payload_base64
+        return Line(self.type.removeprefix(TYPE), data.identifier, body)
 
 
 def parse_pairs(pairs: Sequence[str]) -> dict[str, str]:
@@ -136,16 +134,23 @@ class LinesFile(msgspec.Struct, frozen=True):
     name: str
     """For people."""
 
-    def read(self) -> Iterator[tuple[int, Line]]:
-        """Yield its numbered lines. Raises `InvalidNotificationError` that names file and line."""
+    def read(self) -> Iterator[tuple[int, Line, str]]:
+        """Yield its lines with their numbers, and of a CloudEvent its id and time, which tell it from others of the
+        same content. Raises `InvalidNotificationError` that names file and line.
+        """
         ours, of_cloud_events = msgspec.json.Decoder(Line), msgspec.json.Decoder(_CloudEvent)
+        keys = msgspec.json.Decoder(dict[str, msgspec.Raw])
         try:
             with self.path.open("rb") as file:
                 for number, text in enumerate(file, start=1):
                     if not text.strip():
                         continue
                     try:
-                        yield number, of_cloud_events.decode(text).line() if CLOUD_EVENT in text else ours.decode(text)
+                        if CLOUD_EVENT.encode() in text and CLOUD_EVENT in keys.decode(text):
+                            event = of_cloud_events.decode(text)
+                            yield number, event.line(), f"{event.id} {event.time}"
+                        else:
+                            yield number, ours.decode(text), ""
                     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                         raise InvalidNotificationError(f"{self.name}:{number}: {error}") from error
         except OSError as error:

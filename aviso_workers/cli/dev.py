@@ -145,7 +145,9 @@ def _example(app: App, agent: Agent[Any, Any]) -> tuple[str, ...] | None:
     identifier = examples.identifier(event_type, agent.where)
     try:
         body = examples.payload(agent.payload_type) if agent.payload_type not in (None, Any) else None
-        app.check(Notify(agent.event_type, identifier, {} if body is None else body))
+        if body is None and event_type.payload is not None and event_type.payload.required:
+            body = {}
+        app.check(Notify(agent.event_type, identifier, body))
     except (TypeError, InvalidNotificationError):
         return None
     pairs = [f"{field}={value}" for field, value in identifier.items()]

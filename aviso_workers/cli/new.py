@@ -21,6 +21,7 @@ def new(
 
     Example: aviso-workers new field_index
     """
+    project = project if project.name else project.absolute()  # `.` has no name of its own
     for file in projects.create(project):
         echo(f"wrote {file}")
     echo(f"""

@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Annotated
 
 import anyio
+import msgspec
 import typer
+from msgspec import structs
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from aviso_workers.aviso.notifications import Notify
 from aviso_workers.aviso.positions import parse_date
-from aviso_workers.cli.arguments import LinesFile, lines_file, parse_duration, parse_pairs, parse_payload
+from aviso_workers.cli.arguments import Line, LinesFile, lines_file, parse_duration, parse_pairs, parse_payload
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected_app
-from aviso_workers.engine.publisher import encode
+from aviso_workers.config import Config
+from aviso_workers.engine.publisher import encode, size_of, too_large
 from aviso_workers.errors import AvisoWorkersError, InvalidNotificationError
 
 __all__ = ["notify"]
@@ -83,12 +86,15 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
     app = connected_app(config)
     total = 0
     by_id: dict[str, tuple[int, bytes]] = {}
-    for number, line in lines.read():  # all of it is checked before any of it is sent
+    largest = (0, 0, "")
+    """The size of the largest notification, its line, and its event type."""
+    for number, line, origin in lines.read():  # all of it is checked before any of it is sent
         total += 1
         try:
-            message = encode(app.config, Notify(line.event, line.identifier, line.payload, line.id))
+            message = encode(app.config, _notification(app.config, line, origin))
         except InvalidNotificationError as error:
             raise InvalidNotificationError(f"{lines.name}:{number}: {error}") from error
+        largest = max(largest, (size_of(message.data, message.headers), number, line.event))
         if line.id:
             content = hashlib.sha256(message.subject.encode() + b" " + message.data).digest()
             first, same = by_id.setdefault(line.id, (number, content))
@@ -97,6 +103,8 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
                     f"{lines.name}:{number}: its id {line.id!r} is that of line {first}, which says something else: "
                     "the stream would discard one of them as a repeat"
                 )
+    if not total:
+        echo(f"{lines.name} has no notifications", err=True)
     columns = (TextColumn("publishing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=total)
@@ -104,20 +112,36 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
 
         def notifications() -> Iterator[Notify]:
             nonlocal begun
-            for _, line in lines.read():
+            for _, line, origin in lines.read():
                 begun += 1
-                yield Notify(line.event, line.identifier, line.payload, line.id)
+                yield _notification(app.config, line, origin)
                 progress.advance(bar)
 
         try:
             async with app:
+                size, number, event = largest
+                if size > (most := app.session.backend.connection.max_payload):
+                    raise InvalidNotificationError(f"{lines.name}:{number}: {too_large(event, size, most=most)}")
                 stored = await app.notify_many(notifications())
-        except AvisoWorkersError:
-            if begun:
-                progress.stop()
-                typer.echo(MAY_BE_STORED.format(begun=begun, total=total), err=True)
-            raise
+        except AvisoWorkersError as error:
+            if not begun:
+                raise
+            progress.stop()
+            typer.echo(MAY_BE_STORED.format(begun=begun, total=total), err=True)
+            raise AvisoWorkersError(str(error)) from error  # whatever it is, something may have been done
     _tell(f"{stored} notifications stored")
+
+
+def _notification(config: Config, line: Line, origin: str) -> Notify:
+    """Return the notification of a line. That of a CloudEvent has a message id of its `origin` and of what is stored,
+    since two streams may have the same ids, and a polygon two spellings. Raises `InvalidNotificationError`.
+    """
+    wanted = Notify(line.event, line.identifier, line.payload, line.id)
+    if not origin:
+        return wanted
+    message = encode(config, wanted)
+    said = msgspec.json.encode((origin, message.subject, message.data, message.headers), order="deterministic")
+    return structs.replace(wanted, message_id=f"cloud-event.{hashlib.sha256(said).hexdigest()[:32]}")
 
 
 def _tell(outcome: str) -> None:

@@ -63,7 +63,7 @@ def test_a_payload_has_the_fields_that_its_type_must_have() -> None:
         "kind": "pl",
         "written": "2026-11-20T06:00:00Z",
         "place": {"lat": 1.0},
-        "parent": 1,
+        "parent": None,
         "tags": [],
     }
 
@@ -71,6 +71,21 @@ def test_a_payload_has_the_fields_that_its_type_must_have() -> None:
 @pytest.mark.parametrize(("of", "expected"), [(str, "a"), (int, 1), (dict[str, int], {}), (list[int], [])])
 def test_a_payload_may_be_of_any_type_that_json_has(of: Any, expected: Any) -> None:
     assert examples.payload(of) == expected
+
+
+class Tree(Struct):
+    parent: Tree | None
+    left: dict[str, Tree]
+
+
+class Endless(Struct):
+    inner: Endless
+
+
+def test_a_payload_may_contain_its_own_type() -> None:
+    assert examples.payload(Tree) == {"parent": None, "left": {}}
+    with pytest.raises(TypeError):
+        examples.payload(Endless)
 
 
 def test_what_nobody_knows_an_example_of_is_no_payload() -> None:

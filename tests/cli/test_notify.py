@@ -161,17 +161,34 @@ class TestAFile:
             assert run("notify", "--file", path, "--config", config).code == 0
         assert len(payloads()) == 10
 
-    def test_that_ends_in_the_middle_says_how_much_may_be_stored(
+    def test_with_a_notification_that_is_too_large_is_not_sent_at_all(
         self, run: Run, config: Path, write_lines: Callable[..., Path], payloads: Callable[[], list[Any]]
     ) -> None:
-        """The progress bar counts what was begun, which is more than what is stored."""
-        assert run("notify", "mars", "class=od", "step=0", "--config", config).code == 0
-        path = write_lines(self.line(0), self.line(6), self.line(12, payload="x" * (2 << 20)), self.line(18))
+        path = write_lines(self.line(0), self.line(12, payload="x" * (2 << 20)), self.line(18))
         ran = run("notify", "--file", path, "--config", config)
         assert (ran.code, ran.out) == (2, "")
+        assert f"{path}:2: mars: the notification has 20971" in ran.err, ran.err
+        assert run("replay", "mars", "--config", config).code == 1, "there is no stream"
+
+    def test_that_ends_in_the_middle_says_how_much_may_be_stored(
+        self, run: Run, nats_server: NatsServer, write_config: WriteConfig, write_lines: Callable[..., Path]
+    ) -> None:
+        """The progress bar counts what was begun, which is more than what is stored."""
+        full = {"max_messages": 2, "discard_policy": "new", "publish_deadline_seconds": 0.5}
+        config = write_config(nats_server.url, **full)
+        ran = run("notify", "--file", write_lines(*map(self.line, range(4))), "--config", config)
+        assert (ran.code, ran.out) == (1, ""), ran
         told = re.search("of 4 notifications the first (.) were begun, and any of these may be stored", ran.err)
         assert told, ran.err
-        assert len(payloads()) - 1 < int(told[1])
+        assert len(run("replay", "mars", "--config", config).lines) == 2 <= int(told[1])
+
+    def test_without_a_line_is_told(self, run: Run, config: Path, write_lines: Callable[..., Path]) -> None:
+        ran = run("notify", "--file", write_lines("", " "), "--config", config)
+        assert (ran.code, ran.out, "lines.jsonl has no notifications\n" in ran.err) == (
+            0,
+            "0 notifications stored\n",
+            True,
+        ), ran
 
     @pytest.mark.parametrize(
         ("bad", "complaint"),
@@ -249,6 +266,36 @@ class TestCloudEvents:
         ]
         ran = run("notify", "--file", "-", "--config", config, stdin="\n".join(lines).encode())
         assert (ran.code, payloads()) == (0, [1, 2]), ran
+
+    def test_in_two_spellings_are_stored_once(
+        self, run: Run, nats_server: NatsServer, tmp_path: Path, write_config: WriteConfig
+    ) -> None:
+        config = write_config(nats_server.url)
+        event = {"specversion": "1.0", "id": "mars@1", "source": "a", "type": "int.ecmwf.aviso.mars", "time": "1"}
+        lines = [{**event, "data": {"identifier": {"class": "od", "step": step}}} for step in ("6", "006", 6)]
+        lines.append({**lines[0], "source": "b"})
+        text = "\n".join(map(json.dumps, lines)).encode()
+        assert run("notify", "--file", "-", "--config", config, stdin=text).code == 0
+        assert len(run("replay", "mars", "--config", config).lines) == 1
+
+    @pytest.mark.parametrize(
+        ("data", "complaint"),
+        [
+            ({"identifier": {}, "paylod": 1}, "Object contains unknown field `paylod`"),
+            ({"identifier": {}, "payload": 1, "payload_base64": "AA=="}, "its data has a payload and a payload_base64"),
+        ],
+    )
+    def test_whose_payload_would_be_lost_are_refused(
+        self, run: Run, unreachable: Path, data: dict[str, Any], complaint: str
+    ) -> None:
+        event = {"specversion": "1.0", "id": "1", "source": "x", "type": "int.ecmwf.aviso.mars", "data": data}
+        ran = run("notify", "--file", "-", "--config", unreachable, stdin=json.dumps(event).encode())
+        assert (ran.code, complaint in ran.err) == (2, True), ran
+
+    def test_may_be_payloads_themselves(self, run: Run, config: Path, payloads: Callable[[], list[Any]]) -> None:
+        line = {"event": "mars", "identifier": {"class": "od", "step": 1}, "payload": {"specversion": "1.0"}}
+        assert run("notify", "--file", "-", "--config", config, stdin=json.dumps(line).encode()).code == 0
+        assert payloads() == [{"specversion": "1.0"}]
 
     def test_of_another_type_are_refused(self, run: Run, unreachable: Path) -> None:
         event = {
