@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from msgspec import structs
 
 from aviso_workers.app import App
 from aviso_workers.aviso import examples
+from aviso_workers.aviso.notifications import Notify
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.targets import AgentOption, ConfigOption, ConfigSource, Target, find_app
 from aviso_workers.cli.worker import Reload, StatusPort, fleet_command
@@ -89,7 +89,7 @@ def _served(config: Config, directory: Path, port: int) -> Iterator[Node]:
             "`aviso-workers server stop`"
         )
     monitoring = config.server.monitoring
-    if monitoring.port and not _is_free(monitoring.port):
+    if monitoring.port and not processes.is_free(monitoring.port):
         monitoring = structs.replace(monitoring, port=0)
     server = structs.replace(config.server, port=port, monitoring=monitoring)
     started = structs.replace(config, server=server)
@@ -102,22 +102,14 @@ def _served(config: Config, directory: Path, port: int) -> Iterator[Node]:
 
 def _status_port(config: Config) -> int:
     """Return the configured status port, or the next one that is free."""
-    configured = config.workers.status.port
+    configured, host = config.workers.status.port, config.workers.status.host
     if not configured:
         return 0
     following = range(configured + 1, configured + MOST_PORTS)
-    port = next((each for each in (configured, *following) if _is_free(each, config.workers.status.host)), 0)
+    port = next((each for each in (configured, *following) if processes.is_free(each, host=host)), 0)
     if port != configured:
         echo(f"port {configured} is taken: the status port is {port or 'any free one'}", err=True)
     return port
-
-
-def _is_free(port: int, host: str = "127.0.0.1") -> bool:
-    try:
-        socket.create_server((host, port)).close()
-    except OSError:
-        return False
-    return True
 
 
 def _source(target: str | None, config: ConfigSource | None) -> tuple[str, ...]:
@@ -139,11 +131,9 @@ def _tell(app: App, node: Node, source: tuple[str, ...], *, ephemeral: bool) -> 
 
 def _example(app: App, agent: Agent[Any, Any]) -> tuple[str, ...] | None:
     """Return the arguments of `notify` for a notification that the agent takes; None where none is known."""
-    from aviso_workers import Notify
-
     event_type = app.config.notification_schema[agent.event_type]
-    identifier = examples.identifier(event_type, agent.where)
     try:
+        identifier = examples.identifier(event_type, agent.where)
         body = examples.payload(agent.payload_type) if agent.payload_type not in (None, Any) else None
         if body is None and event_type.payload is not None and event_type.payload.required:
             body = {}

@@ -15,6 +15,7 @@ from msgspec import structs
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.notifications import Notify
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli.arguments import Line, LinesFile, lines_file, parse_duration, parse_pairs, parse_payload
@@ -91,7 +92,7 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
     for number, line, origin in lines.read():  # all of it is checked before any of it is sent
         total += 1
         try:
-            message = encode(app.config, _notification(app.config, line, origin))
+            _, message = _encoded(app.config, line, origin)
         except InvalidNotificationError as error:
             raise InvalidNotificationError(f"{lines.name}:{number}: {error}") from error
         largest = max(largest, (size_of(message.data, message.headers), number, line.event))
@@ -114,7 +115,8 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
             nonlocal begun
             for _, line, origin in lines.read():
                 begun += 1
-                yield _notification(app.config, line, origin)
+                # Only the id of a CloudEvent takes its message to be known; the publisher encodes all of them.
+                yield _encoded(app.config, line, origin)[0] if origin else _notification(line)
                 progress.advance(bar)
 
         try:
@@ -132,16 +134,21 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
     _tell(f"{stored} notifications stored")
 
 
-def _notification(config: Config, line: Line, origin: str) -> Notify:
-    """Return the notification of a line. That of a CloudEvent has a message id of its `origin` and of what is stored,
-    since two streams may have the same ids, and a polygon two spellings. Raises `InvalidNotificationError`.
+def _notification(line: Line) -> Notify:
+    return Notify(line.event, line.identifier, line.payload, line.id)
+
+
+def _encoded(config: Config, line: Line, origin: str) -> tuple[Notify, Message]:
+    """Return the notification of a line, and its message. That of a CloudEvent has a message id of its `origin` and of
+    what is stored, since two streams may have the same ids, and a polygon two spellings. Raises
+    `InvalidNotificationError`.
     """
-    wanted = Notify(line.event, line.identifier, line.payload, line.id)
-    if not origin:
-        return wanted
+    wanted = _notification(line)
     message = encode(config, wanted)
+    if not origin:
+        return wanted, message
     said = msgspec.json.encode((origin, message.subject, message.data, message.headers), order="deterministic")
-    return structs.replace(wanted, message_id=f"cloud-event.{hashlib.sha256(said).hexdigest()[:32]}")
+    return structs.replace(wanted, message_id=f"cloud-event.{hashlib.sha256(said).hexdigest()[:32]}"), message
 
 
 def _tell(outcome: str) -> None:

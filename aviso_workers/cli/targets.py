@@ -203,10 +203,6 @@ def _import(target: str) -> App:
     sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise DeclarationError(f"{module_name!r} cannot be imported:\n{_told(error)}") from error
-        raise DeclarationError(f"no module {module_name!r} here or installed; say MODULE:APP") from error
     except SystemExit as error:  # else the command ends as if it had done its work
         raise DeclarationError(
             f"{module_name!r} exits while it is imported, with {describe(error)}; no app can be taken from it"
@@ -216,6 +212,8 @@ def _import(target: str) -> App:
     except AvisoWorkersError:
         raise
     except Exception as error:  # of any kind, because it is the author's code that is run here
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise DeclarationError(f"no module {module_name!r} here or installed; say MODULE:APP") from error
         raise DeclarationError(f"{module_name!r} cannot be imported:\n{_told(error)}") from error
     found = getattr(module, name or "app", None)
     if not isinstance(found, App):

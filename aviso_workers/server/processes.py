@@ -47,7 +47,19 @@ from aviso_workers.server import (
 from aviso_workers.server.readiness import Tell
 from aviso_workers.server.store import Asset
 
-__all__ = ["DIRECTORY", "Node", "State", "ask", "eventually", "free_ports", "reload", "start", "states", "stop"]
+__all__ = [
+    "DIRECTORY",
+    "Node",
+    "State",
+    "ask",
+    "eventually",
+    "free_ports",
+    "is_free",
+    "reload",
+    "start",
+    "states",
+    "stop",
+]
 
 DIRECTORY = Path(".aviso-workers/server")
 """Where commands run servers unless they are told another directory: below the current one."""
@@ -332,7 +344,7 @@ def _planned(server: Server, names: list[str], directory: Path) -> list[Node]:
     nodes = []
     for i, name in enumerate(names):
         configured = [port + i if port else 0 for port in _ports(server)]
-        for port in filterfalse(_is_free, filter(None, configured)):
+        for port in filterfalse(is_free, filter(None, configured)):
             raise ServerProcessError(f"port {port} on {LOOPBACK} is in use: stop what listens there, or choose another")
         port, monitoring_port, cluster_port, leaf_port = (port or next(free) for port in configured)
         nodes.append(
@@ -382,9 +394,10 @@ def _reserve(port: int) -> bool:
     return True
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int, *, host: str = LOOPBACK) -> bool:
+    """Return whether somebody could listen on that port now."""
     try:
-        socket.create_server((LOOPBACK, port)).close()
+        socket.create_server((host, port)).close()
     except OSError:
         return False
     return True

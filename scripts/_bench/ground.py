@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import anyio
 import msgspec
@@ -19,7 +18,7 @@ from msgspec import Struct
 from _bench import filling
 from _bench.tally import MARKS_VARIABLE
 from _chaos.clusters import connected, started
-from _demo.children import Child, ShortfallError, free_port, running, wait_until
+from _demo.children import Child, ShortfallError, free_port, is_ready, running, wait_until
 from aviso_workers import App, config
 from aviso_workers.declare.agents import durable_name
 from aviso_workers.server import NatsServer
@@ -124,7 +123,7 @@ class Ground:
         command = (COMMANDS / "aviso-workers", *target, *fleet)
         started = time.perf_counter()
         with self.process(name, command, counts=counts, processes=processes) as child:
-            while not _is_ready(port):
+            while not is_ready(port):
                 child.check_alive()
                 if time.perf_counter() - started > READY_SECONDS:
                     raise ShortfallError(f"{name} is not ready after {READY_SECONDS:.0f} s\n{child.last_words()}")
@@ -224,14 +223,6 @@ class Ground:
 def _marks_in(child: Child) -> list[Mark]:
     lines = child.log_file.read_text().splitlines()
     return [msgspec.json.decode(line, type=Mark) for line in lines if line.startswith('{"mark"')]
-
-
-def _is_ready(port: int) -> bool:
-    try:
-        with urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
-            return True
-    except OSError:
-        return False  # not there yet, or 503
 
 
 @contextmanager

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 from aviso_workers.server.processes import free_ports
 
-__all__ = ["INTERRUPTS", "Child", "ShortfallError", "free_port", "running", "wait_until"]
+__all__ = ["INTERRUPTS", "Child", "ShortfallError", "free_port", "is_ready", "running", "wait_until"]
 
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.05
@@ -140,3 +141,12 @@ def free_port() -> int:
     """Return a port that nobody else is given while this process lives."""
     (port,) = free_ports(1)
     return port
+
+
+def is_ready(port: int) -> bool:
+    """Return whether the worker with this status port says that it is ready."""
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
+            return True
+    except OSError:
+        return False  # not there yet, or 503

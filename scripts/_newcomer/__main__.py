@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.request import urlopen
 
-from _demo.children import Child, ShortfallError, free_port, running, wait_until
+from _demo.children import Child, ShortfallError, free_port, is_ready, running, wait_until
 from _newcomer import archives, pages
 from _newcomer.pages import Page
 
@@ -95,7 +94,7 @@ class Newcomer:
         dev = [*page.dev, "--status-port", str(status_port)]
         with running("dev", dev, log_dir=directory, environment=environment, directory=directory) as child:
             with self._step(f"{' '.join(page.dev)}, until it is ready"):
-                _wait(lambda: _is_ready(status_port), child, "it is not ready")
+                _wait(lambda: is_ready(status_port), child, "it is not ready")
             with self._step("aviso-workers notify, until it is handled"):
                 self._run(page.notify, environment, directory)
                 _wait(lambda: page.handled in child.log_file.read_text(), child, f"it has not told {page.handled!r}")
@@ -133,14 +132,6 @@ class Newcomer:
         seconds = time.perf_counter() - started
         self.seconds += seconds
         print(f"{seconds:7.1f} s  {what}", flush=True)
-
-
-def _is_ready(port: int) -> bool:
-    try:
-        with urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
-            return True
-    except OSError:
-        return False  # not there yet, or 503
 
 
 def _wait(condition: Callable[[], bool], child: Child, what: str) -> None:
