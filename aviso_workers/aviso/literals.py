@@ -1,4 +1,4 @@
-"""Durations, sizes and numbers, as text and back; and text that is safe to show.
+"""Durations, sizes and numbers, as text and back; and text for people: made safe to show, or a near name suggested.
 
 `config` and `schema` read `retention_time: 7d` and `max_size: 2Gi` through `decode_hook`; `schema` and
 `spatial` read and write coordinates and float identifiers, which must be spelled one way only because
