@@ -302,7 +302,9 @@ class TestOrder:
                 await facts.until_threads(OVERDUE)
                 await notify(app, [4], expver="0002")
                 await facts.until_acked(3, 4, 5)
-                assert hanging.begun == [0, 2, 3, 4]
+                # Keys have threads of their own, of which either may be the first to come to its function.
+                assert [step for step in hanging.begun if step < 2] == [0]
+                assert [step for step in hanging.begun if step >= 2] == [2, 3, 4]
                 hanging.end()
                 await facts.until_acked(1, 2, 3, 4, 5)
             assert [step for step in hanging.ended if step < 2] == [0, 0, 1]
