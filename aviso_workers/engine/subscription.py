@@ -302,9 +302,9 @@ class _Reader:
     async def _read(self, joining: TaskGroup) -> None:
         """Open the consumer and read it until it is lost, the agent is stuck, or it is to stop."""
         feed, run, consumer = self._feed, self._run, self._feed.consumer.durable_name
-        await feed.provisioner.ensure(feed.stream)
-        info = await (feed.ensure() if feed.ensure else feed.provisioner.ensure_consumer(self._stream, feed.consumer))
-        passed = await _passed(self._backend, feed.stream, info)
+        if (made := await self._made()) is None:
+            return
+        info, passed = made
         gathers = feed.in_order and info.num_ack_pending > 0 and (self._gave_back or not len(run.buffer))
         self._gave_back = False
         if gathers:
@@ -326,6 +326,22 @@ class _Reader:
                 await self._read_on(opened)
             finally:
                 run.detach(self._stream)
+
+    async def _made(self) -> tuple[ConsumerInfo, Passed | None] | None:
+        """Return the consumer, made where it is missing, and what it had passed; None where the worker is to stop
+        first. A server that is gone answers nothing, and is not waited for then.
+        """
+        feed, made = self._feed, None
+
+        async def make() -> None:
+            nonlocal made
+            await feed.provisioner.ensure(feed.stream)
+            ensured = feed.ensure() if feed.ensure else feed.provisioner.ensure_consumer(self._stream, feed.consumer)
+            info = await ensured
+            made = info, await _passed(self._backend, feed.stream, info)
+
+        await _until(self._stop, make)
+        return made
 
     async def _read_on(self, opened: Consumer) -> None:
         await _until(self._stop, opened.lost, self._run.until_stuck)

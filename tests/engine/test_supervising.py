@@ -154,6 +154,27 @@ class TestAnAgent:
         waits = [round(event.again_in_seconds, 1) for event in disturbed]
         assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0, 10.0, 10.0]
 
+    async def test_that_is_to_stop_does_not_wait_for_a_server_that_answers_nothing(
+        self, backend: LosingBackend, router: Router, working: Working, facts: Facts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As where Ctrl-C reaches a worker that has just connected, and its server."""
+
+        @router.agent("mars")
+        async def index(notification: Notification[Any]) -> None: ...
+
+        asked = anyio.Event()
+
+        async def never_answer(stream: str, spec: ConsumerSpec) -> ConsumerInfo:
+            asked.set()
+            await anyio.sleep_forever()
+            raise AssertionError
+
+        monkeypatch.setattr(backend, "ensure_consumer", never_answer)
+        async with working(index):
+            await asked.wait()
+        assert len(facts.of(AgentStopped)) == 1
+        assert (facts.of(AgentStarted), facts.of(AgentDisturbed)) == ([], [])
+
     async def test_does_not_hurry_because_it_once_was_healthy(
         self, backend: LosingBackend, router: Router, working: Working, facts: Facts
     ) -> None:
