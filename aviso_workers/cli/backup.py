@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import anyio
 import typer
+from rich.filesize import decimal
 
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.backends import Admin, open_backend
@@ -143,7 +144,7 @@ def ls(directory: Below, as_json: AsJson = False) -> None:
     rows = [_row(each) for each in found]
     if rows or as_json:
         documents = (dict(zip(BACKUPS, row, strict=True)) for row in rows)
-        print_rows(BACKUPS, (map(str, row) for row in rows), documents, as_json=as_json)
+        print_rows(BACKUPS, map(_cells, rows), documents, as_json=as_json)
     elif not failures:
         typer.echo(f"no backups in {directory}")
     for file in backups.sets_in(directory):
@@ -348,7 +349,7 @@ def _parsed(duration: str) -> Duration:
 
 
 def _described(made: Backup) -> str:
-    return f"{made.stream}: {made.state.messages} messages, {made.size} bytes in {made.directory}" + (
+    return f"{made.stream}: {made.state.messages} messages, {decimal(made.size)} in {made.directory}" + (
         f", after {made.previous.directory}" if made.previous else ""
     )
 
@@ -365,6 +366,10 @@ def _row(found: backups.Backup) -> tuple[str | int, ...]:
         _kind(found),
         str(found.directory),
     )
+
+
+def _cells(row: Iterable[str | int]) -> Iterator[str]:
+    return (decimal(int(cell)) if name == "bytes" else str(cell) for name, cell in zip(BACKUPS, row, strict=True))
 
 
 def _kind(found: Backup) -> str:
@@ -386,7 +391,7 @@ def _verify(directory: Path, identities: Identities | None) -> None:
         typer.echo(f"{directory}: whole; a nats-server before 2.15 made it, and its messages cannot be counted here")
         return
     typer.echo(
-        f"{directory}: {contents.messages} messages, {contents.bytes} bytes, {len(contents.consumers)} consumers"
+        f"{directory}: {contents.messages} messages, {decimal(contents.bytes)}, {len(contents.consumers)} consumers"
         + (f"; {contents.missing} messages were deleted or expired while it was made" if contents.missing else "")
     )
 

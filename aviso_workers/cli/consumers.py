@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from datetime import datetime
 from functools import partial
 from typing import Annotated
 
 import typer
 
 from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.output import AsJson, end_where_unavailable, print_json, print_rows
+from aviso_workers.cli.details import AsAnswered, print_details, replicas, time_text
+from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows
 from aviso_workers.cli.report import Seconds, consumer_state, duration, snapshots
 from aviso_workers.cli.streams import Stream
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
+from aviso_workers.jetstream.info import ConsumerInfo
 from aviso_workers.ops import maintenance, reports
 from aviso_workers.ops.reports import ConsumerRow
 
@@ -49,14 +53,14 @@ def list_consumers(
 
 
 @consumers.command()
-def show(stream: Stream, consumer: Consumer, config: ConfigOption = None) -> None:
-    """Print a consumer's configuration and state as JSON, as the server has them.
+def show(stream: Stream, consumer: Consumer, as_json: AsAnswered = False, config: ConfigOption = None) -> None:
+    """Show the configuration, the state and the replicas of a consumer.
 
     Example: aviso-workers consumers show MARS field-index__index_field
     """
 
     async def run(server: Opened) -> None:
-        print_json((await server.admin.consumer_info(stream, consumer)).answer)
+        print_details(await server.admin.consumer_info(stream, consumer), _state, as_json=as_json)
 
     connected(config, run)
 
@@ -96,6 +100,30 @@ def unpin(
         typer.echo(f"{group} of {consumer}: unpinned")
 
     connected(config, run)
+
+
+def _state(consumer: ConsumerInfo) -> Iterator[tuple[str, str]]:
+    yield "stream", consumer.stream
+    yield "consumer", consumer.name
+    yield "created", time_text(consumer.created)
+    yield "pending", str(consumer.num_pending)
+    yield "ack pending", str(consumer.num_ack_pending)
+    yield "redelivered", str(consumer.num_redelivered)
+    yield "delivered", _reached(consumer.position, consumer.last_delivered)
+    yield "ack floor", _reached(consumer.ack_floor, consumer.last_settled)
+    if consumer.pulled:
+        yield "pull requests", f"{consumer.num_waiting} waiting"
+    else:
+        yield "subscribed to", "yes" if consumer.push_bound else "no"
+    if consumer.paused:
+        yield "paused until", time_text(consumer.paused_until)
+    if consumer.pinned_since:
+        yield "pinned since", time_text(consumer.pinned_since)
+    yield from replicas(consumer.cluster)
+
+
+def _reached(sequence: int, last: datetime | None) -> str:
+    return f"up to sequence {sequence}, the last one at {time_text(last)}" if last else f"up to sequence {sequence}"
 
 
 def _consumer_row(row: ConsumerRow) -> tuple[str, ...]:

@@ -72,12 +72,18 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
 
 def print_record(pairs: Iterable[tuple[str, str]]) -> None:
     """Print one record, with a line for each name and its value."""
+    lines = [(name, printable(value)) for name, value in pairs]
     console = terminal()
+    if not console.is_terminal:
+        width = max((len(name) for name, _ in lines), default=0)
+        for name, value in lines:
+            typer.echo(f"{name.ljust(width)}  {value}".rstrip())
+        return
     made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     made.add_column(no_wrap=True, style="bold")
     made.add_column(overflow="fold")
-    for name, value in pairs:
-        made.add_row(Text(name), Text(printable(value)))
+    for name, value in lines:
+        made.add_row(Text(name), Text(value))
     console.print(made)
 
 

@@ -210,7 +210,8 @@ def _mirror_row(link: Link) -> tuple[str, ...]:
 
 
 def _use_row(use: Use) -> tuple[str, ...]:
-    return (use.what, str(use.used), "none" if use.limit < 0 else str(use.limit))
+    number = decimal if use.what.startswith("bytes") else str
+    return (use.what, number(use.used), "none" if use.limit < 0 else number(use.limit))
 
 
 def consumer_state(row: ConsumerRow) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.filesize import decimal
 
+from aviso_workers.cli.details import AsAnswered, print_details, replicas, time_text
 from aviso_workers.cli.output import AsJson, end_where_unavailable, print_json, print_rows
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
 from aviso_workers.errors import DeclarationError
@@ -37,21 +40,21 @@ def ls(as_json: AsJson = False, config: ConfigOption = None) -> None:
         configured = stream_policy.sections(server.config)
         listed = await inventory.streams(server.admin)
         documents = [_stream_document(stream, configured) for stream in listed.found]
-        print_rows(STREAMS, ([str(each[name]) for name in STREAMS] for each in documents), documents, as_json=as_json)
+        print_rows(STREAMS, map(_stream_row, documents), documents, as_json=as_json)
         return listed
 
     end_where_unavailable(connected(config, run).unavailable)
 
 
 @streams.command()
-def info(stream: Stream, config: ConfigOption = None) -> None:
-    """Print a stream's configuration, state and copies as JSON, as the server has them.
+def info(stream: Stream, as_json: AsAnswered = False, config: ConfigOption = None) -> None:
+    """Show the configuration, the state and the replicas of a stream.
 
     Example: aviso-workers streams info MARS
     """
 
     async def run(server: Opened) -> None:
-        print_json((await server.admin.stream_info(stream)).answer)
+        print_details(await server.admin.stream_info(stream), _state, as_json=as_json)
 
     connected(config, run)
 
@@ -111,6 +114,26 @@ def _stream_document(stream: StreamInfo, configured: dict[str, str]) -> dict[str
         "leader": stream.cluster.leader or "-",
         "replicas": stream.config.num_replicas,
     }
+
+
+def _state(stream: StreamInfo) -> Iterator[tuple[str, str]]:
+    yield "stream", stream.name
+    yield "created", time_text(stream.created)
+    yield "messages", f"{stream.messages}, {decimal(stream.bytes)}"
+    yield "sequences", f"{stream.first_sequence} to {stream.last_sequence}, {stream.deleted} deleted"
+    if stream.first_time and stream.last_time:
+        yield "stored", f"{time_text(stream.first_time)} to {time_text(stream.last_time)}"
+    yield "subjects", str(stream.subjects)
+    yield "consumers", str(stream.consumers)
+    yield from replicas(stream.cluster)
+    for origin in stream.origins:
+        relation = "mirror of" if origin is stream.mirror else "source"
+        place = f"{origin.name} at {origin.api}" if origin.api else origin.name
+        yield relation, f"{place}, lag {origin.lag}{f', {origin.trouble}' if origin.trouble else ''}"
+
+
+def _stream_row(document: dict[str, str | int]) -> Iterator[str]:
+    return (decimal(int(document[name])) if name == "bytes" else str(document[name]) for name in STREAMS)
 
 
 def _document(message: StoredMessage) -> dict[str, Any]:

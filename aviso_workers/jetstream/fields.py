@@ -10,7 +10,7 @@ A field that is not given is not ours to say: nobody compares it, and nobody cha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -37,6 +37,7 @@ __all__ = [
     "SubjectTransform",
     "as_jetstream",
     "comparable",
+    "configured",
     "jetstream_value",
     "normalised",
     "readable",
@@ -46,6 +47,9 @@ __all__ = [
 SECOND = 1_000_000_000
 """JetStream's durations are nanoseconds."""
 DAY = 86_400 * SECOND
+NAMES = frozenset({"name", "durable_name"})
+OF_SERVERS = "_nats."
+"""What metadata begins with that servers write."""
 DEFAULT_DUPLICATE_WINDOW = 120 * SECOND
 
 Change = Literal["always", "when created", "only on"]
@@ -62,6 +66,8 @@ class Field(Struct, frozen=True, kw_only=True):
     """What a server means that leaves the field out, or reports null; None where nothing is meant by that."""
     nothing: str = ""
     """How people write the zero value."""
+    in_bytes: bool = False
+    """Whether it is a number of bytes, which people write with a unit."""
     change: Change = "always"
     excludes: Mapping[str, tuple[Any, ...]] = {}
     """By other field, the values that a server does not take together with this one."""
@@ -404,7 +410,8 @@ def _field(name: str, stated: Any, meta: Meta) -> Field:
         return Field(name=name, kind="time", **known)
     if get_origin(wanted) is Literal:
         return Field(name=name, kind="word", **known)
-    return Field(name=name, **{"kind": "limit" if known.get("zero") == -1 else "other", **known})
+    kind = "limit" if known.get("zero") == -1 else "other"
+    return Field(name=name, in_bytes=wanted in (Size, SizeLimit), **{"kind": kind, **known})
 
 
 STREAM = _table(DeclaredStream)
@@ -453,6 +460,19 @@ def readable(name: str, value: Any) -> str:
             return Duration(value // SECOND).literal() if value else nothing
         case Field(kind="duration"):
             return f"{value / SECOND:g}s"
+        case Field(in_bytes=True) if value and value > 0:
+            return Size(value).literal()
     if value is None or isinstance(value, bool | dict | list):
         return msgspec.json.encode(value).decode() if value else "false" if value is False else "none"
     return "unlimited" if value == -1 else str(value)
+
+
+def configured(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the fields of a stream's or consumer's configuration whose values are not the zero ones, as people write
+    these, without its name.
+    """
+    for name, value in config.items():
+        if name == "metadata":
+            value = {key: text for key, text in value.items() if not key.startswith(OF_SERVERS)}
+        if name not in NAMES and comparable(name, value) not in (None, -1):
+            yield name, readable(name, value)

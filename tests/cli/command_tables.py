@@ -30,10 +30,7 @@ def tables() -> dict[str, tuple[Sequence[str], Rows]]:
         "report account": (report.ACCOUNT, [report._use_row(each) for each in USES]),
         "streams ls": (
             streams.STREAMS,
-            [
-                ("MARS", "notification_schema", "1204567", "412345678", "12"),
-                ("KV_aviso_workers_consumers", "-", "12", "2345", "0"),
-            ],
+            [[*streams._stream_row(document)] for document in LISTED],
         ),
         "streams gaps": (streams.GAPS, [("3", "5", "3"), ("1000007", "1000007", "1")]),
         "streams plan": (
@@ -54,15 +51,7 @@ def tables() -> dict[str, tuple[Sequence[str], Rows]]:
         "backup ls": (
             backup.BACKUPS,
             [
-                (
-                    "MARS",
-                    "2026-11-20T06:00:00+00:00",
-                    "1204567",
-                    "412345678",
-                    "2.15.0",
-                    "full",
-                    "kept/MARS/20261120T060000Z",
-                )
+                [*backup._cells(KEPT)],
             ],
         ),
         "server status": (
@@ -72,6 +61,16 @@ def tables() -> dict[str, tuple[Sequence[str], Rows]]:
     }
 
 
+LISTED: list[dict[str, str | int]] = [
+    {
+        "stream": "MARS",
+        "configured": "notification_schema",
+        "messages": 1_204_567,
+        "bytes": 412_345_678,
+        "consumers": 12,
+    },
+    {"stream": "KV_aviso_workers_consumers", "configured": "-", "messages": 12, "bytes": 2345, "consumers": 0},
+]
 AGENTS = [
     AgentRow(
         app="field-index",
@@ -100,6 +99,7 @@ AGENTS = [
         why_none="",
     ),
 ]
+KEPT = ("MARS", "2026-11-20T06:00:00+00:00", 1_204_567, 412_345_678, "2.15.0", "full", "kept/MARS/20261120T060000Z")
 CONSUMERS = [
     ConsumerRow(
         stream="MARS",

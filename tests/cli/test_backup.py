@@ -9,6 +9,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from rich.filesize import decimal
 
 from aviso_workers import App
 from aviso_workers.jetstream.specs import StreamSpec
@@ -36,7 +37,7 @@ def test_a_backup_is_made_listed_verified_and_restored(run: Run, filled: Path) -
     created = run("backup", "create", "mars", "--to", "kept", "--config", filled)
     assert (created.code, created.err) == (0, ""), "no bars where there is no terminal"
     (found,) = backups.find(Path("kept"))
-    assert created.out == f"MARS: 3 messages, {found.size} bytes in {found.directory.absolute()}\n"
+    assert created.out == f"MARS: 3 messages, {decimal(found.size)} in {found.directory.absolute()}\n"
     (row,) = map(json.loads, run("backup", "ls", "kept", "--json").lines)
     assert (row["stream"], row["messages"], row["nats-server"]) == ("MARS", 3, "2.15.0"), row
     verified = run("backup", "verify", "kept")

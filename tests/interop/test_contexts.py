@@ -113,11 +113,11 @@ def test_both_command_lines_use_the_same_context(
     made = ("stream", "add", "MARS", "--subjects", "mars.>", "--defaults", "--json", "--context", "prod")
     successful(shell.nats(*made))
     theirs = shell.nats_json("stream", "info", "MARS", "--json", "--context", "prod")
-    ours = shell.ours_json("streams", "info", "MARS", "--context", "prod")
+    ours = shell.ours_json("streams", "info", "MARS", "--json", "--context", "prod")
     assert differences(ours["config"], theirs["config"]) == []
     assert ours["created"] == theirs["created"]
     shell.environ["NATS_CONTEXT"] = "prod"
-    assert shell.ours_json("streams", "info", "MARS")["created"] == theirs["created"]
+    assert shell.ours_json("streams", "info", "MARS", "--json")["created"] == theirs["created"]
     assert shell.nats_json("stream", "info", "MARS", "--json")["created"] == theirs["created"]
 
 

@@ -253,7 +253,10 @@ def test_streams(shell: Shell, ours: Callable[..., str], consumers: dict[str, li
     assert sorted(shell.nats_json("stream", "ls", "--all", "--json")) == sorted(consumers)
     assert sorted(row["stream"] for row in rows(ours("streams", "ls", "--json"))) == sorted(consumers)
     for stream in consumers:
-        said, theirs = json.loads(ours("streams", "info", stream)), shell.nats_json("stream", "info", stream, "--json")
+        said, theirs = (
+            json.loads(ours("streams", "info", stream, "--json")),
+            shell.nats_json("stream", "info", stream, "--json"),
+        )
         said.pop("type")
         for source in (*said.get("sources", ()), said.get("mirror", {})):
             source.pop("seq", None)  # how far a source is: a nats-server 2.15 tells it, and natscli 0.5.1 leaves it out
@@ -269,7 +272,7 @@ def test_consumers(shell: Shell, ours: Callable[..., str], consumers: dict[str, 
         ) == sorted(names)
         for name in names:
             theirs = shell.nats_json("consumer", "info", stream, name, "--json")
-            said = json.loads(ours("consumers", "show", stream, name))
+            said = json.loads(ours("consumers", "show", stream, name, "--json"))
             said.pop("type")
             assert differences(settled(said), settled(theirs)) == [], (stream, name)
 

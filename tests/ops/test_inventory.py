@@ -51,10 +51,36 @@ def test_all_streams_are_listed_whoever_made_them(run: Run, config: Path, api: A
 
 @pytest.mark.covers("002-56")
 def test_a_stream_is_told_as_the_server_tells_it(run: Run, config: Path, api: Api) -> None:
-    told = json.loads(run("streams", "info", "ORDERS", "--config", config).out)
+    told = json.loads(run("streams", "info", "ORDERS", "--json", "--config", config).out)
     assert told["config"] == api("STREAM.INFO.ORDERS")["config"]
     missing = run("streams", "info", "NONE", "--config", config)
     assert (missing.code, "STREAM.INFO.NONE: stream not found" in missing.err) == (1, True), missing
+
+
+def test_a_stream_and_a_consumer_are_shown_with_units(run: Run, config: Path, publish: Publish) -> None:
+    publish("orders.new", "orders.paid")
+    shown = _details(run("streams", "info", "ORDERS", "--config", config))
+    assert {name: shown[name] for name in ("stream", "sequences", "consumers", "storage", "duplicate_window")} == {
+        "stream": "ORDERS",
+        "sequences": "1 to 2, 0 deleted",
+        "consumers": "2",
+        "storage": "file",
+        "duplicate_window": "2m",
+    }, shown
+    assert "metadata" not in shown, "what the server wrote there is of no use to people"
+    shown = _details(run("consumers", "show", "ORDERS", "new", "--config", config))
+    assert {name: shown[name] for name in ("pending", "delivered", "pull requests", "ack_wait", "filter_subject")} == {
+        "pending": "1",
+        "delivered": "up to sequence 0",
+        "pull requests": "0 waiting",
+        "ack_wait": "30s",
+        "filter_subject": "orders.new",
+    }, shown
+
+
+def _details(ran: Ran) -> dict[str, str]:
+    """Return the names and values of a command's lines."""
+    return {name.strip(): value.strip() for name, _, value in (line.partition("  ") for line in ran.lines)}
 
 
 @pytest.mark.covers("002-56")
@@ -132,7 +158,7 @@ def test_consumers_are_listed_and_shown(run: Run, config: Path, publish: Publish
     assert [line.split()[:3] for line in table.lines[1:]] == [["ORDERS", "all", "2"], ["ORDERS", "new", "1"]]
     missing = run("consumers", "ls", "NONE", "--config", config)
     assert (missing.code, "stream not found" in missing.err) == (1, True), missing
-    shown = json.loads(run("consumers", "show", "ORDERS", "new", "--config", config).out)
+    shown = json.loads(run("consumers", "show", "ORDERS", "new", "--json", "--config", config).out)
     assert shown["config"] == api("CONSUMER.INFO.ORDERS.new")["config"]
 
 

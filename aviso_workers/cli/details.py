@@ -1,0 +1,49 @@
+"""The details of one stream or consumer: its state and its configuration for people, the server's answer for programs.
+
+Called by `streams info` and `consumers show`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from typing import Annotated, TypeVar
+
+import typer
+
+from aviso_workers.cli.output import print_json, print_record
+from aviso_workers.jetstream import fields
+from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
+
+__all__ = ["AsAnswered", "print_details", "replicas", "time_text"]
+
+AsAnswered = Annotated[bool, typer.Option("--json", help="Print the server's whole answer as one JSON document.")]
+T = TypeVar("T", StreamInfo, ConsumerInfo)
+
+
+def print_details(found: T, state: Callable[[T], Iterable[tuple[str, str]]], *, as_json: bool) -> None:
+    """Print what `state` says of a stream or consumer, and below it the configuration without its zero values; or the
+    server's answer as JSON.
+    """
+    if as_json:
+        print_json(found.answer)
+        return
+    print_record(state(found))
+    typer.echo()
+    print_record(fields.configured(found.config))
+
+
+def replicas(cluster: Cluster) -> Iterator[tuple[str, str]]:
+    """Yield the leader and the followers of a stream or consumer; of a server without a cluster, nothing."""
+    if not cluster.name:
+        return
+    yield "cluster", cluster.name
+    yield "leader", cluster.leader or "none"
+    for follower in cluster.followers:
+        states = ["current" if follower.current else "not current", *(["offline"] if follower.offline else ())]
+        yield "follower", f"{follower.name}, {', '.join(states)}, {follower.lag} behind"
+
+
+def time_text(time: datetime | None) -> str:
+    """Return a time to the second, with its zone; None is `unknown`."""
+    return time.isoformat(timespec="seconds").replace("+00:00", "Z") if time else "unknown"
