@@ -89,7 +89,7 @@ class TestThePlan:
             ("retention", "interest", "retention: interest -> limits"),
             ("discard", "new", "discard: new -> old"),
             ("max_msgs", -1, "max_msgs: unlimited -> 1000"),
-            ("max_bytes", 2**20, "max_bytes: 1048576 -> 1073741824"),
+            ("max_bytes", 2**20, "max_bytes: 1Mi -> 1Gi"),
             ("max_age", 30 * DAY, "max_age: 30d -> 7d"),
             ("max_age", 0, "max_age: unlimited -> 7d"),
             ("max_msgs_per_subject", -1, "max_msgs_per_subject: unlimited -> 1"),
@@ -147,7 +147,7 @@ class TestThePlan:
         ("field", "found", "wanted", "told"),
         [
             ("deny_purge", False, True, "deny_purge: false -> true, for good"),
-            ("max_msg_size", -1, 1024, "max_msg_size: unlimited -> 1024"),
+            ("max_msg_size", -1, 1024, "max_msg_size: unlimited -> 1Ki"),
             ("subject_delete_marker_ttl", None, 90 * SECOND, "subject_delete_marker_ttl: 0s -> 90s"),
             ("placement", None, {"tags": ["a"]}, 'placement: none -> {"tags":["a"]}'),
             ("sources", None, [{"name": "A"}], 'sources: none -> [{"name":"A"}]'),
