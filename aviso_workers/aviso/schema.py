@@ -50,6 +50,7 @@ __all__ = [
     "Where",
     "canonical_identifier",
     "check_bases_unique",
+    "filter_fields",
     "mistakes",
     "not_stored",
     "parse_where",
@@ -415,6 +416,11 @@ def parse_where(event_type_name: str, event_type: EventType, where: Mapping[str,
     conditions.sort(key=lambda condition: condition[0])
     place = _place(event_type_name, {field: where[field] for field in places if field in where})
     return Where(topic=topic, conditions=tuple(conditions), place=place)
+
+
+def filter_fields(event_type: EventType) -> frozenset[str]:
+    """Return the fields that a filter of this event type may have."""
+    return frozenset({*event_type.identifier, *_place_filters(event_type)})
 
 
 def mistakes(event_type_name: str, event_type: EventType) -> list[tuple[str, str]]:

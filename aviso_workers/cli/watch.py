@@ -1,25 +1,45 @@
-"""`watch` and `replay`: print notifications as CloudEvents, one JSON document a line."""
+"""`watch` and `replay`: print notifications, as a table at a terminal and as CloudEvents for programs."""
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any
 
 import anyio
+import msgspec
 import typer
+from msgspec import Struct
 
 from aviso_workers.app import App
+from aviso_workers.aviso import schema
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.cli.arguments import parse_where
-from aviso_workers.cli.output import print_json, skipped_reported
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected_app
+from aviso_workers.cli.details import time_text
+from aviso_workers.cli.output import Columns, echo, print_json, skipped_reported
+from aviso_workers.cli.targets import ConfigOption, connected_app
+from aviso_workers.config import Config, streams
+from aviso_workers.errors import AvisoWorkersError, InvalidNotificationError, InvalidPositionError, NotFoundError
 
 __all__ = ["replay", "watch"]
 
-Event = Annotated[str, typer.Argument(metavar="EVENT", help="The event type, e.g. mars.")]
-Filter = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help='A value, or JSON: step={"gte":24}')]
+NOTIFICATIONS = ("id", "stored", "identifier", "payload")
+
+Found = AsyncGenerator[Notification[Any], None]
+Show = Callable[[Notification[Any]], None]
+
+Event = Annotated[
+    str | None, typer.Argument(metavar="[EVENT]", help="The event type, e.g. mars; default: all event types.")
+]
+Filter = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help='A value, or JSON: step={"gte":24}. Without EVENT, event types that lack such a key are left out.',
+    ),
+]
 FromId = Annotated[str | None, typer.Option("--from-id", metavar="ID", help="First sequence, inclusive.")]
 FromDate = Annotated[
     str | None, typer.Option("--from-date", metavar="DATE", help="First time, inclusive, e.g. 2026-11-20T06:00:00Z.")
@@ -27,6 +47,9 @@ FromDate = Annotated[
 ToId = Annotated[str | None, typer.Option("--to-id", metavar="ID", help="Last sequence, inclusive.")]
 ToDate = Annotated[str | None, typer.Option("--to-date", metavar="DATE", help="Last time, inclusive.")]
 
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print CloudEvents at a terminal too. A pipe or a file always gets them.")
+]
 Last = Annotated[
     int | None,
     typer.Option("--last", metavar="NUMBER", min=1, help="Only the last so many of those that match."),
@@ -38,25 +61,45 @@ SpatialArrays = Annotated[
 
 
 def watch(
-    event: Event,
+    event: Event = None,
     where: Filter = None,
     from_id: FromId = None,
     from_date: FromDate = None,
     spatial_arrays: SpatialArrays = False,
+    as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
     """Print notifications as they come, until Ctrl-C.
 
     Example: aviso-workers watch mars class=od --from-date 2026-11-20T06:00:00Z
     """
-    wanted = parse_where(where or [])
-    anyio.run(
-        _print, config, spatial_arrays, lambda app: app.watch(event, wanted, from_id=from_id, from_date=from_date)
-    )
+    app = connected_app(config)
+    selection = _selection(app.config, event, where or (), ids={"--from-id": from_id})
+
+    async def run(show: Show) -> None:
+        errors: list[AvisoWorkersError | OSError] = []
+
+        async def watch_one(event_type: str) -> None:
+            found = app.watch(event_type, selection.where, from_id=from_id, from_date=from_date)
+            try:
+                async with aclosing(found):
+                    async for notification in found:
+                        show(notification)
+            except (AvisoWorkersError, OSError) as error:  # raised outside of the group, as itself
+                errors.append(error)
+                tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            for event_type in selection.event_types:
+                tasks.start_soon(watch_one, event_type)
+        if errors:
+            raise errors[0]
+
+    _run(app, run, spatial_arrays=spatial_arrays, as_json=as_json)
 
 
 def replay(
-    event: Event,
+    event: Event = None,
     where: Filter = None,
     from_id: FromId = None,
     from_date: FromDate = None,
@@ -64,37 +107,114 @@ def replay(
     to_date: ToDate = None,
     last: Last = None,
     spatial_arrays: SpatialArrays = False,
+    as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
     """Print stored notifications, from the first to the last unless other positions are given.
 
-    What is printed can be published elsewhere by `notify --file -`.
+    Without EVENT, the event types come one after the other. `notify --file -` publishes what this prints elsewhere.
 
     Example: aviso-workers replay mars --from-id 1000 --to-id 2000
     """
-    wanted = parse_where(where or [])
-
-    def read(app: App) -> AsyncIterator[Any]:
-        found = app.replay(event, wanted, from_id=from_id, from_date=from_date, to_id=to_id, to_date=to_date)
-        return found if last is None else _last(found, last)
-
-    anyio.run(_print, config, spatial_arrays, read)
-
-
-async def _last(notifications: AsyncGenerator[Notification[Any], None], count: int) -> AsyncIterator[Notification[Any]]:
-    """Yield the last of them. All are read, since a server does not find the last ones of a filter."""
-    kept: deque[Notification[Any]] = deque(maxlen=count)
-    async with aclosing(notifications):
-        async for notification in notifications:
-            kept.append(notification)
-    for notification in kept:
-        yield notification
-
-
-async def _print(config: ConfigSource | None, spatial_arrays: bool, read: Callable[[App], AsyncIterator[Any]]) -> None:
     app = connected_app(config)
+    selection = _selection(app.config, event, where or (), ids={"--from-id": from_id, "--to-id": to_id})
+
+    async def run(show: Show) -> None:
+        event_types, kept = selection.event_types, list[Notification[Any]]()
+        for event_type in event_types if selection.is_named else await _stored(app, event_types):
+            found = app.replay(
+                event_type, selection.where, from_id=from_id, from_date=from_date, to_id=to_id, to_date=to_date
+            )
+            async with aclosing(found):
+                if last is not None:
+                    kept += await _last(found, last)
+                    continue
+                async for notification in found:
+                    show(notification)
+        if not selection.is_named:
+            kept.sort(key=lambda notification: notification.time)
+        for notification in kept[-last:] if last is not None else ():
+            show(notification)
+
+    _run(app, run, spatial_arrays=spatial_arrays, as_json=as_json)
+
+
+class _Selection(Struct, frozen=True):
+    """The event types that are read, and the filter."""
+
+    event_types: Sequence[str]
+    where: Mapping[str, Any]
+    is_named: bool
+    """Whether it is the one event type that was named."""
+
+
+def _selection(config: Config, event: str | None, pairs: Sequence[str], *, ids: Mapping[str, str | None]) -> _Selection:
+    """Return what the arguments select. The first pair may be in the place of the event type, as in `watch class=od`.
+
+    Raises `InvalidNotificationError` where no event type has the keys of the filter, and `InvalidPositionError` where
+    an id is given for several event types.
+    """
+    if event is not None and "=" not in event:
+        return _Selection((event,), parse_where(pairs), True)
+    where = parse_where([event, *pairs] if event else pairs)
+    given = next((name for name, value in ids.items() if value is not None), None)
+    if given:
+        raise InvalidPositionError(f"{given}: an id is of one event type: say which, or give a date")
+    event_types = config.notification_schema
+    having = [name for name, declared in event_types.items() if where.keys() <= schema.filter_fields(declared)]
+    if not event_types:
+        raise InvalidNotificationError("the configuration has no event type")
+    if not having:
+        raise InvalidNotificationError(f"no event type of the configuration has all of the keys {', '.join(where)}")
+    for name in event_types.keys() - having:
+        echo(f"{name} is left out: it lacks a key of the filter", err=True)
+    return _Selection(having, where, False)
+
+
+async def _stored(app: App, event_types: Iterable[str]) -> list[str]:
+    """Return the event types that have a stream, and name the others on standard error."""
+    found = []
+    for name in event_types:
+        stream = streams.event_stream(name, app.config.notification_schema[name], app.config).name
+        try:
+            await app.session.admin.stream_info(stream)
+        except NotFoundError:
+            echo(f"{name}: there is no stream {stream} yet, so that nothing is stored", err=True)
+        else:
+            found.append(name)
+    return found
+
+
+async def _last(notifications: Found, count: int) -> Iterable[Notification[Any]]:
+    """Return the last of them. All are read, since a server does not find the last ones of a filter."""
+    kept = deque[Notification[Any]](maxlen=count)
+    async for notification in notifications:
+        kept.append(notification)
+    return kept
+
+
+def _run(app: App, run: Callable[[Show], Awaitable[None]], *, spatial_arrays: bool, as_json: bool) -> None:
+    """Connect the app, and call `run` with a function that prints one notification."""
     base_url = app.config.application.base_url
-    with skipped_reported(app.events):
-        async with app, aclosing(read(app)) as notifications:  # type: ignore[type-var]
-            async for notification in notifications:
-                print_json(notification.cloud_event(base_url, spatial_arrays=spatial_arrays))
+    rows = Columns(*NOTIFICATIONS)
+
+    def show(notification: Notification[Any]) -> None:
+        # Not by the console, which takes an environment variable for a terminal: a pipe would get a table then.
+        if as_json or not sys.stdout.isatty():
+            print_json(notification.cloud_event(base_url, spatial_arrays=spatial_arrays))
+        else:
+            rows.print([_row(notification)])
+
+    async def connected() -> None:
+        with skipped_reported(app.events):
+            async with app:
+                await run(show)
+
+    anyio.run(connected)
+
+
+def _row(notification: Notification[Any]) -> tuple[str, ...]:
+    identifier = " ".join(f"{key}={value}" for key, value in notification.identifier.items())
+    payload = notification.payload
+    text = f"{len(payload)} bytes" if isinstance(payload, bytes) else msgspec.json.encode(payload).decode()
+    return notification.id, time_text(notification.time), identifier, text

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,6 +169,74 @@ def test_the_last_ones_of_a_filter_are_replayed(run: Run, config: Path, publish:
     assert ids(two.lines) == ["mars@2", "mars@3"], two
     assert ids(run(*command, "9").lines) == ["mars@1", "mars@2", "mars@3"]
     assert run(*command, "0").code == 2
+
+
+@pytest.fixture
+def of_two(config: Path) -> Path:
+    """A configuration that has a second event type, which has no key `step`."""
+    document = json.loads(config.read_text())
+    document["notification_schema"]["orders"] = {
+        "topic": {"base": "orders", "key_order": ["class"]},
+        "identifier": {"class": {"type": "StringHandler", "required": True}},
+    }
+    config.write_text(json.dumps(document))
+    return config
+
+
+class TestAllEventTypes:
+    def test_are_replayed_one_after_the_other(self, run: Run, of_two: Path, publish: Callable[..., None]) -> None:
+        publish(0, 6)
+        ran = run("replay", "--config", of_two)
+        assert ids(ran.lines) == ["mars@1", "mars@2"]
+        assert ran.err == "orders: there is no stream ORDERS yet, so that nothing is stored\n"
+        assert run("notify", "orders", "class=od", "--config", of_two).code == 0
+        publish(12)
+        ran = run("replay", "class=od", "--config", of_two)
+        assert (ids(ran.lines), ran.err) == (["mars@1", "mars@2", "mars@3", "orders@1"], "")
+        assert ids(run("replay", "--last", "2", "--config", of_two).lines) == ["orders@1", "mars@3"], "by their times"
+
+    def test_lack_keys_of_a_filter(self, run: Run, of_two: Path, publish: Callable[..., None]) -> None:
+        publish(0, 6)
+        assert run("notify", "orders", "class=od", "--config", of_two).code == 0
+        ran = run("replay", "step=6", "class=od", "--config", of_two)
+        assert (ids(ran.lines), ran.err) == (["mars@2"], "orders is left out: it lacks a key of the filter\n")
+        ran = run("replay", "stop=6", "--config", of_two)
+        assert (ran.code, ran.out) == (2, "")
+        assert "no event type of the configuration has all of the keys stop" in ran.err
+
+    def test_have_no_ids_in_common(self, run: Run, of_two: Path) -> None:
+        for command, option in (("replay", "--to-id"), ("watch", "--from-id")):
+            ran = run(command, option, "1", "--config", of_two)
+            assert (ran.code, f"{option}: an id is of one event type" in ran.err) == (2, True), ran
+
+    def test_are_watched_at_once(self, run: Run, start: Start, of_two: Path, publish: Callable[..., None]) -> None:
+        publish(0)
+        watch = start("watch", "class=od", "--from-date", "2026-11-20T06:00:00Z", "--config", of_two)
+        assert ids(watch.lines(1)) == ["mars@1"]
+        assert run("notify", "orders", "class=od", "--config", of_two).code == 0
+        assert ids(watch.lines(1)) == ["orders@1"]
+        publish(6)
+        assert ids(watch.lines(1)) == ["mars@2"]
+        assert watch.end(signal.SIGINT) == 130
+
+    def test_end_with_the_error_of_one(self, run: Run, of_two: Path) -> None:
+        document = json.loads(of_two.read_text())
+        document["notification_schema"]["orders"]["identifier"]["class"] = {"type": "EnumHandler", "values": ["rd"]}
+        of_two.write_text(json.dumps(document))
+        ran = run("watch", "class=od", "--config", of_two)
+        assert (ran.code, "orders" in ran.err or "'class'" in ran.err) == (2, True), ran
+
+
+def test_a_terminal_gets_a_table(run: Run, config: Path, publish: Callable[..., None]) -> None:
+    publish(6)
+    command = (sys.executable, "-m", "aviso_workers.cli", "replay", "mars", "--config", str(config))
+    ours, theirs = pty.openpty()
+    subprocess.run(command, stdout=theirs, check=True, timeout=PATIENCE_SECONDS)
+    os.close(theirs)
+    names, row, *_ = os.read(ours, 4096).decode().splitlines()
+    os.close(ours)
+    assert names.split() == ["ID", "STORED", "IDENTIFIER", "PAYLOAD"]
+    assert re.fullmatch(r"mars@1  \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  class=od step=6  {}", row), row
 
 
 class TestWatch:
