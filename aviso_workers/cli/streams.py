@@ -10,6 +10,7 @@ import msgspec
 import typer
 from rich.filesize import decimal
 
+from aviso_workers.cli import completion
 from aviso_workers.cli.details import AsAnswered, print_details, replicas, time_text
 from aviso_workers.cli.output import AsJson, end_where_unavailable, print_json, print_rows
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
@@ -26,7 +27,9 @@ STREAMS = ("stream", "configured", "messages", "bytes", "consumers")
 """The columns of the table; `report streams` has more for people."""
 GAPS = ("first", "last", "gone")
 
-Stream = Annotated[str, typer.Argument(metavar="STREAM", help="Its name, e.g. MARS.")]
+Stream = Annotated[
+    str, typer.Argument(metavar="STREAM", autocompletion=completion.streams, help="Its name, e.g. MARS.")
+]
 
 
 @streams.command()

@@ -38,6 +38,7 @@ __all__ = [
     "opened",
     "run_connected",
     "settings_of_installed",
+    "source_of",
 ]
 
 T = TypeVar("T")
@@ -110,11 +111,16 @@ def add_source_options(command: Any) -> None:
     def run_with_source(
         *, nats_context: str | None, config: ConfigSource | None, of_app: str | None = None, **others: Any
     ) -> Any:
-        if nats_context is not None or of_app is not None:
-            config = ConfigSource(config.path if config else None, nats_context, of_app)
-        return run(config=config, **others)
+        return run(config=source_of(config, nats_context, of_app), **others)
 
     command.callback = run_with_source
+
+
+def source_of(config: ConfigSource | None, nats_context: str | None, of_app: str | None) -> ConfigSource | None:
+    """Return the source that the three options say together; None where none of them is given."""
+    if nats_context is None and of_app is None:
+        return config
+    return ConfigSource(config.path if config else None, nats_context, of_app)
 
 
 def find_app(target: str | None, *, agent: str | None, config: ConfigSource | None) -> App:

@@ -16,6 +16,7 @@ from msgspec import Struct
 from aviso_workers.app import App
 from aviso_workers.aviso import schema
 from aviso_workers.aviso.notifications import Notification
+from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import parse_where
 from aviso_workers.cli.details import time_text
 from aviso_workers.cli.output import Columns, echo, print_json, skipped_reported
@@ -31,7 +32,12 @@ Found = AsyncGenerator[Notification[Any], None]
 Show = Callable[[Notification[Any]], None]
 
 Event = Annotated[
-    str | None, typer.Argument(metavar="[EVENT]", help="The event type, e.g. mars; default: all event types.")
+    str | None,
+    typer.Argument(
+        metavar="[EVENT]",
+        autocompletion=completion.event_types,
+        help="The event type, e.g. mars; default: all event types.",
+    ),
 ]
 Filter = Annotated[
     list[str] | None,
