@@ -109,8 +109,8 @@ class IdentifierRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `required` concerns watches and replays of an aviso-server only; a notification has every field.
     """
 
-    required: Annotated[bool, _about("Whether a watch or replay of an aviso-server must name it.")]
-    description: Annotated[str | None, _about("For people.")] = None
+    required: Annotated[bool, _about("Whether a watch or replay of an aviso-server must give this field.")]
+    description: Annotated[str | None, _about("Description for people.")] = None
 
     def canonical(self, value: str) -> str:
         """Return the one spelling of `value`. Raises ValueError saying what was expected."""
@@ -126,11 +126,11 @@ class IdentifierRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class StringHandler(IdentifierRule, frozen=True, kw_only=True):
-    """Any text, as it is; `max_length` counts UTF-8 bytes."""
+    """Any text, stored as it is."""
 
-    max_length: Annotated[Annotated[int, msgspec.Meta(ge=0)] | None, _about("Bytes of UTF-8. Default: no limit.")] = (
-        None
-    )
+    max_length: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)] | None, _about("Maximum length, in bytes of UTF-8. Default: no limit.")
+    ] = None
 
     def canonical(self, value: str) -> str:
         if self.max_length is not None and len(value.encode(errors="surrogatepass")) > self.max_length:
@@ -141,7 +141,7 @@ class StringHandler(IdentifierRule, frozen=True, kw_only=True):
 class DateHandler(IdentifierRule, frozen=True, kw_only=True):
     """A day, given as `2025-12-25`, `20251225` or `2025-359` (day of the year)."""
 
-    canonical_format: Annotated[str, _about("How it is stored: %Y%m%d or %Y-%m-%d.")] = "%Y%m%d"
+    canonical_format: Annotated[str, _about("Format in which it is stored: %Y%m%d or %Y-%m-%d.")] = "%Y%m%d"
 
     def canonical(self, value: str) -> str:
         day = read_date(value).isoformat()
@@ -155,7 +155,7 @@ class DateHandler(IdentifierRule, frozen=True, kw_only=True):
 
 
 class TimeHandler(IdentifierRule, frozen=True, kw_only=True):
-    """A time of day to the minute, given as `9`, `09`, `9:15`, `09:15` or `0915`; canonical is `0915`."""
+    """A time of day to the minute, given as `9`, `09`, `9:15`, `09:15` or `0915`, and stored as `0915`."""
 
     def canonical(self, value: str) -> str:
         time = read_time(value)
@@ -163,9 +163,9 @@ class TimeHandler(IdentifierRule, frozen=True, kw_only=True):
 
 
 class EnumHandler(IdentifierRule, frozen=True, kw_only=True):
-    """One of `values`, in any case; canonical is lower case."""
+    """One of `values`, in upper or lower case, and stored in lower case."""
 
-    values: Annotated[tuple[str, ...], _about("The values that it may have.")]
+    values: Annotated[tuple[str, ...], _about("Values that the field may have.")]
 
     def canonical(self, value: str) -> str:
         lowered = value.lower()
@@ -186,12 +186,12 @@ class EnumHandler(IdentifierRule, frozen=True, kw_only=True):
 
 
 class ExpverHandler(IdentifierRule, frozen=True, kw_only=True):
-    """An experiment version: numbers are padded to four digits, all else is lower case.
+    """An experiment version. A number is padded to four digits, and other text is stored in lower case.
 
-    `default` stands in for empty text, not for a missing field.
+    `default` replaces empty text, not a missing field.
     """
 
-    default: Annotated[str | None, _about("What stands in for empty text. Default: it is refused.")] = None
+    default: Annotated[str | None, _about("Value that replaces empty text. Default: empty text is refused.")] = None
 
     def canonical(self, value: str) -> str:
         given = value or self.default
@@ -204,9 +204,11 @@ class ExpverHandler(IdentifierRule, frozen=True, kw_only=True):
 
 
 class IntHandler(IdentifierRule, frozen=True, kw_only=True):
-    """A whole number of 64 bits within `range`, ends included; canonical has no plus and no zeros ahead."""
+    """A whole number of 64 bits within `range`, stored without a plus sign and leading zeros."""
 
-    range: Annotated[tuple[int, int] | None, _about("The least and the greatest. Default: no limits.")] = None
+    range: Annotated[
+        tuple[int, int] | None, _about("Smallest and largest value, both allowed. Default: no limits.")
+    ] = None
 
     def canonical(self, value: str) -> str:
         return str(_within(self.range, read_int(value)))
@@ -223,9 +225,11 @@ class IntHandler(IdentifierRule, frozen=True, kw_only=True):
 
 
 class FloatHandler(IdentifierRule, frozen=True, kw_only=True):
-    """A finite number within `range`, ends included; canonical has the fewest digits and no exponent."""
+    """A finite number within `range`, stored with the fewest digits and without an exponent."""
 
-    range: Annotated[tuple[float, float] | None, _about("The least and the greatest. Default: no limits.")] = None
+    range: Annotated[
+        tuple[float, float] | None, _about("Smallest and largest value, both allowed. Default: no limits.")
+    ] = None
 
     def canonical(self, value: str) -> str:
         return literals.float_text(_within(self.range, _read_float(value)))
@@ -244,7 +248,7 @@ class FloatHandler(IdentifierRule, frozen=True, kw_only=True):
 
 
 class PolygonHandler(IdentifierRule, frozen=True, kw_only=True):
-    """A closed ring `(lat,lon,...)`; it travels in headers, and its text stays as it was written."""
+    """A closed ring `(lat,lon,...)`, stored in a header as it was written."""
 
     def canonical(self, value: object) -> str:
         """Return the text of a polygon given as text or as an array of pairs. Raises ValueError."""
@@ -255,10 +259,10 @@ class PolygonHandler(IdentifierRule, frozen=True, kw_only=True):
 
 
 class PointCloudHandler(IdentifierRule, frozen=True, kw_only=True):
-    """At least one point, as a JSON array `[[lat,lon],...]`; it travels in headers."""
+    """At least one point, as a JSON array `[[lat,lon],...]`, stored in headers."""
 
     max_points: Annotated[
-        Annotated[int, msgspec.Meta(ge=1, le=spatial.MOST_POINTS)], _about("Points that it may have.")
+        Annotated[int, msgspec.Meta(ge=1, le=spatial.MOST_POINTS)], _about("Maximum number of points.")
     ] = spatial.MOST_POINTS
 
     def canonical(self, value: object) -> str:
@@ -283,10 +287,10 @@ Rule = (
 
 
 class Topic(msgspec.Struct, frozen=True):
-    """Where notifications of an event type live: a stream's base and the fields that follow it, in order."""
+    """The subjects of an event type: a base, which also names the stream, and the fields that follow it, in order."""
 
-    base: Annotated[str, _about("What subjects begin with; in capitals, the stream's name.")]
-    key_order: Annotated[tuple[str, ...], _about("The fields that follow it, in this order.")]
+    base: Annotated[str, _about("First part of the subjects and, in capital letters, the name of the stream.")]
+    key_order: Annotated[tuple[str, ...], _about("Fields that follow the base in the subject, in this order.")]
 
 
 class PayloadRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -296,29 +300,31 @@ class PayloadRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StoragePolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What an event type's stream keeps; None leaves the choice to the backend's configuration.
+    """What the stream of an event type keeps. A key that is not given, or None, is left to the backend's configuration.
 
-    `allow_duplicates` keeps every notification of a topic instead of the newest one; None is the same as false, and
-    says that nobody has decided it.
+    `allow_duplicates` keeps every notification of a topic instead of only the newest one. None is the same as false,
+    and says that nobody has decided it.
     """
 
-    retention_time: Annotated[Duration | None, _about("How long a notification is kept.")] = None
-    max_messages: Annotated[int | None, _about("Notifications that the stream keeps.")] = None
-    max_size: Annotated[Size | None, _about("Bytes that the stream keeps.")] = None
+    retention_time: Annotated[Duration | None, _about("Age up to which a notification is kept, such as 30d.")] = None
+    max_messages: Annotated[int | None, _about("Number of notifications that the stream keeps.")] = None
+    max_size: Annotated[Size | None, _about("Size that the stream may have, such as 2Gi.")] = None
     allow_duplicates: Annotated[
-        bool | None, _about("Keep every notification, and not the newest of each topic only. Default: false.")
+        bool | None, _about("Keep every notification of a topic, and not only the newest. Default: false.")
     ] = None
-    compression: Annotated[bool | None, _about("Compress the stream on the disk.")] = None
+    compression: Annotated[bool | None, _about("Compress the stream on the disk, with S2.")] = None
 
 
 class EventType(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of `notification_schema`; keys that only concern an aviso-server are ignored."""
+    """One event type of `notification_schema`. Keys that only concern an aviso-server are ignored."""
 
-    identifier: Annotated[dict[str, Rule], _about("The fields that identify a notification, each with its rule.")]
-    topic: Annotated[Topic | None, _about("What makes the subject. Default: the name and all fields, sorted.")] = None
-    payload: Annotated[PayloadRule | None, _about("What is asked of the payload. Default: nothing.")] = None
+    identifier: Annotated[dict[str, Rule], _about("Fields that identify a notification, each with its rule.")]
+    topic: Annotated[
+        Topic | None, _about("Parts of the subject. Default: the event type's name and all fields, sorted.")
+    ] = None
+    payload: Annotated[PayloadRule | None, _about("Whether a payload is required. Default: no.")] = None
     storage_policy: Annotated[
-        StoragePolicy | None, _about("What the stream keeps. Default: what the backend's configuration says.")
+        StoragePolicy | None, _about("What the stream keeps. Default: the settings of notification_backend.jetstream.")
     ] = None
 
     @property

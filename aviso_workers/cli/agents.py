@@ -23,7 +23,7 @@ from aviso_workers.ops.agent_report import AgentRow, Progress
 
 __all__ = ["agents"]
 
-agents = typer.Typer(help="Show how far agents have come, pause and reset them.", no_args_is_help=True)
+agents = typer.Typer(help="Show the progress of agents, and pause, reset or remove them.", no_args_is_help=True)
 
 ANSWER_SECONDS = 30.0
 """Longer than three servers of which one has just ended take to answer all requests."""
@@ -35,16 +35,16 @@ Report = Callable[[Opened], Awaitable[list[Progress]]]
 def list_agents(
     target: Target = None,
     agent: AgentOption = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Update the list until Ctrl-C, every --seconds.")] = False,
     seconds: Seconds = 2.0,
     as_json: AsJson = False,
     config: ConfigOption = None,
     everyone: Annotated[bool, typer.Option("--all", hidden=True)] = False,
 ) -> None:
-    """List agents with their lag, of an app or of all; exit 1 where one is stuck or its consumer is gone.
+    """List the agents of one app or of all, with their lag. Exit with 1 if an agent is stuck or its consumer is gone.
 
-    Without an app these are all agents that read the configured event streams. The rate is that of the lag: a negative
-    one shrinks. Redelivered are those notifications that are tried again.
+    Without an app, these are all agents that read the configured event streams. The rate per second is the change of
+    the lag, which is negative while the lag shrinks. Redelivered counts the notifications that are being tried again.
 
     Example: aviso-workers agents ls mine.agents:app --watch
     """
@@ -80,9 +80,9 @@ def list_agents(
 def show(
     target: Target = None, agent: AgentOption = None, as_json: AsJson = False, config: ConfigOption = None
 ) -> None:
-    """Show the policy of every agent of an app, what of it differs on the server, and how far each has come.
+    """Show the policy and the progress of each agent of an app, and how its consumer on the server differs.
 
-    Where the server does not answer, the policy is shown all the same; exit 1.
+    If the server does not answer, only the policy is shown, and the exit code is 1.
 
     Example: aviso-workers agents show mine.agents:app
     """

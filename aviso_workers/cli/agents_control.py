@@ -21,8 +21,8 @@ from aviso_workers.ops.retirement import Retirement
 
 __all__ = ["agents"]
 
-Agent = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's name.")]
-Owner = Annotated[str, typer.Option("--app", metavar="APP", help="The name of its app, or MODULE:APP.")]
+Agent = Annotated[str, typer.Argument(metavar="AGENT", help="Name of the agent, e.g. index_field.")]
+Owner = Annotated[str, typer.Option("--app", metavar="APP", help="Name of the agent's app, or MODULE:APP.")]
 
 
 @agents.command()
@@ -30,11 +30,14 @@ def pause(
     agent: Agent,
     app: Owner,
     for_: Annotated[
-        str | None, typer.Option("--for", metavar="DURATION", help="e.g. 10m or 2h; default: until it is resumed.")
+        str | None,
+        typer.Option(
+            "--for", metavar="DURATION", help="How long to pause it, e.g. 10m or 2h. Default: until `agents resume`."
+        ),
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Pause an agent for a while, in all its workers; notifications that it has begun are finished.
+    """Pause an agent in all its workers. Notifications that they have begun to handle are finished.
 
     Example: aviso-workers agents pause index_field --app field-index --for 2h
     """
@@ -52,7 +55,7 @@ def pause(
 
 @agents.command()
 def resume(agent: Agent, app: Owner, config: ConfigOption = None) -> None:
-    """Resume a paused agent.
+    """Resume a paused agent in all its workers.
 
     Example: aviso-workers agents resume index_field --app field-index
     """
@@ -73,13 +76,15 @@ def reset(
         typer.Option(
             "--to",
             metavar="ID|DATE|all|new",
-            help="A sequence, a time such as 2026-11-20T06:00:00Z, all that is stored, or what is new.",
+            help="Where it goes on: at a sequence, at a time such as 2026-11-20T06:00:00Z, at the first stored "
+            "notification (all), or at the next one to be published (new).",
         ),
     ],
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Reset an agent to another notification, back to handle some again or forward to pass over some.
+    """Reset an agent to another position in its stream: back, to handle notifications again, or forward, to skip some.
+    It needs nats-server 2.14 or newer.
 
     Example: aviso-workers agents reset index_field --app field-index --to 2026-11-20T06:00:00Z
     """
@@ -97,14 +102,20 @@ def reset(
 
 @agents.command("rm")
 def remove(
-    app: Annotated[str, typer.Argument(metavar="APP", help="The name of the app.")],
+    app: Annotated[str, typer.Argument(metavar="APP", help="Name of the app, e.g. field-index.")],
     agent: Annotated[
-        str, typer.Option("--agent", metavar="AGENT", help="Only this agent, and nothing that the app shares.")
+        str,
+        typer.Option(
+            "--agent",
+            metavar="AGENT",
+            help="Remove only this agent, and nothing that the app's agents share. Default: the whole app.",
+        ),
     ] = "",
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Remove an app that is not run any more, or one agent, with its consumers, buckets and tables; for good.
+    """Remove an app, or one of its agents, from the server for good: its consumers, buckets and tables. Stop its
+    workers first. Notifications and dead letters stay.
 
     Example: aviso-workers agents rm field-index
     """

@@ -34,12 +34,20 @@ backup = typer.Typer(
     help="Back up streams with their consumers, in the layout of the nats CLI, and restore them.", no_args_is_help=True
 )
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A backup, e.g. backups/MARS/20261120T060000.000Z.")]
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Directory of a backup, e.g. backups/MARS/20261120T060000.000Z.")
+]
 EncryptTo = Annotated[
     list[str] | None,
-    typer.Option("--encrypt-to", metavar="KEY|FILE", help="Encrypt to a public key of age, or to those in a file."),
+    typer.Option(
+        "--encrypt-to",
+        metavar="KEY|FILE",
+        help="Encrypt to this public key of age, or to those in this file. Default: no encryption.",
+    ),
 ]
-Below = Annotated[Path, typer.Argument(metavar="DIR", help="A backup, or a directory with backups of streams.")]
+Below = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Directory of a backup, or one with backups of streams, e.g. /backups.")
+]
 
 
 class Storage(StrEnum):
@@ -50,36 +58,61 @@ class Storage(StrEnum):
 @backup.command()
 def create(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="EVENT|STREAM...", help="Event types, e.g. mars, or streams.")
+        list[str] | None, typer.Argument(metavar="EVENT|STREAM...", help="Event types, e.g. mars, or names of streams.")
     ] = None,
     *,
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Each goes to DIR/STREAM/TIME.")],
-    everything: Annotated[bool, typer.Option("--all", help="All streams of the account, as a set.")] = False,
+    to: Annotated[
+        Path,
+        typer.Option("--to", metavar="DIR", help="Directory for the backups. Each one is written to DIR/STREAM/TIME."),
+    ],
+    everything: Annotated[
+        bool, typer.Option("--all", help="Back up all streams of the account, as a set that is restored as one.")
+    ] = False,
     newest: Annotated[
-        int | None, typer.Option("--keep", metavar="N", min=1, help="Remove all but a stream's newest N backups.")
+        int | None,
+        typer.Option(
+            "--keep",
+            metavar="N",
+            min=1,
+            help="Keep the newest N backups of each stream, and remove others. Default: remove none.",
+        ),
     ] = None,
     days: Annotated[
-        int | None, typer.Option("--keep-days", metavar="N", min=1, help="Remove backups that are older, but not all.")
+        int | None,
+        typer.Option(
+            "--keep-days",
+            metavar="N",
+            min=1,
+            help="Keep the newest backup and those of the last N days, and remove others. With --keep, a backup "
+            "stays if one of the two keeps it.",
+        ),
     ] = None,
     since: Annotated[
         str | None,
         typer.Option(
-            metavar="last|BACKUP", help="Store only what that backup does not have; last: the newest one of each."
+            metavar="last|BACKUP",
+            help="Store only what this backup lacks; `last` is the newest one of each stream. Default: a full backup.",
         ),
     ] = None,
     full_every: Annotated[
         str | None,
-        typer.Option(metavar="7d", help="As --since last, but a full backup where the last full one is older."),
+        typer.Option(
+            metavar="DURATION",
+            help="As --since last, but make a full backup once the last one is older than this, e.g. 7d.",
+        ),
     ] = None,
     every: Annotated[
         str | None,
-        typer.Option(metavar="6h", help="Stay, and back up as often, until SIGTERM or Ctrl-C; with --all a set."),
+        typer.Option(
+            metavar="DURATION",
+            help="Keep running until SIGTERM or Ctrl-C, and back up at this interval, e.g. 6h. Default: back up once.",
+        ),
     ] = None,
     encrypt_to: EncryptTo = None,
     identity: IdentityOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Back up streams, which stay in use; then remove old backups, if asked to.
+    """Back up streams while they stay in use, and remove old backups if --keep or --keep-days says so.
 
     Example: aviso-workers backup create mars --to /backups --since last --keep 14
     """
@@ -127,7 +160,8 @@ def create(
 
 @backup.command()
 def ls(directory: Below, as_json: AsJson = False) -> None:
-    """List the backups in a directory, the oldest first; exit 1 where one cannot be read, or needs one that is gone.
+    """List the backups in a directory, the oldest first. Exit with 1 if one cannot be read, or needs one that is
+    missing.
 
     Example: aviso-workers backup ls /backups
     """
@@ -156,7 +190,8 @@ def ls(directory: Below, as_json: AsJson = False) -> None:
 
 @backup.command()
 def verify(directory: Below, *, identity: IdentityOption = None) -> None:
-    """Read all of a backup, or of all backups in a directory, and count what is in it; exit 1 if one is damaged.
+    """Verify a backup, or all backups in a directory: read all of it, and count what is in it. Exit with 1 if one is
+    damaged.
 
     Example: aviso-workers backup verify /backups
     """
@@ -173,20 +208,37 @@ def verify(directory: Below, *, identity: IdentityOption = None) -> None:
 @backup.command()
 def restore(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A backup, e.g. backups/MARS/20261120T060000.000Z; with --all a set.")
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="Directory of a backup, e.g. backups/MARS/20261120T060000.000Z; with --all, the file of a set or "
+            "the directory with it.",
+        ),
     ],
     name: Annotated[
-        str | None, typer.Option("--as", metavar="NAME", help="As another stream, which has no subjects of the first.")
+        str | None,
+        typer.Option(
+            "--as",
+            metavar="NAME",
+            help="Restore to a stream of this name, without the original's subjects. Default: the original's name "
+            "and subjects.",
+        ),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="All streams of a set: its file, or a directory with the newest one.")
+        bool,
+        typer.Option(
+            "--all", help="Restore all streams of a set. Of several sets in a directory, the newest is restored."
+        ),
     ] = False,
-    storage: Annotated[Storage | None, typer.Option(help="Default: as it was.")] = None,
-    replicas: Annotated[int | None, typer.Option(min=1, max=5, help="Default: as it was.")] = None,
+    storage: Annotated[Storage | None, typer.Option(help="Storage of the stream. Default: as it was.")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, max=5, help="Number of replicas of the stream. Default: as it was.")
+    ] = None,
     identity: IdentityOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Make a stream again from a backup, with its sequences and consumers; or all streams of a set. None may exist.
+    """Restore a stream from a backup, with its sequences and consumers, or all streams of a set. A stream that exists
+    already is not touched: the command fails.
 
     Example: aviso-workers backup restore /backups/MARS/20261120T060000.000Z
     """
@@ -228,7 +280,8 @@ def restore(
 
 @backup.command()
 def drill(directory: Directory, *, identity: IdentityOption = None, config: ConfigOption = None) -> None:
-    """Restore a backup into a scratch stream, compare every message and consumer, and delete that again.
+    """Rehearse a restore: restore a backup to a scratch stream, compare every message and consumer, and delete that
+    stream.
 
     Example: aviso-workers backup drill /backups/MARS/20261120T060000.000Z
     """
@@ -254,11 +307,17 @@ backup.command()(cleanse)
 def merge(
     directory: Directory,
     *,
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="It goes to DIR/STREAM/TIME.")],
+    to: Annotated[
+        Path,
+        typer.Option(
+            "--to", metavar="DIR", help="Directory for the merged backup, which is written to DIR/STREAM/TIME."
+        ),
+    ],
     encrypt_to: EncryptTo = None,
     identity: IdentityOption = None,
 ) -> None:
-    """Make a full backup of an increment and those before it, or one that is not encrypted of one that is.
+    """Merge an increment and the backups before it into one full backup. Without --encrypt-to, the result is not
+    encrypted, even if the backup is.
 
     Example: aviso-workers backup merge /backups/MARS/20261120T060000.000Z --to /merged
     """

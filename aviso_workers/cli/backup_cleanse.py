@@ -26,29 +26,47 @@ U = TypeVar("U")
 
 
 def cleanse(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A backup, or a directory with backups of streams.")],
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Directory of a backup, or one with backups of streams, e.g. /backups."),
+    ],
     where: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help='A value, or JSON: step={"gte":24}.')
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE...",
+            help='Remove notifications with this value, e.g. class=od, or a constraint in JSON, e.g. step={"gte":24}.',
+        ),
     ] = None,
     event: Annotated[
-        str | None, typer.Option(metavar="EVENT", help="Whose identifiers these are; default: the only one there is.")
+        str | None,
+        typer.Option(
+            metavar="EVENT",
+            help="Event type that KEY=VALUE is about. Default: the only one whose stream is among the backups.",
+        ),
     ] = None,
     erasure: Annotated[
-        list[Path] | None, typer.Option("--erasure", metavar="FILE", help="What this record of `erase` lists.")
+        list[Path] | None,
+        typer.Option("--erasure", metavar="FILE", help="Remove what this record of `erase` lists; may be repeated."),
     ] = None,
     key: Annotated[
-        list[str] | None, typer.Option("--key", metavar="BUCKET/KEY", help="Also this key, as `erase` takes it.")
+        list[str] | None,
+        typer.Option(
+            "--key",
+            metavar="BUCKET/KEY",
+            help="Also remove this key of a table, windows or a counter; may be repeated.",
+        ),
     ] = None,
     subject: Annotated[
-        str | None, typer.Option(metavar="SUBJECT", help="Instead: of these subjects, e.g. mars.od.>")
+        str | None,
+        typer.Option(metavar="SUBJECT", help="Remove messages with a matching subject instead, e.g. mars.od.>"),
     ] = None,
     identity: IdentityOption = None,
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Remove messages from backups for good, as a person's data; the rest restores with its sequences.
+    """Remove messages from backups for good, such as a person's data. The others are restored with their sequences.
 
-    Of a full backup with increments, the messages are removed from all of them, whichever is named.
+    If a full backup has increments, the messages are removed from all of them, whichever one is named.
 
     Example: aviso-workers backup cleanse /backups class=od date=20261120 --yes
     """

@@ -16,7 +16,7 @@ def check(
     agent: AgentOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """List every mistake in an app and its configuration; exit 2 if there is one.
+    """List every mistake in an app and its configuration. Exit with 2 if there is one.
 
     Example: aviso-workers check mine.agents:app
     """

@@ -13,7 +13,9 @@ from aviso_workers.config import display, shipped_files
 
 __all__ = ["config"]
 
-config = typer.Typer(help="Show the configuration in effect, and its JSON Schema.", no_args_is_help=True)
+config = typer.Typer(
+    help="Print the configuration in effect, its JSON Schema, and the shipped files.", no_args_is_help=True
+)
 
 
 @config.command()
@@ -27,7 +29,7 @@ def schema() -> None:
 
 @config.command()
 def show(config: ConfigOption = None) -> None:
-    """Print every value in effect and where it comes from; secrets are masked.
+    """Print every value in effect and where it was set. Secrets are masked.
 
     Example: aviso-workers config show --app mine.agents:app
     """
@@ -42,7 +44,7 @@ def show(config: ConfigOption = None) -> None:
 
 @config.command("event-types")
 def event_types(config: ConfigOption = None) -> None:
-    """Print the event types as YAML, for the file of an aviso-server that shares their streams.
+    """Print the event types as YAML, for the configuration of an aviso-server that shares their streams.
 
     Example: aviso-workers config event-types --app mine.agents:app > schema.yaml
     """
@@ -50,8 +52,13 @@ def event_types(config: ConfigOption = None) -> None:
 
 
 @config.command()
-def files(name: Annotated[str | None, typer.Argument(help="The file to print.", show_default=False)] = None) -> None:
-    """List the files that are shipped, for Prometheus, Grafana and others, or print one.
+def files(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="Name of the file to print. Default: list all files.", show_default=False),
+    ] = None,
+) -> None:
+    """List the shipped files, for Prometheus, Grafana and others, or print one of them.
 
     Example: aviso-workers config files prometheus-rules.yml > prometheus-rules.yml
     """

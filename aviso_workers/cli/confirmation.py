@@ -8,7 +8,9 @@ import typer
 
 __all__ = ["Yes", "confirm"]
 
-Yes = Annotated[bool, typer.Option("--yes", help="Do it; without this, only say what would be done.")]
+Yes = Annotated[
+    bool, typer.Option("--yes", help="Carry it out. Without --yes, the command only says what it would do.")
+]
 
 
 def confirm(yes: bool, *, to: str) -> None:

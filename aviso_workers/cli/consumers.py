@@ -21,25 +21,27 @@ from aviso_workers.ops.reports import ConsumerRow
 
 __all__ = ["consumers"]
 
-consumers = typer.Typer(help="Show and remove the consumers of any stream.", no_args_is_help=True)
+consumers = typer.Typer(help="List, show, remove and unpin the consumers of any stream.", no_args_is_help=True)
 
 CONSUMERS = ("stream", "consumer", "pending", "ack pending", "redelivered", "per second", "gone in", "state")
 
-Consumer = Annotated[str, typer.Argument(metavar="CONSUMER", help="Its name.")]
+Consumer = Annotated[
+    str, typer.Argument(metavar="CONSUMER", help="Name of the consumer, e.g. field-index__index_field.")
+]
 
 
 @consumers.command("ls")
 def list_consumers(
     stream: Annotated[
-        str | None, typer.Argument(metavar="[STREAM]", help="Its name, e.g. MARS; default: all streams.")
+        str | None, typer.Argument(metavar="[STREAM]", help="Name of the stream, e.g. MARS. Default: all streams.")
     ] = None,
     seconds: Seconds = 2.0,
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
-    """List consumers, agents' included, those with the largest lag first; exit 1 where one is stuck or does not answer.
+    """List consumers, also those of agents, the largest lag first. Exit with 1 if one is stuck or does not answer.
 
-    The rate is that of the lag: a negative one shrinks.
+    The rate per second is the change of the lag, which is negative while the lag shrinks.
 
     Example: aviso-workers consumers ls MARS
     """
@@ -67,7 +69,7 @@ def show(stream: Stream, consumer: Consumer, as_json: AsAnswered = False, config
 
 @consumers.command("rm")
 def remove_consumer(stream: Stream, consumer: Consumer, yes: Yes = False, config: ConfigOption = None) -> None:
-    """Remove a consumer, and with it its position.
+    """Remove a consumer, and with it its position in the stream.
 
     Example: aviso-workers consumers rm MARS field-index__index_field --yes
     """
@@ -87,10 +89,10 @@ def remove_consumer(stream: Stream, consumer: Consumer, yes: Yes = False, config
 def unpin(
     stream: Stream,
     consumer: Consumer,
-    group: Annotated[str, typer.Argument(metavar="GROUP", help="One of its priority_groups.")],
+    group: Annotated[str, typer.Argument(metavar="GROUP", help="Priority group of the consumer, e.g. aviso-workers.")],
     config: ConfigOption = None,
 ) -> None:
-    """Let the server pin another reader of a priority group.
+    """Unpin the reader of a priority group, so that the server pins another one.
 
     Example: aviso-workers consumers unpin MARS field-index__index_field aviso-workers
     """

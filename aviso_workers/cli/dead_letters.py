@@ -25,7 +25,7 @@ from aviso_workers.ops.dead_letters import DeadLetter, Selection, StoredDeadLett
 __all__ = ["dead_letters"]
 
 dead_letters = typer.Typer(
-    help="List dead letters, and hand them back to the agents that failed.", no_args_is_help=True
+    help="List dead letters, return them to the agents that failed, or erase them.", no_args_is_help=True
 )
 
 SHORT = 60
@@ -33,24 +33,45 @@ SHORT = 60
 Action = Callable[..., Awaitable[None]]
 """`StoredDeadLetters.retry` or `StoredDeadLetters.drop`."""
 
-Sequences = Annotated[list[int] | None, typer.Argument(metavar="SEQUENCE...", min=1, help="Dead letters, by number.")]
-OfApp = Annotated[str | None, typer.Option("--app", metavar="APP", help="Of this app: its name, or MODULE:APP.")]
-OfAgent = Annotated[str | None, typer.Option("--agent", metavar="AGENT", help="Of this agent.")]
+Sequences = Annotated[
+    list[int] | None,
+    typer.Argument(
+        metavar="SEQUENCE...", min=1, help="Sequences of single dead letters, as `dead-letters ls` lists them."
+    ),
+]
+OfApp = Annotated[
+    str | None, typer.Option("--app", metavar="APP", help="Only those of this app: its name, or MODULE:APP.")
+]
+OfAgent = Annotated[str | None, typer.Option("--agent", metavar="AGENT", help="Only those of this agent.")]
 Reason = Annotated[
-    str | None, typer.Option("--reason", metavar="REASON", help="Of this reason, e.g. attempts_exhausted.")
+    str | None, typer.Option("--reason", metavar="REASON", help="Only those with this reason, e.g. attempts_exhausted.")
 ]
 OfStream = Annotated[
-    str | None, typer.Option("--stream", metavar="STREAM", help="Whose original is in this stream, e.g. MARS.")
+    str | None,
+    typer.Option("--stream", metavar="STREAM", help="Only those whose notification came from this stream, e.g. MARS."),
 ]
 Since = Annotated[
-    str | None, typer.Option("--since", metavar="DATE", help="Dead-lettered then or later, e.g. 2026-11-20T06:00:00Z.")
+    str | None,
+    typer.Option(
+        "--since", metavar="DATE", help="Only those dead-lettered at this time or later, e.g. 2026-11-20T06:00:00Z."
+    ),
 ]
-Until = Annotated[str | None, typer.Option("--until", metavar="DATE", help="Dead-lettered then or before.")]
-WithError = Annotated[str | None, typer.Option("--error", metavar="TEXT", help="Whose error contains this.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do it for all that are selected.")]
-All = Annotated[bool, typer.Option("--all", help="Where nothing is selected: do it for those of all apps.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document a dead letter; its body is base64.")]
+Until = Annotated[
+    str | None, typer.Option("--until", metavar="DATE", help="Only those dead-lettered at this time or earlier.")
+]
+WithError = Annotated[
+    str | None, typer.Option("--error", metavar="TEXT", help="Only those whose error contains this text.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which dead letters are selected.")]
+Yes = Annotated[
+    bool, typer.Option("--yes", help="Carry it out for all that the options select; not needed with SEQUENCE.")
+]
+All = Annotated[
+    bool, typer.Option("--all", help="Select the dead letters of all apps. It excludes the options that select some.")
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document for each dead letter, with its body in base64.")
+]
 
 
 @dead_letters.command()
@@ -66,7 +87,7 @@ def ls(
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
-    """List the dead letters, the oldest first.
+    """List dead letters, the oldest first.
 
     Example: aviso-workers dead-letters ls --agent index_field --since 2026-11-20T06:00:00Z
     """
@@ -92,11 +113,14 @@ def ls(
 
 @dead_letters.command()
 def show(
-    sequence: Annotated[int, typer.Argument(metavar="SEQUENCE", min=1, help="Of the dead letter, as `ls` lists it.")],
+    sequence: Annotated[
+        int,
+        typer.Argument(metavar="SEQUENCE", min=1, help="Sequence of the dead letter, as `dead-letters ls` lists it."),
+    ],
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
-    """Show all of one dead letter: why it is there, its headers and its body.
+    """Show one dead letter with its reason, its error, its headers and its body.
 
     Example: aviso-workers dead-letters show 17
     """
@@ -126,7 +150,8 @@ def retry(
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Hand dead letters back, each to the agent that failed and to no other, as if they were new.
+    """Retry dead letters: each is returned to the agent that failed, and to no other. The agent handles it like a new
+    notification.
 
     Example: aviso-workers dead-letters retry --agent index_field --yes
     """

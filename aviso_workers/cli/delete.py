@@ -16,11 +16,14 @@ __all__ = ["delete"]
 
 
 def delete(
-    notification: Annotated[str, typer.Argument(metavar="EVENT@SEQUENCE", help="e.g. mars@42")],
+    notification: Annotated[
+        str,
+        typer.Argument(metavar="EVENT@SEQUENCE", help="Event type and sequence of the notification, e.g. mars@4711."),
+    ],
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Delete one notification, after showing which one it is; `erase` also finds its copies.
+    """Delete one notification, after showing which one it is. `erase` also finds its copies.
 
     Example: aviso-workers delete mars@4711
     """

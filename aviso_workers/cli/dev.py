@@ -40,11 +40,19 @@ def dev(
     agent: AgentOption = None,
     config: ConfigOption = None,
     status_port: StatusPort = None,
-    ephemeral: Annotated[bool, typer.Option("--ephemeral", help="Forget the streams afterwards.")] = False,
+    ephemeral: Annotated[
+        bool,
+        typer.Option(
+            "--ephemeral", help="Delete the streams when the command ends. Default: keep them in .aviso-workers/server."
+        ),
+    ] = False,
     reload: Reload = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show our whole log, not only warnings.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show the whole log, not only warnings and errors.")
+    ] = False,
 ) -> None:
-    """Run the agents of an app with a nats-server of their own, on the port that nats_url names.
+    """Run an app's agents beside a nats-server of their own, for development. The server listens on the port that
+    nats_url names.
 
     Example: aviso-workers dev mine.agents:app --reload
     """

@@ -23,27 +23,44 @@ Format = Literal["text", "json", "prometheus", "nagios"]
 
 def doctor(
     app: Annotated[
-        str | None, typer.Option("--app", metavar="MODULE:APP", help="Check its agents too, by its configuration.")
+        str | None,
+        typer.Option(
+            "--app", metavar="MODULE:APP", help="Check the agents of this app too, and use its configuration."
+        ),
     ] = None,
     monitor: Annotated[
         list[str] | None,
-        typer.Option("--monitor", metavar="URL", help="A server's monitoring port; once for each server."),
+        typer.Option(
+            "--monitor",
+            metavar="URL",
+            help="URL of a server's monitoring port; repeat it for each server. Default: that of the "
+            "configuration's section server.",
+        ),
     ] = None,
     production: Annotated[
-        bool, typer.Option("--production", help="Judge also by what only production needs, such as three replicas.")
+        bool, typer.Option("--production", help="Also check what only production needs, such as three replicas.")
     ] = False,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.1, help="Between the two samples that rates are made of.")
+        float, typer.Option("--seconds", min=0.1, help="Seconds between the two samples from which rates are computed.")
     ] = 5.0,
     backups: Annotated[
-        Path | None, typer.Option("--backups", exists=True, file_okay=False, help="Where backups of streams are.")
+        Path | None,
+        typer.Option(
+            "--backups",
+            exists=True,
+            file_okay=False,
+            help="Directory with backups: check that each configured stream has one of today. Default: backups are "
+            "not checked.",
+        ),
     ] = None,
-    format: Annotated[Format, typer.Option("--format", help="How to say it.")] = "text",
+    format: Annotated[Format, typer.Option("--format", help="Format of the results.")] = "text",
     config: ConfigOption = None,
 ) -> None:
-    """Say what is wrong, or will be, and what to do about it; changes nothing.
+    """Check servers, streams, consumers and settings for known problems, and say what to do about each. Nothing is
+    changed.
 
-    Exit code: 1 where a check fails, else 0. With --format nagios 0, 1, 2 and 3, as its plugins have them.
+    The exit code is 1 if a check fails, else 0. With --format nagios it is that of a Nagios plugin: 0 for OK, 1 for a
+    warning, 2 for critical and 3 for unknown.
 
     Example: aviso-workers doctor --app mine.agents:app --production
     """

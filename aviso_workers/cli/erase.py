@@ -24,20 +24,37 @@ SHOWN_KEYS = 50
 
 def erase(
     event: Annotated[str, typer.Argument(metavar="EVENT", help="The event type, e.g. mars.")],
-    where: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="As `watch` takes it.")] = None,
-    id: Annotated[int | None, typer.Option("--id", metavar="N", min=1, help="One notification, by sequence.")] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE...",
+            help='Erase notifications with this value, e.g. class=od, or a constraint in JSON, e.g. step={"gte":24}.',
+        ),
+    ] = None,
+    id: Annotated[
+        int | None,
+        typer.Option(
+            "--id", metavar="N", min=1, help="Erase the notification with this sequence, instead of KEY=VALUE."
+        ),
+    ] = None,
     key: Annotated[
         list[str] | None,
-        typer.Option("--key", metavar="BUCKET/KEY", help="Also this key of a table, windows or a counter."),
+        typer.Option(
+            "--key", metavar="BUCKET/KEY", help="Also erase this key of a table, windows or a counter; may be repeated."
+        ),
     ] = None,
     audit: Annotated[
-        Path | None, typer.Option("--audit", metavar="FILE", help="Where the record goes; it must not exist.")
+        Path | None,
+        typer.Option(
+            "--audit", metavar="FILE", help="New file for the record of the erasure. Default: erasure-TIME.json here."
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be erased.")] = False,
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Erase notifications for good, wherever this account keeps them: bytes, copies and dead letters.
+    """Erase notifications for good, wherever this account keeps them: also their copies and dead letters. Their bytes
+    on the disk are overwritten.
 
     Example: aviso-workers erase mars class=od date=20261120 --audit record.json --yes
     """

@@ -12,7 +12,8 @@ from aviso_workers.ops.backups import Identities
 __all__ = ["IdentityOption", "identities_of"]
 
 IdentityOption = Annotated[
-    Path | None, typer.Option("--identity", metavar="FILE", help="Secret keys of age that open encrypted backups.")
+    Path | None,
+    typer.Option("--identity", metavar="FILE", help="File with the secret keys of age that open encrypted backups."),
 ]
 
 

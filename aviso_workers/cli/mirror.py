@@ -19,12 +19,19 @@ from aviso_workers.ops.recovery import Recovered
 
 __all__ = ["mirror"]
 
-mirror = typer.Typer(help="Promote a mirror whose origin is lost, and rehearse that.", no_args_is_help=True)
+mirror = typer.Typer(help="Promote mirrors, fence streams, and rehearse a failover.", no_args_is_help=True)
 
 MOST_LISTED = 20
 """Messages that are listed one by one."""
-StreamArgument = Annotated[str, typer.Argument(metavar="STREAM", help="The name of the stream, e.g. MARS.")]
-Api = Annotated[str, typer.Option("--api", metavar="PREFIX", help="Where it is, e.g. '$JS.hub.API'; default: here.")]
+StreamArgument = Annotated[str, typer.Argument(metavar="STREAM", help="Name of the stream, e.g. MARS.")]
+Api = Annotated[
+    str,
+    typer.Option(
+        "--api",
+        metavar="PREFIX",
+        help="API prefix of the domain with the stream, e.g. '$JS.hub.API'. Default: that of the configuration.",
+    ),
+]
 
 
 @mirror.command()
@@ -32,19 +39,34 @@ def promote(
     stream: StreamArgument,
     subject: Annotated[
         list[str] | None,
-        typer.Option("--subject", metavar="SUBJECT", help="What it takes from then on; default: what its origin took."),
+        typer.Option(
+            "--subject",
+            metavar="SUBJECT",
+            help="Subject on which the mirror takes publishes; may be repeated. Default: the origin's subjects.",
+        ),
     ] = None,
     origin_is_lost: Annotated[
-        bool, typer.Option("--origin-is-lost", help="The origin does not answer and cannot be fenced: go on.")
+        bool,
+        typer.Option(
+            "--origin-is-lost",
+            help="Promote it although the origin does not answer and cannot be fenced. It needs --subject.",
+        ),
     ] = False,
     origin_was_recreated: Annotated[
-        bool, typer.Option("--origin-was-recreated", help="It has messages that the mirror lacks: go on without them.")
+        bool,
+        typer.Option(
+            "--origin-was-recreated",
+            help="Promote it although the origin was made again and has messages that the mirror lacks.",
+        ),
     ] = False,
-    patience: Annotated[float, typer.Option(min=0, help="Seconds in which it has to catch up.")] = 30.0,
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds within which the mirror must catch up with its origin.")
+    ] = 30.0,
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Put a mirror in its origin's place, which is fenced before; exit 3 where it is not known to have everything.
+    """Promote a mirror: fence its origin, and let the mirror take publishes in its place. Exit with 3 if it is not
+    proven that nothing is missing.
 
     Example: aviso-workers mirror promote MARS --yes
     """
@@ -70,12 +92,19 @@ def promote(
 def recover(
     stream: StreamArgument,
     origin_config: Annotated[
-        Path | None, typer.Option("--origin-config", metavar="FILE", help="Where its origin is no domain of ours.")
+        Path | None,
+        typer.Option(
+            "--origin-config",
+            metavar="FILE",
+            help="Configuration file with the connection to the origin. Default: the origin is in this account, or "
+            "in a JetStream domain.",
+        ),
     ] = None,
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Publish to a promoted mirror what only its origin has; without --yes, list it.
+    """Publish to a promoted mirror the messages that only its origin has. Without --yes, they are only listed. Exit
+    with 3 if some cannot be compared.
 
     Example: aviso-workers mirror recover MARS --yes
     """
@@ -130,7 +159,7 @@ def _print_undecided(count: int) -> None:
 
 @mirror.command()
 def fence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: ConfigOption = None) -> None:
-    """Let a stream take no publish any more; it keeps its messages, and reconciliation leaves it alone.
+    """Fence a stream: it takes no publishes any more. It keeps its messages, and stream management does not change it.
 
     Example: aviso-workers mirror fence MARS --yes
     """
@@ -145,7 +174,7 @@ def fence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: Confi
 
 @mirror.command()
 def unfence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: ConfigOption = None) -> None:
-    """Give a fenced stream its subjects back. Be sure that no other stream takes them.
+    """Unfence a stream: it takes publishes on its subjects again. Make sure that no other stream takes them.
 
     Example: aviso-workers mirror unfence MARS --yes
     """
@@ -161,12 +190,17 @@ def unfence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: Con
 @mirror.command()
 def drill(
     origin_api: Annotated[
-        str, typer.Option("--origin-api", metavar="PREFIX", help="Another domain's API, e.g. '$JS.hub.API'.")
+        str,
+        typer.Option(
+            "--origin-api",
+            metavar="PREFIX",
+            help="API prefix of the domain for the origin, e.g. '$JS.hub.API'. Default: that of the configuration.",
+        ),
     ] = "",
-    messages: Annotated[int, typer.Option(min=2, help="How many to publish meanwhile.")] = 1000,
+    messages: Annotated[int, typer.Option(min=2, help="Number of messages to publish during the drill.")] = 1000,
     config: ConfigOption = None,
 ) -> None:
-    """Rehearse a failover on a scratch stream and its mirror; exit 1 where a message was lost or doubled.
+    """Rehearse a failover on a scratch stream and its mirror. Exit with 1 if a message was lost or stored twice.
 
     Example: aviso-workers mirror drill --messages 10000
     """

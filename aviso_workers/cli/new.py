@@ -15,9 +15,14 @@ __all__ = ["new"]
 
 
 def new(
-    project: Annotated[Path, typer.Argument(metavar="PROJECT", help="Its folder; the last part is its name.")],
+    project: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PROJECT", help="Folder to create; its last part is the project's name, e.g. field_index."
+        ),
+    ],
 ) -> None:
-    """Write a small project that works, with an agent, its tests and what deploys it.
+    """Create a small working project, with an agent, its tests and the files that deploy it.
 
     Example: aviso-workers new field_index
     """

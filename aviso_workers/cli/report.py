@@ -35,12 +35,14 @@ SHOWN = 20
 """Consumers that fit on a screen: those that lag behind most."""
 
 Take = Callable[[Admin], Awaitable[Snapshot]]
-Seconds = Annotated[float, typer.Option(min=0.1, help="Time between the two snapshots that rates are made from.")]
+Seconds = Annotated[
+    float, typer.Option(min=0.1, help="Seconds between the two snapshots from which rates are computed.")
+]
 
 
 @report.command()
 def mirrors(as_json: AsJson = False, config: ConfigOption = None) -> None:
-    """Show which streams follow which, and whether they do; exit 1 where one does not.
+    """List mirrors and sources with their origins and their lag. Exit with 1 if one does not follow its origin.
 
     Example: aviso-workers report mirrors
     """
@@ -59,7 +61,7 @@ def mirrors(as_json: AsJson = False, config: ConfigOption = None) -> None:
 
 @report.command()
 def account(as_json: AsJson = False, config: ConfigOption = None) -> None:
-    """Show what the account uses of JetStream, and of how much.
+    """Show how much of JetStream the account uses, and its limits.
 
     Example: aviso-workers report account
     """
@@ -77,13 +79,17 @@ def streams(
     monitor: Annotated[
         list[str] | None,
         typer.Option(
-            "--monitor", metavar="URL", help="A server's monitoring port, for its disk; once for each server."
+            "--monitor",
+            metavar="URL",
+            help="URL of a server's monitoring port, which is asked for its disk; repeat it for each server. "
+            "Default: that of the configuration's section server.",
         ),
     ] = None,
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
-    """Show sizes against limits, rates and replicas of all streams, and the servers' disks; exit 1 on trouble.
+    """Show the size, limits, rate and replicas of each stream, and the servers' disks. Exit with 1 if one is in
+    trouble.
 
     Example: aviso-workers report streams --json
     """

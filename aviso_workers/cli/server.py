@@ -23,34 +23,40 @@ __all__ = ["server"]
 SERVERS = ("server", "pid", "url", "monitoring", "health")
 
 server = typer.Typer(
-    help="Run a nats-server for development, and render the configuration of one, from the section `server`.",
+    help="Run nats-servers for development, and write nats-server.conf, from the configuration's section server.",
     no_args_is_help=True,
 )
 
 Directory = Annotated[
-    Path, typer.Option("--directory", "-d", metavar="DIR", help="Where the servers and their logs are.")
+    Path, typer.Option("--directory", "-d", metavar="DIR", help="Directory of the servers and their logs.")
 ]
 
 
 @server.command()
 def render(
     profile: Annotated[
-        profiles.Profile, typer.Option("--profile", help="What chooses where the configuration says nothing.")
+        profiles.Profile,
+        typer.Option("--profile", help="Profile that chooses the settings which the configuration leaves open."),
     ] = "production",
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File to write.")] = Path(
         "nats-server.conf"
     ),
     role: Annotated[
         permissions.Role | None,
-        typer.Option("--role", help="Print the permissions of a user of this role instead; write nothing."),
+        typer.Option("--role", help="Print the permissions of a user of this role instead, and write nothing."),
     ] = None,
     app: Annotated[
         str | None,
-        typer.Option("--app", metavar="MODULE:APP", help="The app that a worker runs, or whose event types count."),
+        typer.Option(
+            "--app",
+            metavar="MODULE:APP",
+            help="App that a worker runs, which --role worker needs. For other roles, the app whose event types "
+            "count. Default: those of the configuration.",
+        ),
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Write nats-server.conf, once nats-server has checked it, and show what follows from the settings.
+    """Write nats-server.conf after nats-server has checked it, and show what follows from the settings.
 
     Example: aviso-workers server render --output /etc/nats/nats-server.conf
     """
@@ -70,11 +76,12 @@ def render(
 
 @server.command()
 def start(
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="How many; several are a cluster.")] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of servers; more than one are a cluster.")] = 1,
     directory: Directory = DIRECTORY,
     config: ConfigOption = None,
 ) -> None:
-    """Run it in the background on 127.0.0.1, for development and tests; of a cluster, what does not run.
+    """Start nats-servers in the background on 127.0.0.1, for development and tests. Servers that run already stay as
+    they are.
 
     Example: aviso-workers server start --nodes 3
     """
@@ -91,17 +98,17 @@ def rotate_key(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="The key of the stores as they are; leave it out where they are not encrypted.",
+            help="File with the present key of the stores. Leave it out if they are not encrypted.",
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="How many, as for `start`.")] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of servers, as for `server start`.")] = 1,
     directory: Directory = DIRECTORY,
     config: ConfigOption = None,
 ) -> None:
-    """Move the streams of stopped servers to stores with the key of the configuration, and start them.
+    """Rotate the encryption key of stopped servers to that of the configuration, and start them.
 
-    Every stream is copied to an empty store and compared before that takes the place of the old one, which stays on the
-    disk. Exit 1 where anything differs; then the old stores are in place.
+    Every stream is copied to an empty store and compared. Then the new stores take the places of the old ones, which
+    stay on the disk. Exit with 1 if anything differs. In that case the old stores stay in their places.
 
     Example: aviso-workers server rotate-key --nodes 3
     """
@@ -120,11 +127,14 @@ def rotate_key(
 @server.command()
 def stop(
     lame_duck: Annotated[
-        bool, typer.Option("--lame-duck", help="Let it hand over its streams and tell its clients first.")
+        bool,
+        typer.Option(
+            "--lame-duck", help="Let each server hand over its streams and tell its clients to leave, before it ends."
+        ),
     ] = False,
     directory: Directory = DIRECTORY,
 ) -> None:
-    """End what `start` has started; what it stored stays.
+    """Stop the servers that `server start` has started. Their streams stay on the disk.
 
     Example: aviso-workers server stop
     """
@@ -137,7 +147,7 @@ def stop(
 
 @server.command()
 def reload(directory: Directory = DIRECTORY, config: ConfigOption = None) -> None:
-    """Have what runs take over the configuration, without a restart; say what it cannot take over.
+    """Reload the configuration of the running servers, without a restart. The command names what they cannot take over.
 
     Example: aviso-workers server reload
     """
@@ -147,7 +157,7 @@ def reload(directory: Directory = DIRECTORY, config: ConfigOption = None) -> Non
 
 @server.command()
 def status(directory: Directory = DIRECTORY, as_json: AsJson = False) -> None:
-    """Show what `start` has started; exit 1 unless all of it is healthy.
+    """Show the servers that `server start` has started. Exit with 1 unless all of them are healthy.
 
     Example: aviso-workers server status
     """

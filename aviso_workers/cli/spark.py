@@ -25,19 +25,29 @@ MOST_LINES = 20
 
 @spark.command()
 def reconcile(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A history server or a driver's UI.")],
+    url: Annotated[
+        str,
+        typer.Argument(metavar="URL", help="URL of a history server or of a driver's UI, e.g. http://history:18080."),
+    ],
     application: Annotated[
-        list[str] | None, typer.Option("--application", metavar="ID", help="Only this one; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--application", metavar="ID", help="Compare only this application; may be repeated. Default: all."
+        ),
     ] = None,
     since: Annotated[
         str | None,
-        typer.Option("--since", metavar="DATE", help="Only what began then or later, e.g. 2026-11-20T06:00:00Z."),
+        typer.Option(
+            "--since",
+            metavar="DATE",
+            help="Compare only applications that began at this time or later, e.g. 2026-11-20T06:00:00Z.",
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document for each row.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document for each row.")] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Compare what was published of Spark applications with what Spark says. Exit code 1: they do not agree; 2: some
-    could not be compared.
+    """Compare the published notifications of Spark's jobs with what Spark reports. Exit with 1 if they differ, with 2
+    if some could not be compared.
 
     Example: aviso-workers spark reconcile http://history:18080 --since 2026-11-20T06:00:00Z
     """

@@ -23,7 +23,13 @@ from aviso_workers.spark import installed
 __all__ = ["archive", "backfill", "report"]
 
 Event = Annotated[str, typer.Argument(metavar="EVENT", help="The event type, e.g. mars.")]
-Filter = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help='A value, or JSON: step={"gte":24}')]
+Filter = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE...",
+        help='Only notifications with this value, e.g. class=od, or a constraint in JSON, e.g. step={"gte":24}.',
+    ),
+]
 
 MOST_PER_BATCH = 1_000_000
 """Messages of a long backlog that are handled at a time, and not again after a failure."""
@@ -34,13 +40,20 @@ def archive(
     event: Event,
     where: Filter = None,
     *,
-    to: Annotated[str, typer.Option("--to", metavar="PATH", help="Directory of the archive, as Spark reaches it.")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="PATH", help="Directory of the archive, which Spark must be able to reach.")
+    ],
     every: Annotated[
-        str | None, typer.Option("--every", metavar="TIME", help="Go on until Ctrl-C, so often, e.g. 5m.")
+        str | None,
+        typer.Option(
+            "--every",
+            metavar="DURATION",
+            help="Keep running until Ctrl-C, and archive at this interval, e.g. 5m. Default: archive once.",
+        ),
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Keep notifications as Parquet by day, each once: what came since the last run.
+    """Archive notifications as Parquet by day, each once. A run adds what was stored since the last one.
 
     Example: aviso-workers spark archive mars --to /data/archive/mars --every 5m
     """
@@ -62,17 +75,27 @@ def backfill(
     *,
     start: Annotated[
         str,
-        typer.Option("--from", metavar="PATH|ID|DATE", help="An archive, or where to begin in the stream of EVENT."),
+        typer.Option(
+            "--from",
+            metavar="PATH|ID|DATE",
+            help="Path of an archive, or the sequence or time at which to begin in the stream of EVENT.",
+        ),
     ],
-    to: Annotated[str, typer.Option("--to", metavar="EVENT", help="The event type to publish them as.")],
+    to: Annotated[str, typer.Option("--to", metavar="EVENT", help="Event type of the published notifications.")],
     dead_letters: Annotated[
-        str | None, typer.Option("--dead-letters", metavar="PATH", help="Parquet of what cannot be published, and why.")
+        str | None,
+        typer.Option(
+            "--dead-letters",
+            metavar="PATH",
+            help="Directory for Parquet of what cannot be published, and why. Default: if there is any, nothing is "
+            "published.",
+        ),
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Publish kept notifications again, each once; a rerun adds nothing.
+    """Publish archived or stored notifications again, each once. A repeated run adds nothing.
 
-    Example: aviso-workers spark backfill mars --from /data/archive/mars --to copy
+    Example: aviso-workers spark backfill mars --from /data/archive/mars --to mars
     """
     installed.require()
     from aviso_workers.spark import archives, backfill, sessions
@@ -95,19 +118,31 @@ def report(
     where: Filter = None,
     *,
     schedule: Annotated[
-        str, typer.Option("--schedule", metavar="FILE", help="What is expected: YAML, or a table (Parquet, or CSV).")
+        str,
+        typer.Option(
+            "--schedule", metavar="FILE", help="Schedule of what is expected: YAML, or a table in CSV or Parquet."
+        ),
     ],
     to: Annotated[str, typer.Option("--to", metavar="PATH", help="Directory for the tables and report.html.")],
     start: Annotated[
-        str | None, typer.Option("--from", metavar="PATH|ID|DATE", help="As for backfill; default: the first day.")
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="PATH|ID|DATE",
+            help="Path of an archive, or the sequence or time at which to begin in the stream of EVENT. Default: "
+            "the first day.",
+        ),
     ] = None,
     first: Annotated[
-        str | None, typer.Option(metavar="DATE", help="First day of a schedule in YAML; default: yesterday.")
+        str | None,
+        typer.Option(metavar="DATE", help="First day of a schedule in YAML, e.g. 2026-11-20. Default: yesterday, UTC."),
     ] = None,
-    last: Annotated[str | None, typer.Option(metavar="DATE", help="Last day; default: today, UTC.")] = None,
+    last: Annotated[
+        str | None, typer.Option(metavar="DATE", help="Last day of a schedule in YAML. Default: today, UTC.")
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Compare notifications with a schedule, and announce cycles that are complete and those that are late.
+    """Compare notifications with a schedule, and announce each cycle that is complete or late.
 
     Example: aviso-workers spark report mars --schedule schedule.yaml --to /data/report
     """

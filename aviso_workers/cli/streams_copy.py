@@ -22,20 +22,35 @@ __all__ = ["copy"]
 
 @streams.command()
 def copy(
-    stream: Annotated[str, typer.Argument(metavar="STREAM", help="The name of the stream, e.g. MARS.")],
-    to_config: Annotated[Path, typer.Option("--to-config", metavar="FILE", help="The configuration of the target.")],
+    stream: Annotated[str, typer.Argument(metavar="STREAM", help="Name of the stream, e.g. MARS.")],
+    to_config: Annotated[
+        Path, typer.Option("--to-config", metavar="FILE", help="Configuration file with the connection to the target.")
+    ],
     name: Annotated[
-        str | None, typer.Option("--as", metavar="NAME", help="As another stream, which has no subjects of the first.")
+        str | None,
+        typer.Option(
+            "--as",
+            metavar="NAME",
+            help="Copy to a stream of this name, without the original's subjects. Default: the original's name and "
+            "subjects.",
+        ),
     ] = None,
-    storage: Annotated[Storage | None, typer.Option(help="Default: as it is.")] = None,
-    replicas: Annotated[int | None, typer.Option(min=1, max=5, help="Default: as it is.")] = None,
+    storage: Annotated[Storage | None, typer.Option(help="Storage of the copy. Default: that of the original.")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, max=5, help="Number of replicas of the copy. Default: that of the original.")
+    ] = None,
     follow: Annotated[
         bool,
-        typer.Option("--follow", help="Append what is stored meanwhile, until the stream is fenced; also to carry on."),
+        typer.Option(
+            "--follow",
+            help="Append new messages to the copy until the original is fenced. It also continues a copy that was "
+            "interrupted.",
+        ),
     ] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Copy a stream to another server, cluster or account, and compare: exit 1 where it differs, 3 where it lags.
+    """Copy a stream to another server, cluster or account, and compare the two. Exit with 1 if the copy differs, with 3
+    if it lacks messages that were stored meanwhile.
 
     Example: aviso-workers streams copy MARS --to-config there.yaml
     """

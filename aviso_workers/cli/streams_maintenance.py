@@ -22,16 +22,22 @@ __all__ = ["streams"]
 def purge(
     stream: Stream,
     subject: Annotated[
-        str, typer.Option("--subject", metavar="SUBJECT", help="Only what matches, e.g. mars.od.>")
+        str,
+        typer.Option(
+            "--subject", metavar="SUBJECT", help="Remove only messages with a matching subject, e.g. mars.od.>"
+        ),
     ] = "",
-    keep: Annotated[int, typer.Option("--keep", metavar="N", min=0, help="All but the newest N.")] = 0,
+    keep: Annotated[
+        int, typer.Option("--keep", metavar="N", min=0, help="Keep the newest N messages. It excludes --before.")
+    ] = 0,
     before: Annotated[
-        int | None, typer.Option("--before", metavar="SEQUENCE", min=1, help="Only what is older.")
+        int | None,
+        typer.Option("--before", metavar="SEQUENCE", min=1, help="Remove only messages before this sequence."),
     ] = None,
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Remove messages of any stream; its configuration and consumers stay.
+    """Remove messages of any stream. Its configuration and consumers stay.
 
     Example: aviso-workers streams purge MARS --subject 'mars.od.>' --yes
     """
@@ -47,7 +53,7 @@ def purge(
 
 @streams.command()
 def seal(stream: Stream, yes: Yes = False, config: ConfigOption = None) -> None:
-    """Let nothing of a stream change any more, for good: nothing added, deleted or too old.
+    """Seal a stream for good: no message is added, deleted or expired any more.
 
     Example: aviso-workers streams seal MARS --yes
     """
@@ -84,12 +90,20 @@ def remove(stream: Stream, yes: Yes = False, config: ConfigOption = None) -> Non
 def step_down(
     stream: Stream,
     consumer: Annotated[
-        str, typer.Option("--consumer", metavar="CONSUMER", help="Of this consumer, not of the stream.")
+        str,
+        typer.Option(
+            "--consumer", metavar="CONSUMER", help="Move the leader of this consumer instead of the stream's."
+        ),
     ] = "",
-    prefer: Annotated[str, typer.Option("--prefer", metavar="SERVER", help="Server that is to lead instead.")] = "",
+    prefer: Annotated[
+        str,
+        typer.Option(
+            "--prefer", metavar="SERVER", help="Server that is to become the leader. Default: the servers elect one."
+        ),
+    ] = "",
     config: ConfigOption = None,
 ) -> None:
-    """Let another server lead a stream, or one of its consumers.
+    """Move the leader of a stream, or of one of its consumers, to another server.
 
     Example: aviso-workers streams step-down MARS
     """
@@ -104,11 +118,11 @@ def step_down(
 @streams.command("remove-peer")
 def remove_peer(
     stream: Stream,
-    peer: Annotated[str, typer.Argument(metavar="PEER", help="Name of the server whose copy is removed.")],
+    peer: Annotated[str, typer.Argument(metavar="PEER", help="Name of the server whose copy is removed, e.g. n-2.")],
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Remove the copy that a server holds; another server makes one instead.
+    """Remove a server's copy of a stream. Another server makes a new copy.
 
     Example: aviso-workers streams remove-peer MARS n-2 --yes
     """

@@ -20,17 +20,24 @@ __all__ = ["streams"]
 PLAN = ("stream", "consumer", "step", "difference")
 POLICY = ("field", "configured", "effective", "follows", "configured by")
 
-Event = Annotated[str, typer.Argument(metavar="EVENT", help="An event type, e.g. mars.")]
-Configured = Annotated[str, typer.Argument(metavar="NAME", help="An event type, or a stream of the section streams.")]
+Event = Annotated[str, typer.Argument(metavar="EVENT", help="The event type, e.g. mars.")]
+Configured = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME", help="An event type, e.g. mars, or a stream of the configuration's section streams."
+    ),
+]
 
 
 @streams.command()
 def plan(
-    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 where something differs.")] = False,
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="Exit with 1 if something differs. Default: exit with 0.")
+    ] = False,
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
-    """Show what `apply` would change, field by field.
+    """Show what `streams apply` would change, field by field.
 
     Example: aviso-workers streams plan --exit-code
     """
@@ -45,10 +52,14 @@ def plan(
 
 
 @streams.command()
-def apply(yes: Yes = False, config: ConfigOption = None) -> None:
-    """Create the streams and consumers that are missing, and update those that differ; exit 1 if some cannot be.
+def apply(
+    yes: Annotated[bool, typer.Option("--yes", help="Also make updates that remove stored messages.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Create missing streams and consumers, and update those that differ from the configuration. Exit with 1 if some
+    cannot be updated.
 
-    An update that would remove stored messages needs --yes: without it, nothing is done.
+    An update that would remove stored messages needs --yes. Without it, nothing at all is done.
 
     Example: aviso-workers streams apply
     """
@@ -69,7 +80,7 @@ def apply(yes: Yes = False, config: ConfigOption = None) -> None:
 
 @streams.command()
 def show(name: Configured, as_json: AsJson = False, config: ConfigOption = None) -> None:
-    """Show the stream's effective policy beside the configured one; exit 1 if they differ.
+    """Show a stream's configured policy beside the one in effect. Exit with 1 if they differ.
 
     Example: aviso-workers streams show mars
     """
@@ -86,7 +97,7 @@ def show(name: Configured, as_json: AsJson = False, config: ConfigOption = None)
 
 @streams.command()
 def wipe(event: Event, yes: Yes = False, config: ConfigOption = None) -> None:
-    """Remove all notifications of one event type; its stream, configuration and consumers stay.
+    """Remove all notifications of one event type. Its stream, configuration and consumers stay.
 
     Example: aviso-workers streams wipe mars --yes
     """
@@ -101,7 +112,7 @@ def wipe(event: Event, yes: Yes = False, config: ConfigOption = None) -> None:
 
 @streams.command("wipe-all")
 def wipe_all(yes: Yes = False, config: ConfigOption = None) -> None:
-    """Remove all notifications of all configured event types; nothing else is touched.
+    """Remove all notifications of all configured event types. Nothing else is changed.
 
     Example: aviso-workers streams wipe-all --yes
     """

@@ -75,22 +75,29 @@ ConfigOption = Annotated[
         "-c",
         metavar="FILE",
         parser=ConfigSource.of_file,
-        help="Configuration file; default: AVISO_WORKERS_CONFIG_FILE, then an aviso-server's.",
+        help="Configuration file to read. Default: the app's own, else the one that AVISO_WORKERS_CONFIG_FILE "
+        "or AVISOSERVER_CONFIG_FILE names, else aviso.yaml or config/aviso.yaml, else those of an "
+        "aviso-server.",
     ),
 ]
 
 
-Target = Annotated[str | None, typer.Argument(metavar="MODULE:APP", help="Where the app is, e.g. mine.agents:app.")]
-AgentOption = Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Take an installed agent instead.")]
+Target = Annotated[
+    str | None, typer.Argument(metavar="MODULE:APP", help="Module and name of the app, e.g. mine.agents:app.")
+]
+AgentOption = Annotated[
+    str | None,
+    typer.Option("--agent", metavar="NAME", help="Use this installed agent instead of an app, e.g. spark-events."),
+]
 
 
 CONTEXT_HELP = (
-    "Connect as this context of the nats command line says, and not as the configuration does; 'selected' is the one "
-    "that `nats context select` chose."
+    "Connect by this context of the nats CLI, and not by the configuration; 'selected' is the one that `nats context "
+    "select` chose. Default: the one that NATS_CONTEXT names, if the configuration has no connection."
 )
 
 
-APP_HELP = "Take the configuration of this app, with the event types that it declares in Python."
+APP_HELP = "Use the configuration of this app, with the event types that it declares in Python."
 
 
 def add_source_options(command: Any) -> None:

@@ -17,10 +17,19 @@ from aviso_workers.worker.fleet_process import Limits, Member
 __all__ = ["Reload", "StatusPort", "fleet_command", "worker"]
 
 StatusPort = Annotated[
-    int | None, typer.Option("--status-port", help="Port of /metrics, /livez and /readyz; 0 is any free one.")
+    int | None,
+    typer.Option(
+        "--status-port",
+        help="Port for /metrics, /livez and /readyz; 0 is any free port. Default: workers.status.port of the "
+        "configuration.",
+    ),
 ]
 Reload = Annotated[
-    bool, typer.Option("--reload", help="Start again when a Python or YAML file changes here, or the configuration.")
+    bool,
+    typer.Option(
+        "--reload",
+        help="Restart the agents when a Python or YAML file below this directory changes, or the configuration.",
+    ),
 ]
 
 
@@ -30,13 +39,28 @@ def worker(
     config: ConfigOption = None,
     status_port: StatusPort = None,
     processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="Run so many processes, and replace those that crash.")
+        int | None,
+        typer.Option(
+            "--processes",
+            min=1,
+            help="Run this many processes, and replace those that crash. Default: this process alone.",
+        ),
     ] = None,
     max_notifications: Annotated[
-        int | None, typer.Option("--max-notifications", min=1, help="Replace a process that has settled so many.")
+        int | None,
+        typer.Option(
+            "--max-notifications",
+            min=1,
+            help="Replace a process once it has settled this many notifications. Default: no limit.",
+        ),
     ] = None,
     max_rss: Annotated[
-        str | None, typer.Option("--max-rss", metavar="SIZE", help="Replace a process that holds more, e.g. 500Mi.")
+        str | None,
+        typer.Option(
+            "--max-rss",
+            metavar="SIZE",
+            help="Replace a process that uses more memory than this, e.g. 500Mi. Default: no limit.",
+        ),
     ] = None,
     reload: Reload = False,
     member: Annotated[str | None, typer.Option("--member", hidden=True)] = None,

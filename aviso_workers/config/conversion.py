@@ -42,7 +42,7 @@ _I64 = 2**63
 _POLICY = re.compile(r"notification_schema\.(.+)\.storage_policy\.(\w+)")
 _LONGEST_SHOWN = 60
 _BACKEND = "notification_backend"
-"""Of the sections of aviso-server, the one in which every unknown key is told."""
+"""The section of aviso-server in which every unknown key is reported."""
 _ROTATE = (
     "nats-server loses consumers and streams when it encrypts a store anew; configure the key that the store has, and "
     "move its streams to a store with the other key with `aviso-workers server rotate-key`"
@@ -50,25 +50,25 @@ _ROTATE = (
 _GONE = dict.fromkeys(
     ("server.jetstream.encryption.previous_key", "server.jetstream.encryption.previous_key_file"), _ROTATE
 )
-"""Keys that there were, and what to do instead."""
+"""Former keys, and what to do instead."""
 _BAD: Any = object()
-"""Stands for what cannot be read; the mistake is noted."""
+"""The value of what cannot be read, for which a mistake is noted."""
 
 
 class Reader:
-    """Reads nodes and keeps what it finds on the way."""
+    """Reads nodes by their types, and keeps the mistakes and warnings."""
 
     def __init__(self, *, unused: str) -> None:
-        """`unused` is the key path of the backend that is not used: bounds do not matter there."""
+        """Make a reader. `unused` is the key path of the backend that is not used, of which no bounds are checked."""
         self.mistakes: list[tuple[Place, str]] = []
         self.warnings: list[tuple[Place, str]] = []
         self.places: dict[str, Place] = {}
-        """Where each key path was written."""
+        """The place of each key path."""
         self._unused = unused
         self._wrong: list[str] = []
 
     def place(self, path: str) -> Place:
-        """Return where a key path was written, or what is around it."""
+        """Return the place of a key path, or of the nearest one around it."""
         while path not in self.places:
             path = path.rpartition(".")[0]
         return self.places[path]
@@ -79,7 +79,7 @@ class Reader:
         self._wrong.append(path)
 
     def warn(self, place: Place, path: str, text: str) -> None:
-        """Note what is no mistake but looks like one."""
+        """Note a warning: what looks like a mistake and is none."""
         self.warnings.append((place, f"{path}: {text}"))
 
     def is_wrong(self, path: str) -> bool:
@@ -125,7 +125,7 @@ class Reader:
                 self.warn(node.place, _join(path, key), "this key is not known and is ignored")
 
     def read(self, node: Node, wanted: inspect.Type, path: str) -> Any:
-        """Return what a node says, as its type wants it; of no use where there is a mistake at the path."""
+        """Return the value of a node as its type; it is of no use if there is a mistake at the path."""
         self.places[path] = node.place
         try:
             return self._value(node, wanted, path)

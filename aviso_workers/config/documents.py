@@ -27,7 +27,7 @@ FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """Six times as fast, where PyYAML was built with libyaml."""
 DEEPEST = 50
 MOST_NODES = 100_000
-"""Counted with aliases unfolded."""
+"""The most nodes of a document, counted with aliases unfolded."""
 IN_PYTHON = 10
 """The rank of what Python code declares: after the files, of which there are three at most; the environment is next."""
 
@@ -42,11 +42,11 @@ _LONGEST_NUMBER = 300
 
 
 class Place(Struct, frozen=True, order=True):
-    """Where something was written. Places sort in the order in which their sources are read, line by line."""
+    """The place of a key or value. Places sort in the order in which their sources are read, line by line."""
 
     rank: int
     line: int
-    """0 in an environment variable."""
+    """The line, from 1 on; 0 in an environment variable."""
     source: str
 
     def __str__(self) -> str:
@@ -58,13 +58,13 @@ class Node(Struct, frozen=True, kw_only=True):
 
     value: dict[str, Node] | list[Node] | str
     place: Place
-    """Of the key, where there is one."""
+    """The place of the key, or of the value if it has no key."""
     plain: bool = False
-    """A scalar without quotes, which may be more than text."""
+    """Whether it is a scalar without quotes, which may be a number, a boolean or null."""
 
     @property
     def resolved(self) -> Any:
-        """A scalar read by YAML's core schema; a list or mapping with all that is in it."""
+        """The value by YAML's core schema, with all values of a list or mapping."""
         match self.value:
             case dict():
                 return {key: node.resolved for key, node in self.value.items()}

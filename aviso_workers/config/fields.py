@@ -16,7 +16,7 @@ Positive = Annotated[int, Meta(gt=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
-"""0 is any free one."""
+"""A port; 0 is any free port."""
 
 
 def about(description: str, *, ours: bool = False, **reasons: str) -> Meta:

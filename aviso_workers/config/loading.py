@@ -35,7 +35,7 @@ __all__ = ["Examined", "completed", "examine", "load", "places"]
 
 TOKEN = "NATS_TOKEN"
 OF_PROJECT = (Path("aviso.yaml"), Path("config/aviso.yaml"))
-"""Where a project has its configuration: the first of them that is there is taken, and then no other file."""
+"""The places for the configuration of a project. The first that exists is read, and no other file."""
 HERE = Path("configuration/config.yaml")
 PREFIX = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")
 
@@ -46,13 +46,13 @@ _UNUSED = {"jetstream": "notification_backend.in_memory", "in_memory": _JETSTREA
 
 
 class Examined(Struct, frozen=True, kw_only=True):
-    """What could be read of a configuration, and what is wrong with it."""
+    """The part of a configuration that could be read, and the mistakes in it."""
 
     config: Config
-    """Complete where there are no mistakes; else what is wrong is left out, or has its default."""
+    """It is complete if there are no mistakes. Otherwise, what is wrong is left out or has its default."""
     mistakes: tuple[str, ...]
     unclear: frozenset[str]
-    """The names of event types that are there, and of which something is wrong."""
+    """The names of the event types in which there are mistakes."""
 
 
 def load(
@@ -60,13 +60,13 @@ def load(
 ) -> Config:
     """Read the configuration from its files and the environment.
 
-    The file is `path`, else the one that AVISO_WORKERS_CONFIG_FILE names, else AVISOSERVER_CONFIG_FILE. With none of
-    them, the files are aviso-server's: `./configuration/config.yaml`, `/etc/aviso_server/config.yaml` and
-    `$HOME/.aviso_server/config.yaml`, of which the later win.
+    The file is `path`, else the one that AVISO_WORKERS_CONFIG_FILE names, else the one that AVISOSERVER_CONFIG_FILE
+    names, else `./aviso.yaml`, else `./config/aviso.yaml`. If there is none of them, the files are those of an
+    aviso-server: `./configuration/config.yaml`, `/etc/aviso_server/config.yaml` and `$HOME/.aviso_server/config.yaml`,
+    of which the later ones have precedence.
 
-    `context` names a context of the `nats` command line, which stands in the place of all that the configuration says
-    of where to connect to and as whom; then no file is needed. The one that NATS_CONTEXT names is taken where the
-    configuration says nothing of that.
+    `context` names a context of the nats CLI, which replaces the server and the credentials of the configuration. Then
+    no file is needed. Default: the context that NATS_CONTEXT names, if the configuration has neither.
 
     Raises ConfigError with all mistakes.
     """
@@ -192,7 +192,7 @@ def _node_of(name: str, event_type: EventType) -> Node:
 
 @cache
 def _document_type() -> inspect.StructType:
-    """Return what a document may hold. To inspect its types takes twenty times as long as to read a file."""
+    """Return the type of a document. To inspect it takes twenty times as long as to read a file."""
     wanted = inspect.type_info(Document)
     assert isinstance(wanted, inspect.StructType)
     return wanted

@@ -23,7 +23,7 @@ __all__ = ["CONNECTION", "SELECTED", "VARIABLE", "read"]
 
 VARIABLE = "NATS_CONTEXT"
 SELECTED = "selected"
-"""Stands for the context that `nats context select` has chosen."""
+"""The name for the context that `nats context select` has chosen."""
 
 TLS = "tls."
 KEYS = {
@@ -42,7 +42,7 @@ KEYS = {
 }
 """Our key for each field of a context, below `notification_backend.jetstream`."""
 CONNECTION = frozenset(key.partition(".")[0] for key in KEYS.values())
-"""The keys that say where to connect to and as whom. A context stands in the place of all of them."""
+"""The keys for the server and the credentials. A context replaces all of them."""
 
 FILES = frozenset({"creds", "nkey", "ca", "cert", "key"})
 ABOUT_NO_CONNECTION = frozenset({"name", "description", "color_scheme"})
@@ -59,7 +59,7 @@ REFUSED = {
     "windows_cert_match": "we read certificates from files: name them in 'ca', 'cert' and 'key'",
     "windows_ca_certs_match": "we read certificates from files: name them in 'ca', 'cert' and 'key'",
 }
-"""Fields of a context that we cannot do, and what to do instead."""
+"""Fields of a context that are not supported, and what to do instead."""
 
 SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)
 RESOLVED = frozenset({"file", "op", "nsc", "env", "data"})

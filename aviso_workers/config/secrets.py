@@ -20,7 +20,7 @@ class Secret:
     __slots__ = ("_value",)
 
     def __init__(self, value: str) -> None:
-        """Raises ValueError where it is blank."""
+        """Keep a secret. Raises ValueError if it is blank."""
         if not value.strip():
             raise ValueError("must not be empty")
         self._value = value
@@ -44,7 +44,7 @@ class ServerUrls:
     __slots__ = ("_urls",)
 
     def __init__(self, *urls: str) -> None:
-        """Raises ValueError for a URL that no NATS client can use, without repeating it."""
+        """Keep the URLs. Raises ValueError for one that no NATS client can use, without repeating it."""
         self._urls = tuple(url.strip() for url in urls)
         if not any(self._urls):
             raise ValueError("must not be empty")

@@ -38,213 +38,286 @@ DEFAULT_URL = "nats://localhost:4222"
 
 
 class Application(Struct, frozen=True, kw_only=True):
-    """The only key of aviso-server's own section that we read."""
+    """The section of aviso-server, of which only one key is read."""
 
-    base_url: Annotated[Text, about("Where CloudEvents say they come from (`source` and `dataschema`).")] = (
-        "http://localhost"
-    )
+    base_url: Annotated[Text, about("Base URL in the `source` and `dataschema` of CloudEvents.")] = "http://localhost"
 
 
 class Tls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to trust the server, and how to be known to it. The files are PEM."""
+    """TLS of the connection: the certificates to trust, and the client's own. All files are PEM."""
 
-    ca_file: Annotated[str | None, about("Certificates to trust. Default: the system's.")] = None
-    cert_file: Annotated[str | None, about("Our certificate, where the server asks for one.")] = None
-    key_file: Annotated[str | None, about("Its private key. Default: it is in cert_file.")] = None
-    server_hostname: Annotated[str | None, about("Name in the server's certificate. Default: the URL's.")] = None
+    ca_file: Annotated[str | None, about("File with the certificates to trust. Default: those of the system.")] = None
+    cert_file: Annotated[str | None, about("File with the client's certificate, if the server asks for one.")] = None
+    key_file: Annotated[
+        str | None, about("File with the private key of that certificate. Default: cert_file, which then holds both.")
+    ] = None
+    server_hostname: Annotated[
+        str | None, about("Host name that the server's certificate must have. Default: the one in the URL.")
+    ] = None
 
 
 class JetStream(Struct, frozen=True, kw_only=True):
-    """The connection to NATS, and the defaults of every stream that is created."""
+    """The connection to NATS, and the defaults of all streams that are created."""
 
     nats_url: Annotated[
         ServerUrls,
-        about(f"Server URLs: a list, or text with commas between them. Default: {DEFAULT_URL}."),
+        about(f"URLs of the servers: a list, or text with commas between them. Default: {DEFAULT_URL}."),
     ] = field(default_factory=lambda: ServerUrls(DEFAULT_URL))
-    token: Annotated[Secret | None, about("Token to authenticate with. Default: NATS_TOKEN of the environment.")] = None
+    token: Annotated[
+        Secret | None,
+        about(
+            "Token to authenticate with. Default: NATS_TOKEN of the environment, if no other way to "
+            "authenticate is given."
+        ),
+    ] = None
     timeout_seconds: Annotated[Positive, about("Seconds for one attempt to connect.")] = 30
     retry_attempts: Annotated[
         Positive,
-        about("Attempts to connect at startup before giving up. A worker for which it is not set tries without end."),
+        about("Number of attempts to connect at startup. A worker for which it is not set tries without end."),
     ] = 3
 
-    enable_auto_reconnect: Annotated[bool, about("Connect again when a connection is lost after startup.")] = True
+    enable_auto_reconnect: Annotated[bool, about("Reconnect when a connection is lost after startup.")] = True
     max_reconnect_attempts: Annotated[
         Count,
         about(
-            "Attempts to reconnect before giving up for good; 0 is without end. A worker for which it is not set tries "
-            "without end."
+            "Number of attempts to reconnect before giving up for good; 0 is no limit. A worker for which it "
+            "is not set tries without end."
         ),
     ] = 5
-    reconnect_delay_ms: Annotated[Positive, about("Milliseconds between two attempts, at startup as later.")] = 2000
+    reconnect_delay_ms: Annotated[
+        Positive, about("Milliseconds between two attempts to connect, at startup and later.")
+    ] = 2000
 
     publish_retry_attempts: Annotated[
-        Positive, about("Attempts in all to publish a notification while the connection's channel is closed.")
+        Positive,
+        about(
+            "Minimum number of attempts to publish a notification, even if they take longer than "
+            "publish_deadline_seconds."
+        ),
     ] = 5
     publish_retry_base_delay_ms: Annotated[
-        Positive, about("Milliseconds before the second attempt; each further delay is twice the last.")
+        Positive,
+        about(
+            "Milliseconds before the second attempt to publish. Each further delay is twice as long, up to a second."
+        ),
     ] = 150
 
-    max_messages: Annotated[int | None, about("Messages a stream keeps; 0 and below: no limit.")] = None
-    max_bytes: Annotated[int | None, about("Bytes a stream keeps, a plain number; 0 and below: no limit.")] = None
+    max_messages: Annotated[
+        int | None, about("Number of messages that a stream keeps; 0 and below are no limit. Default: no limit.")
+    ] = None
+    max_bytes: Annotated[
+        int | None, about("Bytes that a stream keeps, as a plain number; 0 and below are no limit. Default: no limit.")
+    ] = None
     retention_time: Annotated[
         Duration | None,
-        about("How long a stream keeps a message: a number and s, m, h, d or w, such as 30d."),
+        about(
+            "Age up to which a stream keeps a message: a number and s, m, h, d or w, such as 30d. Default: no limit."
+        ),
     ] = None
-    storage_type: Annotated[Literal["file", "memory"], about("Where streams are stored.")] = "file"
-    replicas: Annotated[Count | None, about("Copies of a stream in the cluster. Default: the server's.")] = None
+    storage_type: Annotated[Literal["file", "memory"], about("Storage of streams: on disk (file), or in memory.")] = (
+        "file"
+    )
+    replicas: Annotated[
+        Count | None, about("Number of replicas of a stream in the cluster. Default: the server's, which is 1.")
+    ] = None
     retention_policy: Annotated[
         Literal["limits", "interest"],
         about(
-            "What lets a message go: the limits above, or that every consumer has it.",
+            "When a stream removes a message. limits: at the limits above; interest: also once every consumer "
+            "has acknowledged it, and at once if there is none.",
             workqueue=(
                 "'workqueue' cannot be used: replay and watch need consumers without acknowledgement, "
                 "which JetStream refuses on such a stream; use 'limits'"
             ),
         ),
     ] = "limits"
-    discard_policy: Annotated[Literal["old", "new"], about("What gives way when a stream is full.")] = "old"
+    discard_policy: Annotated[
+        Literal["old", "new"],
+        about("What a full stream does with a new message. old: remove old messages for it; new: refuse it."),
+    ] = "old"
 
     # Beyond the document.
-    user: Annotated[Text | None, about("User to authenticate as, with password.", ours=True)] = None
-    password: Annotated[Secret | None, about("The user's password; best set in the environment.", ours=True)] = None
-    nkey_seed_file: Annotated[str | None, about("File with an NKey seed to authenticate with.", ours=True)] = None
-    credentials_file: Annotated[str | None, about("File with a user JWT and its seed (.creds).", ours=True)] = None
-    tls: Annotated[Tls | None, about("TLS options; a URL that starts with tls:// needs none.", ours=True)] = None
-    domain: Annotated[Text | None, about("JetStream domain. Default: the account's own.", ours=True)] = None
+    user: Annotated[Text | None, about("User to authenticate as, together with password.", ours=True)] = None
+    password: Annotated[Secret | None, about("Password of the user. It is best set in the environment.", ours=True)] = (
+        None
+    )
+    nkey_seed_file: Annotated[str | None, about("File with the NKey seed to authenticate with.", ours=True)] = None
+    credentials_file: Annotated[
+        str | None, about("File with the user JWT and its seed (.creds) to authenticate with.", ours=True)
+    ] = None
+    tls: Annotated[Tls | None, about("TLS options. A URL that starts with tls:// needs none of them.", ours=True)] = (
+        None
+    )
+    domain: Annotated[Text | None, about("JetStream domain to use. Default: the account's own.", ours=True)] = None
     api_prefix: Annotated[
         Text | None,
-        about("Where JetStream's API is in the account, if it was imported there. Default: $JS.API.", ours=True),
+        about(
+            "Prefix of JetStream's API, if the account imports it from another one. It excludes domain. "
+            "Default: $JS.API.",
+            ours=True,
+        ),
     ] = None
-    inbox_prefix: Annotated[
-        Text, about("What the subjects begin with to which servers send us their answers.", ours=True)
-    ] = "_INBOX"
+    inbox_prefix: Annotated[Text, about("Start of the subjects to which servers send their answers.", ours=True)] = (
+        "_INBOX"
+    )
     stream_management: Annotated[
         Literal["reconcile", "create", "observe"],
         about(
-            "reconcile: create streams, and update those that differ from the configuration, "
-            "as far as that removes no stored messages; "
-            "create: create what is missing; observe: change nothing.",
+            "How streams are managed. reconcile: create them, and update those that differ from the "
+            "configuration, as far as that removes no stored messages; create: only create those that are "
+            "missing; observe: change nothing.",
             ours=True,
         ),
     ] = "reconcile"
     publish_deadline_seconds: Annotated[
-        Seconds, about("Seconds within which a notification must be published, all attempts together.", ours=True)
+        Seconds,
+        about(
+            "Seconds within which a notification must be published, all attempts together. "
+            "publish_retry_attempts are made in any case.",
+            ours=True,
+        ),
     ] = 30.0
 
     @property
     def api(self) -> str:
-        """What the subjects of JetStream's API begin with."""
+        """The start of the subjects of JetStream's API."""
         return self.api_prefix or (f"$JS.{self.domain}.API" if self.domain else "$JS.API")
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """The URLs as they are, for a client; passwords included."""
+        """The URLs of the servers with their passwords, for a client."""
         return self.nats_url.reveal()
 
     @property
     def masked_servers(self) -> tuple[str, ...]:
-        """The URLs for people to read."""
+        """The URLs of the servers with masked passwords, for people."""
         return self.nats_url.masked()
 
 
 class InMemory(Struct, frozen=True, kw_only=True):
-    """The backend without a server: everything is gone when the process ends."""
+    """The backend without a server. Everything is gone when the process ends."""
 
-    max_history_per_topic: Annotated[Positive, about("Notifications kept per topic.")] = 1
-    max_topics: Annotated[Positive, about("Topics kept; the one that was quiet for longest gives way.")] = 10_000
-    enable_metrics: Annotated[bool, about("Read by aviso-server only; our metrics are always there.")] = False
+    max_history_per_topic: Annotated[Positive, about("Number of notifications that are kept of each topic.")] = 1
+    max_topics: Annotated[
+        Positive,
+        about("Number of topics that are kept. A new topic replaces the one whose last notification is the oldest."),
+    ] = 10_000
+    enable_metrics: Annotated[bool, about("It is read by aviso-server only. A worker always has metrics.")] = False
 
 
 class NotificationBackend(Struct, frozen=True, kw_only=True):
-    """Where notifications are stored. The section of the backend that is not used is checked for its types only."""
+    """The backend that stores notifications. Of the section of the other backend, only the types are checked."""
 
     kind: Annotated[
         Literal["jetstream", "in_memory"],
-        about("The backend to use.", otherwise="Unknown notification_backend kind: {found}"),
+        about(
+            "Backend to use: a NATS server with JetStream, or the memory of the process.",
+            otherwise="Unknown notification_backend kind: {found}",
+        ),
     ]
-    jetstream: Annotated[JetStream, about("Settings of the backend 'jetstream'.")] = field(default_factory=JetStream)
-    in_memory: Annotated[InMemory, about("Settings of the backend 'in_memory'.")] = InMemory()
+    jetstream: Annotated[JetStream, about("Settings of the backend jetstream.")] = field(default_factory=JetStream)
+    in_memory: Annotated[InMemory, about("Settings of the backend in_memory.")] = InMemory()
 
 
 class Status(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The port that answers /metrics, /livez and /readyz."""
+    """The status port, which serves /metrics, /livez and /readyz."""
 
-    host: Annotated[Text, about("Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1"
-    port: Annotated[Port, about("Port to listen on; 0 is any free one.")] = 9464
+    host: Annotated[Text, about("Address to listen on; 0.0.0.0 is all addresses.")] = "127.0.0.1"
+    port: Annotated[Port, about("Port to listen on; 0 is any free port.")] = 9464
     token: Annotated[
         Secret | None,
-        about("Bearer token that /metrics asks for; probes need none. Default: everybody may read."),
+        about(
+            "Bearer token that /metrics requires; /livez and /readyz require none. Default: everybody may "
+            "read the metrics."
+        ),
     ] = None
 
 
 class Logging(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a worker writes to stderr."""
+    """The log that a worker writes to stderr."""
 
-    format: Annotated[Literal["console", "json"], about("For people, or one JSON object per line.")] = "console"
-    level: Annotated[Literal["debug", "info", "warning", "error"], about("The least that is written.")] = "info"
+    format: Annotated[
+        Literal["console", "json"], about("Format of the log. console: text for people; json: one JSON object a line.")
+    ] = "console"
+    level: Annotated[Literal["debug", "info", "warning", "error"], about("Lowest level that is written.")] = "info"
 
 
 class DeadLetters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The stream of notifications that could not be handled."""
 
-    replicas: Annotated[Positive | None, about("Copies in the cluster. Default: those of the backend.")] = None
+    replicas: Annotated[
+        Positive | None, about("Number of replicas in the cluster. Default: that of notification_backend.jetstream.")
+    ] = None
     max_bytes: Annotated[
         Size | None,
-        about("What it may hold: a number and K, M, G, T, Ki, Mi, Gi or Ti, such as 1Gi. Default: all."),
+        about(
+            "Size that the stream may have: a number and K, M, G, T, Ki, Mi, Gi or Ti, such as 1Gi. Default: no limit."
+        ),
     ] = None
 
 
 class Workers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The worker processes. Unlike aviso-server's sections, this one refuses keys that it does not know."""
+    """The worker processes. Unlike the sections of aviso-server, this one refuses keys that it does not know."""
 
-    status: Annotated[Status, about("The port for probes and metrics.")] = Status()
-    logging: Annotated[Logging, about("How a worker logs.")] = Logging()
+    status: Annotated[Status, about("The status port, for probes and metrics.")] = Status()
+    logging: Annotated[Logging, about("The log of a worker.")] = Logging()
     drain_timeout_seconds: Annotated[
         Annotated[float, Meta(ge=0)],
-        about("Seconds that running agents get to finish when a worker is told to stop."),
+        about("Seconds that a worker which is told to stop gives its agents to finish what they are handling."),
     ] = 30.0
     priority: Annotated[
         Annotated[int, Meta(ge=0, le=9)],
         about(
-            "Which workers JetStream serves first, those of the lowest number: from 1 on this worker gets what none of "
-            "a lower number asks for. No notification goes before another by it.",
+            "Priority of this worker, from 0, which JetStream serves first, to 9. From 1 on, it gets only "
+            "what no worker of a lower number asks for, and nats-server 2.12 is needed. The order of "
+            "notifications stays the same.",
             bounds="it says which workers JetStream serves first, those of 0 before others; notifications have none",
         ),
     ] = 0
-    dead_letters: Annotated[DeadLetters, about("Where notifications go that could not be handled.")] = DeadLetters()
+    dead_letters: Annotated[DeadLetters, about("The stream of notifications that could not be handled.")] = (
+        DeadLetters()
+    )
     agents: Annotated[
         dict[str, dict[str, Any]],
-        about("Settings of agents that come with the package or with others', by the name of their router."),
+        about("Settings of installed agents, of this package or of others, by the name of their router."),
     ] = {}
 
 
 class Document(Struct, frozen=True, kw_only=True):
-    """The keys that a configuration file can hold; aviso-server's other sections are left alone."""
+    """The keys of a configuration file. Other sections of aviso-server are ignored."""
 
     notification_backend: Annotated[NotificationBackend, about("Where notifications are stored.")]
-    notification_schema: Annotated[dict[str, EventType], about("The event types by name.")] = {}
+    notification_schema: Annotated[dict[str, EventType], about("Event types by name.")] = {}
     notification_schema_strict: Annotated[
-        bool | None, about("Refuse unknown event types. Default: where there is a known one.")
+        bool | None, about("Refuse unknown event types. Default: true if any event type is known.")
     ] = None
-    application: Annotated[Application, about("aviso-server's section; only base_url is read.")] = Application()
+    application: Annotated[Application, about("The section of aviso-server, of which only base_url is read.")] = (
+        Application()
+    )
     workers: Annotated[Workers, about("The worker processes.", ours=True)] = Workers()
     streams: Annotated[
         dict[str, DeclaredStream],
-        about("Streams by name, beyond those of event types, or more of those' settings.", ours=True),
+        about("Streams by name: streams beside those of event types, or further settings of these.", ours=True),
     ] = {}
-    server: Annotated[Server, about("A nats-server of our own. Workers do not read it.", ours=True)] = Server()
+    server: Annotated[
+        Server,
+        about(
+            "A nats-server of your own, for the commands `server render` and `server start`. Workers do not "
+            "read this section.",
+            ours=True,
+        ),
+    ] = Server()
 
 
 class Config(Document, frozen=True, kw_only=True):
-    """A configuration, and what loading it found."""
+    """A configuration, with its sources and warnings."""
 
     sources: tuple[str, ...] = ()
-    """The files and environment variables that it came from, in the order in which they were read."""
+    """The files and environment variables that it was read from, in this order."""
     warnings: tuple[str, ...] = ()
-    """What is no mistake but looks like one, a sentence each."""
+    """A sentence for each thing that looks like a mistake and is none."""
     origins: dict[str, str] = {}
-    """Per key path that was set: the file and line, or the environment variable. All else is a default."""
+    """The file and line, or the environment variable, of each key path that was set. All others have their defaults."""
 
     def with_defaults(self, **jetstream: Any) -> Config:
         """Return the configuration with other defaults of `notification_backend.jetstream`.

@@ -12,7 +12,7 @@ from aviso_workers.errors import ConfigError
 __all__ = ["FILES", "read"]
 
 PACKAGE = "aviso_workers.shipped"
-"""Where pyproject.toml has `config/` installed."""
+"""The package as which pyproject.toml installs `config/`."""
 FILES = {
     "example.yaml": "every key of a configuration, commented, with its default",
     "dev.yaml": "a configuration for development",
@@ -21,7 +21,7 @@ FILES = {
     "grafana-dashboard.json": "a dashboard for Grafana",
     "keda.yaml": "a ScaledObject of KEDA: as many pods as an agent's lag needs",
 }
-"""What each file is, by its name."""
+"""A description of each file, by its name."""
 
 
 def read(name: str) -> str:

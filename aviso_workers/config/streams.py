@@ -29,7 +29,7 @@ from aviso_workers.jetstream.specs import StreamSpec
 __all__ = ["OURS", "SHOWN", "declared", "event_stream", "event_streams", "mistakes", "own_stream", "stated_by_aviso"]
 
 OURS = "aviso_workers_"
-"""What the names of streams of our own begin with."""
+"""The start of the names of our own streams."""
 
 SHOWN = {
     "subjects": "topic.base",
@@ -48,7 +48,7 @@ SHOWN = {
 
 
 def event_streams(event_types: Mapping[str, EventType]) -> dict[str, str]:
-    """Return the event type of each stream that one has."""
+    """Return the event types by the names of their streams."""
     return {topics.stream_name(schema.topic_of(name, each).base): name for name, each in event_types.items()}
 
 
@@ -134,7 +134,7 @@ def _first(above: tuple[Any, str], below: tuple[Any, str]) -> tuple[Any, str]:
 def mistakes(
     streams: Mapping[str, DeclaredStream], event_types: Mapping[str, EventType], jetstream: JetStream
 ) -> Iterator[tuple[str, str]]:
-    """Yield what types cannot say, as (key path, what is wrong)."""
+    """Yield the mistakes that types do not exclude, as (key path, what is wrong)."""
     of_events = event_streams(event_types)
     for name, stream in streams.items():
         path = f"streams.{name}"

@@ -49,7 +49,7 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Policy(Struct, frozen=True, kw_only=True):
-    """How an agent's notifications are handled; times are in seconds. `Router.agent` explains each."""
+    """The policy by which an agent's notifications are handled, with times in seconds. `Router.agent` explains it."""
 
     concurrency: int = 1
     retry: Backoff = Backoff()
@@ -76,9 +76,9 @@ POLICY_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
 
 
 class Agent(Generic[P, R]):
-    """A decorated function, bound to an event type, a filter and a policy.
+    """A decorated function with its event type, filter and policy.
 
-    Called, it is the author's function and nothing else, so that a unit test needs no app.
+    A call of it runs the author's function and nothing else, so that a unit test needs no app.
     """
 
     def __init__(
@@ -128,11 +128,16 @@ class Agent(Generic[P, R]):
         self.__doc__ = function.__doc__
 
     def on_error(self, *kinds: type[Exception]) -> Callable[[Classifier], Classifier]:
-        """Declare what exceptions of these types mean: the function is given one and returns an answer.
+        """Declare a function that says what to do about exceptions of these types.
 
-        `Retry` and `Reject` mean what they mean from the handler. `Ack`: the notification is done all the same, which
-        is logged. None: no answer. The declarations that fit are asked in turn until one answers; an exception for
-        which none does is tried again as `retry` says. A `Retry` or `Reject` of the handler's is an answer already.
+        It is given the exception and returns an answer:
+
+        - `Retry` or `Reject`: the same as when the handler raises or returns it.
+        - `Ack`: the notification is acked although the handler failed, which is logged.
+        - None: no answer.
+
+        The functions whose types fit are asked in turn until one answers. If none does, the notification is tried again
+        as `retry` says. They are not asked about a `Retry` or `Reject` of the handler.
         """
 
         def declare(classify: Classifier) -> Classifier:
@@ -143,7 +148,7 @@ class Agent(Generic[P, R]):
         return declare
 
     def durable_name(self, app: str) -> str:
-        """Return the name of the agent's durable consumer in an app; see `durable_name`."""
+        """Return the name of the durable consumer that all workers of an app share for the agent."""
         return durable_name(app, self.name)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -212,11 +217,10 @@ D = TypeVar("D", bound=Declared)
 
 
 class Router:
-    """A group of agents, timers, tasks, tables, resources and event types that an app includes, and of what runs around
-    its agents.
+    """A group of agents, timers, tasks, tables, resources, event types, and functions that run around agents.
 
-    `settings` is the msgspec Struct of what the group can be told in the configuration, under `workers.agents.<name>`;
-    `app.settings(router)` returns it.
+    An app includes it. `settings` is the msgspec Struct of the group's settings, which the configuration has under
+    `workers.agents.<name>`; `app.settings(router)` returns them.
     """
 
     def __init__(self, name: str, *, settings: type[Struct] | None = None) -> None:
@@ -251,25 +255,34 @@ class Router:
     ) -> Callable[[Callable[P, R]], Agent[P, R]]:
         """Declare an agent: the function is run for every matching notification of `event_type`, at least once.
 
-        The function takes a `Notification[T]`, a `Batch[T]` (collected as `batch` says), a `Stream[T]`, or a
-        `Window[A]`, which is run for what notifications of one time came to, as `window` says. `T` is the type of the
-        payload; a second one, as in `Notification[T, K]`, is that of `notification.key`. A plain function runs in a
-        thread. All times are in seconds.
+        The function's first argument is annotated `Notification[T]`, `Batch[T]`, `Stream[T]` or `Window[A]`. `T` is the
+        type of the payload. A second type, as in `Notification[T, K]`, is that of `notification.key`. A plain function
+        runs in a thread. All times are in seconds.
 
-        `where` maps identifier fields to a value, a list of values, or one constraint such as `{"gte": 24}`.
-        `concurrency` is how many calls one worker makes at a time, `rate_limit` how many a second at most. `timeout`
-        cancels a call, which counts as a failure; a plain function runs on, and has failed when it ends. `order_by`
-        names identifier fields: within one worker, notifications of equal values are handled strictly one after
-        another, also while one waits to be tried again.
-        `start` is where an agent begins that has never run: with `all` that is stored, with what is `new`, at a
-        sequence or at a time. `singleton` lets one worker of all that run the app handle everything, one notification
-        at a time and in order. Another one takes over `ack_wait` after that one has died; one that lives may take as
-        long as it likes. `decode` makes the payload of a body's bytes, as a protobuf message's `FromString` does, in
-        place of what `T` says; a body for which it raises becomes a dead letter. `name` (default: the function's) names
-        the durable consumer, so keep it when you rename the function.
+        - `where`: a value, a list of values, or one constraint such as `{"gte": 24}` for each identifier field to
+          filter by. Default: all notifications.
+        - `name`: the agent's name, from which that of its durable consumer is made. Keep it when you rename the
+          function. Default: the function's name.
+        - `concurrency`: the number of calls that one worker makes at the same time.
+        - `retry`: how often and after which delays a failed notification is tried again. Default: `Backoff()`.
+        - `ack_wait`: the time after which another worker is given the notifications of a worker that died. It does not
+          limit a call.
+        - `timeout`: the time after which a call is cancelled, which counts as a failure. A plain function is not
+          cancelled: it has failed when it ends. Default: no limit.
+        - `rate_limit`: the number of calls that one worker begins in a second, at most. Default: no limit.
+        - `order_by`: identifier fields. Within one worker, notifications with equal values of them are handled strictly
+          one after another, also while one of them waits to be tried again.
+        - `batch`: how the notifications of a `Batch` are collected. Default: `Batching()`.
+        - `window`: how the notifications of a `Window` are gathered, which that type needs.
+        - `start`: where an agent begins that has never run: `all` (the first stored notification), `new` (those that
+          are published from then on), a sequence or a time.
+        - `singleton`: let one worker of all that run the app handle everything, one notification at a time and in
+          order. If it dies, another one takes over within `ack_wait`.
+        - `decode`: a function that makes the payload of the bytes of a body, such as a protobuf message's `FromString`,
+          instead of `T`. A body for which it raises becomes a dead letter.
 
-        An agent may be declared again, for another event type or on another router: each is an agent of its own, with a
-        consumer, a name and a policy, that calls the same function.
+        A function may be declared again, for another event type or on another router. Each declaration is an agent of
+        its own, with a consumer, a name and a policy.
 
         Raises `DeclarationError`.
         """
@@ -297,14 +310,18 @@ class Router:
     def every(
         self, interval: str, *, leader: bool = False, catch_up: bool = False, name: str | None = None
     ) -> Callable[[Callable[P, R]], Timer[P, R]]:
-        """Declare a timer: an async function of nothing, or of a `Tick`, that every worker runs at whole multiples of
-        an interval such as `30s`, `5m` or `1h`, counted from 1970 UTC.
+        """Declare a timer: the function is run by every worker at whole multiples of an interval such as `30s`, `5m` or
+        `1h`, counted from 1970 UTC.
 
-        With `leader`, one worker of all that run the app runs it, another one when that dies, and no tick is run twice.
-        A tick that was missed by more than a minute is skipped; with `catch_up` every one is run, the oldest first: of
-        a leader's timer also those that came while no worker was there. A tick that raises is not run again.
+        The function is async. It may take a `Tick`, and resources.
 
-        Raises `DeclarationError`.
+        - `leader`: let only one worker of all that run the app run the timer, and another one when that dies. No tick
+          is run twice.
+        - `catch_up`: run every tick that was missed, the oldest first. With `leader`, these are also the ticks that
+          came while no worker was there. Default: a tick that was missed by more than a minute is skipped.
+        - `name`: the timer's name. Default: the function's name.
+
+        A tick that raises is not run again. Raises `DeclarationError`.
         """
         return self._timer(lambda: timers.every(interval), leader=leader, catch_up=catch_up, name=name)
 
@@ -317,15 +334,19 @@ class Router:
         catch_up: bool = False,
         name: str | None = None,
     ) -> Callable[[Callable[P, R]], Timer[P, R]]:
-        """Declare a timer as `every` does, at the times that the five fields of cron say (minute, hour, day, month,
-        weekday) in a time zone such as `Europe/Berlin`.
+        """Declare a timer as `every` does, at the times of a cron expression.
+
+        The `expression` has five fields (minute, hour, day, month, weekday), which are times in `timezone`, such as
+        `Europe/Berlin`.
 
         Raises `DeclarationError`.
         """
         return self._timer(lambda: timers.cron(expression, timezone), leader=leader, catch_up=catch_up, name=name)
 
     def task(self, function: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], Coroutine[Any, Any, None]]:
-        """Declare a task: an async function of one argument, the app, that runs as long as the worker does."""
+        """Declare a task: an async function of one argument, the app, that runs as long as the worker does. If it
+        raises, it is started again.
+        """
         name = check_name("task", getattr(function, "__name__", ""))
         if not inspect.iscoroutinefunction(function):
             raise DeclarationError(f"task {name!r}: must be an async function")
@@ -339,11 +360,12 @@ class Router:
     def table(self, name: str, type: type[T], *, history: int = 1, cached: bool = False) -> Table[T | None]: ...
 
     def table(self, name: str, type: Any, *, default: Any = None, history: int = 1, cached: bool = False) -> Table[Any]:
-        """Declare a table: values of one type by key, which all workers of the app share, in a bucket of their own.
+        """Declare a table: values of one type by key, in a bucket that all workers of the app share.
 
-        `type` is a msgspec Struct, a dataclass, a TypedDict, a pydantic model or a plain JSON type. `default` is what a
-        key reads as that has no value. `history` is how many values of a key are kept. `cached` keeps all of it in
-        every worker as well, for handlers that read much.
+        - `type`: a msgspec Struct, a dataclass, a TypedDict, a pydantic model or a plain JSON type.
+        - `default`: what `get` returns for a key without a value.
+        - `history`: how many values of each key are kept, from 1 to 64.
+        - `cached`: also keep the whole table in every worker, for handlers that read often.
 
         Raises `DeclarationError`.
         """
@@ -352,7 +374,7 @@ class Router:
         return table
 
     def counter(self, name: str) -> Counter:
-        """Declare a counter: whole numbers by key that the server adds up (nats-server 2.12 or newer).
+        """Declare a counter: whole numbers by key, which the server adds up (nats-server 2.12 or newer).
 
         Raises `DeclarationError`.
         """
@@ -370,17 +392,21 @@ class Router:
         storage_policy: Mapping[str, Any] | None = None,
         base: str | None = None,
     ) -> None:
-        """Declare an event type, as an entry of `notification_schema` does in a file and in its words.
+        """Declare an event type, as an entry of `notification_schema` does in a configuration file.
 
-        `key` names the identifier's fields that make up the subject, in order (`topic.key_order`), and `base` what the
-        subject begins with and the stream is named after (`topic.base`; default: the name). `identifier` has a rule by
-        field, such as `{"step": {"type": "IntHandler", "range": [0, 360], "required": True}}`; a field of the key that
-        has none is any text (a StringHandler). `payload` is `{"required": True}` where each notification must have
-        one. `storage_policy` says what the stream keeps, such as `{"allow_duplicates": True, "retention_time": "30d"}`.
+        Its parts have the keys and values that they have in a file.
 
-        What is wrong with it is among `App.mistakes`, with the file and line of this call; so is an event type that the
-        configuration's file, or another declaration, describes in another way. Raises `DeclarationError` for what no
-        file could hold.
+        - `key`: the identifier fields that make up the subject, in order (`topic.key_order` in a file).
+        - `base`: the first part of the subject, which also names the stream (`topic.base`). Default: the event type's
+          name.
+        - `identifier`: a rule for each field, such as `{"step": {"type": "IntHandler", "range": [0, 360], "required":
+          True}}`. A field of the key without a rule may be any text (StringHandler).
+        - `payload`: `{"required": True}` if each notification must have a payload.
+        - `storage_policy`: what the stream keeps, such as `{"allow_duplicates": True, "retention_time": "30d"}`.
+
+        `App.mistakes` lists what is wrong with it, with the file and line of this call, and also an event type that the
+        configuration's file or another declaration describes differently. Raises `DeclarationError` for what no file
+        could hold.
         """
         caller = sys._getframe(1)
         declared = event_types.declare(
@@ -411,16 +437,17 @@ class Router:
     def resource(self, /, *, scope: Scope) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
     def resource(self, function: Any = None, /, *, scope: Scope = "worker") -> Any:
-        """Declare a resource: a generator function, async as a rule, that opens something, yields it, and closes it; or
-        a function, async or not, that returns what needs no closing.
+        """Declare a resource: an object that a worker opens, such as a connection, for functions that ask for it.
 
-        It is annotated with what it gives, as in `-> AsyncIterator[Database]` or `-> Settings`. Each worker opens it
-        once, before its agents and timers, and gives it to each of them, and to each resource, that has an argument of
-        that type. One that is not async keeps everything else of the worker waiting while it runs.
+        The function is a generator function that opens the resource, yields it and closes it; or a function that
+        returns something that needs no closing. Both may be async or not: one that is not async keeps the rest of the
+        worker waiting while it runs. Its return annotation, such as `-> AsyncIterator[Database]` or `-> Settings`, is
+        the type of the resource. Agents, timers and other resources that have an argument of that type are given it. A
+        worker opens it once, before its agents and timers.
 
-        With `scope="call"` it is opened for each call of an agent or tick of a timer that needs it, and closed after
-        that. What the function raises is raised at the `yield`, and goes on from there whatever the resource does about
-        it. It may need the `Notification[Any]` of its call. What it raises itself is a failure of the call.
+        With `scope="call"`, it is opened for each call of an agent or tick of a timer that needs it, and closed after
+        that. It may take the `Notification[Any]` of its call. What the agent's function raises is raised at the
+        `yield`; the call fails with it even if the resource catches it. If the resource itself raises, the call fails.
 
         Raises `DeclarationError`.
         """
@@ -438,18 +465,18 @@ class Router:
     def around(self, /, *, agents: Sequence[str]) -> Callable[[A], A]: ...
 
     def around(self, function: Any = None, /, *, agents: Sequence[str] | None = None) -> Any:
-        """Declare what runs around each call of agents: an async generator function that yields once, where the agent's
-        function is run and what it returns or yields is published.
+        """Declare a function that runs around each call of agents: an async generator function that yields once.
 
-        Its first argument is annotated with what the call takes, `Notification[Any]`, `Batch[Any]` or `Window[Any]`,
-        further ones with the types that resources give. It is around all agents of the app or router that take the
-        same, or around those of `agents`, by their names. Several run in the order of their declaration, the first
-        outermost; those of an app are outside of those of a router.
+        At the `yield`, the agent's function is run, and what it returns or yields is published. The first argument is
+        annotated with what the call takes, `Notification[Any]`, `Batch[Any]` or `Window[Any]`; further arguments are
+        resources. It runs around all agents of the app or router that take the same, or only around those whose names
+        are in `agents`. If there are several, the one that is declared first is the outermost. Those of an app are
+        outside of those of a router.
 
-        What the function raises, or returns as `Retry` or `Reject`, is raised at the `yield`. Where it is not raised
-        again, the notification is done. What is raised instead, also before and after the `yield`, is a failure of the
-        call as if the function had raised it. The agent's `timeout` is the function's; all of the call has twice as
-        long.
+        What the agent's function raises, or returns as `Retry` or `Reject`, is raised at the `yield`. If it is not
+        raised again, the notification is acked. Any other exception, also before or after the `yield`, is a failure of
+        the call, as if the agent's function had raised it. The agent's `timeout` holds for the agent's function, and
+        twice the `timeout` for the whole call.
 
         Raises `DeclarationError`.
         """

@@ -21,9 +21,10 @@ G = TypeVar("G", bound=Hashable)
 
 
 class Batching(Struct, frozen=True):
-    """How a batch agent's notifications are collected: `size` of them, or what came `within` seconds of the first.
+    """How the notifications of a `Batch` are collected.
 
-    Raises `DeclarationError` for numbers that make no sense.
+    A batch has up to `size` notifications: those that come `within` this many seconds of the first. Raises
+    `DeclarationError` for a size below 1 and a time below 0.
     """
 
     size: int = 100
@@ -37,10 +38,10 @@ class Batching(Struct, frozen=True):
 
 
 class Batch(Generic[T, K]):
-    """Notifications that are handled together.
+    """Notifications that are handled together, in one call.
 
-    When the function returns, all are done but those that it retried or rejected. When it raises, the exception
-    concerns those of which it said nothing. A batch for a unit test is made from a list.
+    When the function returns, all of them are acked but those for which it called `retry` or `reject`. When it raises,
+    the exception holds for those for which it called nothing. In a unit test, make a batch from a list.
     """
 
     def __init__(self, notifications: Sequence[Notification[T, K]]) -> None:
@@ -59,11 +60,11 @@ class Batch(Generic[T, K]):
         self.outcomes[notification.sequence] = None
 
     def retry(self, notification: Notification[T, K], *, after: float | None = None) -> None:
-        """Try it again, after so many seconds, or when the agent's policy says."""
+        """Try a notification of the batch again `after` this many seconds. Default: the delay of the agent's policy."""
         self.outcomes[notification.sequence] = Retry(after)
 
     def reject(self, notification: Notification[T, K], reason: str) -> None:
-        """Keep a notification that can never be handled as a dead letter, with this reason."""
+        """Make a notification of the batch, which can never be handled, a dead letter with this reason."""
         self.outcomes[notification.sequence] = Reject(reason)
 
 
@@ -75,9 +76,9 @@ class Source(Protocol[T, K]):
 
 
 class Stream(Generic[T, K]):
-    """An agent's notifications, for an `async for` loop. One is done when the loop asks for the next.
+    """The notifications of an agent, for an `async for` loop.
 
-    The loop ends when the worker stops.
+    A notification is acked when the loop asks for the next one. The loop ends when the worker stops.
     """
 
     def __init__(self, source: Source[T, K], *, only: Callable[[Notification[T, K]], bool] | None = None) -> None:
@@ -88,14 +89,14 @@ class Stream(Generic[T, K]):
         return self._each()
 
     def filter(self, only: Callable[[Notification[T, K]], bool]) -> Stream[T, K]:
-        """Return the notifications for which `only` is true; the others are done."""
+        """Return a stream of the notifications for which `only` is true. The others are acked."""
         before = self._only
         return Stream(self._source, only=lambda one: (before is None or before(one)) and only(one))
 
     async def take(self, size: int, within: float) -> AsyncIterator[list[Notification[T, K]]]:
-        """Yield lists of up to `size`, or of what came `within` so many seconds of the first.
+        """Yield lists of up to `size` notifications: those that come `within` this many seconds of the first.
 
-        All notifications of a list are acked when the function asks for the next one.
+        All notifications of a list are acked when the function asks for the next list.
         """
         while (first := await self._next()) is not None:
             taken = [first]
@@ -108,7 +109,7 @@ class Stream(Generic[T, K]):
     async def group_by(
         self, key: Callable[[Notification[T, K]], G], *, size: int = 100, within: float = 1.0
     ) -> AsyncIterator[dict[G, list[Notification[T, K]]]]:
-        """Yield what `take` yields as a mapping from key to the notifications of the key, in order."""
+        """Yield what `take` yields as a mapping from each key to its notifications, in order."""
         async for taken in self.take(size, within):
             groups: dict[G, list[Notification[T, K]]] = {}
             for notification in taken:

@@ -25,19 +25,22 @@ _SENSIBLE = {
 
 
 class Backoff(Struct, frozen=True, kw_only=True):
-    """How often and how fast a failed notification is tried again.
+    """How often and after which delays a failed notification is tried again.
 
-    The wait after the n-th failure is `first * factor ** (n - 1)` seconds, at most `max`, varied by
-    plus or minus `jitter` of itself, so that what failed together does not come back together. The default waits for 71
-    seconds in all: with handlers of up to 8 seconds, all six tries are within a duplicate window of 2 minutes, so that
-    what each of them publishes is stored once. Raises `DeclarationError` for numbers that make no sense.
+    It is tried `attempts` times in all, and becomes a dead letter after the last one. The delay after the n-th failure
+    is `first * factor ** (n - 1)` seconds, at most `max` seconds. It is varied by plus or minus `jitter`, a share of
+    it, so that notifications which failed together do not come back together.
+
+    The defaults wait for 71 seconds in all. With handlers of up to 8 seconds, all six attempts are within a duplicate
+    window of 2 minutes, so that what each of them publishes is stored once. Raises `DeclarationError` for numbers out
+    of range.
     """
 
     first: float = 1.0
     factor: float = 2.5
     max: float = 600.0
     attempts: int = 6
-    """Tries in all; after the last one the notification becomes a dead letter."""
+    """The number of attempts in all. After the last one, the notification becomes a dead letter."""
     jitter: float = 0.1
 
     def __post_init__(self) -> None:

@@ -51,11 +51,11 @@ LONGEST_WAIT_SECONDS = 0.5
 
 
 class Change(Struct, Generic[T], frozen=True, kw_only=True):
-    """A change of a key in a table."""
+    """A change of a key in a table. Its `value` is None if the key was deleted, or expired after its ttl."""
 
     key: str
     value: T | None
-    """None: it was deleted, or forgotten after its ttl."""
+    """The new value; None if the key was deleted, or expired after its ttl."""
     revision: int
     time: datetime
 
@@ -77,10 +77,10 @@ class _Connection(NamedTuple):
 
 
 class Table(Generic[T]):
-    """Values of one type by key; see `Router.table`. Inside `async with app:`.
+    """Values of one type by key, for use inside `async with app:`; see `Router.table`.
 
-    Everything here raises `InvalidKeyError` where the key is empty or too long, and `BackendError` where the server
-    cannot be reached within `publish_deadline_seconds`.
+    Every method raises `InvalidKeyError` if the key is empty or too long, and `BackendError` if the server cannot be
+    reached within `publish_deadline_seconds`.
     """
 
     def __init__(self, name: str, type: Any, *, default: Any, history: int, cached: bool) -> None:
@@ -100,18 +100,19 @@ class Table(Generic[T]):
             raise DeclarationError(f"table {name!r}: history must be from 1 to {MOST_HISTORY}, found {history}")
 
     async def get(self, key: str) -> T:
-        """Return the value; where there is none, the table's default (None where it has no default either).
+        """Return the value of a key, or the table's default if there is none (None if it has no default).
 
-        Of a table that is cached, without asking the server. Raises `UndecodableError` where what is stored does not
-        fit the table's type.
+        A table that is `cached` does not ask the server. Raises `UndecodableError` if the stored value does not fit the
+        table's type.
         """
         value: T = self._value(await self._kept.get(encode_key(key)))
         return value
 
     async def put(self, key: str, value: T, *, ttl: float | None = None) -> None:
-        """Store a value, to be forgotten after `ttl` seconds (1 or more; not in a table with a history).
+        """Store a value, which expires after `ttl` seconds (1 or more; not in a table with a history). Default: it does
+        not expire.
 
-        Raises `RefusedError` where the server is older than the 2.11 that knows of a ttl.
+        Raises `RefusedError` for a `ttl` if the server is older than 2.11.
         """
         await self._kept.put(encode_key(key), self._encode(value), ttl_seconds=ttl)
 
@@ -126,18 +127,19 @@ class Table(Generic[T]):
     async def update(
         self, key: str, change: Callable[[T], T | None], *, once: Notification[Any] | None = None
     ) -> T | None:
-        """Store what `change` makes of the value (or the default), and return it; None deletes the key.
+        """Store the value that `change` returns for the present value (or the default), and return it. None deletes the
+        key.
 
-        Nobody's update is lost: where somebody else was faster, `change` is called again with the value that is there
-        now, so it should do nothing else. Raises `OutcomeUnknownError` where an acknowledgement was lost and the key
-        has changed since, so that it cannot be told whether this update took part in it.
+        No update is lost: if another one was faster, `change` is called again with the new value, so it must do nothing
+        else. Raises `OutcomeUnknownError` if an acknowledgement was lost and the key has changed since, so that it is
+        not known whether this update took part in it.
 
-        With `once`, the notification that an agent handles, it is applied once for this notification, however often and
-        by whichever worker that is handled, also as a dead letter that is handed back. Where it was applied before,
-        the value is returned and `change` is not called. `put` and `delete` forget what was applied to the key. Raises
-        `OutcomeUnknownError` for a dead letter that is older than 30 days, where it is not known any more;
-        `DeclarationError` for any other notification, for a second update of a key within a call, and where the table
-        has a history; `RefusedError` where the server is older than 2.11.
+        With `once`, the notification that an agent is handling, the update is applied once for this notification,
+        however often and by whichever worker it is handled, also as a dead letter that is retried. If it was applied
+        before, the value is returned and `change` is not called. `put` and `delete` forget what was applied to the key.
+        Raises `OutcomeUnknownError` for a dead letter that is older than 30 days, for which this is not known any more;
+        `DeclarationError` for any other notification, for a second update of a key within a call, and if the table has
+        a history; `RefusedError` if the server is older than 2.11.
         """
         kept, spelled = self._kept, encode_key(key)
         if once is None:
@@ -187,7 +189,7 @@ class Table(Generic[T]):
             await kept.delete(spelled, revision=revision)
 
     async def delete(self, key: str) -> None:
-        """Forget a key and its history. One that is missing is no error."""
+        """Delete a key and its history. A key that does not exist is no error."""
         await self._kept.delete(encode_key(key))
 
     async def items(self) -> AsyncGenerator[tuple[str, T], None]:
@@ -203,9 +205,9 @@ class Table(Generic[T]):
             return [self._change(entry) async for entry in changes]
 
     async def watch(self, key: str | None = None) -> AsyncGenerator[Change[T], None]:
-        """Yield what there is of a key, or of all, and then what changes, without end.
+        """Yield the present values of a key, or of all keys, and then their changes, without end.
 
-        Of changes in quick succession, and of those while the connection is lost, the newest may be all that is seen.
+        Of changes in quick succession, or while the connection is lost, only the newest may be yielded.
         """
         async with aclosing(self._kept.changes(None if key is None else encode_key(key))) as changes:
             async for entry in changes:
@@ -213,7 +215,7 @@ class Table(Generic[T]):
                     yield self._change(entry)
 
     def connect(self, bucket: KeyValue, applied: Applied) -> None:
-        """Called by the app. Raises `DeclarationError` where another app uses the table."""
+        """Connect the table, as the app does. Raises `DeclarationError` if another app uses the table."""
         if PROCESS.get() in self._connections:
             raise DeclarationError(f"table {self.name!r} is in use by another app of this process")
         self._connections[PROCESS.get()] = _Connection(bucket, applied, WeakValueDictionary())
@@ -263,10 +265,10 @@ class CounterStore(Protocol):
 
 
 class Counter:
-    """Whole numbers by key that the server adds up; see `Router.counter`. Inside `async with app:`.
+    """Whole numbers by key, which the server adds up, for use inside `async with app:`; see `Router.counter`.
 
-    Nothing is read before it is written, so workers do not get in each other's way. Raises as a `Table` does, and
-    `RefusedError` where the server is older than 2.12.
+    Nothing is read before it is written, so that workers do not conflict. Every method raises as those of a `Table` do,
+    and `RefusedError` if the server is older than 2.12.
     """
 
     def __init__(self, name: str) -> None:
@@ -275,21 +277,22 @@ class Counter:
         """By `PROCESS`."""
 
     async def add(self, key: str, amount: int = 1, *, message_id: str | None = None) -> int:
-        """Add to what the key stands at, and return what it stands at now.
+        """Add an amount to the number of a key, and return the new number.
 
         With a `message_id` of your own, such as the notification's, a repeat within two minutes adds nothing.
         """
         return await self._connected.add(encode_key(key), amount, message_id=message_id)
 
     async def get(self, key: str) -> int:
-        """0 where nothing was added."""
+        """Return the number of a key; 0 if nothing was added."""
         return await self._connected.get(encode_key(key))
 
     async def items(self) -> dict[str, int]:
+        """Return the numbers of all keys."""
         return {decode_key(key): total for key, total in (await self._connected.all()).items()}
 
     def connect(self, store: CounterStore) -> None:
-        """Called by the app. Raises `DeclarationError` where another app uses the counter."""
+        """Connect the counter, as the app does. Raises `DeclarationError` if another app uses the counter."""
         if PROCESS.get() in self._stores:
             raise DeclarationError(f"counter {self.name!r} is in use by another app of this process")
         self._stores[PROCESS.get()] = store

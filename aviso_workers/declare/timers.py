@@ -31,14 +31,14 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Tick(Struct, frozen=True, kw_only=True):
-    """One time at which a timer is run."""
+    """One of the times at which a timer is run."""
 
     timer: str
     time: datetime
-    """When it was due, UTC."""
+    """The time at which it was due, in UTC."""
     token: int | None = None
-    """Of a timer with `leader=True`: greater than that of every leader before. Who is handed one, such as a database,
-    can refuse a leader that was paused and does not know yet that there is another one."""
+    """The fencing token of a timer with `leader=True`, which is greater than that of every earlier leader. A database
+    that is given it can refuse a leader that was paused and does not know yet that there is another one."""
 
 
 class Schedule(Protocol):
@@ -47,7 +47,7 @@ class Schedule(Protocol):
 
 
 class Every(Struct, frozen=True):
-    """At whole multiples of an interval since 1970 UTC."""
+    """A schedule at whole multiples of an interval since 1970 UTC."""
 
     interval: Duration
 
@@ -73,7 +73,10 @@ class Cron(Struct, frozen=True):
 
 
 class Timer(Generic[P, R]):
-    """A decorated function and when it is run. Called, it is the author's function and nothing else."""
+    """A decorated function with the times at which it is run.
+
+    A call of it runs the author's function and nothing else.
+    """
 
     def __init__(
         self, function: Callable[P, R], *, name: str, schedule: Schedule, leader: bool, catch_up: bool

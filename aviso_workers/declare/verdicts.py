@@ -47,9 +47,10 @@ UNCOUNTED_DELIVERIES = 20
 
 
 class Retry(Exception):  # noqa: N818 - an instruction, also given as a value
-    """Raised or returned by an agent: try this notification again, `after` seconds, or when its policy says.
+    """Raised or returned by an agent: try this notification again, `after` this many seconds.
 
-    It counts as a failed attempt. Raises `DeclarationError` for an `after` that is no wait.
+    Without `after`, the delay is that of the agent's policy. It counts as a failed attempt. Raises `DeclarationError`
+    for an `after` below 0.
     """
 
     def __init__(self, after: float | None = None) -> None:
@@ -60,9 +61,10 @@ class Retry(Exception):  # noqa: N818 - an instruction, also given as a value
 
 
 class Reject(Exception):  # noqa: N818 - an instruction, also given as a value
-    """Raised or returned by an agent: this notification can never be handled, keep it as a dead letter.
+    """Raised or returned by an agent: this notification can never be handled, and becomes a dead letter with this
+    reason.
 
-    Raises `DeclarationError` where the reason is missing, as in `raise Reject`.
+    Raises `DeclarationError` if the reason is missing, as in `raise Reject`.
     """
 
     def __init__(self, reason: str = "") -> None:
@@ -73,30 +75,30 @@ class Reject(Exception):  # noqa: N818 - an instruction, also given as a value
 
 
 class Ack(Struct, frozen=True):
-    """The notification is done. A function of `on_error` returns it where that is so although the handler raised."""
+    """Returned by a function of `on_error`: ack the notification although the handler raised."""
 
 
 class Again(Struct, frozen=True, kw_only=True):
-    """Not done: once more after the delay."""
+    """The verdict to try it again after the delay."""
 
     after_seconds: float
     reason: str
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True):
-    """Never to be done here: keep it with its reason and go on."""
+    """The verdict to store it as a dead letter with this reason."""
 
     reason: str
 
 
 class Nak(Struct, frozen=True):
-    """A delivery is given back, to be delivered again when the delay is over."""
+    """The settlement that has a delivery made again after the delay."""
 
     delay_seconds: float = 0.0
 
 
 class Term(Struct, frozen=True):
-    """A delivery is never to be made again."""
+    """The settlement after which a delivery is never made again."""
 
     reason: str
 
@@ -115,7 +117,7 @@ Verdict = Again | DeadLetter
 Settlement = Ack | Nak | Term
 Instruction = Retry | Reject
 Classifier = Callable[[Exception], Retry | Reject | Ack | None]
-"""What an author makes of an exception: tried again, rejected, done all the same, or (None) no answer."""
+"""A function of `on_error`, which answers an exception with one of these; None is no answer."""
 FinalReason = Literal["undecodable", "invalid_notification", "late", "max_deliveries"]
 """Why a notification would fail each time that it is tried."""
 

@@ -63,30 +63,39 @@ ANY_SEQUENCE = 2**53
 
 
 class Window(Struct, Generic[A], frozen=True, kw_only=True):
-    """A stretch of time, of one key, and what its notifications came to: in all, when it is given to its agent; so far,
-    when it is read with `App.open_windows`.
+    """The value of the notifications of one key in a stretch of time.
+
+    An agent is given the value of all of them. `App.open_windows` returns the value so far. `key` is empty if the
+    agent's windows have no keys. `start` and `end` are UTC, and `end` is the first moment after the window.
     """
 
     key: str
-    """Empty where the agent's windows have no keys."""
+    """The key; empty if the agent's windows have no keys."""
     start: datetime
-    """UTC."""
+    """The first moment of the window, in UTC."""
     end: datetime
-    """The first moment that is not in it."""
+    """The first moment after the window, in UTC."""
     value: A
 
 
 class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
-    """How an agent of a `Window` gathers its notifications.
+    """How the notifications of a `Window` are gathered.
 
-    Windows are `size` long (`15m`, `1h`, `1d`) and begin at whole multiples of it since 1970 UTC: tumbling ones. With
-    `every`, they begin at whole multiples of that: hopping ones, which overlap. `fold` makes the new value of a window
-    of the old one, at first `initial`, and a notification; it may be called again with the same ones, so let it compute
-    and do nothing else. Each value of `key` has windows of its own. `time` says when a notification happened (with a
-    time zone; default: when its stream stored it).
+    - `size`: the length of the windows, such as `15m`, `1h` or `1d`. They begin at whole multiples of it since 1970 UTC
+      (tumbling windows).
+    - `every`: the interval at which windows begin, if it is shorter than `size`. Such windows overlap (hopping
+      windows).
+    - `fold`: a function that makes the new value of a window from the old value and a notification. It may be called
+      again with the same ones, so it must do nothing else.
+    - `initial`: the value before the first notification.
+    - `key`: a function that returns the key of a notification. Each key has its own windows. Default: no keys.
+    - `time`: a function that returns when the notification happened, with a time zone. Default: when its stream stored
+      it.
+    - `lateness`: how long a window stays open for late notifications. It closes when a notification comes that happened
+      at least this long after its end.
+    - `idle`: the time without notifications after which all windows close. Default: no limit.
 
-    A window closes when a notification of `lateness` after its end has come. With `idle`, all close when the agent was
-    given nothing for so long. Raises `DeclarationError`.
+    Raises `DeclarationError`.
     """
 
     size: str

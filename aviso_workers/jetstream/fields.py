@@ -97,138 +97,213 @@ def about(description: str, **known: Any) -> Meta:
 
 
 class Placement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which servers may hold the copies of a stream."""
+    """The servers that may hold the replicas of a stream."""
 
-    cluster: Annotated[Text | None, about("Name of the cluster. Default: that of whoever creates the stream.")] = None
-    tags: Annotated[tuple[Text, ...], about("Tags that such a server must have, all of them, such as az:1.")] = ()
+    cluster: Annotated[
+        Text | None, about("Name of the cluster. Default: the cluster of the client that creates the stream.")
+    ] = None
+    tags: Annotated[tuple[Text, ...], about("Tags that a server must have, all of them, such as az:1.")] = ()
 
 
 class Republish(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is stored is published once more, for whoever listens without JetStream."""
+    """Publishing of stored messages once more, for subscribers without JetStream."""
 
-    src: Annotated[Text, about("Which subjects.")] = ">"
-    dest: Annotated[Text, about("Under which; wildcards are taken over, as in copy.>.")]
-    headers_only: Annotated[bool, about("Without the payload.")] = False
+    src: Annotated[Text, about("Subjects of the messages, with wildcards.")] = ">"
+    dest: Annotated[Text, about("Subject to publish them to. It takes over the wildcards, as in copy.>.")]
+    headers_only: Annotated[bool, about("Without the payloads: only the headers.")] = False
 
 
 class SubjectTransform(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Messages are stored under another subject than they are published to."""
+    """A subject under which messages are stored instead of the one they were published to."""
 
-    src: Annotated[Text, about("Which subjects.")] = ">"
-    dest: Annotated[Text, about("Under which, such as stored.>.")]
+    src: Annotated[Text, about("Subjects of the messages, with wildcards.")] = ">"
+    dest: Annotated[Text, about("Subject to store them under, such as stored.>.")]
 
 
 class External(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a stream of another domain or account is."""
+    """The domain or account of a stream that is followed."""
 
     api: Annotated[Text, about("Prefix of its JetStream API, such as $JS.hub.API for the domain hub.")]
-    deliver: Annotated[Text | None, about("Prefix under which another account lets it deliver.")] = None
+    deliver: Annotated[Text | None, about("Prefix of the subjects on which another account delivers the messages.")] = (
+        None
+    )
 
 
 class Origin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A stream that is followed."""
+    """A stream that a mirror follows, or whose messages are stored in this one too."""
 
-    name: Annotated[Text, about("Name of the stream.")]
-    external: Annotated[External | None, about("Where it is. Default: in the same account.")] = None
-    filter_subject: Annotated[Text | None, about("Which subjects of it. Default: all.")] = None
-    subject_transforms: Annotated[
-        tuple[SubjectTransform, ...] | None, about("Which subjects of it, and under which they are stored.")
+    name: Annotated[Text, about("Name of that stream.")]
+    external: Annotated[
+        External | None, about("Domain or account of that stream. Default: the same as of this one.")
     ] = None
-    opt_start_seq: Annotated[Positive | None, about("From which sequence on. Default: the first.")] = None
-    opt_start_time: Annotated[Time | None, about("From which time on, such as 2026-11-20T06:00:00Z.")] = None
+    filter_subject: Annotated[Text | None, about("Subjects of the messages to take, with wildcards. Default: all.")] = (
+        None
+    )
+    subject_transforms: Annotated[
+        tuple[SubjectTransform, ...] | None,
+        about("Subjects of the messages to take, and the subjects to store them under."),
+    ] = None
+    opt_start_seq: Annotated[Positive | None, about("Sequence at which to begin. Default: the first.")] = None
+    opt_start_time: Annotated[Time | None, about("Time at which to begin, such as 2026-11-20T06:00:00Z.")] = None
 
 
 class ConsumerLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What consumers of the stream have unless they say less."""
+    """Limits of the stream's consumers, which are also their defaults."""
 
-    inactive_threshold: Annotated[Duration | None, about("How long one may be unused.")] = None
-    max_ack_pending: Annotated[Limit | None, about("Deliveries without acknowledgement.")] = None
+    inactive_threshold: Annotated[
+        Duration | None, about("Time without use after which a consumer is removed, such as 1h.")
+    ] = None
+    max_ack_pending: Annotated[Limit | None, about("Maximum number of deliveries without acknowledgement.")] = None
 
 
 class DeclaredConsumer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A durable consumer for other programs; agents have theirs by themselves."""
+    """A durable consumer for a program that is no agent. Agents create their own consumers."""
 
-    description: Annotated[str | None, about("For people.")] = None
+    description: Annotated[str | None, about("Description for people.")] = None
     filter_subjects: Annotated[
-        tuple[Text, ...] | None, about("What it delivers; [] is everything.", nothing="everything")
+        tuple[Text, ...] | None,
+        about("Subjects of the messages to deliver, with wildcards; [] is all. Default: all.", nothing="everything"),
     ] = None
     deliver_policy: Annotated[
         Literal["all", "last", "new", "by_start_sequence", "by_start_time", "last_per_subject"] | None,
-        about("Where it begins. Default: all.", zero="all", change="when created"),
+        about(
+            "Where the consumer begins. Default: all, which is the first message.", zero="all", change="when created"
+        ),
     ] = None
     opt_start_seq: Annotated[
         Positive | None,
-        about("Where by_start_sequence begins.", change="when created", needs_deliver_policy="by_start_sequence"),
+        about(
+            "Sequence at which by_start_sequence begins.",
+            change="when created",
+            needs_deliver_policy="by_start_sequence",
+        ),
     ] = None
     opt_start_time: Annotated[
         Time | None,
         about(
-            "Where by_start_time begins, such as 2026-11-20T06:00:00Z.",
+            "Time at which by_start_time begins, such as 2026-11-20T06:00:00Z.",
             change="when created",
             needs_deliver_policy="by_start_time",
         ),
     ] = None
     ack_policy: Annotated[
         Literal["explicit", "all", "none"] | None,
-        about("What an acknowledgement is for. Default: explicit.", change="when created"),
+        about(
+            "explicit: each message is acknowledged by itself; all: together with those before it; none: not "
+            "at all. Default: explicit.",
+            change="when created",
+        ),
     ] = None
-    ack_wait: Annotated[Duration | None, about("How long until it is delivered again. Default: 30s.")] = None
+    ack_wait: Annotated[
+        Duration | None, about("Time after which a message without acknowledgement is delivered again. Default: 30s.")
+    ] = None
     backoff: Annotated[
         tuple[Duration, ...] | None,
-        about("How long instead, attempt by attempt; the last of them from then on.", nothing="none"),
+        about(
+            "Times instead of ack_wait, one for each delivery. The last one also applies to all further deliveries.",
+            nothing="none",
+        ),
     ] = None
-    max_deliver: Annotated[Limit | None, about("Deliveries of a message; -1: no limit.", zero=-1, kind="other")] = None
+    max_deliver: Annotated[
+        Limit | None,
+        about("Maximum number of deliveries of a message; -1 is no limit. Default: no limit.", zero=-1, kind="other"),
+    ] = None
     max_ack_pending: Annotated[
-        Limit | None, about("Deliveries without acknowledgement; -1: no limit. Default: 1000.", zero=-1, kind="other")
+        Limit | None,
+        about(
+            "Maximum number of deliveries without acknowledgement; -1 is no limit. Default: 1000.",
+            zero=-1,
+            kind="other",
+        ),
     ] = None
     replay_policy: Annotated[
         Literal["instant", "original"] | None,
-        about("At once, or as slowly as they came. Default: instant.", zero="instant", change="when created"),
+        about(
+            "instant: deliver messages at once; original: at the pace at which they were stored. Default: instant.",
+            zero="instant",
+            change="when created",
+        ),
     ] = None
     sample_freq: Annotated[
-        Annotated[int, Meta(ge=0, le=100)] | None, about("Percent of acknowledgements that are told in advisories.")
+        Annotated[int, Meta(ge=0, le=100)] | None,
+        about("Percentage of the acknowledgements of which the server publishes advisories. Default: 0."),
     ] = None
-    headers_only: Annotated[bool | None, about("Without the payload.")] = None
+    headers_only: Annotated[bool | None, about("Without the payloads: only the headers.")] = None
     inactive_threshold: Annotated[
-        Duration | None, about("After how long unused a server removes it; 0s: never.", nothing="unlimited")
+        Duration | None,
+        about(
+            "Time without use after which the server removes the consumer; 0s is never. Default: never.",
+            nothing="unlimited",
+        ),
     ] = None
-    pause_until: Annotated[Time | None, about("Deliver nothing before this time; one that is over: deliver.")] = None
-    num_replicas: Annotated[Count | None, about("Copies of its state; 0: as many as of the stream.", zero=0)] = None
-    mem_storage: Annotated[bool | None, about("Keep its state in memory.", change="when created")] = None
-    metadata: Annotated[dict[str, str] | None, about("Of your own, by name; others' stay.")] = None
+    pause_until: Annotated[
+        Time | None, about("Time before which nothing is delivered. A time in the past ends a pause.")
+    ] = None
+    num_replicas: Annotated[
+        Count | None, about("Number of replicas of its state; 0 is as many as the stream has. Default: 0.", zero=0)
+    ] = None
+    mem_storage: Annotated[bool | None, about("Keep its state in memory, and not on disk.", change="when created")] = (
+        None
+    )
+    metadata: Annotated[dict[str, str] | None, about("Metadata of your own, by name. Entries of others stay.")] = None
 
     # Pull consumers.
     max_waiting: Annotated[
         Positive | None,
-        about("Pull requests that may wait. Default: 512.", zero=0, change="when created", only_pulled=True),
+        about(
+            "Maximum number of waiting pull requests. Default: 512.", zero=0, change="when created", only_pulled=True
+        ),
     ] = None
-    max_batch: Annotated[Positive | None, about("Messages that one pull request may ask for.", only_pulled=True)] = None
-    max_expires: Annotated[Duration | None, about("How long a pull request may wait.", only_pulled=True)] = None
-    max_bytes: Annotated[Size | None, about("Bytes that one pull request may ask for.", zero=-1, only_pulled=True)] = (
-        None
-    )
+    max_batch: Annotated[
+        Positive | None,
+        about("Maximum number of messages that one pull request may ask for. Default: no limit.", only_pulled=True),
+    ] = None
+    max_expires: Annotated[
+        Duration | None, about("Maximum time for which a pull request may wait. Default: no limit.", only_pulled=True)
+    ] = None
+    max_bytes: Annotated[
+        Size | None,
+        about(
+            "Maximum size of the messages that one pull request may ask for, such as 4Mi. Default: no limit.",
+            zero=-1,
+            only_pulled=True,
+        ),
+    ] = None
     priority_groups: Annotated[
         tuple[Text, ...] | None,
-        about("Groups of readers, which pulls name.", nothing="none", needs=("priority_policy",), only_pulled=True),
+        about(
+            "Names of priority groups, of which each pull request names one.",
+            nothing="none",
+            needs=("priority_policy",),
+            only_pulled=True,
+        ),
     ] = None
     priority_policy: Annotated[
         Literal["overflow", "pinned_client", "prioritized"] | None,
-        about("Which readers of a group are given work.", zero="none", needs=("priority_groups",)),
+        about(
+            "How pull requests of a group are served. overflow: only if their thresholds are reached; "
+            "pinned_client: those of one client, until it is silent; prioritized: those of the lowest "
+            "priority number first.",
+            zero="none",
+            needs=("priority_groups",),
+        ),
     ] = None
     priority_timeout: Annotated[
         Duration | None,
-        about("How long a pinned reader may be silent before another is pinned.", needs=("priority_policy",)),
+        about("Time without pull requests after which another client is pinned.", needs=("priority_policy",)),
     ] = None
 
     # Push consumers.
-    deliver_subject: Annotated[Text | None, about("Where to push; without it, readers pull.")] = None
+    deliver_subject: Annotated[
+        Text | None, about("Subject to which messages are pushed. Default: clients pull them.")
+    ] = None
     deliver_group: Annotated[
-        Text | None, about("Queue group whose members share what is pushed.", needs=("deliver_subject",))
+        Text | None, about("Queue group whose members share the pushed messages.", needs=("deliver_subject",))
     ] = None
     flow_control: Annotated[
         bool | None,
         about(
-            "Wait for readers that are slow; needs idle_heartbeat.",
+            "Pause for clients that are slow. It needs idle_heartbeat.",
             change="when created",
             needs=("deliver_subject", "idle_heartbeat"),
         ),
@@ -236,96 +311,153 @@ class DeclaredConsumer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     idle_heartbeat: Annotated[
         Duration | None,
         about(
-            "Say after so long without a message that it is alive.", change="when created", needs=("deliver_subject",)
+            "Time without a message after which a heartbeat is sent, such as 15s.",
+            change="when created",
+            needs=("deliver_subject",),
         ),
     ] = None
     rate_limit_bps: Annotated[
-        Count | None, about("Bits per second at most; 0: no limit.", needs=("deliver_subject",))
+        Count | None,
+        about("Maximum rate, in bits per second; 0 is no limit. Default: no limit.", needs=("deliver_subject",)),
     ] = None
 
 
 class DeclaredStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A stream, or further settings of an event type's. A limit of -1, `unlimited` or 0s is none."""
+    """A stream, or further settings of an event type's stream. A key that is not given is left as the server has it;
+    its default holds for a new stream. A limit of -1, `unlimited` or 0s is no limit.
+    """
 
-    description: Annotated[str | None, about("For people.")] = None
+    description: Annotated[str | None, about("Description for people.")] = None
     subjects: Annotated[
         tuple[Text, ...] | None,
-        about("What it stores. Default: the subject of its name.", nothing="everything", of_origin=True),
+        about(
+            "Subjects of the messages that it stores, with wildcards. Default: the stream's name.",
+            nothing="everything",
+            of_origin=True,
+        ),
     ] = None
     storage: Annotated[
-        Literal["file", "memory"] | None, about("Where. Default: file.", zero="file", change="when created")
+        Literal["file", "memory"] | None,
+        about("Storage: on disk (file), or in memory. Default: file.", zero="file", change="when created"),
     ] = None
     retention: Annotated[
         Literal["limits", "interest", "workqueue"] | None,
         about(
-            "What lets a message go: the limits, that every consumer has it, or that one has. Default: limits.",
+            "When a message is removed. limits: at the limits; interest: also once every consumer has "
+            "acknowledged it; workqueue: also once one consumer has. Default: limits.",
             zero="limits",
         ),
     ] = None
     discard: Annotated[
-        Literal["old", "new"] | None, about("What gives way when the stream is full. Default: old.", zero="old")
+        Literal["old", "new"] | None,
+        about(
+            "What a full stream does with a new message. old: remove old messages for it; new: refuse it. "
+            "Default: old.",
+            zero="old",
+        ),
     ] = None
     discard_new_per_subject: Annotated[
         bool | None,
-        about("With discard: new, also refuse what is new where its subject is full.", excludes={"discard": ("old",)}),
+        about(
+            "Also refuse a new message if its subject has max_msgs_per_subject messages. It needs discard: new.",
+            excludes={"discard": ("old",)},
+        ),
     ] = None
-    max_msgs: Annotated[Limit | None, about("Messages.", zero=-1)] = None
-    max_bytes: Annotated[SizeLimit | None, about("Bytes, such as 2Gi.", zero=-1)] = None
-    max_age: Annotated[Duration | None, about("How long a message is kept.", nothing="unlimited")] = None
-    max_msgs_per_subject: Annotated[Limit | None, about("Messages of one subject.", zero=-1)] = None
-    max_msg_size: Annotated[SizeLimit | None, about("Bytes of one message.", zero=-1)] = None
-    max_consumers: Annotated[Limit | None, about("Consumers.", zero=-1)] = None
-    num_replicas: Annotated[Annotated[int, Meta(ge=1, le=5)] | None, about("Copies in the cluster.", zero=1)] = None
-    placement: Annotated[Placement | None, about("Which servers may hold the copies; {} is any.")] = None
-    compression: Annotated[Literal["none", "s2"] | None, about("On the disk.", zero="none")] = None
+    max_msgs: Annotated[Limit | None, about("Maximum number of messages. Default: no limit.", zero=-1)] = None
+    max_bytes: Annotated[
+        SizeLimit | None, about("Maximum size of the stream, such as 2Gi. Default: no limit.", zero=-1)
+    ] = None
+    max_age: Annotated[
+        Duration | None,
+        about("Age up to which a message is kept, such as 30d. Default: no limit.", nothing="unlimited"),
+    ] = None
+    max_msgs_per_subject: Annotated[
+        Limit | None, about("Maximum number of messages of one subject. Default: no limit.", zero=-1)
+    ] = None
+    max_msg_size: Annotated[
+        SizeLimit | None, about("Maximum size of one message, such as 1Mi. Default: no limit.", zero=-1)
+    ] = None
+    max_consumers: Annotated[Limit | None, about("Maximum number of consumers. Default: no limit.", zero=-1)] = None
+    num_replicas: Annotated[
+        Annotated[int, Meta(ge=1, le=5)] | None, about("Number of replicas in the cluster. Default: 1.", zero=1)
+    ] = None
+    placement: Annotated[
+        Placement | None, about("Servers that may hold the replicas; {} is any server. Default: any server.")
+    ] = None
+    compression: Annotated[
+        Literal["none", "s2"] | None, about("Compression on the disk. Default: none.", zero="none")
+    ] = None
     duplicate_window: Annotated[
         Duration | None,
         about(
-            "How long a message id is known; no longer than max_age. Default: 2m.", nothing="unlimited", of_origin=True
+            "Time for which message ids are known, so that repeats are stored once; at most max_age. Default: 2m.",
+            nothing="unlimited",
+            of_origin=True,
         ),
     ] = None
     mirror: Annotated[
         Origin | None,
         about(
-            "Follow that stream, under its sequences, and take no publishes. Only when it is created.",
+            "Stream to mirror, with its sequences. A mirror takes no publishes. It can be set only when the "
+            "stream is created.",
             change="when created",
         ),
     ] = None
     sources: Annotated[
-        tuple[Origin, ...] | None, about("Take in what those streams store; [] is none.", of_origin=True)
+        tuple[Origin, ...] | None,
+        about("Streams whose messages are stored in this one too; [] is none. Default: none.", of_origin=True),
     ] = None
     first_seq: Annotated[
-        Positive | None, about("The first sequence, when the stream is created.", change="when created", of_origin=True)
+        Positive | None,
+        about(
+            "Sequence of the first message. It can be set only when the stream is created. Default: 1.",
+            change="when created",
+            of_origin=True,
+        ),
     ] = None
     subject_transform: Annotated[
         SubjectTransform | None,
         about(
-            "Store under another subject.", of_origin=True, not_for_events="agents find notifications by their subject"
+            "Store messages under another subject.",
+            of_origin=True,
+            not_for_events="agents find notifications by their subject",
         ),
     ] = None
-    republish: Annotated[Republish | None, about("Publish once more what is stored.")] = None
-    consumer_limits: Annotated[ConsumerLimits | None, about("What consumers have unless they say less.")] = None
-    metadata: Annotated[dict[str, str] | None, about("Of your own, by name; others' stay.")] = None
+    republish: Annotated[Republish | None, about("Publish stored messages again, to another subject.")] = None
+    consumer_limits: Annotated[
+        ConsumerLimits | None, about("Limits of the stream's consumers, which are also their defaults.")
+    ] = None
+    metadata: Annotated[dict[str, str] | None, about("Metadata of your own, by name. Entries of others stay.")] = None
     no_ack: Annotated[
         bool | None,
-        about("Acknowledge nothing to who publishes.", not_for_events="publishing waits for the acknowledgement"),
+        about(
+            "Do not acknowledge publishes. Default: false.", not_for_events="publishing waits for the acknowledgement"
+        ),
     ] = None
-    allow_direct: Annotated[bool | None, about("Let every copy answer who asks for a message.")] = None
-    mirror_direct: Annotated[bool | None, about("Let mirrors answer in the name of their origin.")] = None
+    allow_direct: Annotated[
+        bool | None, about("Let every replica answer requests for a message, and not only the leader.")
+    ] = None
+    mirror_direct: Annotated[bool | None, about("Let a mirror answer requests for messages of its origin.")] = None
     allow_rollup_hdrs: Annotated[
         bool | None,
-        about("Let a message take the place of all before it, by Nats-Rollup.", excludes={"deny_purge": (True,)}),
+        about(
+            "Let a message with the header Nats-Rollup replace all messages before it. Default: false.",
+            excludes={"deny_purge": (True,)},
+        ),
     ] = None
     allow_msg_ttl: Annotated[
-        bool | None, about("Let a message say how long it is kept. Once on, for good.", change="only on")
+        bool | None,
+        about(
+            "Let a message set how long it is kept. It cannot be switched off again. Default: false.", change="only on"
+        ),
     ] = None
     subject_delete_marker_ttl: Annotated[
-        Duration | None, about("How long it is told that a subject's last message was too old.")
+        Duration | None, about("Time for which a marker says that the last message of a subject has expired.")
     ] = None
     allow_msg_schedules: Annotated[
         bool | None,
         about(
-            "Let a message say when it is to be published. Once on, for good.",
+            "Let a message set when it is published. It cannot be switched off again. Default: false.",
             change="only on",
             excludes={"discard": ("new",)},
             of_origin=True,
@@ -335,7 +467,7 @@ class DeclaredStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     allow_msg_counter: Annotated[
         bool | None,
         about(
-            "Every subject is a counter. Only when it is created.",
+            "Make every subject a counter. It can be set only when the stream is created. Default: false.",
             change="when created",
             excludes={"retention": ("interest", "workqueue"), "discard": ("new",), "allow_msg_ttl": (True,)},
             of_origin=True,
@@ -343,12 +475,27 @@ class DeclaredStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             since=(2, 12),
         ),
     ] = None
-    allow_atomic: Annotated[bool | None, about("Take several messages or none.", of_origin=True, since=(2, 12))] = None
-    allow_batched: Annotated[bool | None, about("Take fast batches.", of_origin=True, since=(2, 14))] = None
+    allow_atomic: Annotated[
+        bool | None,
+        about(
+            "Accept atomic batches, of which all messages are stored or none. Default: false.",
+            of_origin=True,
+            since=(2, 12),
+        ),
+    ] = None
+    allow_batched: Annotated[
+        bool | None,
+        about(
+            "Accept fast batches, which are acknowledged together and not message by message. Default: false.",
+            of_origin=True,
+            since=(2, 14),
+        ),
+    ] = None
     persist_mode: Annotated[
         Literal["default", "async"] | None,
         about(
-            "async: acknowledge before it is written. Only when it is created.",
+            "async: acknowledge a message before it is written to disk. It can be set only when the stream is "
+            "created. Default: default.",
             zero="default",
             change="when created",
             excludes={"allow_atomic": (True,), "storage": ("memory",)},
@@ -356,10 +503,20 @@ class DeclaredStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             since=(2, 12),
         ),
     ] = None
-    deny_delete: Annotated[bool | None, about("Refuse to delete messages. Once on, for good.", change="only on")] = None
-    deny_purge: Annotated[bool | None, about("Refuse to purge. Once on, for good.", change="only on")] = None
+    deny_delete: Annotated[
+        bool | None,
+        about("Refuse to delete messages. It cannot be switched off again. Default: false.", change="only on"),
+    ] = None
+    deny_purge: Annotated[
+        bool | None,
+        about("Refuse to purge messages. It cannot be switched off again. Default: false.", change="only on"),
+    ] = None
     sealed: Annotated[
-        bool | None, about("Refuse every change of what is stored. Once on, for good.", change="only on")
+        bool | None,
+        about(
+            "Refuse every change of the stored messages. It cannot be switched off again. Default: false.",
+            change="only on",
+        ),
     ] = None
     consumers: Annotated[dict[str, DeclaredConsumer], about("Durable consumers by name.")] = {}
 
