@@ -157,7 +157,8 @@ async def test_the_example_of_requests_to_jetstream(tmp_path: Path, nats_server:
 
 
 async def test_the_example_of_what_is_delivered_later(tmp_path: Path) -> None:
-    body = written("agents.md", section="### Later").replace("return ", "reminder = ").replace("2026,", "2200,")
+    section = written("agents.md", section="### Delayed notifications")
+    body = section.replace("return ", "reminder = ").replace("2026,", "2200,")
     source = "from datetime import UTC, datetime\nfrom aviso_workers import Notify\n" + body
     app = in_memory(App("example"), tmp_path)
     async with harness(app):
