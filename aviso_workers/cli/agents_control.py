@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from aviso_workers.aviso.positions import Position, parse_date, parse_id
+from aviso_workers.cli import completion
 from aviso_workers.cli.agents import agents
 from aviso_workers.cli.arguments import parse_duration
 from aviso_workers.cli.confirmation import Yes, confirm
@@ -21,8 +22,15 @@ from aviso_workers.ops.retirement import Retirement
 
 __all__ = ["agents"]
 
-Agent = Annotated[str, typer.Argument(metavar="AGENT", help="Name of the agent, e.g. index_field.")]
-Owner = Annotated[str, typer.Option("--app", metavar="APP", help="Name of the agent's app, or MODULE:APP.")]
+Agent = Annotated[
+    str, typer.Argument(metavar="AGENT", autocompletion=completion.agents, help="Name of the agent, e.g. index_field.")
+]
+Owner = Annotated[
+    str,
+    typer.Option(
+        "--app", metavar="APP", autocompletion=completion.apps, help="Name of the agent's app, or MODULE:APP."
+    ),
+]
 
 
 @agents.command()
@@ -102,12 +110,15 @@ def reset(
 
 @agents.command("rm")
 def remove(
-    app: Annotated[str, typer.Argument(metavar="APP", help="Name of the app, e.g. field-index.")],
+    app: Annotated[
+        str, typer.Argument(metavar="APP", autocompletion=completion.apps, help="Name of the app, e.g. field-index.")
+    ],
     agent: Annotated[
         str,
         typer.Option(
             "--agent",
             metavar="AGENT",
+            autocompletion=completion.agents,
             help="Remove only this agent, and nothing that the app's agents share. Default: the whole app.",
         ),
     ] = "",

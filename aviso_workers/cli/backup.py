@@ -14,7 +14,7 @@ from rich.filesize import decimal
 
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.backends import Admin, open_backend
-from aviso_workers.cli import backup_sets
+from aviso_workers.cli import backup_sets, completion
 from aviso_workers.cli.backup_cleanse import cleanse
 from aviso_workers.cli.identity import IdentityOption, identities_of
 from aviso_workers.cli.output import AsJson, print_rows
@@ -58,7 +58,12 @@ class Storage(StrEnum):
 @backup.command()
 def create(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="EVENT|STREAM...", help="Event types, e.g. mars, or names of streams.")
+        list[str] | None,
+        typer.Argument(
+            metavar="EVENT|STREAM...",
+            autocompletion=completion.events_and_streams,
+            help="Event types, e.g. mars, or names of streams.",
+        ),
     ] = None,
     *,
     to: Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import parse_where
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.identity import IdentityOption, identities_of
@@ -41,6 +42,7 @@ def cleanse(
         str | None,
         typer.Option(
             metavar="EVENT",
+            autocompletion=completion.event_types,
             help="Event type that KEY=VALUE is about. Default: the only one whose stream is among the backups.",
         ),
     ] = None,

@@ -51,8 +51,9 @@ def consumers(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def agents(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the agents, of the app that was typed before if there is one, that begin with what was typed."""
-    wanted = ctx.params.get("app")
-    return _beginning(incomplete, (agent for app, agent in _asked(ctx, _agents) if wanted in (None, app)))
+    wanted = ctx.params.get("app") or ""
+    of_all = not wanted or ":" in wanted  # as MODULE:APP, whose name only its author's code says
+    return _beginning(incomplete, (agent for app, agent in _asked(ctx, _agents) if of_all or app == wanted))
 
 
 def apps(ctx: typer.Context, incomplete: str) -> list[str]:

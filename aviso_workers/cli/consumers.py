@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from aviso_workers.cli import completion
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.details import AsAnswered, print_details, replicas, time_text
 from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows
@@ -26,14 +27,24 @@ consumers = typer.Typer(help="List, show, remove and unpin the consumers of any 
 CONSUMERS = ("stream", "consumer", "pending", "ack pending", "redelivered", "per second", "gone in", "state")
 
 Consumer = Annotated[
-    str, typer.Argument(metavar="CONSUMER", help="Name of the consumer, e.g. field-index__index_field.")
+    str,
+    typer.Argument(
+        metavar="CONSUMER",
+        autocompletion=completion.consumers,
+        help="Name of the consumer, e.g. field-index__index_field.",
+    ),
 ]
 
 
 @consumers.command("ls")
 def list_consumers(
     stream: Annotated[
-        str | None, typer.Argument(metavar="[STREAM]", help="Name of the stream, e.g. MARS. Default: all streams.")
+        str | None,
+        typer.Argument(
+            metavar="[STREAM]",
+            autocompletion=completion.streams,
+            help="Name of the stream, e.g. MARS. Default: all streams.",
+        ),
     ] = None,
     seconds: Seconds = 2.0,
     as_json: AsJson = False,

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from aviso_workers.aviso.codec import store_time
 from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.aviso.positions import parse_date
+from aviso_workers.cli import completion
 from aviso_workers.cli.output import Columns, print_json, print_table, printable, skipped_reported
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, named_app
 from aviso_workers.errors import DeclarationError, NotFoundError
@@ -40,15 +41,26 @@ Sequences = Annotated[
     ),
 ]
 OfApp = Annotated[
-    str | None, typer.Option("--app", metavar="APP", help="Only those of this app: its name, or MODULE:APP.")
+    str | None,
+    typer.Option(
+        "--app", metavar="APP", autocompletion=completion.apps, help="Only those of this app: its name, or MODULE:APP."
+    ),
 ]
-OfAgent = Annotated[str | None, typer.Option("--agent", metavar="AGENT", help="Only those of this agent.")]
+OfAgent = Annotated[
+    str | None,
+    typer.Option("--agent", metavar="AGENT", autocompletion=completion.agents, help="Only those of this agent."),
+]
 Reason = Annotated[
     str | None, typer.Option("--reason", metavar="REASON", help="Only those with this reason, e.g. attempts_exhausted.")
 ]
 OfStream = Annotated[
     str | None,
-    typer.Option("--stream", metavar="STREAM", help="Only those whose notification came from this stream, e.g. MARS."),
+    typer.Option(
+        "--stream",
+        metavar="STREAM",
+        autocompletion=completion.streams,
+        help="Only those whose notification came from this stream, e.g. MARS.",
+    ),
 ]
 Since = Annotated[
     str | None,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import parse_where
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import echo, print_table
@@ -23,7 +24,9 @@ SHOWN_KEYS = 50
 
 
 def erase(
-    event: Annotated[str, typer.Argument(metavar="EVENT", help="The event type, e.g. mars.")],
+    event: Annotated[
+        str, typer.Argument(metavar="EVENT", autocompletion=completion.event_types, help="The event type, e.g. mars.")
+    ],
     where: Annotated[
         list[str] | None,
         typer.Argument(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from aviso_workers.aviso.codec import store_time
-from aviso_workers.cli import NOT_PROVEN
+from aviso_workers.cli import NOT_PROVEN, completion
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, load
 from aviso_workers.ops import failover_drill, mirrors, promotion, recovery
@@ -23,7 +23,9 @@ mirror = typer.Typer(help="Promote mirrors, fence streams, and rehearse a failov
 
 MOST_LISTED = 20
 """Messages that are listed one by one."""
-StreamArgument = Annotated[str, typer.Argument(metavar="STREAM", help="Name of the stream, e.g. MARS.")]
+StreamArgument = Annotated[
+    str, typer.Argument(metavar="STREAM", autocompletion=completion.streams, help="Name of the stream, e.g. MARS.")
+]
 Api = Annotated[
     str,
     typer.Option(

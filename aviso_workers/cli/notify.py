@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.notifications import Notify
 from aviso_workers.aviso.positions import parse_date
+from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import Line, LinesFile, lines_file, parse_duration, parse_pairs, parse_payload
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected_app
@@ -34,7 +35,10 @@ MAY_BE_STORED = (
 
 
 def notify(
-    event: Annotated[str | None, typer.Argument(metavar="EVENT", help="The event type, e.g. mars.")] = None,
+    event: Annotated[
+        str | None,
+        typer.Argument(metavar="EVENT", autocompletion=completion.event_types, help="The event type, e.g. mars."),
+    ] = None,
     identifier: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="The identifier, e.g. class=od step=12.")
     ] = None,

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from aviso_workers.aviso.positions import parse_date
+from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import parse_duration, parse_pairs, parse_where
 from aviso_workers.cli.spark import spark
 from aviso_workers.cli.targets import ConfigOption, ConfigSource
@@ -22,7 +23,9 @@ from aviso_workers.spark import installed
 
 __all__ = ["archive", "backfill", "report"]
 
-Event = Annotated[str, typer.Argument(metavar="EVENT", help="The event type, e.g. mars.")]
+Event = Annotated[
+    str, typer.Argument(metavar="EVENT", autocompletion=completion.event_types, help="The event type, e.g. mars.")
+]
 Filter = Annotated[
     list[str] | None,
     typer.Argument(
@@ -81,7 +84,15 @@ def backfill(
             help="Path of an archive, or the sequence or time at which to begin in the stream of EVENT.",
         ),
     ],
-    to: Annotated[str, typer.Option("--to", metavar="EVENT", help="Event type of the published notifications.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="EVENT",
+            autocompletion=completion.event_types,
+            help="Event type of the published notifications.",
+        ),
+    ],
     dead_letters: Annotated[
         str | None,
         typer.Option(

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from aviso_workers.cli import completion
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import print_table
 from aviso_workers.cli.streams import Stream, streams
@@ -92,7 +93,10 @@ def step_down(
     consumer: Annotated[
         str,
         typer.Option(
-            "--consumer", metavar="CONSUMER", help="Move the leader of this consumer instead of the stream's."
+            "--consumer",
+            metavar="CONSUMER",
+            autocompletion=completion.consumers,
+            help="Move the leader of this consumer instead of the stream's.",
         ),
     ] = "",
     prefer: Annotated[

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from aviso_workers.cli import completion
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import AsJson, print_rows, print_table
 from aviso_workers.cli.streams import streams
@@ -20,11 +21,15 @@ __all__ = ["streams"]
 PLAN = ("stream", "consumer", "step", "difference")
 POLICY = ("field", "configured", "effective", "follows", "configured by")
 
-Event = Annotated[str, typer.Argument(metavar="EVENT", help="The event type, e.g. mars.")]
+Event = Annotated[
+    str, typer.Argument(metavar="EVENT", autocompletion=completion.event_types, help="The event type, e.g. mars.")
+]
 Configured = Annotated[
     str,
     typer.Argument(
-        metavar="NAME", help="An event type, e.g. mars, or a stream of the configuration's section streams."
+        metavar="NAME",
+        autocompletion=completion.events_and_streams,
+        help="An event type, e.g. mars, or a stream of the configuration's section streams.",
     ),
 ]
 

@@ -10,11 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from aviso_workers import App
-from tests.cli.conftest import Ran
-from tests.conftest import WriteConfig
+from tests.conftest import Start, WriteConfig
 from tests.waits import PATIENCE_SECONDS
 
+AGENT = """
+from aviso_workers import App, Notification
+
+app = App("field")
+
+
+@app.agent("mars")
+async def index(notification: Notification) -> None: ...
+"""
+MAIN = "import sys; sys.argv[0] = 'aviso-workers'; from aviso_workers.cli import main; main()"
 Complete = Callable[..., list[str]]
 
 
@@ -24,7 +32,7 @@ def complete(tmp_path: Path) -> Complete:
         """Return what fits in the place of the last of these words."""
         line = " ".join(map(str, ("aviso-workers", *words)))
         asked = {"_AVISO_WORKERS_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words))}
-        command = (sys.executable, "-c", "from aviso_workers.cli import main; main()")
+        command = (sys.executable, "-c", MAIN)
         ran = subprocess.run(
             command, env=os.environ | asked, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS
         )
@@ -44,19 +52,16 @@ def test_event_types_of_the_configuration(complete: Complete, config: Path) -> N
     assert complete("watch", "--config", config, "x") == []
 
 
-def test_streams_and_consumers_of_the_server(
-    complete: Complete, config: Path, run: Callable[..., Ran], declared_consumer: str
-) -> None:
+def test_what_a_server_has(complete: Complete, config: Path, start: Start, tmp_path: Path) -> None:
+    (tmp_path / "completed.py").write_text(AGENT)
+    worker = start("worker", "completed:app", "--config", config)
+    worker.until("agent.started")
     assert complete("streams", "info", "--config", config, "MA") == ["MARS"]
-    assert complete("consumers", "show", "--config", config, "MARS", declared_consumer[:2]) == [declared_consumer]
-
-
-def test_agents_and_apps_of_the_server(complete: Complete, config: Path, agent: tuple[str, str]) -> None:
-    app, name = agent
-    assert complete("agents", "pause", "--config", config, name[:3]) == [name]
-    assert complete("agents", "pause", "--config", config, "--app", "other", name[:3]) == []
-    assert complete("agents", "rm", "--config", config, app[:2]) == [app]
-    assert complete("dead-letters", "ls", "--config", config, "--agent", name[:3]) == [name]
+    assert complete("consumers", "show", "--config", config, "MARS", "f") == ["field__index"]
+    assert complete("agents", "pause", "--config", config, "in") == ["index"]
+    assert complete("agents", "pause", "--config", config, "--app", "other", "in") == []
+    assert complete("agents", "rm", "--config", config, "f") == ["field"]
+    assert complete("dead-letters", "ls", "--config", config, "--agent", "in") == ["index"]
 
 
 def test_nothing_where_no_server_is(complete: Complete, write_config: WriteConfig, free_port: int) -> None:
