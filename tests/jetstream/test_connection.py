@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import pytest
 from nats.aio.client import ServerVersion
 from nats.aio.msg import Msg
@@ -50,6 +51,15 @@ async def test_a_server_that_answers_has_what_was_sent_before(connection: Connec
         assert await connection.answers()
 
         assert connection.nc.stats["in_msgs"] == round_ * 100
+
+
+async def test_closing_while_it_begins_to_reconnect_cancels_nobody(nats_server: NatsServer) -> None:
+    connection = Connection(config.JetStream(nats_url=config.ServerUrls(nats_server.url)), on_connection=None)
+    await connection.open()
+    await connection.nc.force_reconnect()
+    await anyio.lowlevel.checkpoint()  # until nats-py waits for its transport to be closed, which it cancels next
+    await connection.close()
+    assert connection.nc.is_closed
 
 
 async def test_a_server_that_stands_still_does_not_answer(

@@ -181,7 +181,7 @@ async def ask(history: str, application: str) -> dict[str, int]:
             try:
                 jobs = Counter(job["status"] for job in await anyio.to_thread.run_sync(get, "/jobs"))
                 break
-            except OSError:  # it is starting, or has not seen the log
+            except (OSError, ValueError):  # it is starting (with a page in place of JSON), or has not seen the log
                 await anyio.sleep(0.2)
     return {
         "job.start": jobs.total(),

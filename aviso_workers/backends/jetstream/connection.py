@@ -126,7 +126,7 @@ class Connection:
                 with anyio.fail_after(settings.timeout_seconds):
                     await self._connect(attempt, options)
             except (nats.errors.Error, OSError, ValueError) as error:
-                await self.nc.close()
+                await self._close_client()
                 self._last_error = self._last_error or self._said(error)
             else:
                 self.wire = wire.attach(self.nc)
@@ -171,9 +171,23 @@ class Connection:
         # nats-py first sends what it has buffered, which fails where the connection is down, and waits until the server
         # has taken it, which a silent one never does. What is not taken is delivered again.
         with anyio.move_on_after(CLOSE_SECONDS, shield=True), suppress(nats.errors.Error, OSError):
-            await self.nc.close()
+            await self._close_client()
         if self._opened:
             self.wire.abort()  # nats-py goes on until its buffer is taken, and a silent server never takes it
+
+    async def _close_client(self) -> None:
+        """Close nats-py's client. Raises what it raises, but no cancellation that is not ours.
+
+        nats-py that is closed while it begins to reconnect cancels the future that its closing waits for next. That
+        cancellation would end the caller's task without a word: so the client is closed in a task of its own.
+        """
+        closing = asyncio.ensure_future(self.nc.close())
+        try:
+            await asyncio.wait({closing})
+        finally:
+            closing.cancel()
+        if not closing.cancelled():
+            closing.result()
 
     async def api(
         self, subject: str, request: Any = None, *, prefix: str = "", timeout_seconds: float = API_TIMEOUT_SECONDS
@@ -301,7 +315,7 @@ class Connection:
         if self._settings.enable_auto_reconnect:
             await self.nc.force_reconnect()
         else:
-            await self.nc.close()
+            await self._close_client()
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = str(error) or type(error).__name__
