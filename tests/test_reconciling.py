@@ -130,7 +130,7 @@ def test_the_command_tells_of_all_others_and_ends_with_2(
     with pytest.raises(SystemExit) as ended:
         main()
     told = capsys.readouterr()
-    assert ended.value.code == 2
+    assert ended.value.code == 3
     assert "DIFFERS" in told.out, "nothing is published of app-1"
     assert told.err.startswith("bad: not compared: http://127.0.0.1")
 

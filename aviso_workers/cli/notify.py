@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated
 import anyio
 import msgspec
 import typer
-from msgspec import structs
+from msgspec import Struct, structs
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -32,6 +33,8 @@ MAY_BE_STORED = (
     "of {total} notifications the first {begun} were begun, and any of these may be stored; a file in which each line "
     'has an "id" can be published again within the duplicate window of the stream, and stores each once'
 )
+ONCE = "of those with an id that the stream knew already, none is stored twice"
+"""A server that takes many at once does not say which it knew."""
 
 
 def notify(
@@ -87,18 +90,26 @@ async def _notify_one(wanted: Notify, config: ConfigSource | None) -> None:
         _tell(f"{wanted.event_type}@{receipt.sequence} stored in {receipt.stream}")
 
 
-async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
-    app = connected_app(config)
-    total = 0
-    by_id: dict[str, tuple[int, bytes]] = {}
-    largest = (0, 0, "")
+class _Checked(Struct, frozen=True):
+    """What is known of a file whose lines can all be published."""
+
+    total: int
+    has_ids: bool
+    largest: tuple[int, int, str]
     """The size of the largest notification, its line, and its event type."""
-    for number, line, origin in lines.read():  # all of it is checked before any of it is sent
+
+
+def _checked(lines: LinesFile, config: Config) -> _Checked:
+    """Check all lines before any is sent. Raises `InvalidNotificationError` that names the file and the line."""
+    total, has_ids, largest = 0, False, (0, 0, "")
+    by_id: dict[str, tuple[int, bytes]] = {}
+    for number, line, origin in lines.read():
         total += 1
         try:
-            _, message = _encoded(app.config, line, origin)
+            _, message = _encoded(config, line, origin)
         except InvalidNotificationError as error:
             raise InvalidNotificationError(f"{lines.name}:{number}: {error}") from error
+        has_ids |= bool(line.id or origin)
         largest = max(largest, (size_of(message.data, message.headers), number, line.event))
         if line.id:
             content = hashlib.sha256(message.subject.encode() + b" " + message.data).digest()
@@ -108,12 +119,19 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
                     f"{lines.name}:{number}: its id {line.id!r} is that of line {first}, which says something else: "
                     "the stream would discard one of them as a repeat"
                 )
-    if not total:
+    return _Checked(total, has_ids, largest)
+
+
+async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
+    app = connected_app(config)
+    checked = _checked(lines, app.config)
+    if not checked.total:
         echo(f"{lines.name} has no notifications", err=True)
     columns = (TextColumn("publishing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    begun = stored = signalled = 0
+    failure: AvisoWorkersError | None = None
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=total)
-        begun = 0
+        bar = progress.add_task("", total=checked.total)
 
         def notifications() -> Iterator[Notify]:
             nonlocal begun
@@ -123,19 +141,32 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
                 yield _encoded(app.config, line, origin)[0] if origin else _notification(line)
                 progress.advance(bar)
 
-        try:
-            async with app:
-                size, number, event = largest
-                if size > (most := app.session.backend.connection.max_payload):
-                    raise InvalidNotificationError(f"{lines.name}:{number}: {too_large(event, size, most=most)}")
-                stored = await app.notify_many(notifications())
-        except AvisoWorkersError as error:
-            if not begun:
-                raise
-            progress.stop()
-            typer.echo(MAY_BE_STORED.format(begun=begun, total=total), err=True)
-            raise AvisoWorkersError(str(error)) from error  # whatever it is, something may have been done
-    _tell(f"{stored} notifications stored")
+        async def stop_at_signal() -> None:
+            nonlocal signalled
+            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+                signalled = await anext(signals)
+            tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(stop_at_signal)
+            try:
+                async with app:
+                    size, number, event = checked.largest
+                    if size > (most := app.session.backend.connection.max_payload):
+                        raise InvalidNotificationError(f"{lines.name}:{number}: {too_large(event, size, most=most)}")
+                    stored = await app.notify_many(notifications())
+            except AvisoWorkersError as error:  # raised outside of the group, as itself
+                failure = error
+            tasks.cancel_scope.cancel()
+    if begun and (failure or signalled):
+        typer.echo(MAY_BE_STORED.format(begun=begun, total=checked.total), err=True)
+    if signalled:
+        raise typer.Exit(128 + signalled)
+    if failure and begun:
+        raise AvisoWorkersError(str(failure)) from failure  # whatever it is, something may have been done
+    if failure:
+        raise failure
+    _tell(f"{stored} notifications stored" + (f"; {ONCE}" if checked.has_ids else ""))
 
 
 def _notification(line: Line) -> Notify:

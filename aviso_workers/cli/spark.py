@@ -8,6 +8,7 @@ import typer
 
 from aviso_workers.app import App
 from aviso_workers.aviso.positions import parse_date
+from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.output import print_json, print_table, printable
 from aviso_workers.cli.targets import ConfigOption, connected_app, run_connected
 from aviso_workers.ops import spark_reconciliation
@@ -46,7 +47,7 @@ def reconcile(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document for each row.")] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Compare the published notifications of Spark's jobs with what Spark reports. Exit with 1 if they differ, with 2
+    """Compare the published notifications of Spark's jobs with what Spark reports. Exit with 1 if they differ, with 3
     if some could not be compared.
 
     Example: aviso-workers spark reconcile http://history:18080 --since 2026-11-20T06:00:00Z
@@ -73,7 +74,7 @@ def reconcile(
     for each in incomparable:
         typer.echo(printable(f"{each.application}: not compared: {each.problem}"), err=True)
     if incomparable:
-        raise typer.Exit(2)
+        raise typer.Exit(NOT_PROVEN)
     if not all(comparison.agrees for comparison in compared):
         raise typer.Exit(1)
 

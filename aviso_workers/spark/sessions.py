@@ -37,7 +37,10 @@ def session(name: str) -> Iterator[SparkSession]:
     """
     if SUBMITTED not in os.environ:
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else Spark takes any python3 of PATH
-    spark = SparkSession.builder.appName(name).config("spark.sql.session.timeZone", "UTC").getOrCreate()
+    builder = SparkSession.builder.appName(name).config("spark.sql.session.timeZone", "UTC")
+    if sys.stderr.isatty():
+        builder = builder.config("spark.ui.showConsoleProgress", "true")
+    spark = builder.getOrCreate()
     try:
         with translated():
             register(spark)

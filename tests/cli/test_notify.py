@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from aviso_workers.cli.notify import ONCE
 from aviso_workers.server import NatsServer
 from tests.cli.conftest import Ran
 from tests.conftest import Start, WriteConfig
@@ -182,6 +184,16 @@ class TestAFile:
         assert told, ran.err
         assert len(run("replay", "mars", "--config", config).lines) == 2 <= int(told[1])
 
+    def test_that_is_told_to_end_in_the_middle_says_how_much_may_be_stored(
+        self, start: Start, nats_server: NatsServer, write_config: WriteConfig, write_lines: Callable[..., Path]
+    ) -> None:
+        config = write_config(nats_server.url, max_messages=2, discard_policy="new", publish_deadline_seconds=600)
+        watch = start("watch", "mars", "--from-id", "1", "--config", config)
+        notify = start("notify", "--file", write_lines(*map(self.line, range(4))), "--config", config)
+        watch.lines(2)  # the others wait for room
+        assert notify.end(signal.SIGTERM) == 128 + signal.SIGTERM
+        assert re.search("of 4 notifications the first . were begun, and any of these may be stored", notify.told[-1])
+
     def test_without_a_line_is_told(self, run: Run, config: Path, write_lines: Callable[..., Path]) -> None:
         ran = run("notify", "--file", write_lines("", " "), "--config", config)
         assert (ran.code, ran.out, "lines.jsonl has no notifications\n" in ran.err) == (
@@ -250,7 +262,7 @@ class TestCloudEvents:
             there = write_config(other.url, name="other.yaml")
             for _ in range(2):  # the second one finds all of it there
                 copied = run("notify", "--file", "-", "--config", there, stdin=replayed.encode())
-                assert (copied.code, copied.out) == (0, "3 notifications stored\n"), copied
+                assert (copied.code, copied.out) == (0, f"3 notifications stored; {ONCE}\n"), copied
             again = run("replay", "mars", "--config", there).out
         assert [json.loads(line)["data"] for line in again.splitlines()] == [
             json.loads(line)["data"] for line in replayed.splitlines()
