@@ -95,24 +95,37 @@ log = Log()
 
 
 def configure(settings: Logging) -> None:
-    """Write to standard error, as lines for people or as JSON for collectors."""
+    """Write to standard error, as lines for people or as JSON for collectors.
+
+    So goes what is logged by structlog, and by the standard library unless its root logger has handlers already.
+    """
     render: list[structlog.typing.Processor]
     if settings.format == "json":
         render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
         console = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_write_traceback)
         render = [_make_visible, console]
+    before: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *render,
-        ],
+        processors=[*before, *render],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, settings.level.upper())),
         # One write per line, so that the processes of a fleet do not tear each other's.
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
+    if not logging.root.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(
+            structlog.stdlib.ProcessorFormatter(
+                foreign_pre_chain=[*before, structlog.stdlib.add_logger_name],
+                processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
+            )
+        )
+        logging.root.addHandler(handler)
+        logging.root.setLevel(settings.level.upper())
 
 
 def _make_visible(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import pytest
@@ -367,6 +368,47 @@ def test_for_people_a_traceback_is_plain_and_shows_no_local_variables(capsys: py
     assert "in function_of_the_author" in told
     assert "ValueError: boom" in told
     assert "hidden" not in told
+
+
+class TestTheStandardLibrarysLogging:
+    @pytest.fixture
+    def bare_root(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+        """`bare_root()`: no handlers from now on, as in a process of its own. pytest has some while a test runs."""
+        level = logging.root.level
+        yield lambda: monkeypatch.setattr(logging.root, "handlers", [])
+        logging.root.setLevel(level)
+
+    @pytest.mark.parametrize("form", ["json", "console"])
+    def test_is_written_as_the_other_lines_are(
+        self, capsys: pytest.CaptureFixture[str], bare_root: Callable[[], None], form: Literal["json", "console"]
+    ) -> None:
+        bare_root()
+        logs.configure(Logging(format=form))
+        logs.configure(Logging(format=form))
+        structlog.contextvars.bind_contextvars(process="2")
+        logging.getLogger("fields").info("indexed %s", "mars@42")
+        logging.getLogger("fields").debug("not told")
+        (line,) = capsys.readouterr().err.splitlines()
+        structlog.contextvars.clear_contextvars()
+        if form == "json":
+            told = json.loads(line)
+            assert {key: told[key] for key in ("event", "level", "logger", "process")} == {
+                "event": "indexed mars@42",
+                "level": "info",
+                "logger": "fields",
+                "process": "2",
+            }
+        else:
+            assert "[info     ] indexed mars@42" in line
+
+    def test_is_left_to_an_author_who_has_configured_it(
+        self, capsys: pytest.CaptureFixture[str], bare_root: Callable[[], None]
+    ) -> None:
+        bare_root()
+        logging.root.addHandler(logging.NullHandler())
+        logs.configure(Logging(format="console"))
+        logging.getLogger("fields").warning("indexed")
+        assert capsys.readouterr().err == ""
 
 
 def test_less_than_the_level_is_not_written(capsys: pytest.CaptureFixture[str]) -> None:
