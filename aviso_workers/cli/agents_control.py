@@ -14,7 +14,7 @@ from aviso_workers.cli.agents import agents
 from aviso_workers.cli.arguments import parse_duration
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import print_record, print_table
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, find_app
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError
 from aviso_workers.ops import agent_control, retirement
 from aviso_workers.ops.agent_control import UNTIL_RESUMED, AgentConsumer, Reset
@@ -111,7 +111,8 @@ def reset(
 @agents.command("rm")
 def remove(
     app: Annotated[
-        str, typer.Argument(metavar="APP", autocompletion=completion.apps, help="Name of the app, e.g. field-index.")
+        str,
+        typer.Argument(metavar="APP", autocompletion=completion.apps, help="Name of the app, or MODULE:APP."),
     ],
     agent: Annotated[
         str,
@@ -131,14 +132,17 @@ def remove(
     Example: aviso-workers agents rm field-index
     """
 
+    name, config = named_app(app, config)
+    assert name is not None
+
     async def run(server: Opened) -> None:
-        plan = await retirement.plan(server.admin, app, agent)
+        plan = await retirement.plan(server.admin, name, agent)
         print_table(("what", "of", "entries"), _retirement_rows(plan))
         if plan.dead_letters:
             typer.echo(f"{plan.dead_letters} dead letters stay: `aviso-workers dead-letters drop` removes them")
         confirm(yes, to="remove it")
         await retirement.retire(server.admin, plan)
-        typer.echo(f"{f'{agent} of {app}' if agent else app} is gone from the server")
+        typer.echo(f"{f'{agent} of {name}' if agent else name} is gone from the server")
 
     connected(config, run)
 

@@ -6,7 +6,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, redirect_stdout
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -215,7 +215,8 @@ def _import(target: str) -> App:
         raise DeclarationError(f"{target!r} names no module; say MODULE:APP, e.g. mine.agents:app")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        module = importlib.import_module(module_name)
+        with redirect_stdout(sys.stderr):  # standard output is for what the command prints, which a pipe may read
+            module = importlib.import_module(module_name)
     except SystemExit as error:  # else the command ends as if it had done its work
         raise DeclarationError(
             f"{module_name!r} exits while it is imported, with {describe(error)}; no app can be taken from it"

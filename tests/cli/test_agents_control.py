@@ -272,9 +272,10 @@ def delete_consumer(config: Path, stream: str, consumer: str) -> None:
 
 
 def test_an_app_that_is_retired_leaves_nothing_but_its_notifications(
-    run: Run, config: Path, worked: Callable[..., list[str]]
+    run: Run, config: Path, agents: str, worked: Callable[..., list[str]]
 ) -> None:
     worked(1)
+    assert run("agents", "rm", agents, "--config", config).out == run("agents", "rm", "field", "--config", config).out
     preview = run("agents", "rm", "field", "--config", config)
     assert preview.code == 2
     assert "MARS > field__index" in preview.out

@@ -43,3 +43,15 @@ def test_an_attempt_to_connect_takes_ten_seconds_unless_configured(
     config: Path = write_config("nats://127.0.0.1:4", **settings)
     assert run(*command.split(), "--config", config).err == "aviso-workers: no server\n"
     assert [each.notification_backend.jetstream.timeout_seconds for each in tried] == [expected]
+
+
+def test_what_a_module_prints_is_not_in_the_output_of_a_command(run: Run, config: Path, tmp_path: Path) -> None:
+    """As in `replay --app mine:app | notify --file -`, where a line of the author's would be taken for a document."""
+    name = f"chatty_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(
+        "import structlog\nfrom aviso_workers import App\n"
+        f"app = App('chatty', config={str(config)!r})\nprint('printed')\nstructlog.get_logger().warning('logged')\n"
+    )
+    assert run("notify", "mars", "class=od", "step=6", "--app", f"{name}:app").code == 0
+    ran = run("replay", "mars", "--app", f"{name}:app")
+    assert (ran.code, [line[:1] for line in ran.lines]) == (0, ["{"]), ran
