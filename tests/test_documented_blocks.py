@@ -1,5 +1,6 @@
 """Every code block of README.md and docs/: commands are parsed by the command line, YAML is read as a configuration,
-Python is compiled, and what declares something is run. Tests of single pages run more of them, as whole programs.
+Python is compiled, and what declares something is run. Other tests run the rest, as `RUN_BY` says. `NOT_RUN` has what
+no test runs, and why; a block that is in neither is a failure.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import pkgutil
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,36 +19,125 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from msgspec import Struct
 
 from aviso_workers import cli, config
+from tests.documented import PAGES, PROJECT, Block, blocks, prose
 
-PROJECT = Path(__file__).parents[1]
-PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ELSEWHERE = {"cycles"}
 """The first keys of YAML that is no configuration: the schedules of `spark report`."""
+READ_HERE = "yaml"
+COMMANDS = "tests/test_documented_commands.py"
+EXAMPLES = "tests/test_documented_examples.py"
+PLUGIN = "tests/test_pytest_plugin.py"
+FRAMEWORKS = ("tests/test_coming_from.py", "tests/interop/test_coming_from.py")
+ON_SPARK = "tests/spark/test_documentation.py"
+RUN_BY: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
+    ("README.md", "python"): (1, (EXAMPLES,)),
+    ("docs/agents.md", "python"): (4, (EXAMPLES,)),
+    ("docs/aviso.md", "bash"): (1, (COMMANDS,)),
+    ("docs/backup.md", "bash"): (8, (COMMANDS,)),
+    ("docs/backup.md", "python"): (1, (EXAMPLES,)),
+    ("docs/coming-from/celery.md", "python"): (2, FRAMEWORKS),
+    ("docs/coming-from/dramatiq.md", "python"): (2, FRAMEWORKS),
+    ("docs/coming-from/faststream.md", "python"): (2, FRAMEWORKS),
+    ("docs/coming-from/faust.md", "python"): (2, FRAMEWORKS),
+    ("docs/coming-from/pyaviso.md", "python"): (
+        2,
+        ("tests/test_coming_from.py", "tests/interop/test_aviso_server_streaming.py"),
+    ),
+    ("docs/embedding.md", "python"): (8, ("tests/test_embedding.py",)),
+    ("docs/erasing.md", "bash"): (1, (COMMANDS,)),
+    ("docs/examples/completeness.md", "bash"): (2, (COMMANDS,)),
+    ("docs/examples/dead-letter-review.md", "bash"): (1, (COMMANDS,)),
+    ("docs/examples/field-index.md", "bash"): (2, (COMMANDS,)),
+    ("docs/examples/inbox-outbox.md", "bash"): (2, (COMMANDS,)),
+    ("docs/examples/webhook-relay.md", "bash"): (1, (COMMANDS,)),
+    ("docs/failover.md", "bash"): (6, (COMMANDS,)),
+    ("docs/fleets.md", "bash"): (3, (COMMANDS,)),
+    ("docs/fleets.md", "promql"): (1, ("tests/test_monitoring.py",)),
+    ("docs/index.md", "python"): (1, (EXAMPLES,)),
+    ("docs/operations.md", "bash"): (3, (COMMANDS,)),
+    ("docs/quickstart.md", "bash"): (4, ("tests/test_quickstart.py",)),
+    ("docs/quickstart.md", "python"): (1, ("tests/test_quickstart.py",)),
+    ("docs/security.md", "bash"): (1, (COMMANDS,)),
+    ("docs/server.md", "bash"): (5, (COMMANDS,)),
+    ("docs/spark.md", "bash"): (4, (ON_SPARK,)),
+    ("docs/spark.md", "python"): (7, (ON_SPARK,)),
+    ("docs/streams.md", "bash"): (1, (COMMANDS,)),
+    ("docs/streams.md", "python"): (1, (EXAMPLES,)),
+    ("docs/tables.md", "python"): (1, (EXAMPLES,)),
+    ("docs/testing.md", "bash"): (1, (PLUGIN,)),
+    ("docs/testing.md", "python"): (5, (PLUGIN,)),
+    ("docs/timers.md", "python"): (1, (EXAMPLES,)),
+    ("docs/tutorial.md", "bash"): (6, (COMMANDS,)),
+    ("docs/tutorial.md", "python"): (2, (PLUGIN,)),
+    ("docs/windows.md", "python"): (5, (PLUGIN, "tests/stories/test_joins.py")),
+}
+"""How many blocks of a page and a language are run elsewhere, and by which tests. YAML is read here."""
+SHOWN = "shows what there is, or what is printed, and nothing to run"
+NOT_RUN = {
+    ("README.md", "pip install "): "needs a package registry; scripts/newcomer installs the wheel",
+    ("README.md", "./scripts/demo "): "is the demo, which tests/stories/test_demo.py runs, and the whole test run",
+    ("docs/architecture.md", "  backends/jetstream/consumer.py "): SHOWN,
+    ("docs/architecture.md", "  engine/handlers/one.py "): SHOWN,
+    ("docs/aviso.md", "scripts/init_nats.sh"): "tests/stories/test_installation.py runs it where it finds its server",
+    ("docs/concepts.md", "identifier "): SHOWN,
+    ("docs/embedding.md", "WARNING "): SHOWN,
+    ("docs/examples/dead-letter-review.md", "retry  12 "): SHOWN,
+    ("docs/examples/spark-archive.md", "aviso-workers notify "): (
+        "starts a Spark of its own: tests/spark/test_archive_example.py runs the program in one that is there"
+    ),
+    ("docs/examples/spark-archive.md", "pip install "): (
+        "Spark loads Delta Lake from Maven: tests/interop/test_delta_lake.py, where scripts/interop has installed it"
+    ),
+    ("docs/operations.md", "nats-server n1 "): SHOWN,
+    ("docs/operations.md", "nats context add "): "needs the nats CLI: tests/interop/test_contexts.py",
+    ("docs/performance.md", "scripts/bench all "): "takes minutes: tests/test_bench.py measures a hundredth of it",
+    ("docs/quickstart.md", "python3 -m venv "): "needs a package registry; scripts/newcomer installs the wheel",
+    ("docs/spark.md", "spark=$(python "): "starts a cluster of Spark's: tests/spark/test_cluster.py has one of its own",
+    ("docs/spark.md", "spark-submit --master yarn "): "needs a cluster of Hadoop's",
+    ("docs/spark.md", "$ aviso-workers spark reconcile "): SHOWN,
+    ("docs/support.md", "AVISO_WORKERS_NATS_SERVER="): "needs an older nats-server, which scripts/interop builds",
+}
+"""Blocks that no test runs, by their page and how they begin. The commands in them are parsed all the same."""
+LINES_NOT_RUN = {
+    ("docs/backup.md", "pip install "): "needs a package registry",
+    ("docs/backup.md", "age-keygen "): "needs age, which no package of ours brings: the test has a key of its own",
+    ("docs/server.md", "aviso-workers server rotate-key "): "is run by itself, on servers that were stopped",
+    ("docs/spark.md", "aviso-workers spark archive mars --to /data/archive/mars --every "): (
+        "ends the session of Spark in which the tests are"
+    ),
+    ("docs/spark.md", "duckdb.sql("): "needs DuckDB",
+}
+"""Lines that the tests of the other lines of their block leave out."""
 
 
-class Block(Struct, frozen=True):
-    """One block of a page."""
-
-    page: str
-    line: int
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.page}:{self.line}"
+def test_every_block_is_run_or_is_listed_as_one_that_is_not() -> None:
+    declared = {str(block) for block in declaring()}
+    left = [block for block in blocks() if block.language != READ_HERE and str(block) not in declared]
+    found = Counter((block.page, block.language) for block in left if not is_listed(block))
+    wanted = {place: count for place, (count, _) in RUN_BY.items()}
+    assert dict(found) == wanted, "let a test run the new block, and count it in RUN_BY; or say in NOT_RUN why none can"
 
 
-def blocks(language: str) -> list[Block]:
-    return [
-        Block(str(page.relative_to(PROJECT)), text.count("\n", 0, found.start()) + 1, found[2])
-        for page in PAGES
-        for text in [page.read_text()]
-        for found in BLOCK.finditer(text)
-        if found[1] == language
-    ]
+def is_listed(block: Block) -> bool:
+    """Return whether a block is one of those that are not run."""
+    return any(page == block.page and block.text.startswith(begin) for page, begin in NOT_RUN)
+
+
+def test_what_is_listed_as_not_run_is_there() -> None:
+    for page, begin in NOT_RUN:
+        assert [block for block in blocks() if block.page == page and block.text.startswith(begin)], (page, begin)
+    for page, begin in LINES_NOT_RUN:
+        lines = [line for block in blocks() if block.page == page for line in block.text.splitlines()]
+        assert [line for line in lines if line.startswith(begin)], (page, begin)
+
+
+@pytest.mark.parametrize(("page", "language"), [*RUN_BY])
+def test_the_tests_that_run_a_page_name_it(page: str, language: str) -> None:
+    name = "coming_from" if page.startswith("docs/coming-from/") else re.escape(Path(page).stem)
+    _, files = RUN_BY[page, language]
+    assert [file for file in files if not re.search(name, (PROJECT / file).read_text())] == []
 
 
 def commands() -> Iterator[Any]:
@@ -111,8 +202,8 @@ def test_every_python_block_compiles_and_imports_what_there_is(block: Block) -> 
 def mentioned() -> Iterator[Any]:
     """Yield each `aviso-workers ...` in the prose of a page, without what stands for more of the same kind."""
     for page in PAGES:
-        prose = BLOCK.sub("", page.read_text()).replace("\\|", "|")
-        for text in sorted(set(re.findall(r"`aviso-workers ([a-z][^`]*)`", prose))):
+        text_of_page = prose(page).replace("\\|", "|")
+        for text in sorted(set(re.findall(r"`aviso-workers ([a-z][^`]*)`", text_of_page))):
             yield pytest.param(text.split(), id=f"{page.relative_to(PROJECT)}: {text}")
 
 

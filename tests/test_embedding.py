@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -126,3 +127,40 @@ def test_a_script(config: Path, tmp_path: Path) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE_SECONDS
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "1\n", "")
+
+
+def test_a_view(config: Path, nats_server: NatsServer) -> None:
+    """Of Django, of whose names the test has as much as the view needs."""
+    view = programs("Publish without an event loop")[1]
+    committed: list[Callable[[], object]] = []
+
+    class Field:
+        objects: Any
+        pk = 7
+
+        def __init__(self, step: str) -> None:
+            self.step = step
+
+        def identifier(self) -> dict[str, str]:
+            return {"class": "od", "date": "2026-11-20", "step": self.step}
+
+    Field.objects = SimpleNamespace(create=Field)
+    app = App("fields", config=config)
+    found: dict[str, Any] = {
+        "app": app,
+        "Field": Field,
+        "HttpRequest": SimpleNamespace,
+        "HttpResponse": SimpleNamespace,
+        "transaction": SimpleNamespace(on_commit=committed.append),
+    }
+    exec(compile(view, "embedding.md", "exec"), found)
+    assert found["upload"](SimpleNamespace(POST={"step": "12"})).status == 201
+
+    async def stored() -> list[str]:
+        async with App("outside", config=config) as reading:
+            return [notification.identifier["step"] async for notification in reading.replay("mars")]
+
+    (publish,) = committed
+    publish()
+    publish()  # a repeat, which is stored once
+    assert anyio.run(stored) == ["12"]

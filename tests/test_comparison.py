@@ -1,0 +1,52 @@
+"""docs/comparison.md: its figures are those of docs/performance.md, and its versions those that tests/interop runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[1]
+PAGE = (PROJECT / "docs" / "comparison.md").read_text()
+MEASURED = PAGE[PAGE.index("## What was measured") :]
+PERFORMANCE = (PROJECT / "docs" / "performance.md").read_text()
+INSTALLED = dict(line.split() for line in (PROJECT / "tests" / "interop" / "versions.txt").read_text().splitlines())
+
+
+def test_every_figure_is_one_that_was_measured() -> None:
+    rows = [line for line in MEASURED.splitlines() if line.startswith("| ") and re.search(r"\d,\d", line)]
+    rates = [rate for row in rows for rate in re.findall(r"\d+,\d{3}", row)]
+    assert len(rates) == 12
+    assert [rate for rate in rates if rate not in PERFORMANCE] == []
+    costs = [cost for row in rows[:7] for cost in re.findall(r"[\d.]+", row.split("|")[3])]
+    assert [cost for cost in costs if not re.search(rf"(?<![\d.]){re.escape(cost)}(?![\d.])", PERFORMANCE)] == []
+
+
+def test_the_machine_is_the_one_of_the_figures() -> None:
+    for told in (
+        "Intel Xeon at 2.8 GHz with 4 cores",
+        "Linux 6.18, Python 3.11.7, nats-server 2.15.0 and nats-py 2.16",
+    ):
+        assert told in MEASURED
+        assert told in PERFORMANCE
+
+
+@pytest.mark.parametrize("project", ["faust-streaming", "FastStream", "Celery", "Dramatiq", "pyaviso"])
+def test_the_versions_are_those_that_are_run(project: str) -> None:
+    assert f"{project} {INSTALLED[project.lower()]}" in PAGE
+
+
+def test_what_is_said_of_others_leads_to_their_own_pages() -> None:
+    table = PAGE[PAGE.index("## What each has") : PAGE.index("## When to take the other one")]
+    hosts = set(re.findall(r"\]\(https://([^/]+)/", table))
+    assert hosts == {
+        "docs.celeryq.dev",
+        "dramatiq.io",
+        "faststream.ag2.ai",
+        "faust-streaming.github.io",
+        "flower.readthedocs.io",
+        "github.com",
+    }
+    columns = {row.count("|") for row in table.splitlines() if row.startswith("|")}
+    assert columns == {8}
