@@ -35,6 +35,7 @@ from aviso_workers.version import __version__
 
 __all__ = ["NOT_PROVEN", "main"]
 
+NAME = "aviso-workers"
 NOT_PROVEN = 3
 """The exit code of what was done and may lack something."""
 
@@ -158,7 +159,7 @@ def _print_version(asked: bool) -> None:
 
 
 command = typer.Typer(
-    name="aviso-workers",
+    name=NAME,
     cls=_AllCommands,
     help="Workers that react to data notifications on NATS JetStream.",
     no_args_is_help=True,
@@ -212,7 +213,7 @@ def _is_running(thread: threading.Thread) -> bool:
 def _run() -> int:
     try:
         command_line = _command_line()
-        command_line()
+        command_line(prog_name=NAME)  # else `python -m` would be called by another name in its own help
     except SystemExit as end:
         return int(end.code or 0)
     except REFUSED as error:
@@ -248,7 +249,7 @@ def _is_of_stdout() -> bool:
 
 
 @cache
-def _command_line() -> Callable[[], object]:
+def _command_line() -> Callable[..., object]:
     """Return the parser of the command line, which runs the command that is given."""
     return typer.main.get_command(command)
 

@@ -43,24 +43,40 @@ def notify(
         typer.Argument(metavar="EVENT", autocompletion=completion.event_types, help="The event type, e.g. mars."),
     ] = None,
     identifier: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="The identifier, e.g. class=od step=12.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="A field of the identifier, e.g. class=od.")
     ] = None,
-    payload: Annotated[str | None, typer.Option(metavar="JSON", help="JSON, @FILE, or - for standard input.")] = None,
-    at: Annotated[str | None, typer.Option(metavar="TIME", help="Deliver it then, e.g. 2026-11-21T06:00:00Z.")] = None,
-    after: Annotated[str | None, typer.Option(metavar="DURATION", help="Deliver it later, e.g. 10m or 2h.")] = None,
+    payload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON", help="Payload: JSON, @FILE with JSON, or - for standard input. Default: no payload."
+        ),
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Deliver the notification at this time, e.g. 2026-11-21T06:00:00Z. Default: at once."
+        ),
+    ] = None,
+    after: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DURATION", help="Deliver the notification after this time, e.g. 10m or 2h. Default: at once."
+        ),
+    ] = None,
     file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help='Lines of {"event": ..., "identifier": {...}, "payload": ..., "id": ...}, or of CloudEvents as replay '
-            "prints them; - is standard input.",
+            help="Publish the notifications of a file, one JSON document a line: "
+            '{"event": ..., "identifier": {...}, "payload": ..., "id": ...}, or a CloudEvent as `replay` prints it. '
+            "- is standard input.",
         ),
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Publish a notification, or all those in a file, and wait until they are stored, or kept for later.
+    """Publish one notification, or those of a file, and wait until the server has stored them.
 
-    Example: aviso-workers notify mars class=od step=12 --payload '{"location": "/data/12"}'
+    Example: aviso-workers notify mars class=od date=20261120 time=0000 stream=oper step=12 --payload '{"size": 3}'
     """
     if (event is None) == (file is None) or (file is not None and (payload, at, after) != (None, None, None)):
         raise InvalidNotificationError("say what to publish: EVENT key=value... [--payload ...], or --file FILE")

@@ -33,7 +33,7 @@ __all__ = [
     "terminal",
 ]
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document a row.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document a row instead of a table.")]
 
 WIDE = 10_000
 MOST_SKIPPED = 10

@@ -28,7 +28,7 @@ STREAMS = ("stream", "configured", "messages", "bytes", "consumers")
 GAPS = ("first", "last", "gone")
 
 Stream = Annotated[
-    str, typer.Argument(metavar="STREAM", autocompletion=completion.streams, help="Its name, e.g. MARS.")
+    str, typer.Argument(metavar="STREAM", autocompletion=completion.streams, help="Name of the stream, e.g. MARS.")
 ]
 
 
@@ -85,9 +85,18 @@ def gaps(stream: Stream, as_json: AsJson = False, config: ConfigOption = None) -
 @streams.command()
 def get(
     stream: Stream,
-    sequence: Annotated[int | None, typer.Argument(metavar="[SEQUENCE]", min=1)] = None,
-    last: Annotated[str | None, typer.Option("--last", metavar="SUBJECT", help="The last of this subject.")] = None,
-    direct: Annotated[bool, typer.Option("--direct", help="From any copy, which may be a little behind.")] = False,
+    sequence: Annotated[
+        int | None, typer.Argument(metavar="[SEQUENCE]", min=1, help="Sequence of the message.")
+    ] = None,
+    last: Annotated[
+        str | None, typer.Option("--last", metavar="SUBJECT", help="Print the last message of this subject instead.")
+    ] = None,
+    direct: Annotated[
+        bool,
+        typer.Option(
+            "--direct", help="Read from any replica, which may lag behind the leader. Default: from the leader."
+        ),
+    ] = False,
     config: ConfigOption = None,
 ) -> None:
     """Print one message as JSON; `data` is text, or `data_base64` where it is none.

@@ -36,33 +36,50 @@ Event = Annotated[
     typer.Argument(
         metavar="[EVENT]",
         autocompletion=completion.event_types,
-        help="The event type, e.g. mars; default: all event types.",
+        help="The event type, e.g. mars. Default: all event types.",
     ),
 ]
 Filter = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[KEY=VALUE]...",
-        help='A value, or JSON: step={"gte":24}. Without EVENT, event types that lack such a key are left out.',
+        help='Print only notifications with this value, e.g. class=od, or a constraint in JSON, e.g. step={"gte":24}. '
+        "Without EVENT, event types that lack one of the keys are left out.",
     ),
 ]
-FromId = Annotated[str | None, typer.Option("--from-id", metavar="ID", help="First sequence, inclusive.")]
+FromId = Annotated[str | None, typer.Option("--from-id", metavar="ID", help="Begin at this sequence, inclusive.")]
 FromDate = Annotated[
-    str | None, typer.Option("--from-date", metavar="DATE", help="First time, inclusive, e.g. 2026-11-20T06:00:00Z.")
+    str | None,
+    typer.Option("--from-date", metavar="DATE", help="Begin at this time, inclusive, e.g. 2026-11-20T06:00:00Z."),
 ]
-ToId = Annotated[str | None, typer.Option("--to-id", metavar="ID", help="Last sequence, inclusive.")]
-ToDate = Annotated[str | None, typer.Option("--to-date", metavar="DATE", help="Last time, inclusive.")]
+ToId = Annotated[
+    str | None, typer.Option("--to-id", metavar="ID", help="End at this sequence, inclusive. Default: the last one.")
+]
+ToDate = Annotated[
+    str | None, typer.Option("--to-date", metavar="DATE", help="End at this time, inclusive. Default: now.")
+]
 
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Print CloudEvents at a terminal too. A pipe or a file always gets them.")
+    bool,
+    typer.Option(
+        "--json", help="Print CloudEvents, one a line, also at a terminal. A pipe or a file always gets them."
+    ),
 ]
 Last = Annotated[
     int | None,
-    typer.Option("--last", metavar="NUMBER", min=1, help="Only the last so many of those that match."),
+    typer.Option(
+        "--last",
+        metavar="NUMBER",
+        min=1,
+        help="Print only this many notifications, the last ones that match. Default: all.",
+    ),
 ]
 SpatialArrays = Annotated[
     bool,
-    typer.Option("--spatial-arrays", help="Polygons and point clouds as arrays, as aviso-server 0.10 has them."),
+    typer.Option(
+        "--spatial-arrays",
+        help="Print polygons and point clouds as arrays, as aviso-server 0.10 and newer do. Default: as text.",
+    ),
 ]
 
 

@@ -22,7 +22,7 @@ app = App("field")
 @app.agent("mars")
 async def index(notification: Notification) -> None: ...
 """
-MAIN = "import sys; sys.argv[0] = 'aviso-workers'; from aviso_workers.cli import main; main()"
+MAIN = "from aviso_workers.cli import main; main()"
 Complete = Callable[..., list[str]]
 
 
