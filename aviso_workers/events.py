@@ -500,10 +500,12 @@ def warning(event: Event) -> str:
             return f"the connection was lost, and is tried again: {event.reason}"
         case ConnectionChanged(opened=True):
             return "connected again"
+        case ConnectionChanged(connected=False):
+            return f"there is no connection yet, and it is tried again: {event.reason}"
         case PermissionDenied():
             return f"the server denies this user to {event.denied}"
         case StreamGone():
-            return f"stream {event.stream} was deleted: waiting for it to be made again"
+            return f"there is no stream {event.stream}: waiting for it to be created"
         case StartNotReached():
             return (
                 f"there is no {event.sequence} to begin at: {event.stream} ends at {event.last_sequence}; either it "

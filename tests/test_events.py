@@ -95,9 +95,10 @@ def test_a_warning_that_nobody_listens_to_is_logged_and_nothing_else_is(caplog: 
     assert [record.getMessage() for record in caplog.records] == [
         "the connection was lost, and is tried again: EOF",
         "connected again",
+        "there is no connection yet, and it is tried again: refused",
         "stream MARS is used as it is (max_msgs: 5 -> 1): not allowed",
         "mars@7 is left out: no \\x1b[2J JSON",
-        "stream MARS was deleted: waiting for it to be made again",
+        "there is no stream MARS: waiting for it to be created",
         "there is no 43 to begin at: MARS ends at 7; either it was deleted and made again, or the id is wrong; "
         "beginning at its first message",
         "stream MARS was deleted and made again, or set back: its last sequence is 7, and 43 was to be read next; "

@@ -127,7 +127,7 @@ def _state(consumer: ConsumerInfo) -> Iterator[tuple[str, str]]:
     if consumer.pulled:
         yield "pull requests", f"{consumer.num_waiting} waiting"
     else:
-        yield "subscribed to", "yes" if consumer.push_bound else "no"
+        yield "subscriber", "connected" if consumer.push_bound else "none"
     if consumer.paused:
         yield "paused until", time_text(consumer.paused_until)
     if consumer.pinned_since:

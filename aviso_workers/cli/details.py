@@ -13,7 +13,8 @@ import typer
 
 from aviso_workers.cli.output import print_json, print_record
 from aviso_workers.jetstream import fields
-from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
+from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.jetstream.info import SILENT_NANOSECONDS, Cluster, ConsumerInfo, StreamInfo
 
 __all__ = ["AsAnswered", "print_details", "replicas", "time_text"]
 
@@ -40,8 +41,14 @@ def replicas(cluster: Cluster) -> Iterator[tuple[str, str]]:
     yield "cluster", cluster.name
     yield "leader", cluster.leader or "none"
     for follower in cluster.followers:
-        states = ["current" if follower.current else "not current", *(["offline"] if follower.offline else ())]
-        yield "follower", f"{follower.name}, {', '.join(states)}, {follower.lag} behind"
+        heard = follower.active / SECOND
+        if follower.offline or follower.active > SILENT_NANOSECONDS:
+            state = f"not heard of for {heard:.0f} s; then it lagged by {follower.lag}"
+        else:
+            state = (
+                f"{'current' if follower.current else 'not current'}, lag {follower.lag}, heard of {heard:.1f} s ago"
+            )
+        yield "follower", f"{follower.name}: {state}"
 
 
 def time_text(time: datetime | None) -> str:

@@ -26,6 +26,7 @@ from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected_app
 from aviso_workers.config import Config
 from aviso_workers.engine.publisher import encode, size_of, too_large
 from aviso_workers.errors import AvisoWorkersError, InvalidNotificationError
+from aviso_workers.events import Published
 
 __all__ = ["notify"]
 
@@ -33,8 +34,6 @@ MAY_BE_STORED = (
     "of {total} notifications the first {begun} were begun, and any of these may be stored; a file in which each line "
     'has an "id" can be published again within the duplicate window of the stream, and stores each once'
 )
-ONCE = "of those with an id that the stream knew already, none is stored twice"
-"""A server that takes many at once does not say which it knew."""
 
 
 def notify(
@@ -144,7 +143,7 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
     if not checked.total:
         echo(f"{lines.name} has no notifications", err=True)
     columns = (TextColumn("publishing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    begun = stored = signalled = 0
+    begun = stored = known = signalled = 0
     failure: AvisoWorkersError | None = None
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=checked.total)
@@ -157,12 +156,17 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
                 yield _encoded(app.config, line, origin)[0] if origin else _notification(line)
                 progress.advance(bar)
 
+        def count_known(event: Published) -> None:
+            nonlocal known
+            known += event.count if event.outcome == "duplicate" else 0
+
         async def stop_at_signal() -> None:
             nonlocal signalled
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
                 signalled = await anext(signals)
             tasks.cancel_scope.cancel()
 
+        app.events.listen(count_known, Published)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stop_at_signal)
             try:
@@ -170,7 +174,7 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
                     size, number, event = checked.largest
                     if size > (most := app.session.backend.connection.max_payload):
                         raise InvalidNotificationError(f"{lines.name}:{number}: {too_large(event, size, most=most)}")
-                    stored = await app.notify_many(notifications())
+                    stored = await app.session.publisher.notify_many(notifications(), answered=checked.has_ids)
             except AvisoWorkersError as error:  # raised outside of the group, as itself
                 failure = error
             tasks.cancel_scope.cancel()
@@ -182,7 +186,7 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
         raise AvisoWorkersError(str(failure)) from failure  # whatever it is, something may have been done
     if failure:
         raise failure
-    _tell(f"{stored} notifications stored" + (f"; {ONCE}" if checked.has_ids else ""))
+    _tell(f"{stored - known} notifications stored" + (f", {known} known already by their ids" if known else ""))
 
 
 def _notification(line: Line) -> Notify:

@@ -16,7 +16,7 @@ from msgspec import Struct
 from aviso_workers.app import App
 from aviso_workers.aviso import schema
 from aviso_workers.aviso.notifications import Notification
-from aviso_workers.cli import completion
+from aviso_workers.cli import NOT_PROVEN, completion
 from aviso_workers.cli.arguments import parse_where
 from aviso_workers.cli.details import time_text
 from aviso_workers.cli.output import Columns, echo, print_json, skipped_reported
@@ -135,7 +135,8 @@ def replay(
 ) -> None:
     """Print stored notifications, from the first to the last unless other positions are given.
 
-    Without EVENT, the event types come one after the other. `notify --file -` publishes what this prints elsewhere.
+    Without EVENT, the event types come one after the other; exit 3 where one has no stream. `notify --file -`
+    publishes elsewhere what this prints.
 
     Example: aviso-workers replay mars --from-id 1000 --to-id 2000
     """
@@ -143,8 +144,9 @@ def replay(
     selection = _selection(app.config, event, where or (), ids={"--from-id": from_id, "--to-id": to_id})
 
     async def run(show: Show) -> None:
-        event_types, kept = selection.event_types, list[Notification[Any]]()
-        for event_type in event_types if selection.is_named else await _stored(app, event_types):
+        kept = list[Notification[Any]]()
+        event_types = selection.event_types if selection.is_named else await _stored(app, selection.event_types)
+        for event_type in event_types:
             found = app.replay(
                 event_type, selection.where, from_id=from_id, from_date=from_date, to_id=to_id, to_date=to_date
             )
@@ -158,6 +160,8 @@ def replay(
             kept.sort(key=lambda notification: notification.time)
         for notification in kept[-last:] if last is not None else ():
             show(notification)
+        if len(event_types) < len(selection.event_types):
+            raise typer.Exit(NOT_PROVEN)
 
     _run(app, run, spatial_arrays=spatial_arrays, as_json=as_json)
 
@@ -195,16 +199,22 @@ def _selection(config: Config, event: str | None, pairs: Sequence[str], *, ids: 
 
 
 async def _stored(app: App, event_types: Iterable[str]) -> list[str]:
-    """Return the event types that have a stream, and name the others on standard error."""
+    """Return the event types that have a stream, and name the others on standard error.
+
+    Raises `NotFoundError` where none has one, and what keeps a stream from being read.
+    """
     found = []
     for name in event_types:
-        stream = streams.event_stream(name, app.config.notification_schema[name], app.config).name
+        spec = streams.event_stream(name, app.config.notification_schema[name], app.config)
         try:
-            await app.session.admin.stream_info(stream)
-        except NotFoundError:
-            echo(f"{name}: there is no stream {stream} yet, so that nothing is stored", err=True)
+            await app.session.provisioner.require_usable(spec)
+        except NotFoundError as error:
+            echo(f"{name} is not read: {error}", err=True)
+            missing = error
         else:
             found.append(name)
+    if not found:
+        raise missing
     return found
 
 

@@ -145,15 +145,17 @@ class Publisher:
         ack = (await self._store(chunk, together=True))[-1]
         return _receipt(chunk[-1], ack)
 
-    async def notify_many(self, wanted: Iterable[Notify]) -> int:
+    async def notify_many(self, wanted: Iterable[Notify], *, answered: bool = False) -> int:
         """Store all of them, some at a time, and return how many there were.
+
+        With `answered`, the server answers for each, so that `Published` states each one whose id the stream knew.
 
         They are taken from the iterable as they can be sent; their order in the stream may differ where one is tried
         again. Raises as `notify` does, at the first that fails; what was sent before may be stored.
         """
 
         async def store(chunk: list[_Prepared]) -> int:
-            return len(await self._store(chunk))
+            return len(await self._answers(chunk, answered=answered))
 
         return await self._store_all(_chunks(map(self._prepare, wanted)), store)
 

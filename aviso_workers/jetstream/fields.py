@@ -612,16 +612,19 @@ def readable(name: str, value: Any) -> str:
     value = normalised(name, value)
     match _EITHER.get(name):
         case Field(kind="list", nothing=nothing):
-            return ", ".join(each if isinstance(each, str) else f"{each / SECOND:g}s" for each in value) or nothing
-        case Field(kind="duration", nothing=nothing) if nothing and value % SECOND == 0:
-            return Duration(value // SECOND).literal() if value else nothing
-        case Field(kind="duration"):
-            return f"{value / SECOND:g}s"
+            return ", ".join(each if isinstance(each, str) else _duration(each) for each in value) or nothing
+        case Field(kind="duration", nothing=nothing):
+            return _duration(value) if value or not nothing else nothing
         case Field(in_bytes=True) if value and value > 0:
             return Size(value).literal()
     if value is None or isinstance(value, bool | dict | list):
         return msgspec.json.encode(value).decode() if value else "false" if value is False else "none"
     return "unlimited" if value == -1 else str(value)
+
+
+def _duration(nanoseconds: int) -> str:
+    seconds, rest = divmod(nanoseconds, SECOND)
+    return f"{nanoseconds / SECOND:g}s" if rest else Duration(seconds).literal()
 
 
 def configured(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -105,11 +105,12 @@ class Deployment:
         return self._command("notify", "notify", "--file", self.notifications_file)
 
     def stored(self, notify: Child) -> int:
-        """Return how many notifications it says that it has stored."""
-        said = re.search(r"^(\d+) notifications stored$", notify.log_file.read_text(), re.MULTILINE)
+        """Return how many notifications it says that are stored."""
+        outcome = r"^(\d+) notifications stored(?:, (\d+) known already by their ids)?$"  # known: from its own retries
+        said = re.search(outcome, notify.log_file.read_text(), re.MULTILINE)
         if said is None:
             raise ShortfallError(f"notify does not say how many it has stored\n{notify.last_words()}")
-        return int(said[1])
+        return int(said[1]) + int(said[2] or 0)
 
     def spark_job(self) -> AbstractContextManager[Child]:
         """Archives the index and says what is missing, and ends."""

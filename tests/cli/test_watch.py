@@ -187,13 +187,17 @@ class TestAllEventTypes:
     def test_are_replayed_one_after_the_other(self, run: Run, of_two: Path, publish: Callable[..., None]) -> None:
         publish(0, 6)
         ran = run("replay", "--config", of_two)
-        assert ids(ran.lines) == ["mars@1", "mars@2"]
-        assert ran.err == "orders: there is no stream ORDERS yet, so that nothing is stored\n"
+        assert (ran.code, ids(ran.lines)) == (3, ["mars@1", "mars@2"])
+        assert ran.err.startswith("orders is not read: stream ORDERS does not exist: nothing was ever published, ")
         assert run("notify", "orders", "class=od", "--config", of_two).code == 0
         publish(12)
         ran = run("replay", "class=od", "--config", of_two)
-        assert (ids(ran.lines), ran.err) == (["mars@1", "mars@2", "mars@3", "orders@1"], "")
+        assert (ran.code, ids(ran.lines), ran.err) == (0, ["mars@1", "mars@2", "mars@3", "orders@1"], "")
         assert ids(run("replay", "--last", "2", "--config", of_two).lines) == ["orders@1", "mars@3"], "by their times"
+
+    def test_without_any_stream_are_an_error(self, run: Run, of_two: Path) -> None:
+        ran = run("replay", "--config", of_two)
+        assert (ran.code, ran.out, "or it cannot read the stream" in ran.err) == (1, "", True), ran
 
     def test_lack_keys_of_a_filter(self, run: Run, of_two: Path, publish: Callable[..., None]) -> None:
         publish(0, 6)

@@ -16,6 +16,7 @@ class PlayedConnection:
         self.nc = self
         self.wire = self
         self.ready = True
+        self.api_prefix = "$JS.API"
         self.max_payload = 1024 * 1024
         self.on_reconnect: set[Callable[[], None]] = set()
         self.sent: list[tuple[str, bytes, str]] = []
@@ -40,6 +41,9 @@ class PlayedConnection:
         self.sent.append((subject, body, reply))
 
     async def flush(self) -> None:
+        pass
+
+    def check_allowed(self, subject: str, *, since: float) -> None:
         pass
 
     def say(self, subject: str = "_INBOX.test", status: str = "", **headers: str) -> None:

@@ -106,6 +106,9 @@ async def test_a_worker_that_is_told_to_stop_finishes_what_runs_in_time_and_give
     await publish([5, 6])
     worker = run_worker(settings={"workers.drain_timeout_seconds": 4}, ack_wait_seconds=LONG_SECONDS)
     await until(lambda: len(record.of("begun")) == 4, what=lambda: record.acts)
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while await unfinished(server, "stories__work") != (0, 6):
+            await anyio.sleep(0.05)
 
     worker.terminate()
     await worker.unready("stopping")

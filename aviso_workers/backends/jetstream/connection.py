@@ -136,7 +136,8 @@ class Connection:
                 return
             if refusal := faults.refusal(self._last_error):
                 raise self._refused(refusal)
-            if anyio.current_time() - told >= TELL_AGAIN_SECONDS:  # the attempts may be many
+            is_last = attempt == settings.retry_attempts
+            if not is_last and anyio.current_time() - told >= TELL_AGAIN_SECONDS:  # the attempts may be many
                 told = anyio.current_time()
                 self._tell(connected=False, reason=self._last_error)
         raise UnavailableError(

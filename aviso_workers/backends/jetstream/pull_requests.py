@@ -138,6 +138,10 @@ class PullSubscription:
         """Raise `RefusedError` where the server denied us what was asked, `UnavailableError` where it is silent."""
         if not await self._connection.answers():
             raise UnavailableError(f"{self._name}: no answer in time")
+        self.require_allowed()
+
+    def require_allowed(self) -> None:
+        """Raise `DeniedError` where the server has denied us what was asked, as far as it has said so by now."""
         self._connection.check_allowed(f"{self._connection.api_prefix}.{self._subject}", since=self._opened_at)
 
     def pinned_as(self, pin: str) -> bool:

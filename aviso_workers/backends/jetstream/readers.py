@@ -285,6 +285,7 @@ class _Reader:
         with anyio.move_on_after(CHECK_SECONDS if bounded else HEARTBEAT_SECONDS) as waiting:
             await self._changed.wait()
         if waiting.cancelled_caught:
+            self._pulls.require_allowed()
             self._pending = 0  # what it counts may have been deleted meanwhile
 
     async def _is_at_end(self) -> bool:
