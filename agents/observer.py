@@ -100,7 +100,7 @@ class _Rounds:
         self._show_agents()
         self._show(
             "last_poll_timestamp_seconds",
-            "When the server last answered for the agents on a stream.",
+            "Time when the server last answered the observer about the agents on a stream, in seconds since 1970.",
             labels=("stream",),
             values=self._polled_at,
         )
@@ -113,7 +113,8 @@ class _Rounds:
             self._used[stream] = used
         self._show(
             "stream_used_ratio",
-            "How much of the nearest limit of a stream is used that refuses what is new when it is full.",
+            "Used part of the nearest limit of a stream, from 0 to 1; only for streams that refuse new messages when "
+            "they are full.",
             labels=("stream",),
             values={(name,): ratio for name, ratio in self._used.items()},
         )
@@ -127,13 +128,13 @@ class _Rounds:
 
     async def _ask_for_dead_letters(self) -> None:
         counts = await deployment.dead_letters(self._app.session.admin)
-        self._show("dead_letters", "Dead letters that are kept.", labels=AGENT, values=counts)
+        self._show("dead_letters", "Dead letters that are stored now.", labels=AGENT, values=counts)
         await self._ask_for_use(deployment.DEAD_LETTERS)
 
     async def _ask_for_exceeded(self) -> None:
         self._show(
             "given_up",
-            "Notifications of the last 7 days whose worker died on every delivery.",
+            "Notifications of the last 7 days that the server gave up, because a worker died at every delivery.",
             labels=CONSUMER,
             values=await deployment.max_deliveries_exceeded(self._app.session.admin),
         )
@@ -144,39 +145,42 @@ class _Rounds:
         def show(name: str, help: str, read: Callable[[Seen], float]) -> None:
             self._show(name, help, labels=CONSUMER, values={key: read(each) for key, each in seen.items()})
 
-        show("pending", "Notifications never delivered yet.", lambda seen: seen.consumer.num_pending)
-        show("ack_pending", "Notifications delivered and not settled.", lambda seen: seen.consumer.num_ack_pending)
+        show("pending", "Notifications not delivered yet.", lambda seen: seen.consumer.num_pending)
+        show("ack_pending", "Notifications delivered and not settled yet.", lambda seen: seen.consumer.num_ack_pending)
         show(
             "redelivered",
-            "Notifications delivered more than once and not settled.",
+            "Notifications delivered more than once and not settled yet.",
             lambda seen: seen.consumer.num_redelivered,
         )
         show(
             "ack_floor_sequence",
-            "The stream sequence up to which everything is settled.",
+            "Stream sequence up to which every notification is settled (the ack floor).",
             lambda seen: seen.consumer.ack_floor,
         )
         show(
             "last_delivery_timestamp_seconds",
-            "When a notification was last delivered; 0: never, or not since its server was started.",
+            "Time when a notification was last delivered, in seconds since 1970; 0 if never, or not since the start "
+            "of the server.",
             lambda seen: _timestamp(seen.consumer.last_delivered),
         )
         show(
             "last_ack_timestamp_seconds",
-            "When a notification was last done, well or ill; 0: never, or not since its server was started.",
+            "Time when a notification was last settled, in seconds since 1970; 0 if never, or not since the start of "
+            "the server.",
             lambda seen: _timestamp(seen.consumer.last_settled),
         )
-        show("paused", "Whether the agent is paused on the server.", lambda seen: seen.consumer.paused)
+        show("paused", "1 while the agent is paused on the server, else 0.", lambda seen: seen.consumer.paused)
         show(
             "stuck",
-            "Whether nobody takes what there is, or a notification is unfinished for longer than its agent's policy "
-            "allows.",
+            "1 while no worker pulls the pending notifications, or a notification is unfinished for longer than its "
+            "agent's policy allows; else 0.",
             lambda seen: bool(seen.why_stuck),
         )
         missing = [(*agent, stream) for stream, agents in self._missing.items() for agent in agents]
         self._show(
             "consumer_missing",
-            "Whether the agent's consumer is gone, so that nothing waits for the agent.",
+            "1 while the agent's consumer is missing, so the agent receives nothing and no lag counts its "
+            "notifications; else 0.",
             labels=CONSUMER,
             values={**dict.fromkeys(seen, 0.0), **dict.fromkeys(missing, 1.0)},
         )

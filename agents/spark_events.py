@@ -275,32 +275,38 @@ class _Tail:
         directories = self._settings.event_log_dirs
         self._show(
             "directory_missing",
-            "Whether a directory of event logs cannot be listed.",
+            "1 while the agent cannot list a directory of event logs, else 0.",
             label="directory",
             values={directory: directory in self._missing for directory in directories},
         )
-        self._show_one("last_search_timestamp_seconds", "When the directories were last searched.", time.time())
-        self._show_one("followed_logs", "Event logs that may grow, or are not published to their end.", len(followed))
+        self._show_one(
+            "last_search_timestamp_seconds",
+            "Time when the agent last searched its directories for event logs, in seconds since 1970.",
+            time.time(),
+        )
+        self._show_one(
+            "followed_logs", "Event logs that may still grow, or are not completely published yet.", len(followed)
+        )
         self._show(
             "incomplete_logs",
-            "Event logs of which not everything was published when they were last read, by reason.",
+            "Event logs with events that were not published at the last reading, by reason.",
             label="reason",
             values={reason: reasons[reason] for reason in get_args(Reason)},
         )
         self._show_one(
             "unread_bytes",
-            "Bytes of event logs, as they are stored, that are still to be read.",
+            "Bytes of event logs, as stored in their files, that are not read yet.",
             sum(each.unread_bytes for each in followed),
         )
         self._show_one(
             "oldest_unpublished_age_seconds",
-            "For how long a log has had something that is not published, of the log that has waited longest.",
+            "Longest time for which an event log has had unpublished content; 0 if there is none.",
             max((each.unpublished_seconds for each in followed), default=0.0),
         )
         if all(each.published or each.incomplete for each in followed):  # else it is not known of all
             self._show_one(
                 "lost_applications",
-                "Applications that were published as lost and have logged nothing since.",
+                "Spark applications that were published as lost and have logged nothing since.",
                 sum(each.lost for each in followed),
             )
 

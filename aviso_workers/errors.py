@@ -3,39 +3,40 @@
 ::
 
     AvisoWorkersError
-    ├── ConfigError                 the configuration holds mistakes; all of them are listed
-    ├── DeclarationError            an app, agent, router or task is declared wrongly
-    ├── InvalidNotificationError    refused before anything was sent
-    │   ├── UnknownEventTypeError   no such entry in `notification_schema`
+    ├── ConfigError                 the configuration has mistakes; the error lists all of them
+    ├── DeclarationError            the declaration of an app, agent, router or task is invalid
+    ├── InvalidNotificationError    the notification is invalid; nothing was sent
+    │   ├── UnknownEventTypeError   the event type has no entry in `notification_schema`
     │   ├── InvalidIdentifierError  a field is missing, unknown or has an illegal value
-    │   └── InvalidPayloadError     missing though required, not JSON, or larger than the server takes
-    ├── LateError                   a notification came when its window had closed
-    ├── InvalidKeyError             a text that cannot be the key of a table
-    ├── InvalidPositionError        a `from_id`, `from_date`, `to_id` or `to_date` that means nothing
-    ├── UndecodableError            a stored message that is no notification of its event type
-    ├── BackendError                what a backend answered
-    │   ├── UnavailableError        nothing was done; try again
-    │   ├── OutcomeUnknownError     it may have been done; try again with the same message id
-    │   └── RefusedError            not done and not worth repeating
-    │       ├── NotFoundError       no such stream, consumer, key or message
-    │       ├── FullError           the stream has reached a limit and refuses what is new
-    │       ├── ConflictError       somebody else was faster: what it depended on is not so any more
-    │       └── UnreadableStreamError  the server cannot read a stream that it has, and would erase it
-    ├── BackupError                 a backup cannot be made, or it is damaged, or it does not fit where it is to go
-    │   └── StreamReplacedError     a stream is not the one, or no continuation of the one, that a backup is of
+    │   └── InvalidPayloadError     the payload is required and missing, no JSON, or too large for the server
+    ├── LateError                   a notification arrived after its window was closed
+    ├── InvalidKeyError             a text is not allowed as the key of a table
+    ├── InvalidPositionError        a `from_id`, `from_date`, `to_id` or `to_date` is invalid
+    ├── UndecodableError            a stored message is not a notification of its event type
+    ├── BackendError                a backend did not do what was requested
+    │   ├── UnavailableError        nothing was done; the same request may succeed later
+    │   ├── OutcomeUnknownError     the request may have been done; repeat it with the same message id
+    │   └── RefusedError            nothing was done, and repeating the request will not help
+    │       ├── DeniedError         the connected user has no right to publish to the subject
+    │       ├── NotFoundError       the stream, consumer, key or message does not exist
+    │       ├── FullError           the stream has reached a limit and refuses new messages
+    │       ├── ConflictError       another client changed the key or stream first
+    │       └── UnreadableStreamError  the server has a stream that it cannot read, and would erase
+    ├── BackupError                 a backup cannot be written, read or restored, or it is damaged
+    │   └── StreamReplacedError     a stream was created again, or lost messages, since the backup before
     ├── WorkerDiedError             a worker process ended while it handled a notification
-    ├── DeliveriesExhaustedError    a notification was delivered too often, and its failures could not be counted
-    ├── TakenOverError              a singleton's notification may have been given to another worker
-    ├── ResourceError               a resource that an author declared cannot be opened
-    ├── ServerProcessError          a nats-server of our own could not be found or started
-    ├── WorkerProcessError          a worker process of a fleet does not stay up
-    └── SparkError                  what concerns Spark
+    ├── DeliveriesExhaustedError    a notification was delivered very often while its failures could not be counted
+    ├── TakenOverError              another worker may have taken over the notification of a singleton
+    ├── ResourceError               a declared resource cannot be opened
+    ├── ServerProcessError          a local nats-server could not be found, started or reached
+    ├── WorkerProcessError          a worker process of a fleet crashed again and again
+    └── SparkError                  the base of errors about Spark
         ├── InvalidOptionError      an option of the data source is unknown, cannot be read, or contradicts another
-        ├── DataLossError           messages that a query was to read are gone from their stream
-        ├── DuplicateIdError        a row was not stored, because other content has its message id
+        ├── DataLossError           the stream has lost messages that a query had to read
+        ├── DuplicateIdError        a row was not stored, because another message has its id
         ├── ExecutorError           Spark's executors lack something that the data source needs
-        ├── PipelineError           a pipeline cannot do what it was asked for
-        └── SparkRestError          Spark's REST API could not be asked, or did not answer as it should
+        ├── PipelineError           an archive, a backfill or a report cannot be made
+        └── SparkRestError          Spark's REST API did not answer, or gave an invalid answer
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ __all__ = [
 
 
 class AvisoWorkersError(Exception):
-    """The root: catch it to catch everything that is ours."""
+    """The base of all errors of aviso-workers."""
 
 
 class ConfigError(AvisoWorkersError):
@@ -98,11 +99,11 @@ class ConfigError(AvisoWorkersError):
 
 
 class DeclarationError(AvisoWorkersError):
-    """An app, agent, router or task is declared in a way that cannot work."""
+    """The declaration of an app, agent, router or task is invalid."""
 
 
 class InvalidNotificationError(AvisoWorkersError):
-    """A notification was refused before a byte of it was sent."""
+    """A notification is invalid, and was refused before anything was sent."""
 
 
 class UnknownEventTypeError(InvalidNotificationError):
@@ -126,28 +127,28 @@ class InvalidIdentifierError(InvalidNotificationError):
 
 
 class InvalidPayloadError(InvalidNotificationError):
-    """The payload is missing though required, is not JSON, or is larger than the server takes."""
+    """The payload is required and missing, is not JSON, or is larger than the server allows."""
 
 
 class InvalidKeyError(AvisoWorkersError):
-    """A text that cannot be the key of a table: an empty or a very long one."""
+    """A text is not allowed as the key of a table, because it is empty or too long."""
 
 
 class LateError(AvisoWorkersError):
-    """A notification that was not counted in a window, or not in all of its windows, because they had closed."""
+    """A notification was not counted in one or more of its windows, because these windows were closed already."""
 
 
 class InvalidPositionError(AvisoWorkersError):
-    """A start or end of a replay that cannot be read, or two that exclude each other."""
+    """The start or the end of a replay is invalid, or two of them exclude each other."""
 
 
 class UndecodableError(AvisoWorkersError):
-    """A stored message is no notification of its event type, or its payload or identifier does not fit the agent's
+    """A stored message is not a notification of its event type, or its payload or identifier does not match the agent's
     types."""
 
 
 class BackendError(AvisoWorkersError):
-    """A backend did not do what it was asked for.
+    """A backend did not do what was requested.
 
     `code` is JetStream's `err_code` where the server gave one, else None.
     """
@@ -162,7 +163,7 @@ class UnavailableError(BackendError):
 
 
 class OutcomeUnknownError(BackendError):
-    """The answer is missing: the request may have been carried out. Repeat it with the same message id."""
+    """No answer arrived, and the request may have been done. Repeat it with the same message id."""
 
 
 class RefusedError(BackendError):
@@ -170,64 +171,70 @@ class RefusedError(BackendError):
 
 
 class DeniedError(RefusedError):
-    """The user that is connected has no right to publish to this subject, or to hear an answer."""
+    """The connected user has no right to publish to the subject, or to receive the answer."""
 
 
 class NotFoundError(RefusedError):
-    """The stream, consumer, key or message that was named does not exist."""
+    """The named stream, consumer, key or message does not exist."""
 
 
 class FullError(RefusedError):
-    """The stream has reached a limit and refuses what is new, until it has lost or removed something."""
+    """The stream has reached a limit, and refuses new messages until it has space again."""
 
 
 class ConflictError(RefusedError):
-    """Not stored, because it depended on a revision that is not the newest. Read again, and decide anew."""
+    """A write was refused, because it depended on a revision that is not the newest. Read again, then decide again."""
 
 
 class UnreadableStreamError(RefusedError):
-    """No stream is created, because the server has one that it cannot read, and erases one in whose place it is to
-    create another."""
+    """A stream was not created, because the server has a stream that it cannot read, and would erase its files to
+    create the new one."""
 
 
 class BackupError(AvisoWorkersError):
-    """A backup cannot be written or read, is damaged or not whole, or does not fit where it is to go."""
+    """A backup cannot be written or read, is damaged or incomplete, or cannot be restored to the given place."""
 
 
 class StreamReplacedError(BackupError):
-    """No increment can be made, because the stream is not the one that the backup before is of: it was made again, or
-    has lost what it had. A full backup can be made."""
+    """An incremental backup cannot be made, because the stream was created again since the backup before, or has lost
+    messages. Make a full backup instead."""
 
 
 class WorkerDiedError(AvisoWorkersError):
-    """A notification was being handled, and nothing else in its process, when the process ended."""
+    """A worker process ended while it handled this notification and no other."""
 
     def __init__(self, times: int) -> None:
         self.times = times
-        super().__init__(f"its worker process ended while it was handled (failed attempts so far: {times})")
+        super().__init__(
+            f"the worker process ended while it handled this notification (failed attempts so far: {times})"
+        )
 
 
 class DeliveriesExhaustedError(AvisoWorkersError):
-    """A notification was delivered very often, and its failures could not be counted."""
+    """A notification was delivered very often while its failures could not be counted."""
 
     def __init__(self, num_delivered: int) -> None:
         self.num_delivered = num_delivered
-        super().__init__(f"delivered {num_delivered} times, and its failures could not be stored")
+        super().__init__(f"the notification was delivered {num_delivered} times, and its failures could not be stored")
 
 
 class TakenOverError(AvisoWorkersError):
-    """What a singleton's handler works on may have been given to another worker; whatever it does now is too late."""
+    """Another worker may have taken over the notification of a singleton, so anything that the handler still does is
+    too late."""
 
     def __init__(self) -> None:
-        super().__init__("this worker was paused or cut off, or the server changed; another one may have taken over")
+        super().__init__(
+            "this worker was paused or cut off, or the server changed, so another worker may have taken over the "
+            "notification"
+        )
 
 
 class ResourceError(AvisoWorkersError):
-    """A resource that an author declared raised when it was opened."""
+    """A declared resource raised an error when it was opened."""
 
 
 class ServerProcessError(AvisoWorkersError):
-    """A nats-server of our own could not be found, started or reached."""
+    """A local nats-server could not be found, started or reached."""
 
 
 class WorkerProcessError(AvisoWorkersError):
@@ -243,28 +250,28 @@ class InvalidOptionError(SparkError):
 
 
 class DataLossError(SparkError):
-    """Messages that a query was to read are gone from their stream, or the stream is not the one that it knew."""
+    """The stream has lost messages that a query had to read, or is not the stream that the query has read so far."""
 
 
 class DuplicateIdError(SparkError):
-    """A row was not stored, because the stream knows its message id, and it is not shown that it has the row."""
+    """A row was not stored, because the stream has its message id already, and nothing proves that it has the row."""
 
     def __init__(self, message: str, *, place: int = 0) -> None:
         super().__init__(message)
         self.place = place
-        """The row's, among those that were stored together."""
+        """The index of the row among the rows that were stored together."""
 
 
 class ExecutorError(SparkError):
-    """Spark's executors cannot run the data source: a package is missing, or their Python is another one."""
+    """Spark's executors cannot run the data source: a package is missing, or their version of Python differs."""
 
 
 class PipelineError(SparkError):
-    """An archive, a backfill or a report cannot be made of what was given."""
+    """An archive, a backfill or a report cannot be made from the given input."""
 
 
 class SparkRestError(SparkError):
-    """Spark's REST API could not be asked, or what answered is another one's."""
+    """Spark's REST API did not answer, or another program answered."""
 
 
 def text_of(error: BaseException) -> str:
@@ -272,7 +279,7 @@ def text_of(error: BaseException) -> str:
     try:
         text = str(error)
     except BaseException as raised:  # an author's code as well
-        text = f"its text cannot be had, as __str__ raises {type(raised).__name__}"
+        text = f"the error has no text, because its __str__ raises {type(raised).__name__}"
     if isinstance(error, BaseExceptionGroup):
         return f"{text}: {', '.join(map(describe, error.exceptions))}"
     return text

@@ -176,7 +176,7 @@ class TestAWorkerThatIsCutOff:
             t.reconnect()
             await t.settle()
             assert len(refused) == 2
-            assert "another one may have taken over" in refused[0]
+            assert "another worker may have taken over" in refused[0]
             assert await table.get("key") == 0
 
 

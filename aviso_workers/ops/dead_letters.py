@@ -234,8 +234,8 @@ class StoredDeadLetters:
             await self._admin.consumer_info(RETRIES, agents.durable_name(dead_letter.app, dead_letter.agent))
         except NotFoundError as error:
             raise RefusedError(
-                f"agent {dead_letter.agent} of app {dead_letter.app} does not read what is tried again: "
-                "start a worker of it first; its dead letters stay where they are"
+                f"agent {dead_letter.agent} of app {dead_letter.app} has no consumer for retries: "
+                "start a worker of the app first. The dead letters are unchanged"
             ) from error
         self._readers.add((dead_letter.app, dead_letter.agent))
 

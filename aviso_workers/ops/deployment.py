@@ -101,11 +101,11 @@ async def missing(
 def why_none(record: ConsumerRecord | None) -> str:
     """Return the reason why an agent has no consumer, where that is as it should be: it is none of `missing`."""
     if record is None:
-        return "no worker has ever made its consumer"
+        return "no worker has ever created its consumer"
     time, settled = record.time.isoformat(timespec="seconds"), f"sequence {record.ack_floor}"
     if record.removed:
-        return f"its consumer was removed by an operator at {time}, when everything up to {settled} was settled"
-    return f"its stream was made anew since {time}, when everything up to {settled} of the former one was settled"
+        return f"its consumer was removed by an operator at {time}, when all messages up to {settled} were settled"
+    return f"its stream was created again after {time}, when the former stream was settled up to {settled}"
 
 
 async def run_alone(admin: Admin, among: Collection[str]) -> list[RunAlone]:

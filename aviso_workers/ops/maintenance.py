@@ -153,8 +153,8 @@ async def remove_peer(admin: Admin, stream: str, peer: str) -> None:
         if error.code != error_codes.NO_OTHER_PEER:
             raise
         raise RefusedError(
-            f"{peer} keeps its copy of {stream}, because no other server may hold one ({error}). To have it made anew "
-            f"there, see that all copies on the other servers are current, stop {peer}, empty its store directory and "
+            f"{peer} keeps its copy of {stream}, because no other server can have it ({error}). To copy it again, "
+            f"check that all copies on the other servers are current, stop {peer}, empty its store directory, and "
             "start it again",
             code=error.code,
         ) from error

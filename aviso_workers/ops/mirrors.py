@@ -132,7 +132,8 @@ class Mirrors:
             return link
         fence = f"`aviso-workers mirror fence {link.origin} --api '{link.api}'`"
         return structs.replace(
-            link, trouble=f"{link.origin} is back and takes publishes, although it was replaced: run {fence}"
+            link,
+            trouble=f"{link.origin} is back and takes publishes, although a mirror has replaced it: run {fence}",
         )
 
 

@@ -82,13 +82,13 @@ async def promote(
             ) from error
         if not subjects:
             raise RefusedError(
-                f"the subjects of {started.origin} cannot be asked for: name them by --subject"
+                f"the subjects of {started.origin} cannot be read from its server: name them with --subject"
             ) from error
         return await started.without_origin(subjects)
     if comparison.trouble and not origin_was_recreated:
         raise RefusedError(
-            f"{comparison.trouble}. What the origin has stored since is not all in the mirror: promote it as it is by "
-            f"--origin-was-recreated, and `aviso-workers mirror recover {stream}` says then what is missing"
+            f"{comparison.trouble}. The mirror lacks messages that the origin has stored since. To promote it anyway, "
+            f"add --origin-was-recreated; `aviso-workers mirror recover {stream}` then lists the missing messages"
         )
     return await started.in_place_of_origin(subjects, comparison.equal, recreated=bool(comparison.trouble))
 
@@ -244,9 +244,11 @@ def _whole_mirror(config: StreamConfig) -> SourceConfig:
     mirror = config.mirror
     if mirror is None:
         promoted = config.metadata.get(PROMOTED)
-        raise RefusedError(f"{config.name} is no mirror" + (f": it was promoted from {promoted}" if promoted else ""))
+        raise RefusedError(
+            f"{config.name} is not a mirror" + (f": it was promoted from {promoted}" if promoted else "")
+        )
     if mirror.left_out:
         raise RefusedError(
-            f"{config.name} is no whole mirror: it has {mirror.left_out}, so it cannot take its origin's place"
+            f"{config.name} is not a complete mirror, because it has {mirror.left_out}, so it cannot replace its origin"
         )
     return mirror

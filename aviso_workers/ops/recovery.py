@@ -238,13 +238,13 @@ async def opened(
     """
     promoted = (await admin.stream_info(stream)).config.metadata.get(PROMOTED)
     if promoted is None:
-        raise RefusedError(f"{stream} is no promoted mirror")
+        raise RefusedError(f"{stream} is not a promoted mirror")
     api, origin, *rest = promoted.split(" ")
     last = int(rest[0]) if rest else (await admin.stream_info(stream)).last_sequence
     async with _origin_at(admin, config, api, origin_config) as there:
         if FENCED not in (found := await there.stream_info(origin)).config.metadata:
             raise RefusedError(
-                f"{origin} takes publishes, so that what only it has is not known: fence it first, by "
+                f"{origin} takes publishes, so the messages that only it has cannot be listed. Fence it first: "
                 f"`aviso-workers mirror fence {origin} --api '{api}'`"
             )
         fenced = _Origin(admin=there, stream=origin, created=found.created_text, last=found.last_sequence)

@@ -67,7 +67,7 @@ async def move_all(source: Admin, target: Admin, tell: Callable[[str], None]) ->
     """
     configs = await _configs(source)
     if unfinished := [name for name, config in configs.items() if metadata.is_unfinished(config)]:
-        raise BackupError(f"{', '.join(unfinished)}: what a restore left that was interrupted; restore it again first")
+        raise BackupError(f"{', '.join(unfinished)}: a restore was interrupted; repeat the restore first")
     moved = []
     for name in sorted(configs, key=lambda name: (-_mirrors_above(name, configs), name)):
         done = await _move(source, target, name)
@@ -121,13 +121,13 @@ async def _move(source: Admin, target: Admin, stream: str) -> Moved:
             break
         await target.delete_stream(stream)
         if not left:
-            raise BackupError(f"{stream} is not on the new server as it is: {'; '.join(differences)}")
+            raise BackupError(f"{stream} differs on the new server: {'; '.join(differences)}")
     wanted = _comparable(config)
     if _comparable(await _config(target, stream)) != wanted:
         await target.update_stream(config)
     if (found := _comparable(await _config(target, stream))) != wanted:
         changed = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
-        raise BackupError(f"{stream} is configured in another way on the new server: {', '.join(changed)}")
+        raise BackupError(f"{stream} has other settings on the new server: {', '.join(changed)}")
     await _wait_for_replicas(target, stream)
     consumers = await _consumers(target, stream)
     return Moved(

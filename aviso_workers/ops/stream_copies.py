@@ -154,4 +154,4 @@ async def _require_no_copy(target: Admin, stream: str) -> None:
     except NotFoundError:
         return
     if COPY_OF in StreamConfig(config).metadata and not metadata.is_unfinished(config):
-        raise BackupError(f"{stream} there is a copy that is not whole: --follow carries on from it, or delete it")
+        raise BackupError(f"{stream} on the target is an unfinished copy: continue it with --follow, or delete it")

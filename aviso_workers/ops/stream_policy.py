@@ -74,7 +74,7 @@ async def carry_out(admin: Admin, config: Config, plan: Plan | ConsumerPlan, *, 
         plan = await provisioner.plan(plan.wanted)
         if plan.removing and not removals:
             differences = "; ".join(map(str, plan.removing))
-            raise RefusedError(f"stream {plan.stream}: {differences}; say --yes to have it done")
+            raise RefusedError(f"stream {plan.stream}: {differences}; add --yes to make this change")
         await provisioner.carry_out(planning.with_removals(plan))
     elif plan.needed:
         await _carry_out_consumer(admin, plan)

@@ -27,7 +27,7 @@ def why_stuck(now: ConsumerInfo, before: ConsumerInfo | None, record: ConsumerRe
         return ""
     if not now.num_ack_pending:
         idle = before and not before.num_ack_pending and before.deliveries == now.deliveries
-        return f"{now.num_pending} pending, and no worker asks for them" if idle else ""
+        return f"{now.num_pending} pending, and no worker pulls them" if idle else ""
     since = unfinished_since(now, record)
     seconds = (now.time - since).total_seconds() if since else 0.0
     if seconds <= (record.longest_seconds if record else _longest_seconds(now)):

@@ -73,7 +73,9 @@ ANSWER_SECONDS = 5.0
 UNRECOVERABLE = "could not be recovered"
 """What a server says of a stream on its disk that it cannot read, with another key for example."""
 PORTS = range(15_000, 32_000)
-CURE = "Check its encryption key, its accounts and its log before they are made anew, which destroys them:"
+CURE = (
+    "Check its encryption key, its accounts and its log before a program creates them again, which destroys their data:"
+)
 HEALTH = "Healthcheck failed"
 
 _CHILDREN: dict[int, subprocess.Popen[bytes]] = {}

@@ -202,76 +202,90 @@ OF_PROCESS = (
     Metric(
         GAUGE,
         "ready",
-        "Whether /readyz says yes: connected, and nothing keeps an agent or a timer from its work.",
+        "1 while the worker is ready, as /readyz says: it is connected, and no agent and no timer is kept from its "
+        "work; else 0.",
         lambda own: own.ready(),
     ),
-    Metric(GAUGE, "start_timestamp_seconds", "When the process started.", lambda own: own.started_at),
-    Metric(GAUGE, "connected", "Whether the backend is connected.", lambda own: own.connected),
+    Metric(
+        GAUGE,
+        "start_timestamp_seconds",
+        "Start time of the process, in seconds since 1970.",
+        lambda own: own.started_at,
+    ),
+    Metric(GAUGE, "connected", "1 while the worker is connected to its backend, else 0.", lambda own: own.connected),
     Metric(
         GAUGE,
         "connection_slow",
-        "Whether notifications take the long way through nats-py, because its version is not one that was tested.",
+        "1 if the worker reads and publishes more slowly, because aviso-workers was not tested with this version of "
+        "nats-py; else 0.",
         lambda own: own.slow,
     ),
     Metric(
         GAUGE,
         "leader_hindered",
-        "Whether this worker cannot use the bucket of leases or that of claims, so that it runs no timer with "
-        "leader=True and closes no window.",
+        "1 while this worker cannot use the bucket of leases or the bucket of claims, so it runs no timer with "
+        "leader=True and closes no window; else 0.",
         lambda own: bool(own.hindered),
     ),
     Metric(
         COUNTER,
         "unreadable",
-        "Messages of our own streams that are not what we write there, so that nothing comes of them, by stream.",
+        "Unreadable messages in the streams of aviso-workers, which a worker skips, by stream.",
         lambda own: own.unreadable,
         ("stream",),
     ),
-    Metric(COUNTER, "reconnects", "Connections made after the first.", lambda own: max(0, own.connections - 1)),
+    Metric(
+        COUNTER, "reconnects", "Connections to the backend after the first.", lambda own: max(0, own.connections - 1)
+    ),
     Metric(
         GAUGE,
         "loop_lag_seconds",
-        "How late the event loop came round the last time, or is now if that is more.",
+        "Seconds by which the event loop was late at its last turn, or is late now if that is longer.",
         lambda own: own.loop_lag_seconds(),
     ),
 )
 PER_BASE = (
     Metric(COUNTER, "published", "Notifications published, by outcome.", lambda b: b.outcomes, ("outcome",)),
-    Metric(COUNTER, "publish_retries", "Attempts to publish after the first.", lambda b: b.retries),
+    Metric(
+        COUNTER, "publish_retries", "Attempts to publish a notification after the first attempt.", lambda b: b.retries
+    ),
 )
 PER_AGENT = (
     Metric(
         GAUGE,
         "pending",
-        "Notifications never delivered yet, over all workers; no series until it is known.",
+        "Notifications not delivered yet, for all workers of the agent together; no series until the number is known.",
         lambda a: a.pending,
     ),
     Metric(
         GAUGE,
         "ack_pending",
-        "Notifications delivered and not settled, over all workers; no series until it is known.",
+        "Notifications delivered and not settled yet, for all workers of the agent together; no series until the "
+        "number is known.",
         lambda a: a.ack_pending,
     ),
     Metric(
         GAUGE,
         "oldest_unfinished_age_seconds",
-        "Age of the oldest notification that this worker holds; 0 where it holds none.",
+        "Age of the oldest notification that this worker has received and not finished; 0 if there is none.",
         lambda a: a.of_run(lambda run: run.buffer.oldest_age_seconds),
     ),
     Metric(
         GAUGE,
         "in_flight",
-        "Notifications that this worker handles now.",
+        "Notifications that this worker is handling.",
         lambda a: a.of_run(lambda run: run.buffer.running),
     ),
     Metric(
         GAUGE,
         "waiting",
-        "Notifications that this worker holds and does not handle now.",
+        "Notifications that this worker has received and is not handling yet.",
         lambda a: a.of_run(lambda run: run.buffer.waiting),
     ),
-    Metric(COUNTER, "notifications", "Deliveries settled, by outcome.", lambda a: a.outcomes, ("outcome",)),
-    Metric(COUNTER, "retries", "Deliveries to be tried again, by exception.", lambda a: a.retries, ("reason",)),
+    Metric(
+        COUNTER, "notifications", "Deliveries settled by this worker, by outcome.", lambda a: a.outcomes, ("outcome",)
+    ),
+    Metric(COUNTER, "retries", "Failed deliveries that are retried, by reason.", lambda a: a.retries, ("reason",)),
     Metric(
         COUNTER,
         "dead_letters",
@@ -282,66 +296,75 @@ PER_AGENT = (
     Metric(
         GAUGE,
         "dead_letters_refused",
-        "Whether dead letters of this agent cannot be stored now, so that their originals wait.",
+        "1 while dead letters of this agent cannot be stored, so their notifications stay in the stream and are "
+        "redelivered; else 0.",
         lambda a: a.dead_letters_refused,
     ),
     Metric(
         GAUGE,
         "not_read_again",
-        "Whether notifications of this agent that wait cannot be read from their stream, so that their keys stand "
-        "still.",
+        "1 while waiting notifications of this agent cannot be read from their stream, so later notifications of the "
+        "same ordering keys wait too; else 0.",
         lambda a: a.not_read_again,
     ),
     Metric(
         GAUGE,
         "threads_overdue",
-        "Plain functions of this agent that run on in their threads after their timeout.",
+        "Calls of plain functions of this agent that still run in their threads after their timeout.",
         lambda a: a.of_run(lambda run: run.overdue),
     ),
     Metric(
         GAUGE,
         "threads_stuck",
-        "Threads of this agent that run on after their timeout, where these are all it may have; else 0.",
+        "Threads of this agent that still run after their timeout, if the agent has no other thread and so handles "
+        "nothing; else 0.",
         lambda a: a.threads_stuck,
     ),
-    Metric(COUNTER, "redelivered", "Deliveries that were not their notification's first.", lambda a: a.redelivered),
+    Metric(
+        COUNTER,
+        "redelivered",
+        "Settled deliveries that were not the first delivery of their notification.",
+        lambda a: a.redelivered,
+    ),
     Metric(
         COUNTER,
         "missed",
-        "Notifications that left the stream before they were delivered, over all workers; no series where a filter "
-        "hides it.",
+        "Notifications that left the stream before the agent received them, for all workers together; no series if "
+        "the server filters for the agent.",
         lambda a: a.missed,
     ),
     Metric(
         COUNTER,
         "pull_errors",
-        "How often reading broke off, by JetStream's error code, or by exception where there is none.",
+        "Interruptions of reading the agent's stream, by JetStream's error code, or by exception if there is no code.",
         lambda a: a.pull_errors,
         ("code",),
     ),
     Metric(
         COUNTER,
         "consumer_recreations",
-        "How often the agent's consumer or stream was gone and made anew.",
+        "How often the agent's consumer or stream was missing and was created again.",
         lambda a: a.recreations,
     ),
     Metric(
         GAUGE,
         "last_progress_timestamp_seconds",
-        "When this worker last settled a delivery; 0 before the first.",
+        "Time when this worker last settled a delivery, in seconds since 1970; 0 before the first.",
         lambda a: a.settled_at,
     ),
     Metric(
         HISTOGRAM,
         "lane_wait_seconds",
-        "Time that a delivery waited in the worker, for its turn in its key and for a free slot.",
+        "Time that a delivery waited in the worker for earlier notifications of its ordering key and for a free slot.",
         lambda a: a.waited,
     ),
-    Metric(HISTOGRAM, "handler_seconds", "Time that handling a delivery took.", lambda a: a.handler),
+    Metric(
+        HISTOGRAM, "handler_seconds", "Time from the start of handling a delivery to its outcome.", lambda a: a.handler
+    ),
     Metric(
         HISTOGRAM,
         "stored_to_settled_seconds",
-        "Time from when a notification was stored to when its delivery was settled.",
+        "Time from storing a notification in the stream to settling its delivery.",
         lambda a: a.stored_to_settled,
     ),
 )
@@ -350,15 +373,17 @@ PER_TIMER = (
     Metric(
         GAUGE,
         "last_tick_timestamp_seconds",
-        "When the last tick was due that this worker ran; 0 before the first.",
+        "Time for which the last tick that this worker ran was due, in seconds since 1970; 0 before the first.",
         lambda t: t.last_tick,
     ),
 )
 PER_WINDOWS = (
-    Metric(COUNTER, "windows", "Times an agent ran for a window that is over, by outcome.", lambda w: w, ("outcome",)),
+    Metric(COUNTER, "windows", "Runs of an agent for a window that is over, by outcome.", lambda w: w, ("outcome",)),
 )
 METRICS = {
-    ("version",): (Metric(GAUGE, "build_info", "The package that runs.", lambda _: 1),),
+    ("version",): (
+        Metric(GAUGE, "build_info", "Always 1; the label is the version of aviso-workers that runs.", lambda _: 1),
+    ),
     ("app",): OF_PROCESS,
     ("app", "base"): PER_BASE,
     ("app", "agent", "base"): PER_AGENT,
@@ -371,13 +396,13 @@ OF_FLEET: dict[tuple[str, ...], tuple[Metric, ...]] = {
         Metric(
             GAUGE,
             "process_running",
-            "Whether the process of a fleet runs; its other series are gone while it does not.",
+            "1 while the process of a fleet runs, else 0; the other series of a process that does not run are missing.",
             lambda process: process.running,
         ),
         Metric(
             COUNTER,
             "process_exits",
-            "How often a process of a fleet ended that was to go on, by how.",
+            "Exits of a process while its fleet continues, by ending: in_order or crashed.",
             lambda process: process.endings,
             ("ending",),
         ),

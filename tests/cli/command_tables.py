@@ -95,7 +95,7 @@ AGENTS = [
         dead_letters=0,
         rate=0.0,
         paused_until="",
-        trouble="3 pending, and no worker asks for them",
+        trouble="3 pending, and no worker pulls them",
         why_none="",
     ),
 ]
@@ -125,7 +125,7 @@ CONSUMERS = [
         deliveries=0,
         last_settled=None,
         paused=False,
-        stuck="3 pending, and no worker asks for them",
+        stuck="3 pending, and no worker pulls them",
     ),
 ]
 STREAMS = [

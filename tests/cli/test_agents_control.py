@@ -166,7 +166,7 @@ def test_agents_tells_what_is_in_effect_and_how_far_each_has_come(
     run: Run, config: Path, worked: Callable[..., list[str]], agents: str
 ) -> None:
     before = run("agents", "show", agents, "--config", config)
-    assert "no worker has ever made its consumer" in before.out
+    assert "no worker has ever created its consumer" in before.out
     worked(1)
     run("notify", "mars", "class=od", "step=2", "--config", config)
     told, second = shown(run, config, agents)
@@ -206,8 +206,8 @@ def test_the_list_tells_what_is_left(run: Run, config: Path, worked: Callable[..
     for what in ((), (agents,)):
         left = [(row["agent"], row["stream"], row["pending"], row["trouble"]) for row in listed(run, config, *what)]
         assert sorted(left) == [
-            ("everything", "MARS", 3, "3 pending, and no worker asks for them"),
-            ("index", "MARS", 2, "2 pending, and no worker asks for them"),
+            ("everything", "MARS", 3, "3 pending, and no worker pulls them"),
+            ("index", "MARS", 2, "2 pending, and no worker pulls them"),
         ]
 
 
@@ -259,7 +259,7 @@ def test_list_and_policy_tell_that_an_operator_has_removed_a_consumer(
         ran = run("agents", command, agents, "--config", config)
         assert ran.code == 0, ran
         assert re.search(
-            r"its consumer was removed by an operator at \S+, when everything up to sequence 2 was settled", ran.out
+            r"its consumer was removed by an operator at \S+, when all messages up to sequence 2 were settled", ran.out
         ), ran.out
 
 

@@ -74,7 +74,7 @@ def test_a_set_is_made_listed_verified_and_restored(run: Run, filled: Path) -> N
     assert f"set: {file}" in run("backup", "ls", "kept").out
     assert f"{file}: a set of 1 streams, all of which are there" in run("backup", "verify", "kept").out
     there = run("backup", "restore", "--all", "kept", "--config", filled)
-    assert (there.code, "MARS exist: nothing is restored" in there.err) == (1, True), there
+    assert (there.code, "MARS exist, so nothing is restored" in there.err) == (1, True), there
     assert run("streams", "rm", "MARS", "--yes", "--config", filled).code == 0
     restored = run("backup", "restore", "--all", file, "--config", filled)
     (row,) = (line for line in restored.lines if "MARS" in line)

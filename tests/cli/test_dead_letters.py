@@ -232,7 +232,7 @@ def test_a_letter_whose_agent_reads_no_retries_stays_and_the_rest_is_told(
     anyio.run(forget_the_readers)
     ran = run("dead-letters", "retry", "--all", "--yes", "--config", config)
     assert (ran.code, ran.lines[-1]) == (1, "0 of 3 handed back"), ran
-    assert "does not read what is tried again: start a worker of it first" in ran.err
+    assert "has no consumer for retries: start a worker of the app first" in ran.err
     assert len(dead_letters()) == 3
 
 

@@ -29,7 +29,7 @@ def test_what_fails_comes_first_with_its_cure_and_ends_with_1(run: Run, config: 
         f"     Why: {check('JS042').why} (docs/operations.md#js042)",
         f"       -> {check('JS042').cure.format(stream='MARS')}",
     ]
-    assert "SKIP JS001 JS002 JS003 JS005 JS040 JS047 JS052: for production: say --production" in ran.lines
+    assert "SKIP JS001 JS002 JS003 JS005 JS040 JS047 JS052: checked only with --production" in ran.lines
     assert f"PASS JS004 {check('JS004').title}" in ran.lines
 
 
@@ -37,8 +37,8 @@ def test_what_is_only_a_warning_ends_with_0(run: Run, config: Path) -> None:
     run("streams", "apply", "--config", config)
     ran = run("doctor", *QUICK, "--config", config)
     assert ran.code == 0, ran
-    assert ran.lines[-2] == "What is lost with a server, its disk or its power:"
-    assert ran.lines[-1].startswith("  MARS: gone with the disk of its server; sync_interval is not known")
+    assert ran.lines[-2] == "Losses when a server, its disk or its power fails:"
+    assert ran.lines[-1].startswith("  MARS: lost with the disk of its server; sync_interval is not known")
 
 
 def test_only_in_production_three_copies_are_needed(run: Run, config: Path) -> None:
@@ -141,7 +141,7 @@ async def derive(notification: Notification) -> Notify: ...
     )
     run("streams", "apply", "--config", config)
     ran = run("doctor", *QUICK, "--app", "derived:app")
-    assert "WARN JS009 MARS: duplicate_window 2m, and agent derive tries for up to 1320 s" in ran.lines
+    assert "WARN JS009 MARS: duplicate_window 2m, and agent derive retries for up to 1320 s" in ran.lines
     assert "KV_" not in ran.out, "nothing is made"
 
 

@@ -472,7 +472,7 @@ async def test_a_letter_of_an_agent_that_nobody_runs_stays(app: App, testing: Te
         await t.settle()
         (dead_letter,) = await all_of(stored)
         stranger = msgspec.structs.replace(dead_letter, agent="renamed")
-        with pytest.raises(RefusedError, match="agent renamed of app contract does not read what is tried again"):
+        with pytest.raises(RefusedError, match="agent renamed of app contract has no consumer for retries"):
             await stored.retry(stranger)
         assert await all_of(stored) == [dead_letter]
 

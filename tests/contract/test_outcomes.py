@@ -153,7 +153,7 @@ def failing_at_six(error: BaseException) -> Work:
             BaseExceptionGroup("both", [SystemExit(1), ValueError("no")]),
             "BaseExceptionGroup: both (2 sub-exceptions): SystemExit: 1, ValueError: no",
         ),
-        (UnspeakableError(), "UnspeakableError: its text cannot be had, as __str__ raises KeyError"),
+        (UnspeakableError(), "UnspeakableError: the error has no text, because its __str__ raises KeyError"),
         (ValueError("a\x00b\ud800c\r\nd"), "ValueError: a?b?c d"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",

@@ -94,7 +94,7 @@ def test_a_server_gives_up_its_copy_and_another_makes_one(
 def test_no_server_gives_up_a_copy_that_no_other_can_make(run: Run, make: Make) -> None:
     config = make("REFUNDS", num_replicas=3)
     ran = run("streams", "remove-peer", "REFUNDS", "n-1", "--yes", "--config", config)
-    told = "n-1 keeps its copy of REFUNDS, because no other server may hold one", "stop n-1, empty its store directory"
+    told = "n-1 keeps its copy of REFUNDS, because no other server can have it", "stop n-1, empty its store directory"
     assert (ran.code, [text in ran.err for text in told]) == (1, [True, True]), ran
 
 

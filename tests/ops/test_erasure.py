@@ -370,7 +370,9 @@ async def test_a_disk_that_is_full_afterwards_is_told_with_what_was_erased(
 ) -> None:
     await place.notify("od", range(3))
     full_disk(after=1)
-    with pytest.raises(RefusedError, match=r"^3 were erased, 0 are left, and the record says only that it was begun"):
+    with pytest.raises(
+        RefusedError, match=r"^3 were erased, 0 are left, and the record says only that the erasure was begun"
+    ):
         await place.erase(where={"class": "od"})
     assert place.record()["state"] == "begun"
 

@@ -280,7 +280,7 @@ async def test_a_copy_of_which_only_part_was_restored_is_made_anew(move: Move, m
 async def test_a_copy_that_is_not_whole_is_not_made_beside_itself(move: Move) -> None:
     await move.make(5)
     await move.copy()
-    with pytest.raises(BackupError, match="MARS there is a copy that is not whole: --follow carries on"):
+    with pytest.raises(BackupError, match="MARS on the target is an unfinished copy: continue it with --follow"):
         await move.copy()
 
 

@@ -148,8 +148,8 @@ def test_consumers_are_listed_and_shown(run: Run, config: Path, publish: Publish
     assert (ran.code, found) == (
         1,
         {
-            "all": ([], 2, "2 pending, and no worker asks for them"),
-            "new": (["orders.new"], 1, "1 pending, and no worker asks for them"),
+            "all": ([], 2, "2 pending, and no worker pulls them"),
+            "new": (["orders.new"], 1, "1 pending, and no worker pulls them"),
         },
     )
     (paid,) = (row for row in map(json.loads, ran.lines) if row["consumer"] == "all")

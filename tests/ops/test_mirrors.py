@@ -220,7 +220,9 @@ async def test_a_lost_origin_has_to_be_called_so(sites: Sites) -> None:
     sites.hub.lose()
     with pytest.raises(RefusedError, match=r"MARS, the origin of MARS, cannot be fenced: .* say --origin-is-lost"):
         await promotion.promote(sites.app.session.admin, "MARS")
-    with pytest.raises(RefusedError, match=r"the subjects of MARS cannot be asked for: name them by --subject"):
+    with pytest.raises(
+        RefusedError, match=r"the subjects of MARS cannot be read from its server: name them with --subject"
+    ):
         await promotion.promote(sites.app.session.admin, "MARS", origin_is_lost=True)
     promoted = await promotion.promote(sites.app.session.admin, "MARS", origin_is_lost=True, subjects=("mars.>",))
     assert (promoted.gap, promoted.last_sequence, promoted.consumers, promoted.proven) == (None, 10, None, False)
@@ -237,7 +239,7 @@ async def test_a_lost_origin_that_is_back_is_told_until_it_is_fenced(sites: Site
         while not (await sites.link()).trouble:  # noqa: ASYNC110
             await anyio.sleep(0.05)
     assert (await sites.link()).trouble == (
-        "MARS is back and takes publishes, although it was replaced: run "
+        "MARS is back and takes publishes, although a mirror has replaced it: run "
         f"`aviso-workers mirror fence MARS --api '{HUB}'`"
     )
     fenced = await mirrors.fence(sites.there, "MARS")
@@ -361,9 +363,12 @@ async def test_consumers_are_made_again_where_a_promotion_is_repeated(sites: Sit
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        ({"subjects": ["mars.>"]}, "MARS is no mirror"),
-        ({"mirror": {"name": "X", "filter_subject": "mars.od.>"}}, "MARS is no whole mirror: it has filter_subject"),
-        ({"mirror": {"name": "X", "opt_start_seq": 9}}, "MARS is no whole mirror: it has opt_start_seq"),
+        ({"subjects": ["mars.>"]}, "MARS is not a mirror"),
+        (
+            {"mirror": {"name": "X", "filter_subject": "mars.od.>"}},
+            "MARS is not a complete mirror, because it has filter_subject",
+        ),
+        ({"mirror": {"name": "X", "opt_start_seq": 9}}, "MARS is not a complete mirror, because it has opt_start_seq"),
     ],
 )
 async def test_only_a_whole_mirror_is_promoted(sites: Sites, config: dict[str, Any], complaint: str) -> None:

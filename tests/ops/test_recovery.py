@@ -182,9 +182,9 @@ async def test_what_an_origin_stored_that_was_made_again_is_only_there(pair: Pai
 async def test_an_origin_that_takes_publishes_has_to_be_fenced_before(pair: Pair) -> None:
     await promoted_without_the_newest(pair)
     await mirrors.unfence(pair.app.session.admin, "MARS")
-    with pytest.raises(RefusedError, match=r"fence it first, by `aviso-workers mirror fence MARS"):
+    with pytest.raises(RefusedError, match=r"Fence it first: `aviso-workers mirror fence MARS"):
         await missing(pair)
-    with pytest.raises(RefusedError, match="MARS is no promoted mirror"):
+    with pytest.raises(RefusedError, match="MARS is not a promoted mirror"):
         async with recovery.opened(pair.app.session.admin, pair.app.config, "MARS"):
             pass
 

@@ -115,7 +115,7 @@ async def test_what_nobody_takes_is_stuck(place: Place) -> None:
     await place.consumer("MARS", "index__field")
     await place.publish("MARS", 1)
     row = consumer_row(later(await place.look(), 1), await place.look())
-    assert row.stuck == "1 pending, and no worker asks for them"
+    assert row.stuck == "1 pending, and no worker pulls them"
 
 
 async def test_what_was_delivered_just_now_is_not_stuck(place: Place) -> None:

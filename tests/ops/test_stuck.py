@@ -51,7 +51,7 @@ def test_what_is_delivered_and_not_finished(now: dict[str, Any], recorded: dict[
 @pytest.mark.parametrize(
     ("before", "now", "why"),
     [
-        pytest.param({}, {}, "3 pending, and no worker asks for them", id="nothing is delivered between two looks"),
+        pytest.param({}, {}, "3 pending, and no worker pulls them", id="nothing is delivered between two looks"),
         pytest.param({"num_pending": 0}, {}, "", id="it has just come"),
         pytest.param({}, {"deliveries": 10}, "", id="something was delivered"),
         pytest.param({}, {"ack_floor": 8}, "", id="something was settled"),

@@ -107,7 +107,7 @@ async def test_a_worker_that_is_told_to_stop_finishes_what_runs_in_time_and_give
     worker = run_worker(settings={"workers.drain_timeout_seconds": 4}, ack_wait_seconds=LONG_SECONDS)
     await until(lambda: len(record.of("begun")) == 4, what=lambda: record.acts)
     with anyio.fail_after(PATIENCE_SECONDS):
-        while await unfinished(server, "stories__work") != (0, 6):
+        while await unfinished(server, "stories__work") != (0, 6):  # noqa: ASYNC110
             await anyio.sleep(0.05)
 
     worker.terminate()
@@ -254,7 +254,7 @@ async def test_a_notification_that_ends_its_process_becomes_a_dead_letter_and_no
     assert (dead_letter.agent, dead_letter.reason, dead_letter.attempts) == ("crash", "worker_died", 2)
     assert (
         dead_letter.error
-        == "WorkerDiedError: its worker process ended while it was handled (failed attempts so far: 2)"
+        == "WorkerDiedError: the worker process ended while it handled this notification (failed attempts so far: 2)"
     )
     assert len(record.of("killed", 5)) == 4  # twice beside others, then twice alone
     assert {number for number in numbers if number != 5} == set(record.numbers("done"))

@@ -192,7 +192,7 @@ def _require_continuable(since: Backup, place: Path, encrypt_to: Sequence[str], 
     if not since.record or not since.of_entries:
         raise BackupError(f"{since.directory} was made by another program or an older server: make a full backup first")
     if since.directory.resolve().parent != place.resolve().parent:
-        raise BackupError(f"{since.directory} does not lie in {place.parent}, where the increment would go")
+        raise BackupError(f"{since.directory} is not in {place.parent}, where the increment would be stored")
     if len(chains.chain(since)) == chains.MOST_LINKS:
         raise BackupError(f"a chain has {chains.MOST_LINKS} backups at most: make a full one")
     if since.encrypted and not encrypt_to:

@@ -31,7 +31,7 @@ def merge(
     """
     place = place_of(to, backup.stream, backup.made)
     if place.exists():
-        raise BackupError(f"{place} exists: say another directory")
+        raise BackupError(f"{place} exists: choose another directory")
     chains.require_identities(backup, identities)
     verify(backup, identities=identities)
     with (

@@ -154,7 +154,7 @@ async def require_restorable(
         StreamConfig(backup.config).storage,
     ):
         raise BackupError(
-            f"{backup.archive} was made by a nats-server before 2.15: it restores as it was, and no other"
+            f"{backup.archive} was made by a nats-server before 2.15, so its name and storage cannot be changed"
         )
     _require_reader(admin, backup)
     chains.require_identities(backup, identities)
@@ -187,7 +187,9 @@ async def _require_free(admin: Admin, config: Mapping[str, Any]) -> None:
                 "restore under another name (--as NAME), or delete that stream first"
             )
         if metadata.is_of_set(found.config):
-            raise BackupError(f"stream {name} is of a set that is not whole yet: do `backup restore --all` again")
+            raise BackupError(
+                f"stream {name} belongs to a set that is not completely restored: run `backup restore --all` again"
+            )
         await anyio.sleep(STANDSTILL_SECONDS)
         if (await admin.stream_info(name)).last_sequence != found.last_sequence:
             raise BackupError(f"stream {name} is being restored by another command")

@@ -56,7 +56,7 @@ def order(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     def take(name: str, on_behalf_of: tuple[str, ...]) -> None:
         if name in on_behalf_of:
             raise BackupError(
-                f"{' and '.join(on_behalf_of)} are sources of one another: no order of their backups fits; "
+                f"{' and '.join(on_behalf_of)} are sources of one another, so no order of their backups is valid; "
                 "back each of them up by its name"
             )
         if name in found:

@@ -116,12 +116,10 @@ class _SetRestoration:
         strange = [stream for stream, info in infos.items() if info and not metadata.is_unfinished(info.config)]
         unmade = [stream for stream, info in infos.items() if not info or self._mark(info) not in ("", self._whole)]
         if strange and (unmade or not whole):
-            all_are = (
-                "which are all streams of the set, as where it was restored before; " if strange == [*infos] else ""
-            )
+            all_are = " (all streams of the set, so it may be restored already)" if strange == [*infos] else ""
             raise BackupError(
-                f"{', '.join(strange)} exist: nothing is restored; {all_are}delete these streams first, or restore "
-                "single ones under another name (--as NAME)"
+                f"{', '.join(strange)} exist, so nothing is restored{all_are}: delete these streams first, or restore "
+                "single streams under another name (--as NAME)"
             )
         for stream, config in self._configs.items():
             if found := await taken(self._admin, StreamConfig(config).subjects, besides=self._configs):

@@ -108,7 +108,7 @@ def load_set(place: Path) -> BackupSet:
         found = find(place)
         if not found:
             left = "".join(f"; {sentence}" for sentence in unfinished(place))
-            raise BackupError(f"{place} holds no finished set of backups, as `backup create --all` makes it{left}")
+            raise BackupError(f"{place} has no finished set of backups of `backup create --all`{left}")
         file = found[-1]
     try:
         read = msgspec.json.decode(file.read_bytes(), type=_File)

@@ -194,7 +194,9 @@ def load(directory: Path) -> Backup:
     if found.name.startswith(INCREMENT) != bool(record and record.previous) or (
         found.name.endswith(ENCRYPTED) and not (record and record.encrypted_to)
     ):
-        raise BackupError(f"{directory / META} does not fit to {found.name}: one of the two is of another backup")
+        raise BackupError(
+            f"{directory / META} does not match {found.name}: one of the two files belongs to another backup"
+        )
     return Backup(
         directory=directory,
         config=meta.config,

@@ -32,27 +32,27 @@ class StreamDurability(Struct, frozen=True, kw_only=True):
     """Nanoseconds for which an acknowledged message may not be on the disk yet; `NEVER`, or `UNKNOWN`."""
 
     def __str__(self) -> str:
-        return "in memory: gone when its servers end" if self.in_memory else f"{self._on_loss}; {self._on_power_cut}"
+        return "in memory: lost when its servers stop" if self.in_memory else f"{self._on_loss}; {self._on_power_cut}"
 
     @property
     def _on_loss(self) -> str:
         if self.replicas == 1:
-            return "gone with the disk of its server"
+            return "lost with the disk of its server"
         if (spare := (self.replicas - 1) // 2) == 0:
-            return "stands still without one of its 2 servers"
-        return f"withstands the loss of {spare} of its {self.replicas} servers"
+            return "unavailable without one of its 2 servers"
+        return f"survives the loss of {spare} of its {self.replicas} servers"
 
     @property
     def _on_power_cut(self) -> str:
         if self.unflushed == UNKNOWN:
             return "sync_interval is not known (the server's own default is 2m)"
         if self.unflushed == NEVER:
-            return "a power cut loses nothing that was acknowledged (sync_always)"
+            return "a power cut loses no acknowledged messages (sync_always)"
         machines = (
             "its server" if self.replicas == 1 else f"{self.replicas // 2 + 1} of its {self.replicas} servers at once"
         )
         interval = Duration(max(self.unflushed, SECOND) // SECOND).literal()
-        return f"a power cut of {machines} loses up to {interval} of what was acknowledged"
+        return f"a power cut of {machines} loses up to {interval} of acknowledged messages"
 
 
 def of_streams(facts: Facts) -> Iterator[StreamDurability]:

@@ -166,9 +166,9 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
     once = await _unsampled_facts(admin, config, requests, after, server, scope)
     unknown = requests.unknown
     if scope.agents is None:
-        unknown["agents"] = "the agents are not known: say --app MODULE:APP"
+        unknown["agents"] = "the agents are not known: give --app MODULE:APP"
     if scope.backups is None:
-        unknown["backups"] = "the directory of backups is not known: say --backups DIRECTORY"
+        unknown["backups"] = "the directory of backups is not known: give --backups DIRECTORY"
     return Facts(
         now=datetime.now(UTC),
         scope=scope,
@@ -354,13 +354,13 @@ class _Requests:
             is_assumed = named and not of.id  # the server that we are connected to did not say which one it is
             if not (is_assumed or one.is_of(of)):
                 unreachable[url] = (
-                    f"{url} is the monitoring port of {one.name}, which is not of {of.cluster or of.name}"
+                    f"{url} is the monitoring port of {one.name}, which does not belong to {of.cluster or of.name}"
                 )
             elif one.varz.server_id not in {known.varz.server_id for known in found}:
                 found.append(one)
         missing = _members(found, of) - {one.name for one in found}
         if missing:
-            cure = "" if named and len(unreachable) >= len(missing) else ": say --monitor URL for each server"
+            cure = "" if named and len(unreachable) >= len(missing) else ": give --monitor URL for each server"
             self.unknown["monitoring"] = "; ".join(
                 [*unreachable.values(), f"no monitoring port of {', '.join(sorted(missing))}{cure}"]
             )

@@ -17,7 +17,7 @@ from aviso_workers.ops.doctor.facts import Facts, Need
 __all__ = ["Check", "Finding", "Result", "State", "about", "check", "judge", "worst"]
 
 PAGE = "docs/operations.md"
-NOT_IN_PRODUCTION = "for production: say --production"
+NOT_IN_PRODUCTION = "checked only with --production"
 
 
 class State(enum.IntEnum):

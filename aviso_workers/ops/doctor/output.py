@@ -33,7 +33,7 @@ def text(report: Report) -> Iterator[str]:
             yield f"PASS {result.check.code} {result.check.title}"
     if report.durability:
         yield ""
-        yield "What is lost with a server, its disk or its power:"
+        yield "Losses when a server, its disk or its power fails:"
     for lost, streams in _by_durability(report).items():
         yield f"  {', '.join(streams)}: {lost}"
 
@@ -78,13 +78,13 @@ def measured(report: Report) -> list[Measured]:
     return [
         Measured(
             name="aviso_doctor_check",
-            help="The state of a check: 1 for the state that it is in, else 0.",
+            help="1 for the current state of a check, 0 for its other states.",
             labels=("code", "state"),
             values=states,
         ),
         Measured(
             name="aviso_doctor_findings",
-            help="The number of findings of a check.",
+            help="Findings of a check, by state.",
             labels=("code", "state"),
             values=findings,
         ),

@@ -192,8 +192,9 @@ class Eraser:
             records.replace(audit, whole)
         except RefusedError as error:
             raise RefusedError(
-                f"{sum(erased.values())} were erased, {left.messages} are left, and the record says only that it was "
-                f"begun: {error}. It has what was found: keep it, and erase again with another record"
+                f"{sum(erased.values())} were erased, {left.messages} are left, and the record says only that the "
+                f"erasure was begun: {error}. Keep the record, which lists the messages found, and erase again with "
+                "another record"
             ) from error
         return left
 

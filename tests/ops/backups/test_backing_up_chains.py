@@ -194,7 +194,7 @@ async def test_what_was_read_beside_a_snapshot_is_the_same_in_the_next_one(site:
 async def test_what_lies_elsewhere_is_no_backup_before(site: Site, tmp_path: Path) -> None:
     await site.fill(5)
     elsewhere = await backups.create(site.app.session.admin, "MARS", tmp_path / "elsewhere")
-    with pytest.raises(BackupError, match=r"does not lie in .*here/MARS"):
+    with pytest.raises(BackupError, match=r"is not in .*here/MARS"):
         await backups.create(site.app.session.admin, "MARS", tmp_path / "here", since=elsewhere)
 
 

@@ -494,7 +494,7 @@ async def test_a_backup_of_a_server_before_2_15(site: Site, tmp_path: Path) -> N
         await backups.restore(site.app.session.admin, cut)
     changes: list[dict[str, Any]] = [{"name": "COPY"}, {"storage": "memory"}]
     for changed in changes:
-        with pytest.raises(BackupError, match="it restores as it was"):
+        with pytest.raises(BackupError, match="so its name and storage cannot be changed"):
             await backups.restore(site.app.session.admin, old, **changed)
 
 

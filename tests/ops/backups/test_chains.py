@@ -238,7 +238,7 @@ def test_a_chain_is_merged_into_a_full_backup(links: list[Backup], tmp_path: Pat
     assert (merged.previous, bodies(merged)) == (None, MOMENTS[2])
     assert merged.archive.name == "stream.arc.s2"
     assert backups.verify(merged) == backups.verify(links[2])
-    with pytest.raises(BackupError, match="exists: say another directory"):
+    with pytest.raises(BackupError, match="exists: choose another directory"):
         backups.merge(links[2], tmp_path / "full")
 
 

@@ -320,12 +320,14 @@ async def test_a_set_that_is_not_whole_keeps_workers_out_and_is_gone_on_with(
         for use in (site.app.session.replayer("mars", {}), site.app.session.backend.key_value("field__rows")):
             with pytest.raises(UnavailableError, match="is being restored"):
                 await use
-        with pytest.raises(BackupError, match=r"MARS is of a set that is not whole yet: do `backup restore --all`"):
+        with pytest.raises(
+            BackupError, match=r"MARS belongs to a set that is not completely restored: run `backup restore --all`"
+        ):
             await backups.restore(site.app.session.admin, backups.find(tmp_path / "MARS")[0])
         await site.restore(tmp_path)
         assert await messages(site) == there
         assert (await site.rows.get("a"), await site.count.get("all")) == (1, 5)
-        with pytest.raises(BackupError, match="MARS exist: nothing is restored"):
+        with pytest.raises(BackupError, match="MARS exist, so nothing is restored"):
             await site.restore(tmp_path)
 
 
@@ -374,7 +376,7 @@ async def test_a_set_is_gone_on_with_after_a_kill(
         assert all(metadata.is_unfinished(info.config) for info in infos), "no worker can use any of them"
         await site.restore(tmp_path)
         assert await messages(site) == there
-        with pytest.raises(BackupError, match=r"exist: nothing is restored; which are all streams of the set"):
+        with pytest.raises(BackupError, match=r"exist, so nothing is restored .all streams of the set"):
             await site.restore(tmp_path)
 
 
@@ -591,7 +593,7 @@ async def test_a_set_is_refused_before_anything_is_touched(site: Site, tmp_path:
             await site.restore(tmp_path)
         (tmp_path / "elsewhere").rename(archive.parent)
         await site.app.session.backend.key_value("field__rows")
-        with pytest.raises(BackupError, match="KV_field__rows exist: nothing is restored"):
+        with pytest.raises(BackupError, match="KV_field__rows exist, so nothing is restored"):
             await site.restore(tmp_path)
         assert await site.app.session.admin.stream_names() == ["KV_field__rows"]
 

@@ -90,11 +90,11 @@ def left(directory: Path) -> Iterator[Seen]:
 
 def test_a_window_that_ends_before_what_is_tried_again(left: Seen) -> None:
     (wrong,) = [finding for finding in left.results["JS009"].findings if finding.stream == "MARS"]
-    assert wrong.found == "duplicate_window 2m, and agent derive tries for up to 420 s"
+    assert wrong.found == "duplicate_window 2m, and agent derive retries for up to 420 s"
     assert "streams.MARS.duplicate_window: 10m" in wrong.cure
     short = [finding.found for finding in left.results["JS009"].findings if finding.stream == "SHORT"]
     assert "duplicate_window 10s, publish_deadline_seconds 30" in short
-    assert "duplicate_window 10s, and agent soon tries for up to 21 s" in short
+    assert "duplicate_window 10s, and agent soon retries for up to 21 s" in short
     assert "LONG" not in left.findings("JS009")
 
 
@@ -118,7 +118,7 @@ def test_dead_letters(left: Seen) -> None:
 
 
 def test_a_notification_that_killed_its_workers(left: Seen) -> None:
-    assert left.found("JS059") == {"MARS > field__index": "1 exceeded max_deliver within the last days"}
+    assert left.found("JS059") == {"MARS > field__index": "1 notifications exceeded max_deliver within the last 7 days"}
 
 
 def test_without_either_there_is_nothing_to_say(left: Seen) -> None:
@@ -142,7 +142,7 @@ def back_up(directory: Path, stream: str, *, age: timedelta = timedelta()) -> Pa
 
 def test_backups(left: Seen, tmp_path: Path) -> None:
     assert left.state("JS046") is State.SKIP
-    assert left.results["JS046"].findings[0].found == "the directory of backups is not known: say --backups DIRECTORY"
+    assert left.results["JS046"].findings[0].found == "the directory of backups is not known: give --backups DIRECTORY"
     old = back_up(tmp_path / "old", "MARS", age=timedelta(days=3))
     back_up(tmp_path / "new", "LONG")
     (tmp_path / "broken-off").mkdir()
@@ -154,7 +154,11 @@ def test_backups(left: Seen, tmp_path: Path) -> None:
     seen = examined(left.facts.config, backups=tmp_path)
     assert seen.state("JS046") is State.PASS
     older = structs.replace(seen.facts, server=structs.replace(seen.facts.server, ver="2.14.3"))  # none is here
-    assert judged(older).found("JS046")["MARS"].endswith("is of nats-server 2.15 or newer, and 2.14.3 runs here")
+    assert (
+        judged(older)
+        .found("JS046")["MARS"]
+        .endswith("was made by nats-server 2.15 or newer, which 2.14.3 cannot restore")
+    )
 
 
 def configured(left: Seen, **jetstream: Any) -> Config:
@@ -169,7 +173,7 @@ def configured(left: Seen, **jetstream: Any) -> Config:
     [
         ({}, []),
         ({"enable_auto_reconnect": False}, ["false"]),
-        ({"max_reconnect_attempts": 3, "reconnect_delay_ms": 1000}, ["stops trying after 3 s"]),
+        ({"max_reconnect_attempts": 3, "reconnect_delay_ms": 1000}, ["workers give up after 3 s"]),
         ({"publish_deadline_seconds": 5.0}, ["5 s"]),
     ],
 )
@@ -223,5 +227,5 @@ def test_credentials_that_expire(left: Seen, tmp_path: Path) -> None:
     (tmp_path / "other").write_text("nothing of that kind")
     assert judgement(str(tmp_path / "other")) == (
         State.SKIP,
-        [f"{tmp_path / 'other'} holds no user JWT that can be read"],
+        [f"{tmp_path / 'other'} has no readable user JWT"],
     )

@@ -117,7 +117,7 @@ def test_an_even_number_of_servers(whole: Seen) -> None:
     four = structs.replace(jetstream, meta=structs.replace(jetstream.meta, cluster_size=4))
     first = structs.replace(first, varz=structs.replace(first.varz, jetstream=four))
     seen = judged(structs.replace(whole.facts, monitored=(first, *others)))
-    assert seen.found("JS062") == {"": "4 servers agree on streams and consumers"}
+    assert seen.found("JS062") == {"": "the meta group has 4 servers"}
 
 
 @pytest.mark.covers("001-15")
@@ -155,7 +155,7 @@ def test_two_copies_in_one_place(whole: Seen) -> None:
 @pytest.mark.parametrize(
     ("replica", "found"),
     [
-        (Replica(name="n-3", current=True, lag=5000), "n-3 is 5000 behind"),
+        (Replica(name="n-3", current=True, lag=5000), "n-3 is 5000 entries behind"),
         (Replica(name="n-3", current=True, active=60 * 10**9), "n-3 was last active 60 s ago"),
         (Replica(name="n-3", offline=True), "n-3 is offline"),
     ],
@@ -174,7 +174,7 @@ def test_one_server_that_was_killed(cluster: Cluster, maimed: Seen) -> None:
     assert "n-2" in maimed.found("JS017")["MARS"]
     dead = f"http://127.0.0.1:{cluster.nodes[1].monitoring_port}"
     assert "no answer of a nats-server" in maimed.found("JS044")[dead]
-    assert maimed.found("JS049")["n-1"] == "connected to n-3, in a cluster of 3"
+    assert maimed.found("JS049")["n-1"] == "connected to n-3, in a cluster of 3 servers"
     assert maimed.state("JS042") is State.PASS
     assert maimed.state("JS053") is not State.PASS  # n-2 is not seen
 
@@ -210,7 +210,7 @@ def test_the_monitoring_port_of_a_server_that_was_killed_is_not_asked_for(maimed
     """It was given."""
     told = [finding.found for result in maimed.results.values() for finding in result.findings]
     assert any("no monitoring port of n-2" in found for found in told)
-    assert not any("say --monitor" in found for found in told)
+    assert not any("give --monitor" in found for found in told)
 
 
 def test_two_servers_that_were_killed(cluster: Cluster, maimed: Seen) -> None:

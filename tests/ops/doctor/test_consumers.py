@@ -107,7 +107,7 @@ def broken(directory: Path) -> Iterator[Seen]:
 
 def test_a_consumer_that_tries_again_at_once(broken: Seen) -> None:
     found = broken.found("JS024")
-    assert found["MARS > plain"] == "no backoff: every 30 s again"
+    assert found["MARS > plain"] == "no backoff: unacknowledged messages are delivered again after 30 s"
     assert not {"MARS > steps", "MARS > field__index"} & found.keys()
 
 
@@ -119,8 +119,8 @@ def test_a_consumer_that_never_gives_up(broken: Seen) -> None:
 
 def test_what_is_given_up_and_not_kept(broken: Seen) -> None:
     assert broken.found("JS026") == {
-        "MARS > cut_short": "max_deliver 2, and no stream keeps what exceeds it",
-        "MARS > field__load": "max_deliver 26, and no stream keeps what exceeds it",
+        "MARS > cut_short": "max_deliver 2, and no stream stores advisories of messages beyond it",
+        "MARS > field__load": "max_deliver 26, and no stream stores advisories of messages beyond it",
     }
 
 
@@ -170,7 +170,7 @@ def test_a_consumer_that_nobody_has_used_for_a_week(broken: Seen) -> None:
     assert broken.found("JS035") == {}
     later = judged(structs.replace(broken.facts, now=broken.facts.now + timedelta(days=8)))
     found = later.found("JS035")
-    assert found["MARS > plain"].startswith("no client reads it, and nothing was delivered since")
+    assert found["MARS > plain"].startswith("no client reads from the consumer, and no message was delivered since")
     assert not {"MARS > pinned", "MARS > pushing"} & found.keys()  # in use
 
 

@@ -137,7 +137,7 @@ def test_without_measured_acknowledgements_nothing_is_said_of_them(working: Seen
 
 def test_work_that_nobody_asks_for(working: Seen) -> None:
     found = working.found("JS030")
-    assert found[f"{SHARED} > alone"] == "40 pending, and no worker asks for them"
+    assert found[f"{SHARED} > alone"] == "40 pending, and no worker pulls them"
     assert not {f"{SHARED} > paused", f"{SHARED} > busy"} & found.keys()
 
 
@@ -209,8 +209,8 @@ def test_an_agent_whose_consumer_is_gone(working: Seen) -> None:
     record = recorded(working, minutes=0)
     gone = structs.replace(working.facts, records={(SHARED, "field__index"): record})
     assert judged(gone).found("JS065") == {
-        f"{SHARED} > field__index": "its consumer is gone; it had settled everything up to sequence 0, "
-        "and the stream has come to 40"
+        f"{SHARED} > field__index": "its consumer is gone; all messages up to sequence 0 were settled, "
+        "and the last sequence of the stream is 40"
     }
     finding = judged(gone).findings("JS065")[f"{SHARED} > field__index"]
     assert (finding.state, "aviso-workers agents rm field --agent index" in finding.cure) == (State.FAIL, True)
@@ -272,7 +272,7 @@ def declaring_index(working: Seen) -> Facts:
 def test_an_agent_that_no_worker_has_ever_run(working: Seen) -> None:
     (finding,) = judged(declaring_index(working)).findings("JS065").values()
     assert (finding.where, finding.state) == ("MARS > field__index", State.WARN)
-    assert finding.found == "no worker has ever made its consumer; nothing waits for the agent"
+    assert finding.found == "no worker has ever created its consumer; no lag counts its notifications"
 
 
 USERS = """
@@ -319,7 +319,7 @@ def test_a_worker_that_cannot_make_its_consumer(tmp_path: Path, retention: str) 
     assert isinstance(refused, RefusedError)
     finding = seen.findings("JS065")["MARS > field__index"]
     assert finding.state is State.WARN
-    assert finding.found.startswith("no worker has ever made its consumer; "), "it is not known whether one tried"
+    assert finding.found.startswith("no worker has ever created its consumer; "), "it is not known whether one tried"
     assert ("MARS is a work queue" in finding.found) == (retention == "workqueue")
     assert "`agent.disturbed`" in finding.cure
 
@@ -329,14 +329,14 @@ def test_a_worker_that_cannot_make_its_consumer(tmp_path: Path, retention: str) 
     [
         pytest.param(
             {"removed": True},
-            "its consumer was removed by an operator at {time}, when everything up to sequence 0 was settled; "
-            "nothing waits for the agent",
+            "its consumer was removed by an operator at {time}, when all messages up to sequence 0 were settled; "
+            "no lag counts its notifications",
             id="an operator removed the consumer",
         ),
         pytest.param(
             {"stream_created": datetime(2020, 1, 1, tzinfo=UTC)},
-            "its stream was made anew since {time}, when everything up to sequence 0 of the former one was settled; "
-            "nothing waits for the agent",
+            "its stream was created again after {time}, when the former stream was settled up to sequence 0; "
+            "no lag counts its notifications",
             id="the stream is another one",
         ),
     ],
@@ -355,7 +355,8 @@ def test_notifications_that_end_their_worker(working: Seen) -> None:
     one = RunAlone(app="field", agent="index", stream=SHARED, sequence=7)
     crashing = structs.replace(working.facts, run_alone=(one, structs.replace(one, sequence=5)))
     assert judged(crashing).found("JS066") == {
-        f"{SHARED} > field__index": "a worker ended while it handled sequence 5, 7; each is run alone now (2 in all)"
+        f"{SHARED} > field__index": "a worker ended while it handled sequence 5, 7; "
+        "workers now run each such notification alone (2 in all)"
     }
 
 

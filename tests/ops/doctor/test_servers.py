@@ -90,7 +90,7 @@ def plain(directory: Path) -> Iterator[Seen]:
 
 
 def test_a_power_cut_of_a_server_as_it_comes(plain: Seen) -> None:
-    stands = "gone with the disk of its server; a power cut of its server loses up to 2m of what was acknowledged"
+    stands = "lost with the disk of its server; a power cut of its server loses up to 2m of acknowledged messages"
     assert plain.found("JS043") == {"MARS": stands}
     assert plain.state("JS043") is State.WARN
     in_production = structs.replace(plain.facts, scope=structs.replace(plain.facts.scope, production=True))
@@ -108,7 +108,7 @@ def test_streams_among_temporary_files(plain: Seen) -> None:
 @pytest.mark.covers("004-33")
 def test_a_disk_that_is_too_small(plain: Seen) -> None:
     (server,) = plain.facts.monitored
-    assert "bytes may still come" in plain.found("JS053")[server.name]
+    assert "the server may still store " in plain.found("JS053")[server.name]
 
 
 def test_a_disk_that_cannot_be_seen_is_not_a_large_one(plain: Seen) -> None:
@@ -124,7 +124,7 @@ def test_a_disk_that_is_full(plain: Seen, monkeypatch: pytest.MonkeyPatch) -> No
     assert full.state("JS053") is State.FAIL
     finding = full.findings("JS053")[server.name]
     assert finding.found.startswith("0 of 1000000000000 bytes are free in ")
-    assert "restart that server: it does not try again by itself" in finding.cure
+    assert "then restart that server. Until the restart, the server refuses messages" in finding.cure
 
 
 def test_a_server_that_could_not_write_is_to_be_restarted(plain: Seen) -> None:
@@ -135,7 +135,7 @@ def test_a_server_that_could_not_write_is_to_be_restarted(plain: Seen) -> None:
     finding = shut.findings("JS044")[server.name]
     assert (finding.state, finding.found) == (State.FAIL, error)
     assert "then restart that server" in finding.cure
-    assert "two are needed" not in finding.cure
+    assert "two must run" not in finding.cure
 
 
 def test_a_server_that_has_stored_as_much_as_it_may(tmp_path: Path) -> None:
@@ -143,8 +143,8 @@ def test_a_server_that_has_stored_as_much_as_it_may(tmp_path: Path) -> None:
         anyio.run(lambda: fill(loaded, "MARS", 1_040_000))
         seen = examined(loaded, monitors=(monitor,))
     (finding,) = (each for each in seen.results["JS053"].findings if each.state is State.FAIL)
-    assert finding.found.endswith("of 1048576 bytes that the server may store are stored")
-    assert "raise jetstream.max_file_store" in finding.cure
+    assert finding.found.endswith("of the 1048576 bytes that the server may store are used")
+    assert "Raise jetstream.max_file_store" in finding.cure
 
 
 async def fill(loaded: Config, stream: str, size: int) -> None:
@@ -187,7 +187,7 @@ def test_a_hot_stream_that_waits_for_the_disk(tmp_path: Path) -> None:
         facts = anyio.run(gather_hot, loaded, monitor)
     assert judged(facts).state("JS054") is State.PASS
     hot = judged(structs.replace(facts, elapsed_seconds=0.01))
-    assert hot.found("JS054") == {"HOT": "2000 messages a second, each flushed"}
+    assert hot.found("JS054") == {"HOT": "2000 messages a second, each flushed before its acknowledgement"}
 
 
 def test_personal_data_on_an_encrypted_disk(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_the_wrong_encryption_key(tmp_path: Path) -> None:
     assert seen.found("JS042") == {"MARS": "the stream of event type mars does not exist"}
     assert seen.state("JS042") is State.FAIL
     assert "could not be recovered" in "".join(seen.found("JS044").values())
-    assert "stop the server before a worker makes MARS" in seen.findings("JS042")["MARS"].cure
+    assert "Stop the server before a worker creates MARS" in seen.findings("JS042")["MARS"].cure
     with running(tmp_path / "js", "cipher: chacha, key: the-right-one") as (loaded, monitor):
         again = examined(loaded, monitors=(monitor,))
     assert (again.state("JS042"), again.state("JS044")) == (State.PASS, State.PASS)
@@ -280,10 +280,13 @@ def test_a_slow_client_and_too_many_of_them(tmp_path: Path) -> None:
         seen = examined(loaded, monitors=(monitor,))
     assert before.state("JS056") is State.PASS
     slow, crowded = (finding.found for finding in seen.results["JS056"].findings)
-    assert slow == "1 slow clients cut off within a day, the last one nameless at 127.0.0.1"
+    assert slow == "1 slow clients were cut off within a day, the last one without a name at 127.0.0.1"
     tomorrow = judged(structs.replace(seen.facts, now=seen.facts.now + timedelta(days=1)))
     assert [finding.found for finding in tomorrow.results["JS056"].findings] == [crowded], "one incident is over"
-    assert crowded in ("5 of 6 connections", "6 of 6 connections")  # the slow one may still be leaving
+    assert crowded in (
+        "5 of 6 connections are used",
+        "6 of 6 connections are used",
+    )  # the slow one may still be leaving
 
 
 def subscribe(port: int, subject: str, stack: ExitStack) -> None:
@@ -334,7 +337,7 @@ def test_accounts_with_too_few_limits_and_too_strict_ones(accounts: tuple[str, s
         loaded = write(tmp_path / f"{user}.yaml", accounts[0], user=user, password="hush")
         return examined(loaded, monitors=(accounts[1],), production=True)
 
-    alone = {"account": "one of 2 accounts, without max_streams"}
+    alone = {"account": "one of 2 accounts on this server, without max_streams"}
     assert (seen("alice").state("JS040"), seen("carol").found("JS040")) == (State.PASS, alone)
     assert seen("carol").state("JS039") is State.PASS
     assert seen("alice").state("JS061") is State.PASS
@@ -367,7 +370,7 @@ def test_a_monitoring_port_that_does_not_answer(plain: Seen, free_port: int, tmp
     assert "no answer of a nats-server" in named.found("JS044")[f"http://127.0.0.1:{free_port}"]
     assert by_default.state("JS044") is State.SKIP
     assert by_default.state("JS043") is State.SKIP
-    assert any("say --monitor URL" in finding.found for finding in by_default.results["JS043"].findings)
+    assert any("give --monitor URL" in finding.found for finding in by_default.results["JS043"].findings)
 
 
 def test_monitoring_ports_that_accept_and_say_nothing_are_waited_for_side_by_side(plain: Seen, tmp_path: Path) -> None:
@@ -414,7 +417,7 @@ def test_versions(plain: Seen) -> None:
     (server,) = plain.facts.monitored
     other = structs.replace(server, varz=structs.replace(server.varz, server_name="n2", version="2.11.4"))
     found = judged(structs.replace(plain.facts, monitored=(server, other))).found("JS041")
-    assert found["n2"] == "2.11.4: without fast batches and `aviso-workers agents reset`"
+    assert found["n2"] == "version 2.11.4 has neither fast batches nor `aviso-workers agents reset`"
     assert "n2 2.11.4" in found["cluster"]
 
 
@@ -424,7 +427,7 @@ def test_a_stream_that_needs_a_newer_server(plain: Seen) -> None:
     newer = structs.replace(mars, config=StreamConfig({**mars.config, "metadata": {"_nats.req.level": "9"}}))
     after = structs.replace(plain.facts.after, streams={"MARS": newer})
     assert judged(structs.replace(plain.facts, after=after)).found("JS041") == {
-        "MARS": "needs API level 9, and the server has 5"
+        "MARS": "needs API level 9, and the server has API level 5"
     }
 
 
@@ -434,6 +437,6 @@ def test_two_servers_of_one_directory(plain: Seen) -> None:
     (server,) = plain.facts.monitored
     other = structs.replace(server, varz=structs.replace(server.varz, server_name="n2"))
     found = judged(structs.replace(plain.facts, monitored=(server, other))).found("JS049")
-    assert found[f"{server.name} and n2"].startswith("share /")
+    assert found[f"{server.name} and n2"].startswith("have the same store_dir /")
     elsewhere = structs.replace(other, url="http://n2.example.org:8222")
     assert judged(structs.replace(plain.facts, monitored=(server, elsewhere))).state("JS049") is State.PASS

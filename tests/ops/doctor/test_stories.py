@@ -117,7 +117,7 @@ def test_the_demos_deployment(tmp_path: Path) -> None:
     assert {code for code, state in seen.wrong.items() if state is State.FAIL} == set()
     assert seen.state("JS043") is State.SKIP  # it has no monitoring port; what is certain is told all the same
     told = {each.stream: str(each) for each in durability.of_streams(seen.facts)}
-    assert told["MARS"].startswith("gone with the disk of its server; sync_interval is not known")
+    assert told["MARS"].startswith("lost with the disk of its server; sync_interval is not known")
 
 
 async def apply(loaded: Config) -> None:
@@ -219,8 +219,8 @@ def test_a_cluster_for_production(production: Cluster) -> None:
     assert {code: [str(each) for each in seen.results[code].findings] for code in seen.wrong} == {}
     (mars,) = [str(each) for each in durability.of_streams(seen.facts) if each.stream == "MARS"]
     assert mars == (
-        "withstands the loss of 1 of its 3 servers; "
-        "a power cut of 2 of its 3 servers at once loses up to 10s of what was acknowledged"
+        "survives the loss of 1 of its 3 servers; "
+        "a power cut of 2 of its 3 servers at once loses up to 10s of acknowledged messages"
     )
 
 
@@ -241,7 +241,7 @@ BROKEN = {
     ("JS004", "TWO"): "streams.TWO.num_replicas: 3",
     ("JS005", "MEMORY"): "aviso-workers backup create MEMORY",
     ("JS006", "FULL"): "streams.FULL.max_bytes",
-    ("JS008", "UNHEARD"): "start the consumers before the publishers",
+    ("JS008", "UNHEARD"): "Start the consumers before the publishers",
     ("JS010", "CRITICAL"): "streams.CRITICAL.deny_delete and deny_purge",
     ("JS011", "PEOPLE"): "aviso-workers streams rm PEOPLE",
     ("JS013", "MARS"): "aviso-workers streams apply",

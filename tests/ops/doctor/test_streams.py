@@ -114,11 +114,13 @@ def broken(directory: Path) -> Iterator[Seen]:
 @pytest.mark.covers("001-33", "002-79")
 def test_a_stream_without_a_limit_of_bytes(broken: Seen) -> None:
     found = broken.found("JS001")
-    assert found["UNLIMITED"] == "no max_bytes, 0 bytes so far"
+    assert found["UNLIMITED"] == "no max_bytes, 0 bytes stored"
     assert not {"LIMITED", "KV_state__index"} & found.keys()
     cures = {where: finding.cure for where, finding in broken.findings("JS001").items()}
-    assert cures["UNLIMITED"] == "declare it: streams.UNLIMITED.max_bytes, then `aviso-workers streams apply`"
-    assert cures["MARS"].startswith("set max_bytes, or the event type's storage_policy.max_size, then ")
+    assert cures["UNLIMITED"] == (
+        "Set streams.UNLIMITED.max_bytes in the configuration, then run `aviso-workers streams apply`."
+    )
+    assert cures["MARS"].startswith("Set max_bytes, or the event type's storage_policy.max_size, then ")
     assert "workers.dead_letters.max_bytes" in cures[dead_letter_store.STREAM]
 
 
@@ -132,9 +134,9 @@ def test_a_stream_that_forgets_nothing(broken: Seen) -> None:
 def test_a_stream_of_one_copy(broken: Seen) -> None:
     assert broken.found("JS003")["LIMITED"] == "num_replicas 1"  # three copies: test_cluster
     cures = {where: finding.cure for where, finding in broken.findings("JS003").items()}
-    assert cures["LIMITED"].startswith("declare it: streams.LIMITED.num_replicas: 3")
-    assert cures[dead_letter_store.STREAM].endswith(f"start a worker that uses {dead_letter_store.STREAM}")
-    assert "start a worker that uses KV_state__index; where none does" in cures["KV_state__index"]
+    assert cures["LIMITED"].startswith("Set streams.LIMITED.num_replicas: 3")
+    assert cures[dead_letter_store.STREAM].endswith(f"start a worker that uses {dead_letter_store.STREAM}.")
+    assert "start a worker that uses KV_state__index. If no worker uses it" in cures["KV_state__index"]
 
 
 @pytest.mark.covers("001-35", "002-78")
@@ -187,7 +189,7 @@ def test_a_stream_whose_storage_is_not_as_configured(broken: Seen) -> None:
 
 
 def test_an_event_type_whose_subjects_are_anothers(broken: Seen) -> None:
-    assert broken.found("JS014") == {"TAKER": "takes taken.*, which is of event type taken"}
+    assert broken.found("JS014") == {"TAKER": "has the subjects taken.*, which belong to event type taken"}
 
 
 def test_a_configured_stream_that_is_not_there(broken: Seen) -> None:
@@ -255,4 +257,4 @@ def test_what_is_for_production_is_not_judged_elsewhere(broken: Seen) -> None:
     seen = judged(structs.replace(broken.facts, scope=for_development))
     skipped = [code for code, result in seen.results.items() if result.check.production]
     assert {seen.state(code) for code in skipped} == {State.SKIP}
-    assert [finding.found for finding in seen.results["JS003"].findings] == ["for production: say --production"]
+    assert [finding.found for finding in seen.results["JS003"].findings] == ["checked only with --production"]

@@ -38,10 +38,10 @@ JWT = re.compile(r"BEGIN NATS USER JWT-+\s+(\S+)")
 
 @declare(
     "JS009",
-    "Duplicate windows outlast what is tried again",
-    why="what is published again after the window is stored twice",
-    cure="declare it: streams.{stream}.duplicate_window: 10m, then `aviso-workers streams apply`; or try for less: "
-    "publish_deadline_seconds, and an agent's retry=Backoff(...)",
+    "Duplicate windows are longer than publishes are retried",
+    why="The server stores a message twice if its publish is repeated after duplicate_window.",
+    cure="Set streams.{stream}.duplicate_window: 10m in the configuration, then run `aviso-workers streams apply`. Or "
+    "retry for a shorter time: publish_deadline_seconds, and an agent's retry=Backoff(...).",
     needs=("agents", "streams"),
 )
 def short_windows(facts: Facts) -> Iterator[Finding]:
@@ -54,16 +54,16 @@ def short_windows(facts: Facts) -> Iterator[Finding]:
             yield Finding(stream=stream.name, found=f"duplicate_window {shown}, publish_deadline_seconds {deadline:g}")
         for name, seconds in budgets:
             if window < seconds:
-                found = f"duplicate_window {shown}, and agent {name} tries for up to {seconds:.0f} s"
+                found = f"duplicate_window {shown}, and agent {name} retries for up to {seconds:.0f} s"
                 yield Finding(stream=stream.name, found=found)
 
 
 @declare(
     "JS046",
-    "Every configured stream has a backup of today",
-    why="a copy on another server is no backup: what is deleted or damaged is so on all of them",
-    cure="back it up by a timer of the site: `aviso-workers backup create {stream} --to DIRECTORY`; and see now and "
-    "then that it restores: `aviso-workers backup drill DIRECTORY/{stream}/TIME`",
+    "Every configured stream has a backup of the last 24 hours",
+    why="A replica or a mirror is no backup: a message that is deleted or damaged in the stream is missing there too.",
+    cure="Run `aviso-workers backup create {stream} --to DIRECTORY` on a timer of the site. From time to time, check "
+    "that the backup can be restored: `aviso-workers backup drill DIRECTORY/{stream}/TIME`.",
     severity=State.FAIL,
     needs=("backups", "streams"),
 )
@@ -77,16 +77,23 @@ def no_backup(facts: Facts) -> Iterator[Finding]:
         elif (age := facts.now - backup.made) > BACKUP_EVERY:
             yield Finding(stream=name, found=f"{backup.directory} is {age.days} days old")
         elif backup.of_entries and _version(facts.server.ver) < READS_ENTRIES:
-            found = f"{backup.directory} is of nats-server 2.15 or newer, and {facts.server.ver} runs here"
-            yield Finding(stream=name, found=found, cure="keep a server for it that is not older than 2.15")
+            found = f"{backup.directory} was made by nats-server 2.15 or newer, which {facts.server.ver} cannot restore"
+            yield Finding(
+                stream=name,
+                found=found,
+                cure="Upgrade the server, or keep a server of 2.15 or newer to restore this backup.",
+            )
 
 
 @declare(
     "JS047",
     "Connections are encrypted and authenticated",
-    why="passwords and notifications can be read on the network, and whoever reaches the port may do everything",
-    cure="use tls:// in nats_url (tls: of " + JETSTREAM + " has the certificates), and a user: user and password, "
-    "nkey_seed_file or credentials_file; server.tls and server.accounts are the server's side",
+    why="Without TLS, passwords and notifications can be read on the network. Without a user, everybody who reaches "
+    "the port may do everything.",
+    cure="Use tls:// in nats_url (tls: of "
+    + JETSTREAM
+    + " has the certificates), and a user: user and password, nkey_seed_file or credentials_file. On the server, set "
+    "server.tls and server.accounts.",
     needs=(),
     production=True,
 )
@@ -106,9 +113,9 @@ def open_connection(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS048",
     "Workers wait longer than an election takes",
-    why="a cluster that lost a leader needs 5 to 7 seconds for the next; a client that stops trying before that is "
-    "down with it",
-    cure="set max_reconnect_attempts: 0 (without end), enable_auto_reconnect: true, and publish_deadline_seconds: 30",
+    why="A cluster that lost a leader needs 5 to 7 seconds to elect the next. A client that gives up before that "
+    "fails, although the cluster recovers.",
+    cure="Set max_reconnect_attempts: 0 (no limit), enable_auto_reconnect: true and publish_deadline_seconds: 30.",
     needs=(),
 )
 def impatient(facts: Facts) -> Iterator[Finding]:
@@ -118,7 +125,7 @@ def impatient(facts: Facts) -> Iterator[Finding]:
     if not settings.enable_auto_reconnect:
         yield Finding(place=f"{JETSTREAM}.enable_auto_reconnect", found="false")
     elif 0 < seconds < ELECTION_SECONDS:
-        yield Finding(place=f"{JETSTREAM}.max_reconnect_attempts", found=f"stops trying after {seconds:g} s")
+        yield Finding(place=f"{JETSTREAM}.max_reconnect_attempts", found=f"workers give up after {seconds:g} s")
     if settings.publish_deadline_seconds < ENOUGH_TO_PUBLISH_SECONDS:
         found = f"{settings.publish_deadline_seconds:g} s"
         yield Finding(place=f"{JETSTREAM}.publish_deadline_seconds", found=found)
@@ -126,10 +133,10 @@ def impatient(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS057",
-    "There are no dead letters",
-    why="they are notifications that no agent has handled",
-    cure="`aviso-workers dead-letters ls --app {app} --agent {agent}` says why; mend it, then `aviso-workers "
-    "dead-letters retry --app {app} --agent {agent} --yes`, or `drop`",
+    "No agent has dead letters",
+    why="Each dead letter is a notification that an agent could not handle.",
+    cure="`aviso-workers dead-letters ls --app {app} --agent {agent}` shows the errors. Fix the cause, then run "
+    "`aviso-workers dead-letters retry --app {app} --agent {agent} --yes`, or `drop`.",
     needs=("dead_letters",),
 )
 def dead_letters(facts: Facts) -> Iterator[Finding]:
@@ -139,24 +146,24 @@ def dead_letters(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS059",
-    "Workers do not die of what they handle",
-    why="a notification whose worker died on each of its deliveries ends the next worker too, until it exceeds "
-    "max_deliver",
-    cure="search for memory and for crashes in the workers' logs; `aviso-workers dead-letters ls --reason "
-    "max_deliveries` shows the notifications",
+    "No notification has exceeded max_deliver",
+    why="A worker died at each delivery of such a notification, often because memory ran out. Until it exceeds "
+    "max_deliver, such a notification ends one worker after another.",
+    cure="`aviso-workers dead-letters ls --reason max_deliveries` shows the notifications. Check the workers' logs "
+    "for crashes, and the memory of the machine.",
     needs=("dead_letters",),
 )
 def max_deliveries_exceeded(facts: Facts) -> Iterator[Finding]:
     for (app, agent, stream), count in facts.max_deliveries_exceeded.items():
-        found = f"{count} exceeded max_deliver within the last days"
+        found = f"{count} notifications exceeded max_deliver within the last 7 days"
         yield Finding(stream=stream, consumer=f"{app}__{agent}", found=found)
 
 
 @declare(
     "JS060",
-    "Credentials are valid for a while",
-    why="with expired credentials no worker connects again",
-    cure="have the operator of the account issue new ones, and replace the file: `nsc generate creds`",
+    "Credentials are valid for at least 30 days",
+    why="With expired credentials, no worker can connect again.",
+    cure="Get new credentials from the operator of the account (`nsc generate creds`), and replace the file.",
     needs=(),
 )
 def expiring(facts: Facts) -> Iterator[Finding]:
@@ -167,7 +174,7 @@ def expiring(facts: Facts) -> Iterator[Finding]:
     try:
         expires = _expires(Path(file).read_text())
     except (OSError, ValueError, KeyError, TypeError):
-        yield Finding(place=place, found=f"{file} holds no user JWT that can be read", state=State.SKIP)
+        yield Finding(place=place, found=f"{file} has no readable user JWT", state=State.SKIP)
         return
     if expires and expires - facts.now < RENEW:
         state = State.FAIL if expires < facts.now else State.WARN
@@ -176,10 +183,10 @@ def expiring(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS067",
-    "Certificates are valid for a while",
-    why="with an expired certificate no client connects again, on either side",
-    cure="have a new certificate issued, put it in the place of the old one ({place}), and reload the server (`kill "
-    "-HUP` its process), or restart the workers where it is ours",
+    "Certificates are valid for at least 30 days",
+    why="With an expired certificate of the server or of the client, no client can connect again.",
+    cure="Get a new certificate and replace the old one ({place}). Then reload the server (`kill -HUP` its process), "
+    "or restart the workers if it is their certificate.",
     needs=(),
 )
 def expiring_certificates(facts: Facts) -> Iterator[Finding]:
@@ -192,7 +199,7 @@ def expiring_certificates(facts: Facts) -> Iterator[Finding]:
     try:
         der = _certificate_in(Path(tls.cert_file).read_text())
     except (OSError, ValueError):
-        yield Finding(place=place, found=f"{tls.cert_file} holds no certificate that can be read", state=State.SKIP)
+        yield Finding(place=place, found=f"{tls.cert_file} has no readable certificate", state=State.SKIP)
     else:
         yield from _expiring(facts, der, place=place)
 

@@ -29,11 +29,13 @@ LEVEL = "_nats.req.level"
 
 @declare(
     "JS017",
-    "Streams and consumers have a leader, and replicas that are current",
-    why="without a leader nothing is stored or delivered; a replica that is behind does not help when a server is lost",
-    cure="`aviso-workers server status` or the site's supervisor says which server is down: start it. A replica that "
-    "stays behind is moved by `aviso-workers streams remove-peer {stream} SERVER`, which needs one more server; "
-    "else, while all replicas on the others are current, stop the server, empty its store directory and start it",
+    "Every stream and consumer has a leader, and replicas that are current",
+    why="A stream or consumer without a leader neither stores nor delivers. A replica that is offline or behind does "
+    "not help when the next server is lost.",
+    cure="`aviso-workers server status` or the site's supervisor says which server is down: start that server. If a "
+    "replica stays behind, `aviso-workers streams remove-peer {stream} SERVER` moves it, if the cluster has one more "
+    "server. If it has none, check that all replicas on the other servers are current, stop the server with the bad "
+    "replica, empty its store directory, and start it.",
     severity=State.FAIL,
     needs=("consumers", "streams"),
 )
@@ -51,9 +53,10 @@ def replicas(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS018",
-    "Leaders are spread over the servers",
-    why="leaders do the work: one server works for all, and its loss stops everything for an election",
-    cure="`aviso-workers streams step-down STREAM` for some of its streams",
+    "No server leads most of the streams and consumers",
+    why="The leader of a stream or consumer does its work. One server works for all others, and if it is lost, all "
+    "its streams and consumers wait for an election.",
+    cure="Run `aviso-workers streams step-down STREAM` for some streams of that server.",
     needs=("consumers", "streams"),
 )
 def skewed_leaders(facts: Facts) -> Iterator[Finding]:
@@ -69,10 +72,10 @@ def skewed_leaders(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS039",
-    "The account is not full",
-    why="over its limits new streams and consumers, and what is published, are refused",
-    cure="raise the limit (`server.accounts` of our configuration, then `aviso-workers server render` and a reload), "
-    "or remove what is not needed: `aviso-workers report account` shows both",
+    "The account is not near its limits",
+    why="At its limits, the server refuses new streams, consumers and messages of the account.",
+    cure="Raise the limit (`server.accounts` of the configuration, then run `aviso-workers server render` and reload "
+    "the server), or remove unused streams and consumers. `aviso-workers report account` shows the limits and the use.",
     needs=("account",),
 )
 def account_use(facts: Facts) -> Iterator[Finding]:
@@ -94,16 +97,16 @@ def account_use(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             place="account api",
             found=f"{failed} of {asked} requests within {facts.elapsed_seconds:.0f} s failed",
-            cure="`nats events --js-advisory` shows which requests fail, and which client sends them",
+            cure="`nats events --js-advisory` shows which requests fail, and which client sends them.",
         )
 
 
 @declare(
     "JS040",
     "Accounts that share a server have limits",
-    why="without them one account can take the disk, or the memory, of all",
-    cure="set max_storage and max_streams under server.accounts.NAME.jetstream, then "
-    "`aviso-workers server render` and a reload",
+    why="An account without limits can use up the disk and the memory of all accounts.",
+    cure="Set max_storage and max_streams in server.accounts.NAME.jetstream, then run `aviso-workers server render` "
+    "and reload the server.",
     needs=("account", "monitoring"),
     production=True,
 )
@@ -112,16 +115,16 @@ def unlimited_account(facts: Facts) -> Iterator[Finding]:
     limits = facts.after.account.limits
     missing = [name for name in ("max_storage", "max_streams") if getattr(limits, name) <= 0]
     if sharing > 1 and missing:
-        yield Finding(place="account", found=f"one of {sharing} accounts, without {', '.join(missing)}")
+        yield Finding(place="account", found=f"one of {sharing} accounts on this server, without {', '.join(missing)}")
 
 
 @declare(
     "JS061",
-    "Workers may make the streams of their own",
-    why="streams for retries, advisories and what is to be delivered later have no max_bytes: with max_bytes_required "
-    "the account refuses them, and nothing of that can be done",
-    cure="leave max_bytes_required out of server.accounts.NAME.jetstream, or let a user who may create streams make "
-    "{stream}",
+    "Workers can create the streams that they need",
+    why="An account with max_bytes_required refuses streams without max_bytes, as those of retries, advisories and "
+    "delayed notifications are. Without these streams, dead letters cannot be retried, notifications cannot be "
+    "delayed, and notifications that exceed max_deliver are not recorded.",
+    cure="Remove max_bytes_required from server.accounts.NAME.jetstream, or create {stream} by hand with a max_bytes.",
     severity=State.FAIL,
     needs=("account", "streams"),
 )
@@ -131,14 +134,16 @@ def own_streams_refused(facts: Facts) -> Iterator[Finding]:
     dead_letters = [] if facts.config.workers.dead_letters.max_bytes else [dead_letter_store.STREAM]
     for name in (*dead_letters, dead_letter_store.RETRIES, delayed_messages.STREAM, max_deliveries.STREAM):
         if name not in facts.streams:
-            yield Finding(stream=name, found="the account has max_bytes_required, and refuses it")
+            yield Finding(stream=name, found="the account has max_bytes_required and refuses this stream")
 
 
 @declare(
     "JS041",
-    "Servers are new enough, and all of one version",
-    why="an older server does not serve streams that use what it does not know, and lacks what makes workers fast",
-    cure="upgrade the oldest server first to 2.14 or newer, one at a time: `nats-server --signal ldm`, replace, start",
+    "All servers have the same version, 2.14 or newer",
+    why="A server before 2.14 has neither fast batches nor `aviso-workers agents reset`. A stream or consumer that "
+    "uses a feature that its server does not know is offline.",
+    cure="Upgrade one server at a time to 2.14 or newer, the oldest first: `nats-server --signal ldm`, replace the "
+    "program, start it.",
     needs=("account", "consumers", "monitoring", "streams"),
 )
 def versions(facts: Facts) -> Iterator[Finding]:
@@ -147,12 +152,14 @@ def versions(facts: Facts) -> Iterator[Finding]:
         yield Finding(place="cluster", found=", ".join(f"{name} {version}" for name, version in sorted(found.items())))
     for server, version in found.items():
         if tuple(map(int, version.split("-")[0].split(".")[:2])) < COMFORTABLE:
-            yield Finding(place=server, found=f"{version}: without fast batches and `aviso-workers agents reset`")
+            yield Finding(
+                place=server, found=f"version {version} has neither fast batches nor `aviso-workers agents reset`"
+            )
     level = facts.after.account.api.level
     for one in _kept(facts):
         needed = int(one.config.metadata.get(LEVEL, 0))
         if needed > level:
-            yield about(one, f"needs API level {needed}, and the server has {level}", state=State.FAIL)
+            yield about(one, f"needs API level {needed}, and the server has API level {level}", state=State.FAIL)
 
 
 def _wrong_with(group: Cluster) -> Iterator[str]:
@@ -166,7 +173,7 @@ def _wrong_with(group: Cluster) -> Iterator[str]:
         elif replica.active > INACTIVE_SECONDS * SECOND:
             yield f"{replica.name} was last active {replica.active / SECOND:.0f} s ago"
         elif replica.lag > FAR_BEHIND:
-            yield f"{replica.name} is {replica.lag} behind"
+            yield f"{replica.name} is {replica.lag} entries behind"
 
 
 def _kept(facts: Facts) -> Iterator[StreamInfo | ConsumerInfo]:

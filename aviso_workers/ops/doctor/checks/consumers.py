@@ -33,28 +33,29 @@ UNUSED = timedelta(days=7)
 LONG_PAUSE_SECONDS = 86_400
 INFO_CALLS_PER_SECOND = 50
 PINNED_AGAIN = 3
-DECLARE = "declare it: streams.{stream}.consumers.{consumer}."
-APPLY = ", then `aviso-workers streams apply`"
+DECLARE = "Set streams.{stream}.consumers.{consumer}."
+APPLY = " in the configuration, then run `aviso-workers streams apply`"
 
 
 @declare(
     "JS024",
-    "Consumers wait longer between attempts",
-    why="without a backoff what fails comes again every ack_wait, all of it at once",
-    cure=DECLARE + "backoff" + APPLY + "; or let the client nak with a delay",
+    "Consumers of other programs have a backoff",
+    why="Without a backoff, the server delivers every message that was not acknowledged again after ack_wait, and all "
+    "of them at the same time.",
+    cure=DECLARE + "backoff" + APPLY + ". Or let the client nak with a delay.",
 )
 def no_backoff(facts: Facts) -> Iterator[Finding]:
     for consumer in _foreign(facts):
         if not consumer.config.backoff:
             ack_wait = consumer.config.ack_wait / SECOND
-            yield about(consumer, f"no backoff: every {ack_wait:g} s again")
+            yield about(consumer, f"no backoff: unacknowledged messages are delivered again after {ack_wait:g} s")
 
 
 @declare(
     "JS025",
-    "Consumers limit the deliveries of a message",
-    why="a message that can never be handled is delivered for ever",
-    cure=DECLARE + "max_deliver" + APPLY + "; and keep the messages that exceed it (JS026)",
+    "Consumers of other programs limit the deliveries of a message",
+    why="Without max_deliver, a message that can never be handled is delivered for ever.",
+    cure=DECLARE + "max_deliver" + APPLY + ". Also store the advisories of messages that exceed it (JS026).",
 )
 def unlimited_deliveries(facts: Facts) -> Iterator[Finding]:
     for consumer in _foreign(facts):
@@ -64,28 +65,28 @@ def unlimited_deliveries(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS026",
-    "Messages that exceed max_deliver are kept",
-    why="the server announces such a message once, to the subscribers of that moment",
-    cure="declare a stream whose subjects are `"
+    "A stream stores the advisories of messages that exceed max_deliver",
+    why="The server announces such a message once, to the subscribers of that moment.",
+    cure="Declare a stream with the subject `"
     + max_deliveries.SUBJECT
     + ".{stream}.{consumer}`"
     + APPLY
-    + "; our agents do it by themselves, and workers make dead letters of the messages",
+    + ". For an agent, start a worker: it creates such a stream, and workers make dead letters of the messages.",
 )
 def exceeded_and_not_kept(facts: Facts) -> Iterator[Finding]:
     kept = [subject for stream in facts.streams.values() for subject in stream.config.subjects]
     for consumer in facts.consumers.values():
         advisories = f"{max_deliveries.SUBJECT}.{consumer.stream}.{consumer.name}"
         if consumer.config.max_deliver > 0 and not any(overlap(subject, advisories) for subject in kept):
-            yield about(consumer, f"max_deliver {consumer.config.max_deliver}, and no stream keeps what exceeds it")
+            found = f"max_deliver {consumer.config.max_deliver}, and no stream stores advisories of messages beyond it"
+            yield about(consumer, found)
 
 
 @declare(
     "JS027",
     "Every step of a backoff is used",
-    why="the steps after the last delivery are never waited for: a message that was meant to wait longer exceeds "
-    "max_deliver",
-    cure=DECLARE + "max_deliver, above the number of steps" + APPLY,
+    why="The last steps of the backoff are never reached, because a message exceeds max_deliver before them.",
+    cure=DECLARE + "max_deliver above the number of steps" + APPLY + ".",
 )
 def backoff_cut_short(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
@@ -97,10 +98,10 @@ def backoff_cut_short(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS028",
     "Push consumers have flow control and heartbeats",
-    why="without them a slow subscriber is flooded, and one that receives nothing cannot tell why",
-    cure="`aviso-workers consumers rm {stream} {consumer}`, and declare it with flow_control and idle_heartbeat"
-    + APPLY
-    + "; or pull",
+    why="Without flow control, the server floods a slow subscriber. Without heartbeats, a subscriber cannot tell a "
+    "quiet stream from a broken one.",
+    cure="Run `aviso-workers consumers rm {stream} {consumer}`, and declare the consumer with flow_control and "
+    "idle_heartbeat" + APPLY + ". Or use a pull consumer.",
 )
 def push_without_flow_control(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
@@ -113,8 +114,8 @@ def push_without_flow_control(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS029",
     "Durable push consumers have a subscriber",
-    why="no client receives what it pushes",
-    cure="start the subscriber, or remove what is left of it: `aviso-workers consumers rm {stream} {consumer}`",
+    why="No client receives the messages that this consumer pushes.",
+    cure="Start the subscriber. If nobody needs the consumer, run `aviso-workers consumers rm {stream} {consumer}`.",
 )
 def push_without_subscriber(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
@@ -124,10 +125,11 @@ def push_without_subscriber(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS032",
-    "An agent may hold as much as it handles at a time",
-    why="calls above max_ack_pending wait for acknowledgements of others, however many workers there are",
-    cure="restart a worker of {app}, which brings its consumer in line; if the account's max_ack_pending is lower, "
-    "raise that",
+    "max_ack_pending is not below the concurrency of an agent",
+    why="The server delivers no more than max_ack_pending unacknowledged messages to all workers together, so "
+    "handlers of the agent stay idle.",
+    cure="Restart a worker of {app}, which updates the consumer to match the code. If the account has a lower "
+    "max_ack_pending, raise that limit.",
     needs=("agents", "consumers", "streams"),
 )
 def held_back(facts: Facts) -> Iterator[Finding]:
@@ -142,11 +144,12 @@ def held_back(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS064",
-    "The server has in effect for an agent what its code says",
-    why="workers of another version share the consumer, or an operator changed it: a shorter ack_wait has "
-    "notifications handled twice at the same time, and a narrower filter hides some",
-    cure="where no worker of another version runs any more, wait for five minutes; else restart a worker of {app}, "
-    "which brings its consumer in line",
+    "The consumer of an agent has the settings of the agent's code",
+    why="Workers of another version share the consumer, or an operator changed it. With a shorter ack_wait, "
+    "notifications are handled twice at the same time. With a narrower filter, the agent does not receive some "
+    "notifications.",
+    cure="During a deploy, wait until no worker of another version has run for five minutes. Otherwise restart a "
+    "worker of {app}, which updates the consumer to match the code.",
     needs=("agents", "consumers", "streams"),
 )
 def not_as_the_code_says(facts: Facts) -> Iterator[Finding]:
@@ -159,9 +162,9 @@ def not_as_the_code_says(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS033",
-    "Consumers have few filters",
-    why="each of many disjoint filters is searched for in each block of the stream",
-    cure="split it into several consumers: agents with a narrower `where` each",
+    "No consumer has more than 10 filters",
+    why="The server searches each block of the stream once for each filter.",
+    cure="Use several consumers: agents with a narrower `where` each.",
 )
 def many_filters(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
@@ -171,10 +174,11 @@ def many_filters(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS034",
-    "Streams have a bounded number of consumers",
-    why="the server keeps state for each, and asking for all of them becomes slow",
-    cure="`aviso-workers consumers ls {stream}` shows them; share durable consumers, and let ephemeral ones end with "
-    "an inactive threshold",
+    "No stream has too many consumers",
+    why="The server keeps state for each consumer, and listing all of them becomes slow. Unless max_consumers of the "
+    "stream says otherwise, nats-server 2.15 refuses the 1001st.",
+    cure="`aviso-workers consumers ls {stream}` lists the consumers. Share durable consumers, and give ephemeral "
+    "consumers an inactive threshold, which ends them with their clients.",
     needs=("streams",),
 )
 def many_consumers(facts: Facts) -> Iterator[Finding]:
@@ -187,38 +191,43 @@ def many_consumers(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS035",
     "Durable consumers are in use",
-    why="a stream of interest or a work queue keeps messages for one without a reader for ever, and its lag is in "
-    "every report",
-    cure="if its agent is gone for good: `aviso-workers consumers rm {stream} {consumer}`; else start a worker",
+    why="A stream with retention interest or workqueue keeps messages for an unused consumer for ever, and reports "
+    "show its lag.",
+    cure="If nobody needs the consumer any more, run `aviso-workers consumers rm {stream} {consumer}`. Otherwise "
+    "start a worker or the client that reads from it.",
 )
 def unused(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
         in_use = consumer.num_waiting or consumer.push_bound or consumer.num_ack_pending
         since = consumer.last_delivered or consumer.created
         if consumer.durable and not in_use and since and facts.now - since > UNUSED:
-            yield about(consumer, f"no client reads it, and nothing was delivered since {since.date()}")
+            yield about(
+                consumer, f"no client reads from the consumer, and no message was delivered since {since.date()}"
+            )
 
 
 @declare(
     "JS036",
-    "Nothing is paused and forgotten",
-    why="a paused consumer is given nothing, and its lag grows",
-    cure="`aviso-workers agents resume {agent} --app {app}`, or `nats consumer resume {stream} {consumer}` where it is "
-    "no agent's",
+    "No consumer is paused for more than a day",
+    why="The server delivers nothing to a paused consumer, and its lag grows.",
+    cure="`aviso-workers agents resume {agent} --app {app}` ends the pause of an agent, and `nats consumer resume "
+    "{stream} {consumer}` that of another consumer.",
 )
 def paused(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
         pause = consumer.paused_until - consumer.time if consumer.paused_until else timedelta()
         if pause.total_seconds() > LONG_PAUSE_SECONDS:
-            yield about(consumer, f"paused for {pause.days} days more")
+            yield about(consumer, f"paused for another {pause.days} days")
 
 
 @declare(
     "JS037",
-    "A pinned consumer has a pinned client, and keeps it",
-    why="only the pinned client is given anything; one that changes again and again loses its place in the order",
-    cure="start a client that pulls with the group; if it changes, raise priority_timeout above the time that one "
-    "message takes, or pin anew: `aviso-workers consumers unpin {stream} {consumer} GROUP`",
+    "Every pinned consumer has a pinned client, which does not change",
+    why="The server delivers to the pinned client only. Each change of the pinned client can break the order in which "
+    "messages are handled.",
+    cure="Start a client that pulls with the group. If the pinned client changes too often, raise priority_timeout "
+    "above the handling time of one message. To pin another client, run `aviso-workers consumers unpin {stream} "
+    "{consumer} GROUP`.",
 )
 def not_pinned(facts: Facts) -> Iterator[Finding]:
     pinned = Counter(
@@ -236,10 +245,12 @@ def not_pinned(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS063",
-    "Agents are given every notification",
-    why="with max_msgs_per_subject a newer notification replaces an older one, also before an agent has handled it",
-    cure="set notification_schema.{place}.storage_policy.allow_duplicates: true where each one counts" + APPLY + "; "
-    "where the newest is enough, set it to false, which says so",
+    "No notification is replaced before an agent handles it",
+    why="With max_msgs_per_subject, a new notification replaces an older one of its subject, even if an agent has not "
+    "handled the older one.",
+    cure="If every notification counts, set notification_schema.{place}.storage_policy.allow_duplicates: true"
+    + APPLY
+    + ". If the newest is enough, set allow_duplicates: false, and this check passes.",
 )
 def replaced(facts: Facts) -> Iterator[Finding]:
     event_types = facts.config.notification_schema
@@ -260,10 +271,10 @@ def replaced(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS051",
-    "Consumers are not asked about too often",
-    why="CONSUMER.INFO is work for the consumer's leader, and slow where there are many",
-    cure="find the client in `nats events --js-advisory`; read what is left from the messages' metadata instead, and "
-    "create consumers idempotently without asking first",
+    "Clients send few requests for CONSUMER.INFO",
+    why="Each request is work for the leader of the consumer, and requests are slow in a stream with many consumers.",
+    cure="`nats events --js-advisory` names the client. Let it read the number of pending messages from the metadata "
+    "of each message, and create consumers idempotently without asking first.",
     needs=(),
 )
 def many_info_calls(facts: Facts) -> Iterator[Finding]:

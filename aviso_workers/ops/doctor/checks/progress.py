@@ -31,13 +31,14 @@ SLOW_SHARE, SLOW_PERCENTILE = 0.5, 0.99
 NEARLY_ALL_WAITING = 0.9
 MOST_SHOWN = 5
 NO_WORKER = (
-    "start a worker (`aviso-workers worker MODULE:APP`), or see why one that runs does not pull (`agent.disturbed` in "
-    "its log); `aviso-workers agents ls` shows how much is left for each agent"
+    "Start a worker (`aviso-workers worker MODULE:APP`). If a worker runs, its log says why it does not pull "
+    "(`agent.disturbed`). `aviso-workers agents ls` shows how many notifications are left for each agent."
 )
 
 CANNOT_MAKE = (
-    "Where one runs, it cannot make the consumer, and its log says why (`agent.disturbed`): its user may not, the "
-    "stream is a work queue with another consumer, or the server has one that it cannot read (JS069)."
+    "If a worker runs already, it cannot create the consumer, and its log says why (`agent.disturbed`): its user may "
+    "not create consumers, the stream is a work queue with another consumer, or the server has a consumer of that name "
+    "that it cannot read (JS069)."
 )
 """Said besides, because the doctor cannot see whether a worker runs that fails to create it."""
 
@@ -45,9 +46,9 @@ CANNOT_MAKE = (
 @declare(
     "JS021",
     "No consumer falls behind",
-    why="more arrives than is handled, so the lag grows until it stops or something is full",
-    cure="start more workers of {app}, raise the agent's concurrency, or make its handler faster; "
-    "`aviso-workers agents ls --watch` shows whether it helps",
+    why="More messages arrive than are handled, so the lag grows.",
+    cure="Start more workers of {app}, raise the agent's concurrency, or make its handler faster. `aviso-workers "
+    "agents ls --watch` shows whether it helps.",
 )
 def falling_behind(facts: Facts) -> Iterator[Finding]:
     for before, after in _both(facts):
@@ -60,8 +61,9 @@ def falling_behind(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS022",
     "Few messages are redelivered",
-    why="handlers fail, or take longer than ack_wait without acknowledging progress",
-    cure="`aviso-workers dead-letters ls` and the workers' logs say what fails; where nothing does, raise the ack_wait",
+    why="Handlers fail, or take longer than ack_wait without reporting progress.",
+    cure="`aviso-workers dead-letters ls` and the workers' logs show which handlers fail. If none fails, raise "
+    "ack_wait.",
 )
 def redelivered(facts: Facts) -> Iterator[Finding]:
     for before, after in _both(facts):
@@ -77,10 +79,10 @@ def redelivered(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS023",
-    "Acknowledgements come well before ack_wait",
-    why="what takes longer is delivered again while it is still being handled",
-    cure="declare a longer one: streams.{stream}.consumers.{consumer}.ack_wait, then `aviso-workers streams apply`; or "
-    "let the client report progress",
+    "Acknowledgements take less than half of ack_wait",
+    why="The server delivers a message again when ack_wait is over, even if a client is still handling it.",
+    cure="Set a longer streams.{stream}.consumers.{consumer}.ack_wait in the configuration, then run `aviso-workers "
+    "streams apply`. Or let the client report progress.",
 )
 def slow_acks(facts: Facts) -> Iterator[Finding]:
     times = defaultdict[tuple[str, str], list[int]](list)
@@ -104,8 +106,8 @@ def slow_acks(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS030",
-    "Pending messages are pulled",
-    why="without a worker the lag grows, and with too many requests the server refuses some",
+    "Workers pull the pending messages",
+    why="Without a worker, the lag grows. With too many pull requests, the server refuses the next ones.",
     cure=NO_WORKER,
     severity=State.FAIL,
 )
@@ -115,22 +117,22 @@ def no_worker(facts: Facts) -> Iterator[Finding]:
             continue
         idle = not (before.num_waiting or after.num_waiting or after.num_ack_pending)
         if idle and after.num_pending and after.deliveries == before.deliveries:
-            yield about(after, f"{after.num_pending} pending, and no worker asks for them")
+            yield about(after, f"{after.num_pending} pending, and no worker pulls them")
         elif 0 < after.config.max_waiting * NEARLY_ALL_WAITING <= after.num_waiting:
             yield about(
                 after,
                 f"{after.num_waiting} pull requests wait, of at most {after.config.max_waiting}",
                 state=State.WARN,
-                cure="let fewer clients ask at a time, or make the consumer again with a higher max_waiting",
+                cure="Let fewer clients pull at a time, or create the consumer again with a higher max_waiting.",
             )
 
 
 @declare(
     "JS031",
-    "No consumer is held up by messages that are not acknowledged",
-    why="at max_ack_pending the server delivers nothing until something is acknowledged",
-    cure="search for handlers that hang (a `timeout` of the agent ends them), for failures, which wait here to be "
-    "tried again (the workers' logs say why), or for a client that acknowledges nothing",
+    "No consumer is at its limit of unacknowledged messages",
+    why="At max_ack_pending, the server delivers no message until one is acknowledged.",
+    cure="Look for handlers that hang (a `timeout` of the agent ends them), for failed notifications that wait for "
+    "their retry (the workers' logs say why they failed), and for clients that acknowledge nothing.",
     severity=State.FAIL,
 )
 def stalled(facts: Facts) -> Iterator[Finding]:
@@ -143,9 +145,10 @@ def stalled(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS038",
     "Every message of a work queue can still be delivered",
-    why="a message that exceeded max_deliver stays in the queue for ever, and no lag shows it",
-    cure="`aviso-workers streams get {stream} SEQUENCE` shows it; handle it by hand and remove it, `nats stream rmm "
-    "{stream} SEQUENCE`, or declare a consumer for subjects that have none",
+    why="A message that exceeded max_deliver, or that no consumer's filter matches, stays in the work queue for ever, "
+    "and no lag counts it.",
+    cure="`aviso-workers streams get {stream} SEQUENCE` shows a message. Handle it by hand and remove it (`nats "
+    "stream rmm {stream} SEQUENCE`), or declare a consumer for the subjects that have none.",
     severity=State.FAIL,
 )
 def hidden(facts: Facts) -> Iterator[Finding]:
@@ -163,10 +166,11 @@ def hidden(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS058",
-    "Every notification that was delivered is finished in time",
-    why="a handler or its worker hangs, or each attempt fails; acknowledgements of others do not clear it",
-    cure="the workers' logs and `/readyz` say why; `aviso-workers streams get {stream} SEQUENCE` shows the "
-    "notification. If its handler may take so long, give the agent a `timeout`, which also says how long is right",
+    "Every delivered notification is finished in time",
+    why="A handler or its worker hangs, or every attempt fails. Acknowledgements of later notifications do not change "
+    "that.",
+    cure="Read the workers' logs and `/readyz`. `aviso-workers streams get {stream} SEQUENCE` shows the notification. "
+    "If its handler may take so long, give the agent a longer `timeout`.",
     severity=State.FAIL,
     needs=("consumers", "records", "streams"),
 )
@@ -182,10 +186,10 @@ def unfinished(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS065",
     "Every agent has its consumer",
-    why="without its consumer the agent receives nothing, and no lag counts what is published meanwhile",
-    cure="start a worker of {app}: it makes the consumer anew, and begins after what was settled. "
+    why="Without its consumer, the agent receives nothing, and no lag counts new notifications.",
+    cure="Start a worker of {app}: it creates the consumer again, after the last settled notification. "
     + CANNOT_MAKE
-    + " If the agent is not needed any more: `aviso-workers agents rm {app} --agent {agent}`",
+    + " If nobody needs the agent any more, run `aviso-workers agents rm {app} --agent {agent}`.",
     severity=State.FAIL,
     needs=("consumers", "records", "streams"),
 )
@@ -195,8 +199,8 @@ def without_consumer(facts: Facts) -> Iterator[Finding]:
         if stream is None or not record.holds_for(stream.created) or not facts.lacks(name, consumer):
             continue
         found = (
-            f"its consumer is gone; it had settled everything up to sequence {record.ack_floor}, "
-            f"and the stream has come to {stream.last_sequence}{_of_work_queue(stream)}"
+            f"its consumer is gone; all messages up to sequence {record.ack_floor} were settled, "
+            f"and the last sequence of the stream is {stream.last_sequence}{_of_work_queue(stream)}"
         )
         yield Finding(stream=name, consumer=consumer, found=found)
     for agent in facts.scope.agents or ():
@@ -207,19 +211,19 @@ def without_consumer(facts: Facts) -> Iterator[Finding]:
         known = facts.records.get(key)
         stream = facts.streams[key[0]]
         if known is None or not known.holds_for(stream.created):
-            found = f"{deployment.why_none(known)}; nothing waits for the agent{_of_work_queue(stream)}"
-            cure = "start a worker of {app}, if one is meant to run here. " + CANNOT_MAKE
+            found = f"{deployment.why_none(known)}; no lag counts its notifications{_of_work_queue(stream)}"
+            cure = "Start a worker of {app}, if the agent is to run here. " + CANNOT_MAKE
             yield Finding(stream=key[0], consumer=key[1], found=found, state=State.WARN, cure=cure)
 
 
 @declare(
     "JS066",
     "No notification ends the worker that handles it",
-    why="its handler crashes the process, or uses up its memory: after as many deaths as the agent has attempts it "
-    "becomes a dead letter, and until then it costs a worker each time",
-    cure="`aviso-workers streams get {stream} SEQUENCE` shows it; the end of the workers' logs, and the kernel's "
-    "(`dmesg` for memory), say how they ended. `aviso-workers agents pause {agent} --app {app}` ends the loop "
-    "meanwhile",
+    why="The handler crashes the process, or uses up its memory. After as many deaths as the agent has attempts, the "
+    "notification becomes a dead letter; until then, each attempt ends a worker.",
+    cure="`aviso-workers streams get {stream} SEQUENCE` shows the notification. The end of the workers' logs and the "
+    "kernel's log (`dmesg`, for memory) say why the workers ended. `aviso-workers agents pause {agent} --app {app}` "
+    "stops the deliveries meanwhile.",
     needs=("records", "streams"),
     severity=State.FAIL,
 )
@@ -229,7 +233,10 @@ def ends_workers(facts: Facts) -> Iterator[Finding]:
         by_agent[each.stream, agents.durable_name(each.app, each.agent)].append(each.sequence)
     for (stream, consumer), sequences in by_agent.items():
         shown = ", ".join(map(str, sorted(sequences)[:MOST_SHOWN]))
-        found = f"a worker ended while it handled sequence {shown}; each is run alone now ({len(sequences)} in all)"
+        found = (
+            f"a worker ended while it handled sequence {shown}; workers now run each such notification alone "
+            f"({len(sequences)} in all)"
+        )
         yield Finding(stream=stream, consumer=consumer, found=found)
 
 
@@ -237,9 +244,7 @@ def _of_work_queue(stream: StreamInfo) -> str:
     """Return the sentence that a work queue takes one consumer for each subject; empty where the stream is none."""
     if stream.config.retention != "workqueue":
         return ""
-    return (
-        f"; {stream.name} is a work queue, and takes one consumer for each subject, which begins with its first message"
-    )
+    return f"; {stream.name} is a work queue, which allows one consumer for each subject, starting at the first message"
 
 
 def _both(facts: Facts) -> Iterator[tuple[ConsumerInfo, ConsumerInfo]]:

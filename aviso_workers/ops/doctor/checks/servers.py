@@ -29,23 +29,23 @@ LITTLE_FREE = 2**30
 """Bytes: of a disk that is nearly full, that is too little for large disks too."""
 RUNBOOK = "docs/operations.md#a-disk-is-full"
 RESTART = (
-    "free space on the disk of {place}, then restart that server: it does not try again by itself, and until then it "
-    f"stores nothing in these streams ({RUNBOOK})"
+    "Free space on the disk of {place}, then restart that server. Until the restart, the server refuses messages of "
+    f"these streams, even when the disk has space again ({RUNBOOK})."
 )
 MORE_SPACE = (
-    "raise jetstream.max_file_store (where it is not set, the server took three quarters of what was free when it "
-    f"started) and restart the server {{place}}, or free space in streams ({RUNBOOK})"
+    "Raise jetstream.max_file_store and restart the server {place}, or delete messages. Without max_file_store, the "
+    f"limit is three quarters of the space that was free when the server started ({RUNBOOK})."
 )
-SYNC = "in the section `server`, then `aviso-workers server render --profile production` and a restart"
+SYNC = "in the section `server`, then run `aviso-workers server render --profile production` and restart the server"
 
 
 @declare(
     "JS042",
-    "All configured streams are there",
-    why="a server that was started with the wrong encryption key, or on another store_dir, has none and goes on; to "
-    "make a stream anew then erases the one that cannot be read",
-    cure="stop the server before a worker makes {stream}, and check its key, its store_dir and its log (`could not "
-    "be recovered`). Only if the stream was never there: `aviso-workers streams apply`",
+    "Every configured stream exists",
+    why="A server with the wrong encryption key or an empty store_dir starts without its streams. If a program then "
+    "creates such a stream, the server erases the files of the stream that it cannot read.",
+    cure="Stop the server before a worker creates {stream}, and check its key, its store_dir and its log (`could not "
+    "be recovered`). Only if the stream never existed, run `aviso-workers streams apply`.",
     severity=State.FAIL,
     needs=("streams",),
 )
@@ -57,10 +57,11 @@ def missing_streams(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS069",
-    "Servers serve all that is in their stores",
-    why="a server that cannot read a stream or a consumer goes on without it and says so in its log only; to make one "
-    "anew destroys it",
-    cure="stop the server {place} before it is made anew, and check its key, its accounts and its log",
+    "Servers can read every stream and consumer in their stores",
+    why="A server that cannot read a stream or consumer continues without it and says so only in its log. A program "
+    "that creates the stream or consumer again destroys the data on the disk.",
+    cure="Stop the server {place} before a program creates the stream or consumer again. Check its key, its accounts "
+    "and its log.",
     severity=State.FAIL,
 )
 def unserved(facts: Facts) -> Iterator[Finding]:
@@ -68,15 +69,16 @@ def unserved(facts: Facts) -> Iterator[Finding]:
         if one.unserved:
             yield Finding(place=one.name, found=one.unserved)
         elif one.disk is None:
-            found = f"its {one.varz.jetstream.config.store_dir} is not on this machine"
+            found = f"its store_dir {one.varz.jetstream.config.store_dir} is not on this machine"
             yield Finding(place=one.name, found=found, state=State.SKIP)
 
 
 @declare(
     "JS043",
-    "A power cut loses little",
-    why="a nats-server acknowledges before it flushes: what is in between is gone with the machine",
-    cure="set jetstream.sync_always: true, or three replicas and sync_interval: 10s, " + SYNC,
+    "A power cut loses few acknowledged messages",
+    why="A nats-server acknowledges a message before it flushes the message to the disk. A power cut loses the "
+    "messages in between.",
+    cure="Set jetstream.sync_always: true, or three replicas and sync_interval: 10s, " + SYNC + ".",
     needs=("monitoring", "streams"),
 )
 def power_cut(facts: Facts) -> Iterator[Finding]:
@@ -85,7 +87,11 @@ def power_cut(facts: Facts) -> Iterator[Finding]:
             continue
         if each.unflushed == durability.UNKNOWN:
             if "monitoring" not in facts.unknown:  # that is reported once
-                yield Finding(stream=each.stream, found="not all servers that keep it are seen", state=State.SKIP)
+                yield Finding(
+                    stream=each.stream,
+                    found="no monitoring port of some servers of the stream is known",
+                    state=State.SKIP,
+                )
         elif each.replicas == 1 or each.unflushed > SHORT_INTERVAL:
             is_bad = facts.scope.production and each.replicas == 1 and each.unflushed > SHORT_INTERVAL
             yield Finding(stream=each.stream, found=str(each), state=State.FAIL if is_bad else None)
@@ -93,10 +99,10 @@ def power_cut(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS044",
-    "Servers are healthy, and agree on a leader",
-    why="without a leader of the meta group no stream and no consumer can be made, changed or listed",
-    cure="the server's log says why; start what is down (`aviso-workers server start`, or the site's supervisor): "
-    "of three servers, two are needed",
+    "Servers are healthy and have a meta leader",
+    why="Without a leader of the meta group, no stream or consumer can be created, changed or listed.",
+    cure="Read the server's log. Start the servers that are down (`aviso-workers server start`, or the site's "
+    "supervisor). Of three servers, two must run.",
     severity=State.FAIL,
     needs=("account", "monitoring", "streams"),
 )
@@ -116,14 +122,14 @@ def health(facts: Facts) -> Iterator[Finding]:
             yield Finding(place=one.name, found="the meta group has no leader")
         for peer in meta.followers if meta.leader == one.name else ():  # only the leader knows of the others
             if peer.offline or not peer.current:
-                yield Finding(place=peer.name, found="is down, or behind in the meta group")
+                yield Finding(place=peer.name, found="is offline or not current in the meta group")
 
 
 @declare(
     "JS071",
-    "The doctor may ask for what it judges",
-    why="what the server denies to the doctor's user is not examined: the checks that need it are skipped",
-    cure="run the doctor as a user with the rights that `aviso-workers server render --role operator` prints",
+    "The doctor's user has the rights that the checks need",
+    why="The server denies requests of the doctor's user, so the checks that need them are skipped.",
+    cure="Run the doctor as a user with the rights that `aviso-workers server render --role operator` prints.",
     severity=State.FAIL,
     needs=(),
 )
@@ -134,9 +140,9 @@ def rights(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS045",
-    "Replicas are in different places",
-    why="two replicas in one zone are lost together, and take the majority of three with them",
-    cure="`aviso-workers streams remove-peer {stream} SERVER` moves one replica to a zone that has none",
+    "Replicas of a stream are in different zones",
+    why="Two replicas in one zone are lost together, and with them the majority of three.",
+    cure="`aviso-workers streams remove-peer {stream} SERVER` moves one replica to a zone that has none.",
     severity=State.FAIL,
     needs=("monitoring", "streams"),
 )
@@ -155,10 +161,11 @@ def same_place(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS049",
-    "The cluster is whole, and every server has a directory of its own",
-    why="a server without routes to the others counts for nothing, and two on one directory destroy each other's files",
-    cure="start what is down (JS044). Where all servers run, compare their server.cluster.routes, user and password; "
-    "give each its own jetstream.store_dir",
+    "Every server is connected to the others, and has its own store directory",
+    why="A server without routes to the others does not count for a majority. Two servers with one store directory "
+    "destroy each other's files.",
+    cure="Start the servers that are down (JS044). If all servers run, compare their server.cluster.routes, user and "
+    "password. Give each server its own jetstream.store_dir.",
     severity=State.FAIL,
 )
 def split(facts: Facts) -> Iterator[Finding]:
@@ -168,35 +175,35 @@ def split(facts: Facts) -> Iterator[Finding]:
         expected = max(size, len(facts.config.server.cluster.routes) if facts.config.server.cluster else 0)
         if len(one.routes) + 1 < expected:
             connected = ", ".join(sorted(one.routes)) or "no other server"
-            yield Finding(place=one.name, found=f"connected to {connected}, in a cluster of {expected}")
+            yield Finding(place=one.name, found=f"connected to {connected}, in a cluster of {expected} servers")
     shared = defaultdict[tuple[str, str], list[str]](list)
     for one in facts.monitored:
         if one.disk or one.machine not in LOOPBACK:  # else the port was forwarded to here
             shared[one.machine, one.varz.jetstream.config.store_dir].append(one.name)
     for (_, directory), names in shared.items():
         if directory and len(names) > 1:
-            yield Finding(place=" and ".join(names), found=f"share {directory}")
+            yield Finding(place=" and ".join(names), found=f"have the same store_dir {directory}")
 
 
 @declare(
     "JS062",
-    "Servers are an odd number",
-    why="a majority of four is three, so a fourth server is one more that can fail, and the cluster withstands the "
-    "loss of one, as three do",
-    cure="add a server, or take one out of the cluster",
+    "The cluster has an odd number of servers",
+    why="A cluster of four servers survives the loss of one, as a cluster of three does, because a majority of four "
+    "is three. The fourth server only adds a machine that can fail.",
+    cure="Add a server, or remove one from the cluster.",
 )
 def even_servers(facts: Facts) -> Iterator[Finding]:
     sizes = {meta.cluster_size for one in facts.monitored if (meta := one.varz.jetstream.meta)}
     for size in sizes:
         if size and size % 2 == 0:
-            yield Finding(found=f"{size} servers agree on streams and consumers")
+            yield Finding(found=f"the meta group has {size} servers")
 
 
 @declare(
     "JS052",
-    "Streams are in a directory that stays",
-    why="directories for temporary files are emptied when a machine starts, or when it needs space",
-    cure="stop the server, move the directory, and set jetstream.store_dir " + SYNC,
+    "No server stores streams in a temporary directory",
+    why="The operating system empties directories for temporary files when the machine starts, or when it needs space.",
+    cure="Stop the server, move the directory, and set jetstream.store_dir " + SYNC + ".",
     severity=State.FAIL,
     production=True,
 )
@@ -208,18 +215,21 @@ def temporary(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS053",
-    "The disk has space for what may be stored",
-    why="a server that cannot write a message stores nothing more in that stream, also after there is space again",
-    cure="a larger disk, two to three times max_file_store, or a lower jetstream.max_file_store " + SYNC,
+    "The disk has space for all messages that the server may store",
+    why="A server that could not write a message refuses all further messages of that stream, even when the disk has "
+    "space again.",
+    cure="Use a disk of two to three times max_file_store, or lower jetstream.max_file_store " + SYNC + ".",
 )
 def small_disk(facts: Facts) -> Iterator[Finding]:
     for one in facts.monitored:
         config, stored = one.varz.jetstream.config, one.varz.jetstream.stats.storage
         if config.max_storage and stored >= NEARLY_FULL * config.max_storage:
-            found = f"{stored} of {config.max_storage} bytes that the server may store are stored"
+            found = f"{stored} of the {config.max_storage} bytes that the server may store are used"
             yield Finding(place=one.name, found=found, state=State.FAIL, cure=MORE_SPACE)
         if one.disk is None:
-            yield Finding(place=one.name, found=f"its {config.store_dir} is not on this machine", state=State.SKIP)
+            yield Finding(
+                place=one.name, found=f"its store_dir {config.store_dir} is not on this machine", state=State.SKIP
+            )
             continue
         disk = shutil.disk_usage(one.disk)
         if disk.free <= (1 - NEARLY_FULL) * disk.total and disk.free < LITTLE_FREE:
@@ -227,16 +237,18 @@ def small_disk(facts: Facts) -> Iterator[Finding]:
             yield Finding(place=one.name, found=found, state=State.FAIL, cure=RESTART)
         elif disk.free < config.max_storage - stored:
             found = (
-                f"{config.max_storage - stored} bytes may still come, and {disk.free} are free in {config.store_dir}"
+                f"the server may still store {config.max_storage - stored} bytes, and only "
+                f"{disk.free} bytes are free in {config.store_dir}"
             )
             yield Finding(place=one.name, found=found)
 
 
 @declare(
     "JS054",
-    "Flushing every write does not hold up hot streams",
-    why="with sync_always every write waits for the disk: some hundred to some thousand messages a second",
-    cure="publish in batches (app.notify_many), or use three replicas with sync_interval: 10s " + SYNC,
+    "No stream with many publishes waits for sync_always",
+    why="With sync_always, every write waits for the disk, which allows some hundred to some thousand messages a "
+    "second.",
+    cure="Publish in batches (app.notify_many), or use three replicas with sync_interval: 10s " + SYNC + ".",
     needs=("monitoring", "streams"),
 )
 def slow_disk(facts: Facts) -> Iterator[Finding]:
@@ -246,15 +258,16 @@ def slow_disk(facts: Facts) -> Iterator[Finding]:
         rate = (stream.last_sequence - before.last_sequence) / facts.elapsed_seconds
         keepers = stream.cluster.members or {facts.server.name}
         if keepers & flushing and stream.config.storage == "file" and rate > HOT_PER_SECOND:
-            yield Finding(stream=name, found=f"{rate:.0f} messages a second, each flushed")
+            yield Finding(stream=name, found=f"{rate:.0f} messages a second, each flushed before its acknowledgement")
 
 
 @declare(
     "JS055",
     "Personal data is encrypted on the disk",
-    why="whoever has the disk, or a copy of it, can read what metadata pii=true marks",
-    cure="move its streams to a store that is encrypted from the start (docs/server.md#another-key, `aviso-workers "
-    "server rotate-key`): a server that encrypts the store that it has loses consumers and streams",
+    why="A stream with the metadata pii=true is in plain text: everybody who has the disk, or a copy of it, can read "
+    "its messages.",
+    cure="Move the stream to a store that is encrypted from the start (docs/server.md#another-key, `aviso-workers "
+    "server rotate-key`). Do not give a key to a server with an existing store: it loses consumers and streams.",
     severity=State.FAIL,
     needs=("monitoring", "streams"),
 )
@@ -272,10 +285,11 @@ def not_encrypted(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS056",
-    "Servers keep up with their clients",
-    why="a slow consumer was cut off and has to connect again; at max_connections no client can connect",
-    cure="the server's log names the slow client (`Slow Consumer Detected`): give it more processes or smaller pulls. "
-    "Raise server.max_connections where that is what runs out",
+    "Clients read fast enough, and connections are left",
+    why="The server cuts off a client that reads too slowly, and the client has to connect again. At max_connections, "
+    "no further client can connect.",
+    cure="The server's log names the slow client (`Slow Consumer Detected`): give it more processes or smaller pulls. "
+    "If connections run out, raise server.max_connections.",
 )
 def slow_clients(facts: Facts) -> Iterator[Finding]:
     for one in facts.monitored:
@@ -284,8 +298,9 @@ def slow_clients(facts: Facts) -> Iterator[Finding]:
         if recent:
             last = recent[0]
             found = (
-                f"{len(recent)} slow clients cut off within a day, the last one {last.name or 'nameless'} at {last.ip}"
+                f"{len(recent)} slow clients were cut off within a day, the last one "
+                f"{last.name or 'without a name'} at {last.ip}"
             )
             yield Finding(place=one.name, found=found)
         if varz.max_connections and varz.connections > NEARLY_ALL * varz.max_connections:
-            yield Finding(place=one.name, found=f"{varz.connections} of {varz.max_connections} connections")
+            yield Finding(place=one.name, found=f"{varz.connections} of {varz.max_connections} connections are used")

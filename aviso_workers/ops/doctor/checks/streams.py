@@ -27,34 +27,41 @@ BY_KEY = "KV_"
 OF_SHORT_LIVES = (dead_letter_store.RETRIES, max_deliveries.STREAM)
 """Streams of ours that forget within days, and hold only what failed."""
 
-OUR_REPLICAS = "set notification_backend.jetstream.replicas: 3, and start a worker that uses {stream}"
-DEAD_LETTERS_LIMIT = "set workers.dead_letters.max_bytes, and start a worker"
-DEAD_LETTERS_FULL = "`aviso-workers dead-letters ls`, then `retry` or `drop`; or raise workers.dead_letters.max_bytes"
-APPLY = "then `aviso-workers streams apply`"
-BUCKETS_REPLICAS = f"{OUR_REPLICAS}; where none does, declare it: streams.{{stream}}.num_replicas: 3, {APPLY}"
+OUR_REPLICAS = "Set notification_backend.jetstream.replicas: 3, and start a worker that uses {stream}."
+DEAD_LETTERS_LIMIT = "Set workers.dead_letters.max_bytes, and start a worker."
+DEAD_LETTERS_FULL = (
+    "Run `aviso-workers dead-letters ls`, then `retry` or `drop` the dead letters. Or raise "
+    "workers.dead_letters.max_bytes."
+)
+RESTORE_SET = "If no restore is running, restore the same set again: `aviso-workers backup restore --all DIRECTORY`."
+APPLY = "then run `aviso-workers streams apply`"
+BUCKETS_REPLICAS = (
+    f"{OUR_REPLICAS} If no worker uses it, set streams.{{stream}}.num_replicas: 3 in the configuration, {APPLY}."
+)
 
 
 @declare(
     "JS001",
-    "Streams have a limit of bytes",
-    why="what grows without a limit takes the disk from all other streams of the server",
-    cure="set max_bytes, or the event type's storage_policy.max_size, " + APPLY,
-    cure_of_others="declare it: streams.{stream}.max_bytes, " + APPLY,
+    "Every stream has a limit of bytes",
+    why="A stream without max_bytes can fill the disk, and then all streams of the server refuse messages.",
+    cure="Set max_bytes, or the event type's storage_policy.max_size, " + APPLY + ".",
+    cure_of_others="Set streams.{stream}.max_bytes in the configuration, " + APPLY + ".",
     production=True,
 )
 def unlimited_bytes(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
         if stream.config.max_bytes <= 0 and not _keeps_state(stream) and stream.name not in OF_SHORT_LIVES:
-            found = f"no max_bytes, {stream.bytes} bytes so far"
+            found = f"no max_bytes, {stream.bytes} bytes stored"
             yield Finding(stream=stream.name, found=found, cure=DEAD_LETTERS_LIMIT if _has_dead_letters(stream) else "")
 
 
 @declare(
     "JS002",
-    "Streams forget what is old",
-    why="without max_age and max_msgs everything is kept until max_bytes is reached, and then all gives way at once",
-    cure="set retention_time or max_messages, " + APPLY,
-    cure_of_others="declare it: streams.{stream}.max_age, " + APPLY,
+    "Every stream has a limit of age or of messages",
+    why="A stream without max_age and max_msgs keeps all messages until max_bytes is reached. Then the server removes "
+    "the oldest messages, whatever their age.",
+    cure="Set retention_time or max_messages, " + APPLY + ".",
+    cure_of_others="Set streams.{stream}.max_age in the configuration, " + APPLY + ".",
     production=True,
 )
 def unlimited_age(facts: Facts) -> Iterator[Finding]:
@@ -67,10 +74,10 @@ def unlimited_age(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS003",
-    "Streams have three replicas",
-    why="a stream of one replica stands still with its server, and is gone with its disk",
-    cure="set notification_backend.jetstream.replicas: 3, " + APPLY,
-    cure_of_others="declare it: streams.{stream}.num_replicas: 3, " + APPLY,
+    "Every stream has three replicas",
+    why="A stream with one replica is unavailable while its server is down, and is lost with the disk of that server.",
+    cure="Set notification_backend.jetstream.replicas: 3, " + APPLY + ".",
+    cure_of_others="Set streams.{stream}.num_replicas: 3 in the configuration, " + APPLY + ".",
     severity=State.FAIL,
     production=True,
 )
@@ -82,10 +89,11 @@ def few_replicas(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS004",
-    "Replicas are an odd number",
-    why="the last replica of an even number costs a disk, and the stream survives no more servers down",
-    cure="set notification_backend.jetstream.replicas: 3, " + APPLY,
-    cure_of_others="declare it: streams.{stream}.num_replicas: 3, " + APPLY,
+    "Every stream has an odd number of replicas",
+    why="Four replicas survive the loss of one server, as three do, because a majority of four is three. Two replicas "
+    "survive no loss.",
+    cure="Set notification_backend.jetstream.replicas: 3, " + APPLY + ".",
+    cure_of_others="Set streams.{stream}.num_replicas: 3 in the configuration, " + APPLY + ".",
 )
 def even_replicas(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
@@ -95,10 +103,10 @@ def even_replicas(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS005",
-    "Streams are on the disk",
-    why="a stream in memory is gone when its servers end, in order or not",
-    cure="storage cannot be changed: `aviso-workers backup create {stream} --to DIRECTORY`, remove it, and "
-    "`aviso-workers backup restore DIRECTORY/{stream}/TIME --storage file`",
+    "Every stream is stored on disk",
+    why="A stream in memory is lost when all its servers stop, also when an operator stops them.",
+    cure="The storage of a stream cannot be changed. Back up the stream (`aviso-workers backup create {stream} --to "
+    "DIRECTORY`), remove the stream, and run `aviso-workers backup restore DIRECTORY/{stream}/TIME --storage file`.",
     severity=State.FAIL,
     production=True,
 )
@@ -110,10 +118,10 @@ def in_memory(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS006",
-    "Streams that refuse what does not fit have space left",
-    why="with discard new a full stream refuses every publish (JetStream's error 10077)",
-    cure="raise the limit, or let the oldest give way with discard_policy: old, " + APPLY,
-    cure_of_others="delete messages, or declare a higher limit: streams.{stream}.max_bytes, " + APPLY,
+    "Streams with discard: new have space left",
+    why="A full stream with discard: new refuses every publish with JetStream's error 10077.",
+    cure="Raise the limit, or set discard_policy: old, so that new messages replace the oldest, " + APPLY + ".",
+    cure_of_others="Delete messages, or set a higher limit: streams.{stream}.max_bytes, " + APPLY + ".",
 )
 def full(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
@@ -135,10 +143,10 @@ def full(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS008",
-    "Streams kept by interest have consumers",
-    why="with retention interest a message for which there is no consumer is forgotten as it arrives",
-    cure="start the consumers before the publishers, or keep messages by limits: a new stream with "
-    "retention limits, as retention_policy: limits makes it",
+    "Streams with retention interest have a consumer",
+    why="With retention interest, the server drops a message at once if the stream has no consumer for the message.",
+    cure="Start the consumers before the publishers. Or create a new stream with retention limits (retention_policy: "
+    "limits), which keeps messages without consumers.",
     severity=State.FAIL,
 )
 def no_interest(facts: Facts) -> Iterator[Finding]:
@@ -149,9 +157,12 @@ def no_interest(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS010",
-    "Critical streams cannot be emptied by mistake",
-    why="one wrong command removes what metadata critical=true says must stay",
-    cure="declare it: streams.{stream}.deny_delete and deny_purge, " + APPLY + "; it cannot be taken back",
+    "Critical streams have deny_delete and deny_purge",
+    why="Without them, one wrong command removes messages of a stream whose metadata critical=true says that they "
+    "must stay.",
+    cure="Set streams.{stream}.deny_delete and deny_purge to true in the configuration, "
+    + APPLY
+    + ". Nobody can undo these settings.",
 )
 def deletable(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
@@ -162,9 +173,11 @@ def deletable(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS011",
-    "Personal data can be erased",
-    why="deny_delete cannot be taken back, and a purge leaves the payload on the disk",
-    cure="copy what may stay to a stream without deny_delete, and remove this one: `aviso-workers streams rm {stream}`",
+    "Streams with personal data allow deletes",
+    why="Messages of a stream with deny_delete cannot be deleted one by one, a purge leaves their payloads on the "
+    "disk, and nobody can undo deny_delete.",
+    cure="Copy the messages that may stay to a stream without deny_delete, and remove this stream: `aviso-workers "
+    "streams rm {stream}`.",
     severity=State.FAIL,
 )
 def not_erasable(facts: Facts) -> Iterator[Finding]:
@@ -175,10 +188,11 @@ def not_erasable(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS013",
-    "Streams are as configured",
-    why="workers and servers of the same configuration disagree about what is kept",
-    cure="`aviso-workers streams plan` shows it, `aviso-workers streams apply` does it; what removes stored messages "
-    "only with --yes",
+    "Every stream has the settings of the configuration",
+    why="The settings of the stream on the server differ from the configuration, so the stream may store, keep or "
+    "refuse other messages than you expect.",
+    cure="`aviso-workers streams plan` shows the differences, and `aviso-workers streams apply` removes them. A "
+    "change that removes stored messages needs --yes.",
 )
 def drifted(facts: Facts) -> Iterator[Finding]:
     for configured, plan in facts.plans.items():
@@ -190,10 +204,11 @@ def drifted(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS014",
-    "No other stream takes a configured stream's subjects",
-    why="a subject belongs to one stream, so the configured one cannot be made, and what is published is refused",
-    cure="declare other subjects for it: streams.{stream}.subjects, " + APPLY + "; or give the event type another "
-    "topic.base",
+    "No other stream has the subjects of a configured stream",
+    why="A subject belongs to one stream. So the configured stream cannot be created, and publishes to it are refused.",
+    cure="Give this stream other subjects (streams.{stream}.subjects in the configuration, "
+    + APPLY
+    + "), or give the event type another topic.base.",
     severity=State.FAIL,
 )
 def taken(facts: Facts) -> Iterator[Finding]:
@@ -204,17 +219,17 @@ def taken(facts: Facts) -> Iterator[Finding]:
                 continue
             for theirs in stream.config.subjects:
                 if any(overlap(theirs, ours) for ours in wanted):
-                    yield Finding(stream=stream.name, found=f"takes {theirs}, which is of {configured}")
+                    yield Finding(stream=stream.name, found=f"has the subjects {theirs}, which belong to {configured}")
 
 
 @declare(
     "JS015",
-    "Streams have no unexplained gaps",
-    why="a server that finds a damaged block leaves out what it cannot read and says nothing; very many gaps cost "
-    "memory and make reading slow",
-    cure="`aviso-workers streams gaps {stream}` shows where; if no client has deleted there, compare with the newest "
-    "backup: `aviso-workers backup restore DIRECTORY/{stream}/TIME --as COPY`. Where a few old messages hold very many "
-    "gaps open, a retention_time ends them",
+    "No stream has unexplained gaps",
+    why="A server leaves out a damaged block without a log line, which shows as a gap. Very many gaps cost memory and "
+    "make reading slow.",
+    cure="`aviso-workers streams gaps {stream}` shows the gaps. If no client deleted messages there, compare the "
+    "stream with the newest backup: `aviso-workers backup restore DIRECTORY/{stream}/TIME --as COPY`. If a few old "
+    "messages have very many gaps after them, set a retention_time, which removes these messages and the gaps.",
 )
 def gaps(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
@@ -229,10 +244,10 @@ def gaps(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS016",
-    "Nothing is lost on the disk",
-    why="the server found blocks that it cannot read",
-    cure="check the disk of the server, and restore a backup beside the stream to see what is missing: "
-    "`aviso-workers backup restore DIRECTORY/{stream}/TIME --as COPY`",
+    "No stream has blocks that its server cannot read",
+    why="The server reports lost messages, because it cannot read their blocks.",
+    cure="Check the disk of the server. To see which messages are missing, restore a backup beside the stream: "
+    "`aviso-workers backup restore DIRECTORY/{stream}/TIME --as COPY`.",
     severity=State.FAIL,
 )
 def lost(facts: Facts) -> Iterator[Finding]:
@@ -244,9 +259,10 @@ def lost(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS019",
     "Mirrors and sources reach their origins",
-    why="with an unreachable origin the lag stays as it was, so only the time since the last contact shows it",
-    cure="`aviso-workers report mirrors` and `aviso-workers streams info {stream}` say what it waits for; check the "
-    "leaf node or gateway in between, and at the origin's name and domain",
+    why="While an origin is unreachable, the reported lag does not change. Only the time since the last contact shows "
+    "the problem.",
+    cure="`aviso-workers report mirrors` and `aviso-workers streams info {stream}` show the error. Check the leaf "
+    "node or gateway in between, and the origin's server, name and domain.",
     severity=State.FAIL,
 )
 def unreachable_origins(facts: Facts) -> Iterator[Finding]:
@@ -269,9 +285,9 @@ def unreachable_origins(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS020",
-    "A promoted mirror has taken its origin's place",
-    why="two streams that both take publishes are two histories, which cannot be joined again",
-    cure="`aviso-workers mirror fence {place}`, at once; then `aviso-workers mirror recover {stream}`",
+    "No promoted mirror has an origin that takes publishes",
+    why="Two streams that both take publishes store different messages under the same sequences, and cannot be merged.",
+    cure="Run `aviso-workers mirror fence {place}` at once, then `aviso-workers mirror recover {stream}`.",
     severity=State.FAIL,
 )
 def two_histories(facts: Facts) -> Iterator[Finding]:
@@ -282,10 +298,10 @@ def two_histories(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS068",
-    "Mirrors have the history of their origins",
-    why="a mirror goes on after the last sequence that it has, so it lacks what an origin stored that was made again",
-    cure="keep what the mirror has (`aviso-workers backup create {stream} --to DIRECTORY`), remove it, and make it "
-    "anew",
+    "Mirrors have the messages of their origins",
+    why="A mirror continues after the last sequence that it has. So it never receives the earlier messages of an "
+    "origin that was created again or restored.",
+    cure="Back up the mirror (`aviso-workers backup create {stream} --to DIRECTORY`), remove it, and create it again.",
     severity=State.FAIL,
 )
 def other_histories(facts: Facts) -> Iterator[Finding]:
@@ -296,21 +312,19 @@ def other_histories(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS070",
-    "No stream is half-restored",
-    why="it takes no publishes, and whoever uses it waits",
-    cure="do the restore again: `aviso-workers backup restore DIRECTORY`",
+    "No stream has an unfinished restore",
+    why="A stream takes no publishes until its restore is finished, and workers that need the stream wait.",
+    cure="If no restore is running, restore the same backup again: `aviso-workers backup restore DIRECTORY`.",
     severity=State.FAIL,
 )
 def half_restored(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
         mark = stream.config.metadata.get(UNFINISHED, "")
         if OF_SET in mark:
-            found = (
-                "it is of a set of backups that is not whole yet: its restore is under way, has failed or was killed"
-            )
-            yield Finding(stream=stream.name, found=found, cure="`aviso-workers backup restore --all DIRECTORY` again")
+            found = "the stream belongs to a set of backups whose restore is running, has failed or was killed"
+            yield Finding(stream=stream.name, found=found, cure=RESTORE_SET)
         elif mark:
-            yield Finding(stream=stream.name, found="its restore is under way or was killed")
+            yield Finding(stream=stream.name, found="the restore of the stream is running or was killed")
 
 
 def overlap(one: str, other: str) -> bool:
