@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import anyio
 import pytest
 
-from aviso_workers import config
+from aviso_workers import App, config
 from aviso_workers.backends.jetstream.connection import MOST_DENIALS, Connection
+from aviso_workers.errors import DeniedError
 from aviso_workers.server import NatsServer
+from tests.conftest import write_mars_config
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -50,3 +54,22 @@ async def test_what_is_denied_is_told_once_for_each_kind_of_subject(tmp_path: Pa
         "publish to mars.>",
     ]
     assert remembered <= MOST_DENIALS
+
+
+@pytest.mark.parametrize("read", ["replay", "watch"])
+async def test_a_reading_that_may_not_pull_ends_and_names_the_subject(tmp_path: Path, read: str) -> None:
+    users = (
+        "authorization { users: [{user: all, password: right}, {user: reader, password: right, "
+        "permissions: {publish: {deny: ['$JS.API.CONSUMER.MSG.NEXT.MARS.>']}}}] }\n"
+    )
+    with NatsServer.start(store_dir=tmp_path / "store", config=users) as server:
+        writer, reader = (
+            write_mars_config(tmp_path / f"{user}.yaml", server.url, user=user, password="right")
+            for user in ("all", "reader")
+        )
+        async with App("writer", config=writer) as app:
+            await app.notify("mars", {"class": "od", "step": 6})
+        with anyio.fail_after(PATIENCE_SECONDS):
+            async with App("reader", config=reader) as app:
+                with pytest.raises(DeniedError, match=r"CONSUMER\.MSG\.NEXT\.MARS\."):
+                    await anext(getattr(app, read)("mars", from_id=1))
