@@ -340,7 +340,7 @@ class TestOperating:
             }
         plain, full, _, nagios = (each.result() for each in asked.values())
         assert "JS" in plain
-        assert "What is lost with a server" in full
+        assert "Losses when a server" in full
         assert "aviso_doctor_check" in (reader.folder / "doctor.prom").read_text()
         assert "CRITICAL" in nagios
 

@@ -135,13 +135,19 @@ def start(
 
     Raises ServerProcessError where a store would be converted to another encryption, where one ends, or does not serve
     what is in its store: those that were started are ended again, without force. It is raised too where one does
-    nothing for two minutes, and that one still runs. Raises ConfigError where nats-server refuses its configuration.
+    nothing for two minutes, and that one still runs; and where the disk is full or cannot be written. Raises
+    ConfigError where nats-server refuses its configuration.
     """
     server, choices = profiles.choose(config, profile="development")
-    with alone(directory):
-        _finish_swap(directory, tell)
-        places = in_stores or stores(server, directory=directory, nodes=nodes)
-        return _start(config, server, choices, places, directory=directory, detached=detached, tell=tell)
+    try:
+        with alone(directory):
+            _finish_swap(directory, tell)
+            places = in_stores or stores(server, directory=directory, nodes=nodes)
+            return _start(config, server, choices, places, directory=directory, detached=detached, tell=tell)
+    except OSError as error:
+        raise ServerProcessError(
+            f"no server is started, because {error.filename or directory} cannot be written: {error.strerror}"
+        ) from error
 
 
 def _start(

@@ -55,6 +55,13 @@ def test_a_store_that_a_server_of_another_directory_uses_is_refused(load: Load) 
             processes.stop(directory)
 
 
+def test_a_directory_that_cannot_be_written_is_named(load: Load, tmp_path: Path) -> None:
+    config = load(f"server_name: n\n{ANYWHERE}")
+    (tmp_path / "file").touch()
+    with pytest.raises(ServerProcessError, match=r"because .*file/servers cannot be written: Not a directory"):
+        processes.start(config, directory=tmp_path / "file" / "servers")
+
+
 @pytest.mark.covers("001-44", "002-41", "003-09", "004-01", "004-02", "004-18", "004-45", "004-46")
 def test_three_nodes_outlive_the_command_that_starts_them_and_stop_leaves_nothing(load: Load) -> None:
     load(f"server_name: n\n{ANYWHERE}\nleafnodes: {{port: 0}}")
