@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +18,7 @@ from aviso_workers.cli.backup_cleanse import cleanse
 from aviso_workers.cli.identity import IdentityOption, identities_of
 from aviso_workers.cli.output import AsJson, print_rows
 from aviso_workers.cli.progress import bar
+from aviso_workers.cli.signals import until_signal
 from aviso_workers.cli.targets import ConfigOption, Opened, connected, load
 from aviso_workers.config import Config
 from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationError
@@ -344,25 +344,10 @@ def _keep_backing_up(schedule: Schedule, config: Config, make: Callable[..., Awa
     async def make_silently(admin: Admin, stream: str, earlier: Spool | None) -> NewBackup:
         return await make(admin, stream, lambda size: None, earlier)
 
-    async def until_signal() -> None:
-        errors: list[AvisoWorkersError] = []
+    async def work() -> None:
+        await backups.keep_backing_up(schedule, config, lambda: open_backend(config), make_silently)
 
-        async def work() -> None:
-            try:
-                await backups.keep_backing_up(schedule, config, lambda: open_backend(config), make_silently)
-            except AvisoWorkersError as error:  # raised outside of the group, as itself
-                errors.append(error)
-                tasks.cancel_scope.cancel()
-
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(work)
-                await anext(signals)
-                tasks.cancel_scope.cancel()
-        if errors:
-            raise errors[0]
-
-    anyio.run(until_signal)
+    anyio.run(until_signal, work)
 
 
 def _maker(

@@ -1,4 +1,5 @@
-"""Completion in shells: the event types of a configuration, and the streams, consumers, agents and apps of its server.
+"""Completion in shells: the event types of a configuration, and the streams, consumers, agents and apps of its server;
+and the two arguments that many commands take, with their completion.
 
 A shell asks for it while somebody types, so it prints nothing else, ends within `SECONDS`, and offers nothing where the
 configuration or the server cannot be read.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import anyio
 import typer
@@ -20,7 +21,7 @@ from aviso_workers.config import Config
 from aviso_workers.errors import AvisoWorkersError
 from aviso_workers.ops import aviso_admin, deployment
 
-__all__ = ["agents", "apps", "consumers", "event_types", "events_and_streams", "streams"]
+__all__ = ["Event", "Stream", "agents", "apps", "consumers", "event_types", "events_and_streams", "streams"]
 
 T = TypeVar("T")
 
@@ -103,3 +104,7 @@ def _asked(ctx: typer.Context, ask: Callable[[Opened], Awaitable[Iterable[T]]]) 
         return anyio.run(run)
     except AvisoWorkersError:
         return ()
+
+
+Event = Annotated[str, typer.Argument(metavar="EVENT", autocompletion=event_types, help="The event type, e.g. mars.")]
+Stream = Annotated[str, typer.Argument(metavar="STREAM", autocompletion=streams, help="Name of the stream, e.g. MARS.")]

@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from aviso_workers.cli import completion
+from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.details import AsAnswered, print_details, replicas, time_text
 from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows
 from aviso_workers.cli.report import Seconds, consumer_state, duration, snapshots
-from aviso_workers.cli.streams import Stream
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
 from aviso_workers.jetstream.info import ConsumerInfo
 from aviso_workers.ops import maintenance, reports

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import parse_where
+from aviso_workers.cli.completion import Event
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import echo, print_table
 from aviso_workers.cli.progress import ProgressLines
@@ -24,9 +24,7 @@ SHOWN_KEYS = 50
 
 
 def erase(
-    event: Annotated[
-        str, typer.Argument(metavar="EVENT", autocompletion=completion.event_types, help="The event type, e.g. mars.")
-    ],
+    event: Event,
     where: Annotated[
         list[str] | None,
         typer.Argument(

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from aviso_workers.aviso.codec import store_time
-from aviso_workers.cli import NOT_PROVEN, completion
+from aviso_workers.cli import NOT_PROVEN
+from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, load
 from aviso_workers.ops import failover_drill, mirrors, promotion, recovery
@@ -23,9 +24,6 @@ mirror = typer.Typer(help="Promote mirrors, fence streams, and rehearse a failov
 
 MOST_LISTED = 20
 """Messages that are listed one by one."""
-StreamArgument = Annotated[
-    str, typer.Argument(metavar="STREAM", autocompletion=completion.streams, help="Name of the stream, e.g. MARS.")
-]
 Api = Annotated[
     str,
     typer.Option(
@@ -38,7 +36,7 @@ Api = Annotated[
 
 @mirror.command()
 def promote(
-    stream: StreamArgument,
+    stream: Stream,
     subject: Annotated[
         list[str] | None,
         typer.Option(
@@ -92,7 +90,7 @@ def promote(
 
 @mirror.command()
 def recover(
-    stream: StreamArgument,
+    stream: Stream,
     origin_config: Annotated[
         Path | None,
         typer.Option(
@@ -160,7 +158,7 @@ def _print_undecided(count: int) -> None:
 
 
 @mirror.command()
-def fence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: ConfigOption = None) -> None:
+def fence(stream: Stream, api: Api = "", yes: Yes = False, config: ConfigOption = None) -> None:
     """Fence a stream: it takes no publishes any more. It keeps its messages, and stream management does not change it.
 
     Example: aviso-workers mirror fence MARS --yes
@@ -175,7 +173,7 @@ def fence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: Confi
 
 
 @mirror.command()
-def unfence(stream: StreamArgument, api: Api = "", yes: Yes = False, config: ConfigOption = None) -> None:
+def unfence(stream: Stream, api: Api = "", yes: Yes = False, config: ConfigOption = None) -> None:
     """Unfence a stream: it takes publishes on its subjects again. Make sure that no other stream takes them.
 
     Example: aviso-workers mirror unfence MARS --yes

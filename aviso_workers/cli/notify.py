@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import Line, LinesFile, lines_file, parse_duration, parse_pairs, parse_payload
 from aviso_workers.cli.output import echo
+from aviso_workers.cli.signals import until_signal
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected_app
 from aviso_workers.config import Config
 from aviso_workers.engine.publisher import encode, size_of, too_large
@@ -144,7 +144,6 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
         echo(f"{lines.name} has no notifications", err=True)
     columns = (TextColumn("publishing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     begun = stored = known = signalled = 0
-    failure: AvisoWorkersError | None = None
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=checked.total)
 
@@ -160,32 +159,27 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
             nonlocal known
             known += event.count if event.outcome == "duplicate" else 0
 
-        async def stop_at_signal() -> None:
-            nonlocal signalled
-            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-                signalled = await anext(signals)
-            tasks.cancel_scope.cancel()
+        async def publish() -> None:
+            nonlocal stored
+            async with app:
+                size, number, event = checked.largest
+                if size > (most := app.session.backend.connection.max_payload):
+                    raise InvalidNotificationError(f"{lines.name}:{number}: {too_large(event, size, most=most)}")
+                stored = await app.session.publisher.notify_many(notifications(), answered=checked.has_ids)
 
         app.events.listen(count_known, Published)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(stop_at_signal)
-            try:
-                async with app:
-                    size, number, event = checked.largest
-                    if size > (most := app.session.backend.connection.max_payload):
-                        raise InvalidNotificationError(f"{lines.name}:{number}: {too_large(event, size, most=most)}")
-                    stored = await app.session.publisher.notify_many(notifications(), answered=checked.has_ids)
-            except AvisoWorkersError as error:  # raised outside of the group, as itself
-                failure = error
-            tasks.cancel_scope.cancel()
-    if begun and (failure or signalled):
-        typer.echo(MAY_BE_STORED.format(begun=begun, total=checked.total), err=True)
+        try:
+            signalled = await until_signal(publish)
+        except AvisoWorkersError as error:
+            if not begun:
+                raise
+            progress.stop()
+            typer.echo(MAY_BE_STORED.format(begun=begun, total=checked.total), err=True)
+            raise AvisoWorkersError(str(error)) from error  # whatever it is, something may have been done
     if signalled:
+        if begun:
+            typer.echo(MAY_BE_STORED.format(begun=begun, total=checked.total), err=True)
         raise typer.Exit(128 + signalled)
-    if failure and begun:
-        raise AvisoWorkersError(str(failure)) from failure  # whatever it is, something may have been done
-    if failure:
-        raise failure
     _tell(f"{stored - known} notifications stored" + (f", {known} known already by their ids" if known else ""))
 
 

@@ -16,6 +16,7 @@ import typer
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import parse_duration, parse_pairs, parse_where
+from aviso_workers.cli.completion import Event
 from aviso_workers.cli.spark import spark
 from aviso_workers.cli.targets import ConfigOption, ConfigSource
 from aviso_workers.errors import DeclarationError
@@ -23,9 +24,6 @@ from aviso_workers.spark import installed
 
 __all__ = ["archive", "backfill", "report"]
 
-Event = Annotated[
-    str, typer.Argument(metavar="EVENT", autocompletion=completion.event_types, help="The event type, e.g. mars.")
-]
 Filter = Annotated[
     list[str] | None,
     typer.Argument(

@@ -10,7 +10,7 @@ import msgspec
 import typer
 from rich.filesize import decimal
 
-from aviso_workers.cli import completion
+from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.details import AsAnswered, print_details, replicas, time_text
 from aviso_workers.cli.output import AsJson, end_where_unavailable, print_json, print_rows
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
@@ -19,17 +19,13 @@ from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops import inventory, stream_policy
 from aviso_workers.ops.inventory import Listed, StoredMessage
 
-__all__ = ["Stream", "streams"]
+__all__ = ["streams"]
 
 streams = typer.Typer(help="Show, plan, change and remove streams.", no_args_is_help=True)
 
 STREAMS = ("stream", "configured", "messages", "bytes", "consumers")
 """The columns of the table; `report streams` has more for people."""
 GAPS = ("first", "last", "gone")
-
-Stream = Annotated[
-    str, typer.Argument(metavar="STREAM", autocompletion=completion.streams, help="Name of the stream, e.g. MARS.")
-]
 
 
 @streams.command()

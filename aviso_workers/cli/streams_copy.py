@@ -8,8 +8,9 @@ from typing import Annotated
 import anyio
 import typer
 
-from aviso_workers.cli import NOT_PROVEN, completion
+from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.backup import Storage, bar
+from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.streams import streams
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, opened
 from aviso_workers.errors import BackupError
@@ -22,9 +23,7 @@ __all__ = ["copy"]
 
 @streams.command()
 def copy(
-    stream: Annotated[
-        str, typer.Argument(metavar="STREAM", autocompletion=completion.streams, help="Name of the stream, e.g. MARS.")
-    ],
+    stream: Stream,
     to_config: Annotated[
         Path, typer.Option("--to-config", metavar="FILE", help="Configuration file with the connection to the target.")
     ],

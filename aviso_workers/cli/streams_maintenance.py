@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from aviso_workers.cli import completion
+from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import print_table
-from aviso_workers.cli.streams import Stream, streams
+from aviso_workers.cli.streams import streams
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
 from aviso_workers.ops import maintenance
 

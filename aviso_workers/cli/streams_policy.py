@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from aviso_workers.cli import completion
+from aviso_workers.cli.completion import Event
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import AsJson, print_rows, print_table
 from aviso_workers.cli.streams import streams
@@ -21,9 +22,6 @@ __all__ = ["streams"]
 PLAN = ("stream", "consumer", "step", "difference")
 POLICY = ("field", "configured", "effective", "follows", "configured by")
 
-Event = Annotated[
-    str, typer.Argument(metavar="EVENT", autocompletion=completion.event_types, help="The event type, e.g. mars.")
-]
 Configured = Annotated[
     str,
     typer.Argument(

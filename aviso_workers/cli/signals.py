@@ -1,0 +1,38 @@
+"""Work that a signal ends: `notify --file` and `backup create --every`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Awaitable, Callable
+
+import anyio
+
+from aviso_workers.errors import AvisoWorkersError
+
+__all__ = ["until_signal"]
+
+
+async def until_signal(work: Callable[[], Awaitable[None]]) -> int:
+    """Do the work, and cancel it at SIGTERM or SIGINT; return the number of the signal that came, or 0.
+
+    Raises the `AvisoWorkersError` that the work raises, as itself and in no group.
+    """
+    signalled = 0
+    failure: AvisoWorkersError | None = None
+
+    async def listen() -> None:
+        nonlocal signalled
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            signalled = await anext(signals)
+        tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(listen)
+        try:
+            await work()
+        except AvisoWorkersError as error:
+            failure = error
+        tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return signalled
