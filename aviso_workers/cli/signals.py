@@ -6,6 +6,7 @@ import signal
 from collections.abc import Awaitable, Callable
 
 import anyio
+from anyio.abc import TaskStatus
 
 from aviso_workers.errors import AvisoWorkersError
 
@@ -20,14 +21,15 @@ async def until_signal(work: Callable[[], Awaitable[None]]) -> int:
     signalled = 0
     failure: AvisoWorkersError | None = None
 
-    async def listen() -> None:
+    async def listen(*, task_status: TaskStatus[None]) -> None:
         nonlocal signalled
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            task_status.started()
             signalled = await anext(signals)
         tasks.cancel_scope.cancel()
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(listen)
+        await tasks.start(listen)  # before the work does or says anything
         try:
             await work()
         except AvisoWorkersError as error:

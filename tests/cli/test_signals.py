@@ -1,0 +1,27 @@
+"""Work that a signal ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import anyio
+import pytest
+
+from aviso_workers.cli.signals import until_signal
+
+pytestmark = pytest.mark.anyio
+
+
+class TestUntilSignal:
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    async def test_one_that_comes_at_the_first_step_of_the_work_ends_it(self, number: signal.Signals) -> None:
+        default = signal.getsignal(number)
+
+        async def work() -> None:
+            assert signal.getsignal(number) is not default, "nobody heeds the signal yet"
+            os.kill(os.getpid(), number)
+            await anyio.sleep_forever()
+
+        assert await until_signal(work) == number
+        assert signal.getsignal(number) is default
