@@ -70,11 +70,14 @@ def erase(
         if survey.findings:
             confirm(yes, to="erase all of them")
         elif not yes:
-            return True
+            return survey.whole
         record = audit or Path(f"erasure-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}.json")
         left = await eraser.erase(survey, audit=record, progress=ProgressLines("erased", total=survey.messages))
         erased = sum(eraser.erased(left).values())
         typer.echo(f"{erased} erased, {left.messages} left; the record is {record}")
+        for each in left.unreached:
+            if each.waits or each.unknown:
+                echo(f"not proven: {each.where}: {each.why}. {each.cure.capitalize()}.")
         if not erased:
             return left.whole
         typer.echo(
@@ -86,9 +89,6 @@ def erase(
             f"next, for all backups below a directory: aviso-workers backup cleanse DIR --erasure {record}, with the "
             "KEY=VALUE given here where there are any, because backups also hold what had left the streams before"
         )
-        for each in left.unreached:
-            if each.waits:
-                echo(f"not proven: {each.where}: {each.why}. {each.cure.capitalize()}.")
         return left.whole
 
     if not connected(config, run):

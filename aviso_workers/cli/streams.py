@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -19,18 +19,23 @@ from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops import inventory, stream_policy
 from aviso_workers.ops.inventory import Listed, StoredMessage
 
-__all__ = ["streams"]
+__all__ = ["name_missing", "streams"]
 
 streams = typer.Typer(help="Show, plan, change and remove streams.", no_args_is_help=True)
 
 STREAMS = ("stream", "configured", "messages", "bytes", "consumers")
 """The columns of the table; `report streams` has more for people."""
 GAPS = ("first", "last", "gone")
+MISSING = (
+    "{name}: configured, but there is no such stream. Nothing was published, or the server cannot read it "
+    "(docs/operations.md#js042)"
+)
 
 
 @streams.command()
 def ls(as_json: AsJson = False, config: ConfigOption = None) -> None:
     """List all streams of the account, and whether the configuration has them; exit 1 where one does not answer.
+    Standard error names configured streams that do not exist.
 
     Example: aviso-workers streams ls
     """
@@ -40,6 +45,7 @@ def ls(as_json: AsJson = False, config: ConfigOption = None) -> None:
         listed = await inventory.streams(server.admin)
         documents = [_stream_document(stream, configured) for stream in listed.found]
         print_rows(STREAMS, map(_stream_row, documents), documents, as_json=as_json)
+        name_missing(configured, {stream.name for stream in listed.found}.union(listed.unavailable))
         return listed
 
     end_where_unavailable(connected(config, run).unavailable)
@@ -107,6 +113,14 @@ def get(
         print_json(_document(await ask(server.admin, stream, sequence=sequence, subject=last)))
 
     connected(config, run)
+
+
+def name_missing(configured: Iterable[str], found: Container[str]) -> bool:
+    """Name the configured streams that were not found on standard error, and return whether all were found."""
+    missing = [name for name in configured if name not in found]
+    for name in missing:
+        typer.echo(MISSING.format(name=name), err=True)
+    return not missing
 
 
 def _stream_document(stream: StreamInfo, configured: dict[str, str]) -> dict[str, str | int]:

@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from aviso_workers.cli import completion
+from aviso_workers.cli import NOT_PROVEN, completion
 from aviso_workers.cli.completion import Event
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import AsJson, print_rows, print_table
-from aviso_workers.cli.streams import streams
+from aviso_workers.cli.streams import name_missing, streams
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
+from aviso_workers.config.streams import event_streams
 from aviso_workers.jetstream.fields import readable
 from aviso_workers.jetstream.plans import ConsumerPlan, Difference, Plan
 from aviso_workers.ops import aviso_admin, stream_policy
@@ -115,15 +116,20 @@ def wipe(event: Event, yes: Yes = False, config: ConfigOption = None) -> None:
 
 @streams.command("wipe-all")
 def wipe_all(yes: Yes = False, config: ConfigOption = None) -> None:
-    """Remove all notifications of all configured event types. Nothing else is changed.
+    """Remove all notifications of all configured event types. Nothing else is changed. Exit with 3 if one has no
+    stream.
 
     Example: aviso-workers streams wipe-all --yes
     """
 
-    async def run(server: Opened) -> None:
-        await _wipe(server, await aviso_admin.event_streams(server.admin, server.config), yes=yes)
+    async def run(server: Opened) -> bool:
+        found = await aviso_admin.event_streams(server.admin, server.config)
+        is_whole = name_missing(event_streams(server.config.notification_schema), found)
+        await _wipe(server, found, yes=yes)
+        return is_whole
 
-    connected(config, run)
+    if not connected(config, run):
+        raise typer.Exit(NOT_PROVEN)
 
 
 async def _wipe(server: Opened, found: Mapping[str, int], *, yes: bool) -> None:

@@ -49,6 +49,16 @@ def test_what_matches_nothing_is_said(run: Run, stored: Path) -> None:
     assert ran.lines[-1] == "0 erased, 0 left; the record is erased.json"
 
 
+def test_what_matches_nothing_because_there_is_no_stream_is_not_proven(run: Run, config: Path) -> None:
+    for last in ((), ("--yes", "--audit", "erased.json")):
+        ran = run("erase", "mars", "step=1", "-c", config, *last)
+        assert (ran.code, ran.lines[0]) == (1, "nothing matches"), ran
+        assert "not reached: MARS: there is no such stream on this server, which may be the wrong one" in ran.out, ran
+    assert "not proven: MARS: there is no such stream" in ran.out
+    assert run("streams", "apply", "-c", config).code == 0
+    assert run("erase", "mars", "step=1", "-c", config).code == 0
+
+
 def test_fields_that_are_separated_by_commas_are_no_filter_that_matches_nothing(run: Run, stored: Path) -> None:
     ran = run("erase", "mars", "class=od,step=1", "-c", stored)
     assert (ran.code, "put spaces between them: class=od step=1" in ran.err) == (2, True)

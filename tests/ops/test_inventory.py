@@ -49,6 +49,14 @@ def test_all_streams_are_listed_whoever_made_them(run: Run, config: Path, api: A
     assert (orders["first"], orders["last"], orders["deleted"], orders["consumers"]) == (1, 2, 0, 2)
 
 
+def test_a_configured_stream_that_does_not_exist_is_named(run: Run, config: Path, api: Api) -> None:
+    api("STREAM.DELETE.ORDERS")
+    ran = run("streams", "ls", "--config", config)
+    assert ran.code == 0, ran
+    assert "ORDERS" not in ran.out
+    assert ran.err.startswith("ORDERS: configured, but there is no such stream. "), ran.err
+
+
 @pytest.mark.covers("002-56")
 def test_a_stream_is_told_as_the_server_tells_it(run: Run, config: Path, api: Api) -> None:
     told = json.loads(run("streams", "info", "ORDERS", "--json", "--config", config).out)

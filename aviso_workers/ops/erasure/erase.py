@@ -65,13 +65,15 @@ def ignore(count: int) -> None:
 
 
 class Unreached(Struct, frozen=True, kw_only=True):
-    """A stream whose bytes cannot be erased, why, and what can be done about it."""
+    """A stream whose bytes cannot be erased or are not known, why, and what can be done about it."""
 
     where: str
     why: str
     cure: str
     waits: bool = False
     """Nothing is erased before this has passed."""
+    unknown: bool = False
+    """The stream may hold notifications to erase that no survey sees."""
 
 
 class Survey(Struct, frozen=True, kw_only=True):
@@ -88,8 +90,8 @@ class Survey(Struct, frozen=True, kw_only=True):
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is left to erase, on any replica."""
-        return not self.findings and not any(each.waits for each in self.unreached)
+        """Whether it is known that nothing is left to erase, on any replica."""
+        return not self.findings and not any(each.waits or each.unknown for each in self.unreached)
 
 
 class Eraser:
@@ -147,6 +149,8 @@ class Eraser:
         for stream in sorted(concerned | {stream for stream, known in self._known.items() if known}):
             if stream in infos and infos[stream].behind:
                 unreached.append(_lagging(stream, infos[stream].behind))
+        if self._wanted.stream not in infos:
+            unreached.append(_missing(self._wanted.stream))
         if self._suspects is None:
             self._suspects = tuple(await suspects(self._admin, infos, self._values))
         return Survey(findings=findings, unreached=tuple(unreached), suspects=self._suspects)
@@ -379,6 +383,16 @@ def _unreached(stream: str, info: StreamInfo) -> list[Unreached]:
             )
         )
     return found
+
+
+def _missing(stream: str) -> Unreached:
+    return Unreached(
+        where=stream,
+        why="there is no such stream on this server, which may be the wrong one, or one that cannot read the stream",
+        cure="make sure that no server has it (docs/operations.md#js042), create it with `aviso-workers streams apply` "
+        "and erase again",
+        unknown=True,
+    )
 
 
 def _lagging(stream: str, servers: Sequence[str]) -> Unreached:
