@@ -265,7 +265,7 @@ class App(Router):
         self.__dict__.pop("config", None)  # one that was loaded before does not have it
 
     def warnings(self) -> list[str]:
-        """Return a sentence for each thing that is no mistake and may be meant otherwise.
+        """Return a sentence for each thing that is not a mistake and may be meant otherwise.
 
         These are the warnings of the configuration, the agents that return a value with which nothing is done, and the
         agents whose stream keeps only the newest notification of a subject although `allow_duplicates` is not set.
@@ -395,7 +395,7 @@ class App(Router):
 
         Nothing is acknowledged and no position is kept: for work that must not be lost, declare an agent. A stream that
         does not exist is waited for, with a warning, and read from its first notification on. Where the stream is
-        deleted and made again, it goes on at the first notification of the new one, with a warning; so it
+        deleted and recreated, it goes on at the first notification of the new one, with a warning; so it
         does from an id that the stream has never had. `decode` makes the payload of a body's bytes, as that of an
         agent; `bytes` leaves them as they are. What cannot be decoded is left out, with a warning. Raises
         `InvalidPositionError`, `UnknownEventTypeError`, `InvalidIdentifierError`.

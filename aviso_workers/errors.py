@@ -23,7 +23,7 @@
     │       ├── ConflictError       another client changed the key or stream first
     │       └── UnreadableStreamError  the server has a stream that it cannot read, and would erase
     ├── BackupError                 a backup cannot be written, read or restored, or it is damaged
-    │   └── StreamReplacedError     a stream was created again, or lost messages, since the backup before
+    │   └── StreamReplacedError     a stream was recreated, or lost messages, since the backup before
     ├── WorkerDiedError             a worker process ended while it handled a notification
     ├── DeliveriesExhaustedError    a notification was delivered very often while its failures could not be counted
     ├── TakenOverError              another worker may have taken over the notification of a singleton
@@ -196,7 +196,7 @@ class BackupError(AvisoWorkersError):
 
 
 class StreamReplacedError(BackupError):
-    """An incremental backup cannot be made, because the stream was created again since the backup before, or has lost
+    """An incremental backup cannot be made, because the stream was recreated since the backup before, or has lost
     messages. Make a full backup instead."""
 
 

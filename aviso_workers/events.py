@@ -295,7 +295,7 @@ class LeadershipUnhindered(Struct, frozen=True, kw_only=True):
 
 
 class Skipped(Struct, frozen=True, kw_only=True):
-    """A replay or a watch left out a stored message that is no notification of its event type."""
+    """A replay or a watch left out a stored message that is not a notification of its event type."""
 
     event_type: str
     sequence: int
@@ -328,7 +328,7 @@ class StartNotReached(Struct, frozen=True, kw_only=True):
 class StreamMadeAgain(Struct, frozen=True, kw_only=True):
     """A stream is not the one that a watch read, which goes on at its first message instead.
 
-    It was deleted and made again, restored, or set back: its sequences are those of other messages.
+    It was deleted and recreated, restored, or set back: its sequences are those of other messages.
     """
 
     stream: str
@@ -356,7 +356,7 @@ class ConsumerDiffers(Struct, frozen=True, kw_only=True):
 
 
 class ConsumerResumed(Struct, frozen=True, kw_only=True):
-    """An agent's consumer was gone, and was made anew: it goes on after what was recorded as settled."""
+    """An agent's consumer was gone, and was recreated: it goes on after what was recorded as settled."""
 
     agent: str
     stream: str
@@ -509,11 +509,11 @@ def warning(event: Event) -> str:
         case StartNotReached():
             return (
                 f"there is no {event.sequence} to begin at: {event.stream} ends at {event.last_sequence}; either it "
-                "was deleted and made again, or the id is wrong; beginning at its first message"
+                "was deleted and recreated, or the id is wrong; beginning at its first message"
             )
         case StreamMadeAgain():
             return (
-                f"stream {event.stream} was deleted and made again, or set back: its last sequence is "
+                f"stream {event.stream} was deleted and recreated, or set back: its last sequence is "
                 f"{event.last_sequence}, and {event.next_sequence} was to be read next; going on at its first message"
             )
     return ""

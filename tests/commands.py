@@ -21,7 +21,7 @@ class Command:
     def __init__(self, *arguments: str | Path, directory: Path, **environment: str) -> None:
         self.log: list[dict[str, Any]] = []
         self.told: list[str] = []
-        """The lines of standard error that are no log."""
+        """The lines of standard error that are not part of the log."""
         ours = {name: value for name, value in os.environ.items() if not name.startswith(("AVISO", "NATS_"))}
         self.process = subprocess.Popen(
             [Path(sys.executable).with_name("aviso-workers"), *arguments],
@@ -45,7 +45,7 @@ class Command:
         raise AssertionError(f"ended before {event}: {self.log}\n{''.join(self.told)}")
 
     def until_told(self, begin: str) -> str:
-        """The next line of standard error that begins so, and is no log."""
+        """The next line of standard error that begins so, and is not part of the log."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
             if not self._note(line) and line.startswith(begin):

@@ -21,7 +21,7 @@ pytest_plugins = ["pytester"]
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# A machine that has more to do is no mistake of the code.
+# A machine that has more to do is not a mistake of the code.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 

@@ -253,7 +253,7 @@ class TestMistakes:
 
         of_filter, of_order = app.mistakes()
         assert of_filter.startswith("agent 'one': where: mars: identifier field 'stop' is unknown")
-        assert of_order == f"agent 'one': order_by: {field!r} is no part of the topic; {hint}"
+        assert of_order == f"agent 'one': order_by: {field!r} is not part of the topic; {hint}"
 
     def test_of_the_types_of_keys_are_told_for_each_agent(self, app: App) -> None:
         @app.agent("mars")
@@ -301,7 +301,7 @@ class TestConnected:
         async with app:
             await app.notify("mars", {"class": "od", "step": 6})
         connected = [event.connected for event in changes if isinstance(event, ConnectionChanged)]
-        assert connected == [True, True]  # leaving is no loss
+        assert connected == [True, True]  # leaving is not a loss
 
     async def test_it_works_until_it_is_told_to_stop(self, app: App) -> None:
         stop = anyio.Event()

@@ -795,7 +795,7 @@ def test_what_says_the_same_as_avisos_keys_is_no_mistake(load: Load) -> None:
         ),
         (
             "allow_msg_counter: true",
-            "allow_msg_counter is not for the stream of an event type: a notification is no number",
+            "allow_msg_counter is not for the stream of an event type: a notification is not a number",
         ),
         (
             "subject_transform: {dest: a.>}",

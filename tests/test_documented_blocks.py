@@ -24,7 +24,7 @@ from aviso_workers import cli, config
 from tests.documented import PAGES, PROJECT, Block, blocks, prose
 
 ELSEWHERE = {"cycles"}
-"""The first keys of YAML that is no configuration: the schedules of `spark report`."""
+"""The first keys of YAML that is not a configuration: the schedules of `spark report`."""
 READ_HERE = "yaml"
 COMMANDS = "tests/test_documented_commands.py"
 EXAMPLES = "tests/test_documented_examples.py"

@@ -27,9 +27,9 @@ def broken(page: Path) -> Iterator[str]:
     for target, anchor in LINK.findall(CODE.sub("", page.read_text())):
         file = page.parent / target if target else page
         if not file.exists():
-            yield f"{target} is no file"
+            yield f"{target} is not a file"
         elif anchor and anchor not in headings(file):
-            yield f"{target}#{anchor} is no heading"
+            yield f"{target}#{anchor} is not a heading"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))

@@ -99,9 +99,9 @@ def test_a_warning_that_nobody_listens_to_is_logged_and_nothing_else_is(caplog: 
         "stream MARS is used as it is (max_msgs: 5 -> 1): not allowed",
         "mars@7 is left out: no \\x1b[2J JSON",
         "there is no stream MARS: waiting for it to be created",
-        "there is no 43 to begin at: MARS ends at 7; either it was deleted and made again, or the id is wrong; "
+        "there is no 43 to begin at: MARS ends at 7; either it was deleted and recreated, or the id is wrong; "
         "beginning at its first message",
-        "stream MARS was deleted and made again, or set back: its last sequence is 7, and 43 was to be read next; "
+        "stream MARS was deleted and recreated, or set back: its last sequence is 7, and 43 was to be read next; "
         "going on at its first message",
     ]
     assert {record.levelname for record in caplog.records} == {"WARNING"}

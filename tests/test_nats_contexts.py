@@ -72,7 +72,7 @@ def test_a_context_stands_in_the_place_of_the_whole_connection(save: Callable[..
     assert jetstream.servers == ("nats://a:4222", "nats://b:4222")
     assert jetstream.password is not None
     assert (jetstream.user, jetstream.password.reveal(), jetstream.credentials_file) == ("me", "secret", None)
-    assert jetstream.timeout_seconds == 7  # how long we wait is no part of the connection
+    assert jetstream.timeout_seconds == 7  # how long we wait is not part of the connection
     assert found.origins["notification_backend.jetstream.nats_url"] == str(file)
 
 

@@ -115,7 +115,7 @@ def test_a_folder_that_has_something_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "harvest" / "notes").touch()
     (tmp_path / "fields").touch()
     for name in ("harvest", "fields"):
-        with pytest.raises(DeclarationError, match=f"{name} is there already and is no empty folder: take another"):
+        with pytest.raises(DeclarationError, match=f"{name} is there already and is not an empty folder: take another"):
             projects.create(tmp_path / name)
     assert [file.name for file in (tmp_path / "harvest").iterdir()] == ["notes"]
 
@@ -129,7 +129,9 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     "name", ["Fields", "field-index", "9fields", "_fields", "fields_", "field__index", "feld_ä", "class", "f" * 41]
 )
 def test_what_is_no_name_of_a_package_is_refused_with_one_that_is(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DeclarationError, match=r"no name of a Python package: take lower-case .*, such as field_index"):
+    with pytest.raises(
+        DeclarationError, match=r"not a name of a Python package: take lower-case .*, such as field_index"
+    ):
         projects.create(tmp_path / name)
     assert [*tmp_path.iterdir()] == []
 

@@ -237,5 +237,5 @@ def test_nobody_there_is_told(free_port: int) -> None:
 
 @pytest.mark.parametrize("url", ["history:18080", "http://[", "http://history:port"])
 def test_what_is_no_url_is_told(url: str) -> None:
-    with pytest.raises(SparkRestError, match="is no URL of a history server"):
+    with pytest.raises(SparkRestError, match="is not a URL of a history server"):
         SparkRest(url)

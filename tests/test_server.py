@@ -79,13 +79,15 @@ class TestTheBinary:
         self, machine: Callable[..., None], program: Callable[[str, str], str]
     ) -> None:
         machine(named=program("named", "2.10.0"), on_path=program("path", "2.15.0"))
-        with pytest.raises(ServerProcessError, match=r"AVISO_WORKERS_NATS_SERVER=.* is no nats-server 2.11 or newer"):
+        with pytest.raises(
+            ServerProcessError, match=r"AVISO_WORKERS_NATS_SERVER=.* is not a nats-server 2.11 or newer"
+        ):
             server.find_binary()
 
     def test_that_is_named_and_missing_is_an_error(self, machine: Callable[..., None]) -> None:
         machine(named="/nowhere/nats-server")
         with pytest.raises(
-            ServerProcessError, match="AVISO_WORKERS_NATS_SERVER=/nowhere/nats-server is no nats-server"
+            ServerProcessError, match="AVISO_WORKERS_NATS_SERVER=/nowhere/nats-server is not a nats-server"
         ):
             server.find_binary()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 PATIENCE_SECONDS = 120.0
 """How long a test waits for what must come. What comes ends the wait, so that the bound costs nothing; it is generous
-because other work on the machine is no mistake of the code."""
+because other work on the machine is not a mistake of the code."""
 
 PROMPT_SECONDS = 20.0
 """How long what happens at once may take beside other work. The test sees to it that the alternative takes longer: it

@@ -117,7 +117,7 @@ def read_number(text: str) -> int:
     """Return a number from 0 on, of up to 64 bits, that somebody else may have written. Raises `UndecodableError`."""
     digits = text if len(text) < 20 and text.isascii() and text.isdecimal() else ""
     if not digits or int(digits) > LARGEST_NUMBER:
-        raise UndecodableError(f"{reprlib.repr(text)} is no whole number of 64 bits")
+        raise UndecodableError(f"{reprlib.repr(text)} is not a whole number of 64 bits")
     return int(digits)
 
 
@@ -280,7 +280,7 @@ class NotificationReader:
         if self._selective and not self._lets_through(tokens, message):
             return None
         if tokens[0] != self._base:
-            raise UndecodableError(f"{subject!r} is no subject of {self._name}")
+            raise UndecodableError(f"{subject!r} is not a subject of {self._name}")
         for position, known, add_known in self._checks:
             if tokens[position] not in known:
                 add_known(tokens[position])

@@ -88,7 +88,7 @@ class Size(int):
     def literal(self) -> str:
         """Return the shortest text that `parse` reads back as this size, such as `2Gi`.
 
-        A size that is no multiple of 1000 or 1024 has no literal and is given as plain digits.
+        A size that is not a multiple of 1000 or 1024 has no literal and is given as plain digits.
         """
         return _shortest(self, _BYTES)
 
@@ -115,7 +115,7 @@ def decode_hook(wanted: type, value: object) -> object:
     Raises ValueError or TypeError, to both of which msgspec adds the path of the field.
     """
     if not issubclass(wanted, (Duration, Size)):
-        raise NotImplementedError(f"{wanted.__name__} is no literal")
+        raise NotImplementedError(f"{wanted.__name__} is not a literal")
     if isinstance(value, wanted):
         return value
     if not isinstance(value, str):

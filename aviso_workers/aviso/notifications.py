@@ -33,8 +33,8 @@ class Notification(Struct, Generic[T, K], frozen=True, kw_only=True):
     identifier: Mapping[str, str]
     """Canonical values by field name: those in the event type's `key_order`, and its spatial field if any."""
     payload: T
-    """The payload, as the type that the agent asked for, or as the plain JSON value: of a body that is no JSON its
-    text, and of one that is no text its bytes."""
+    """The payload, as the type that the agent asked for, or as the plain JSON value: of a body that is not JSON its
+    text, and of one that is not text its bytes."""
     key: K = None  # type: ignore[assignment]  # where an agent asks for no type of it
     """The identifier as the type that the agent asked for, as in `Notification[Field, FieldKey]`; else None."""
     sequence: int = 0

@@ -177,7 +177,7 @@ def _holds_pydantic(kind: Any) -> bool:
 def _read_inner(kind: Any, value: Any) -> Any:
     """Return the value of a field whose type msgspec does not know; it is read if the type is made of models."""
     if not _holds_pydantic(kind):
-        raise TypeError(f"{kind!r} is no type that JSON is read as")
+        raise TypeError(f"{kind!r} is not a type that JSON is read as")
     try:
         return json_reader(kind)(msgspec.json.encode(value))
     except msgspec.ValidationError as error:

@@ -483,7 +483,7 @@ def require_routable(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as problem:
-        raise ValueError(f"must not hold {text[problem.start]!r}, which is no character") from problem
+        raise ValueError(f"must not hold {text[problem.start]!r}, which is not a character") from problem
 
 
 def _canonical(rule: Rule, value: object) -> str:
@@ -531,8 +531,8 @@ def _position(topic: Topic, field: str) -> int:
     if field in topic.key_order:
         return topic.key_order.index(field) + 1
     if field == _POINT_CLOUD:
-        raise ValueError(f"is no filter; {_POLYGON!r} finds the point clouds that it covers")
-    raise ValueError("is no filter, because it is not in key_order and so no stored notification carries it")
+        raise ValueError(f"is not a filter; {_POLYGON!r} finds the point clouds that it covers")
+    raise ValueError("is not a filter, because it is not in key_order and so no stored notification carries it")
 
 
 def _place_filters(event_type: EventType) -> tuple[str, ...]:

@@ -138,7 +138,7 @@ def key_of(topic: schema.Topic, fields: Sequence[str]) -> Callable[[str], tuple[
         if field not in topic.key_order:
             near = difflib.get_close_matches(field, topic.key_order, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(topic.key_order) or 'nothing'}"
-            raise InvalidNotificationError(f"order_by: {field!r} is no part of the topic; {hint}")
+            raise InvalidNotificationError(f"order_by: {field!r} is not part of the topic; {hint}")
     positions = [topic.key_order.index(field) + 1 for field in fields]
 
     def key(subject: str) -> tuple[str, ...]:

@@ -118,9 +118,9 @@ def reader(key_type: Any) -> Callable[[Mapping[str, str]], Any]:
                     values[name] = _parsed(parse, values[name], name)
             return msgspec.convert(values, key_type, strict=False)
         except msgspec.ValidationError as error:
-            raise UndecodableError(f"the identifier is no {key_type.__name__}: {error}") from error
+            raise UndecodableError(f"the identifier is not a {key_type.__name__}: {error}") from error
         except Exception as error:  # raised by the type itself, as in its `__post_init__`
-            raise UndecodableError(f"the identifier is no {key_type.__name__}: {describe(error)}") from error
+            raise UndecodableError(f"the identifier is not a {key_type.__name__}: {describe(error)}") from error
 
     return read
 

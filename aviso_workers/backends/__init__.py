@@ -243,7 +243,7 @@ class Delivery(Protocol):
         """Ask for it never to be delivered again."""
 
     def in_progress(self) -> None:
-        """Report that it is being handled, which starts `ack_wait` anew."""
+        """Report that it is being handled, which starts `ack_wait` again."""
 
 
 class Consumer(Protocol):
@@ -402,7 +402,7 @@ class Backend(Streams, Protocol):
 
         A `start_time` wins over `start_sequence`; both are inclusive. It ends where nothing more matches up to
         `last_sequence`, and not before. Raises `UnavailableError` where reading was interrupted (read on after the last
-        sequence that came), `NotFoundError` where the stream is gone. A stream that was deleted and made anew is
+        sequence that came), `NotFoundError` where the stream is gone. A stream that was deleted and recreated is
         another one, and interrupts it.
         """
 

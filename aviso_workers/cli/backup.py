@@ -171,7 +171,7 @@ def ls(directory: Below, as_json: AsJson = False) -> None:
     Example: aviso-workers backup ls /backups
     """
     if not directory.is_dir():
-        raise BackupError(f"{directory} is no directory")
+        raise BackupError(f"{directory} is not a directory")
     found: list[backups.Backup] = []
 
     def add(place: Path) -> None:
@@ -393,7 +393,7 @@ def _parsed(duration: str) -> Duration:
     except ValueError as error:
         raise DeclarationError(str(error)) from error
     if not parsed:
-        raise DeclarationError(f"{duration} is no time to wait")
+        raise DeclarationError(f"{duration} is not a time to wait")
     return parsed
 
 

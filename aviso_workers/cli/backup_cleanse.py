@@ -122,7 +122,7 @@ def _count(backup: Backup, takes: Takes, identities: Identities | None) -> int:
     typer.echo(f"{backup.directory}: {len(plan.removed)} messages match, {plan.kept} stay")
     for change in plan.changes:
         if not change.backup.directory.samefile(backup.directory):
-            typer.echo(f"{change.backup.directory}: is written anew as well")
+            typer.echo(f"{change.backup.directory}: is rewritten as well")
     return len(plan.removed)
 
 

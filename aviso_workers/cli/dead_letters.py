@@ -345,7 +345,7 @@ def _body(data: bytes) -> str:
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        return f"{len(data)} bytes that are no text, in base64:\n{base64.b64encode(data).decode()}"
+        return f"{len(data)} bytes that are not text, in base64:\n{base64.b64encode(data).decode()}"
     with suppress(ValueError, RecursionError):
         text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
     return printable_lines(text)

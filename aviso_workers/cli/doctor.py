@@ -66,7 +66,7 @@ def doctor(
     """
     for url in monitor or ():
         if not url.startswith(("http://", "https://")):
-            raise typer.BadParameter(f"{url!r} is no URL, such as http://127.0.0.1:8222", param_hint="--monitor")
+            raise typer.BadParameter(f"{url!r} is not a URL, such as http://127.0.0.1:8222", param_hint="--monitor")
     try:
         examined = find_app(app, agent=None, config=config) if app else None
         scope = Scope(

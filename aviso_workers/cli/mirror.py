@@ -56,7 +56,7 @@ def promote(
         bool,
         typer.Option(
             "--origin-was-recreated",
-            help="Promote it although the origin was made again and has messages that the mirror lacks.",
+            help="Promote it although the origin was recreated and has messages that the mirror lacks.",
         ),
     ] = False,
     patience: Annotated[

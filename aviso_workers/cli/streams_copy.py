@@ -64,7 +64,8 @@ def copy(
             is_begun = follow and await following_copies.is_begun(source.admin, target.admin, stream)
             if follow:
                 typer.echo(
-                    f"{stream}: {'carrying on with the copy there' if is_begun else 'copying it anew'}", err=True
+                    f"{stream}: {'carrying on with the copy there' if is_begun else 'copying it from its beginning'}",
+                    err=True,
                 )
             if not is_begun:
                 with bar(stream) as progress:

@@ -275,5 +275,5 @@ def _router(name: str) -> Router:
     except ImportError as error:
         raise DeclarationError(f"the agent {name!r} cannot be imported: {describe(error)}") from error
     if not isinstance(router, Router):
-        raise DeclarationError(f"the entry point {name!r} of {ENTRY_POINTS} is no Router")
+        raise DeclarationError(f"the entry point {name!r} of {ENTRY_POINTS} is not a Router")
     return router

@@ -6,7 +6,7 @@ mistake and does not know lines.
 
 A scalar is read as its field wants it. aviso-server converts text to numbers and booleans where it can, and so do we
 (`"30"` is a fine integer, and environment variables have nothing but text); the other way round, a number without
-quotes is no text unless it is certain how it is spelled.
+quotes is not text unless it is certain how it is spelled.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LONGEST_SHOWN = 60
 _BACKEND = "notification_backend"
 """The section of aviso-server in which every unknown key is reported."""
 _ROTATE = (
-    "nats-server loses consumers and streams when it encrypts a store anew; configure the key that the store has, and "
+    "nats-server loses consumers and streams when it re-encrypts a store; configure the key that the store has, and "
     "move its streams to a store with the other key with `aviso-workers server rotate-key`"
 )
 _GONE = dict.fromkeys(

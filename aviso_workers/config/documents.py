@@ -119,7 +119,7 @@ def node_of(value: object, place: Place) -> Node:
             return Node(value=str(value), place=place, plain=True)
         case str():
             if not is_text(value):
-                raise ValueError(f"{value!r} is no text: it holds half of a surrogate pair")
+                raise ValueError(f"{value!r} is not text: it holds half of a surrogate pair")
             return Node(value=str(value), place=place)
         case Struct():
             fields, tagged = structs.asdict(value), value.__struct_config__
@@ -131,7 +131,7 @@ def node_of(value: object, place: Place) -> Node:
         case list() | tuple():
             return Node(value=[node_of(item, place) for item in value], place=place)
         case _:
-            raise ValueError(f"{value!r:.100} is no text, number, boolean, list or mapping")
+            raise ValueError(f"{value!r:.100} is not a text, number, boolean, list or mapping")
 
 
 def overlay(below: Node, above: Node) -> Node:
@@ -267,7 +267,7 @@ class _Builder:
             except UnicodeEncodeError:
                 self.refuse(
                     _line(event),
-                    "an escape in it is half of a surrogate pair, which is no character",
+                    "an escape in it is half of a surrogate pair, which is not a character",
                 )
         return text
 

@@ -87,7 +87,7 @@ def examine(
     """Read what can be read of the same configuration, and every mistake that is in it.
 
     `event_types` are those that an app declares in Python. With them no file is needed: all else has its default then,
-    and the backend is a server at the default URL. A relative `path` that is no file is looked for in the directory
+    and the backend is a server at the default URL. A relative `path` that is not a file is looked for in the directory
     `beside` as well. Raises ConfigError where a file cannot be made sense of at all.
     """
     named = context if context is not None else environ.get(nats_context.VARIABLE)

@@ -80,7 +80,7 @@ class JetStream(Struct, frozen=True, kw_only=True):
     max_reconnect_attempts: Annotated[
         Count,
         about(
-            "Number of attempts to reconnect before giving up for good; 0 is no limit. A worker for which it "
+            "Number of attempts to reconnect before giving up for good; 0 means no limit. A worker for which it "
             "is not set tries without end."
         ),
     ] = 5
@@ -103,10 +103,10 @@ class JetStream(Struct, frozen=True, kw_only=True):
     ] = 150
 
     max_messages: Annotated[
-        int | None, about("Number of messages that a stream keeps; 0 and below are no limit. Default: no limit.")
+        int | None, about("Number of messages that a stream keeps; 0 and below mean no limit. Default: no limit.")
     ] = None
     max_bytes: Annotated[
-        int | None, about("Bytes that a stream keeps, as a plain number; 0 and below are no limit. Default: no limit.")
+        int | None, about("Bytes that a stream keeps, as a plain number; 0 and below mean no limit. Default: no limit.")
     ] = None
     retention_time: Annotated[
         Duration | None,

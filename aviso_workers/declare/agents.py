@@ -623,7 +623,7 @@ def _folded_types(name: str, window: Windowing[Any, Any], value_type: Any) -> tu
     try:
         payloads.json_reader(state[value_type])(payloads.to_json(State(open={0: window.initial})))
     except (TypeError, ValueError) as error:
-        raise DeclarationError(f"agent {name!r}: initial= is no value of its Window: {error}") from error
+        raise DeclarationError(f"agent {name!r}: initial= is not a value of its Window: {error}") from error
     try:
         _, folded = inspect.signature(window.fold).parameters
     except (TypeError, ValueError) as error:

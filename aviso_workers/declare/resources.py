@@ -175,7 +175,7 @@ def mistakes(
         for name, wanted in needs.items():
             if wanted not in met:
                 there = ", ".join(known) or "none"
-                if spelled(wanted) in known:  # a cell of a notebook that is run again makes its classes anew
+                if spelled(wanted) in known:  # a cell of a notebook that is run again makes its classes again
                     there += f" (but another {spelled(wanted)}: run again what declares the {what.split()[0]})"
                 found.append(f"{what}: no resource gives its argument {name}: {spelled(wanted)}; there are: {there}")
     found += [

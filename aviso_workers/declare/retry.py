@@ -73,7 +73,7 @@ class Tries:
 
 
 class Restarts:
-    """The waits before something is started again that runs and fails; they begin anew after a healthy run."""
+    """The waits before something is started again that runs and fails; they begin again after a healthy run."""
 
     def __init__(self, backoff: Backoff, *, healthy_seconds: float) -> None:
         self.failures = 0

@@ -41,7 +41,7 @@ LONGEST_KEY = 512
 """Bytes, as a bucket spells it."""
 MOST_HISTORY = 64
 PAGES = "=applied."
-"""How entries of a table's bucket begin that are no keys of an author's: none is spelled so."""
+"""How entries of a table's bucket begin that are not keys of an author's: none is spelled so."""
 APPLIED = "Aviso-Applied"
 """The header of a key that tells which notifications its updates were applied for."""
 REMEMBERED_SECONDS = 31 * 86400.0
@@ -189,7 +189,7 @@ class Table(Generic[T]):
             await kept.delete(spelled, revision=revision)
 
     async def delete(self, key: str) -> None:
-        """Delete a key and its history. A key that does not exist is no error."""
+        """Delete a key and its history. A key that does not exist is not an error."""
         await self._kept.delete(encode_key(key))
 
     async def items(self) -> AsyncGenerator[tuple[str, T], None]:
@@ -238,7 +238,7 @@ class Table(Generic[T]):
 
     def _encode(self, value: Any) -> bytes:
         if value is None:
-            raise TypeError(f"table {self.name!r}: None is no value: delete the key instead")
+            raise TypeError(f"table {self.name!r}: None is not a value: delete the key instead")
         data = payloads.to_json(value)
         self._read(data)  # so that a mistake shows where it is made, and not where it is read
         return data
@@ -318,7 +318,7 @@ def encode_key(key: str) -> str:
     try:
         raw = key.encode()
     except UnicodeEncodeError as error:
-        raise InvalidKeyError(f"key {key!r} is no text: {error}") from error
+        raise InvalidKeyError(f"key {key!r} is not text: {error}") from error
     # A dot separates the tokens of a subject, none of which may be empty.
     spelled = re.sub(rb"[^-/_.a-zA-Z0-9]|(?<![^.])\.|\.(?![^.])", lambda found: b"=%02X" % found[0][0], raw).decode()
     if not 0 < len(spelled) <= LONGEST_KEY:

@@ -117,7 +117,7 @@ Verdict = Again | DeadLetter
 Settlement = Ack | Nak | Term
 Instruction = Retry | Reject
 Classifier = Callable[[Exception], Retry | Reject | Ack | None]
-"""A function of `on_error`, which answers an exception with one of these; None is no answer."""
+"""A function of `on_error`, which answers an exception with one of these; None is not an answer."""
 FinalReason = Literal["undecodable", "invalid_notification", "late", "max_deliveries"]
 """Why a notification would fail each time that it is tried."""
 

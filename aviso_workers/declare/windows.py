@@ -178,7 +178,7 @@ class State(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True):
     stored: float = NEVER
     """When the last was stored that was counted."""
     counted: dict[int, float] = {}
-    """The newest that were counted: by sequence, when each was stored, because a stream that is made anew has the same
+    """The newest that were counted: by sequence, when each was stored, because a stream that is recreated has the same
     sequences. Fewer than `LISTED`, but for moments."""
     missed: dict[int, float] = {}
     """Those of `counted` that came too late for one of their windows, and not for all."""
@@ -196,7 +196,7 @@ class Settled(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     sequence: int = 0
     time: float = NEVER
-    """When the server said so. What was stored later is of a stream that was made anew."""
+    """When the server said so. What was stored later is of a stream that was recreated."""
 
     def covers(self, sequence: int, stored: float) -> bool:
         """Return whether the message of this sequence and store time is settled."""

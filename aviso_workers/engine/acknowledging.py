@@ -69,7 +69,7 @@ def settle(delivery: Delivery, settlement: Settlement) -> None:
 
 async def settle_again(repeats: Repeats, *, handle: Callable[[Delivery], None]) -> None:
     """Repeat the settlement of redeliveries that were settled here before; pass them to `handle` where the consumer was
-    reset or created again since."""
+    reset or recreated since."""
     found, settlement = await repeats.judge()
     for delivery in found:
         if settlement is None:

@@ -51,7 +51,7 @@ class Listed(Struct, frozen=True, omit_defaults=True):
     """The notifications of one agent, in the header of a key. Times are those at which notifications were stored."""
 
     newest: tuple[tuple[int, float], ...] = ()
-    """Sequence and time of each: a stream that is deleted and made again counts its sequences from 1 again."""
+    """Sequence and time of each: a stream that is deleted and recreated counts its sequences from 1 again."""
     left_out: tuple[int, float] = (0, NEVER)
     """The greatest sequence and the greatest time of those that are not in `newest` any more."""
 

@@ -25,7 +25,7 @@ __all__ = ["ALONE", "BEGAN_SUBJECT", "BUCKET_SUFFIX", "Failures", "app_of", "par
 
 T = TypeVar("T")
 Key = tuple[int, int]
-"""Sequence and store time of a notification: a stream that is made anew counts from 1 again."""
+"""Sequence and store time of a notification: a stream that is recreated counts from 1 again."""
 
 FORGOTTEN_AFTER_SECONDS = 7 * 86400.0
 SLOW_SECONDS = 1.0
@@ -161,7 +161,7 @@ class Failures:
             await self._counted.write(self._name(key), None, then=_nothing)
 
     def _number(self, entry: Entry) -> int:
-        """Return how many failures were counted; 0 where that is no number."""
+        """Return how many failures were counted; 0 where that is not a number."""
         try:
             return read_number(entry.value.decode("ascii", "replace"))
         except UndecodableError as error:

@@ -175,7 +175,7 @@ class Buffer:
 
     def holds(self, delivery: Delivery) -> bool:
         """Return whether this delivery is in the buffer, and not another one of its sequence: the stream may have been
-        deleted and created again."""
+        deleted and recreated."""
         return self._entry(delivery) is not None
 
     def delivery_of(self, sequence: int) -> Delivery | None:

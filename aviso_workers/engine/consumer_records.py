@@ -3,11 +3,11 @@
 A consumer that was deleted leaves nothing behind, and one that is made in its place begins where the agent's `start`
 says: with the whole stream, usually. So the workers of all apps record it in one bucket, of an agent's two consumers,
 that of its events and that of what is tried again: when they open them, when `shared_filters` looks which versions
-there are, and when they stop. Where a consumer is missing, it is made anew and begins after what was settled. The same
+there are, and when they stop. Where a consumer is missing, it is recreated and begins after what was settled. The same
 record says since when the oldest notification of the agent is unfinished, which a server does not tell.
 `ops.deployment` reads the records for operators.
 
-A record belongs to one stream. Where the stream was deleted and made anew, its sequences count other notifications.
+A record belongs to one stream. Where the stream was deleted and recreated, its sequences count other notifications.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class ConsumerRecord(Struct, frozen=True, kw_only=True):
     longest_seconds: float = STUCK_SECONDS
     """How long the agent's policy lets a notification be unfinished."""
     removed: bool = False
-    """Whether an operator has removed the consumer since: then it is made anew at the agent's `start`."""
+    """Whether an operator has removed the consumer since: then it is recreated at the agent's `start`."""
 
     def holds_for(self, stream_created: datetime | None) -> bool:
-        """Return whether a missing consumer is to be made anew after `ack_floor`, of a stream created at this time."""
+        """Return whether a missing consumer is to be made again after `ack_floor`, of a stream created at this time."""
         return self.stream_created == stream_created and not self.removed
 
 
@@ -153,7 +153,7 @@ class ConsumerRecorder:
         try:
             last_sequence = await self._read()
         except NotFoundError:
-            raise  # the stream is gone too: it is made anew first
+            raise  # the stream is gone too: it is recreated first
         except BackendError as error:
             raise UnavailableError(
                 f"consumer {self._consumer} of stream {self._stream} does not exist, and whether there was one before "

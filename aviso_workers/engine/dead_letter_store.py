@@ -92,7 +92,7 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
                 stored=message,
             )
         except (KeyError, UndecodableError) as error:
-            raise UndecodableError(f"message {message.sequence} of {STREAM} is no dead letter: {error}") from error
+            raise UndecodableError(f"message {message.sequence} of {STREAM} is not a dead letter: {error}") from error
 
 
 class DeadLetterStore:
@@ -135,7 +135,7 @@ class DeadLetterStore:
         }
         kept = _without(message.headers, "Nats-", *parts.HEADERS)
         dead_letter = Message(subject=f"{SUBJECT}.{self._app}.{agent}", data=message.data, headers={**kept, **headers})
-        # With its time, because a stream that is made anew counts from 1 again. What was tried again and failed again
+        # With its time, because a stream that is recreated counts from 1 again. What was tried again and failed again
         # is another letter, although the first may still be there: it is removed a moment after it was copied.
         message_id = f"{self._app}.{agent}.{stream}.{message.sequence}.{message.timestamp_ns}.{kept.get(RETRIED, part)}"
         await parts.store(dead_letter, message_id, self._store_once, max_payload=self._backend.connection.max_payload)
@@ -266,6 +266,6 @@ def _digest(error: BaseException | None) -> str:
 
 
 def _one_line(text: str, *, most: int) -> str:
-    """Return a text as a header can carry it: an error may quote a file name that is no text, or bytes."""
+    """Return a text as a header can carry it: an error may quote a file name that is not text, or bytes."""
     cut = " ".join(text.split())[:most]
     return "".join(character if character.isprintable() else "?" for character in cut)

@@ -84,7 +84,7 @@ class _DelayedDelivery:
             unknown = RefusedError(f"this worker's configuration has no event type of the stream {outgoing.stream}")
             return self._give_back(delivery, outgoing, unknown)
         if not outgoing.message.subject.startswith(f"{base}."):
-            raise UndecodableError(f"{outgoing.message.subject} is no subject of event type {event_type}")
+            raise UndecodableError(f"{outgoing.message.subject} is not a subject of event type {event_type}")
         return await self._deliver(delivery, outgoing, event_type)
 
     async def keep_removing(self) -> None:

@@ -3,7 +3,7 @@
 The call forms say what they handle, `publisher` asks for ids. A handler that is run again, because it failed or its
 worker died, publishes the same under the same ids, and the stream's duplicate window stores it once. The content is
 part of an id: what differs from the run before is another notification and never taken for a repeat, for one too many
-does less harm than one that is lost. So is the time of what is handled, because a stream that is made anew counts from
+does less harm than one that is lost. So is the time of what is handled, because a stream that is recreated counts from
 1 again.
 """
 
@@ -59,7 +59,7 @@ class IdempotencyKeys:
         return any(each.sequence == sequence and each.subject == subject for each in self._handled)
 
     def begin_with(self, place: str, *, of: str) -> None:
-        """Begin as `begin` does for what is no message, as a window: `place` is its start, `of` its end and key."""
+        """Begin as `begin` does for what is not a message, as a window: `place` is its start, `of` its end and key."""
         self._ids = _Ids(f"{self._prefix}.{place}", f"{place} {of}")
 
     def message_id(self, message: Message, *, when: str) -> str | None:

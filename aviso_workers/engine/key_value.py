@@ -107,7 +107,7 @@ class RetryingKeyValue:
     ) -> AsyncGenerator[Entry, None]:
         """Read on where reading was interrupted.
 
-        Raises `NotFoundError` where the bucket was deleted, also where it was made anew, because its revisions begin
+        Raises `NotFoundError` where the bucket was deleted, also where it was recreated, because its revisions begin
         again then; `BackendError` when the connection is lost for good.
         """
         created: datetime | None = None
@@ -260,7 +260,7 @@ class CachedKeyValue(RetryingKeyValue):
         return stored
 
     async def _follow(self, bucket: KeyValue) -> None:
-        # Begun anew each time: what expired during a long interruption comes as no change.
+        # Begun again each time: what expired during a long interruption comes as no change.
         self._rows, self.seen = {}, 0
         self._version += 1
         last = await bucket.revision()
@@ -313,7 +313,7 @@ class CachedKeyValue(RetryingKeyValue):
 async def retried(attempt: Callable[[], Awaitable[T]], *, clock: Clock, patience_seconds: float) -> T:
     """Return what the attempt returns, which is repeated where that may help, until the time is over.
 
-    `NotFoundError` says that what it works on was deleted: the next attempt makes it anew.
+    `NotFoundError` says that what it works on was deleted: the next attempt makes it again.
     """
     tries = Tries(BACKOFF, until=clock.monotonic() + patience_seconds)
     while True:

@@ -76,7 +76,7 @@ def fits(message: Message, *, max_payload: int) -> bool:
 
 
 def is_first_part(message: Message) -> bool:
-    """Return whether it is no message by itself."""
+    """Return whether it is not a message by itself."""
     return IS_FIRST_PART in (message.headers or {})
 
 

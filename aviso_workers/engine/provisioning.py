@@ -93,7 +93,7 @@ class Provisioner:
             self._events.emit(StreamProvisioned(stream=stream, action="kept", differences=wanted, refused=str(error)))
 
     def forget(self, stream: str) -> None:
-        """Look at the stream anew before its next use: it may have been deleted."""
+        """Look at the stream again before its next use: it may have been deleted."""
         self._known.discard(stream)
 
     async def plan(self, spec: StreamSpec) -> Plan:

@@ -37,7 +37,7 @@ class Repeats:
         self._stream = stream
         self._consumer = consumer
         self._newer: dict[int, int] = {}
-        """The store time by sequence: those of a stream that is deleted and made anew differ."""
+        """The store time by sequence: those of a stream that is deleted and recreated differ."""
         self._older: dict[int, int] = {}
         self._known: tuple[datetime | None, int] | None = None
         """Which consumer it was that delivered them: when it was created, and how often it was taken back."""

@@ -80,7 +80,7 @@ class Replayer:
         if not _is_within(start, info):
             raise NotFoundError(
                 f"there is no {start.sequence} to begin at: {self._stream} ends at {info.last_sequence}. If it was "
-                "deleted and made again since you noted the id, begin at 1"
+                "deleted and recreated since you noted the id, begin at 1"
             )
         last = info.last_sequence if end.sequence is None else min(info.last_sequence, end.sequence)
         reading = _Reading(start, created=info.created)
@@ -97,7 +97,7 @@ class Replayer:
         """Yield what is stored from `start` on (a position of neither: from now on), and what comes, without end.
 
         Where there is no stream, or it is deleted, it waits for one to be made, and goes on at its first message. It
-        begins there as well where the stream never had the sequence of the start, as after it was made again.
+        begins there as well where the stream never had the sequence of the start, as after it was recreated.
         """
         try:
             info = await self._reaching(start)
@@ -172,7 +172,7 @@ class Replayer:
             await self._require_same(reading)
 
     async def _require_same(self, reading: _Reading) -> None:
-        """Raise `NotFoundError` where the stream is gone, was made again, or has lost its end.
+        """Raise `NotFoundError` where the stream is gone, was recreated, or has lost its end.
 
         Raises `UnavailableError` where its end may still come.
         """
@@ -243,7 +243,7 @@ class _Reading:
         """How often in a row the stream ended before what was read of it."""
 
     def is_of(self, info: StreamInfo) -> bool:
-        """Return whether that is the stream that was read: not one that was made again, restored, or lost its end."""
+        """Return whether that is the stream that was read: not one that was recreated, restored, or lost its end."""
         return info.created == self.created and info.last_sequence + 1 >= self.next_sequence
 
     def has_seen(self, sequence: int) -> None:
@@ -256,7 +256,7 @@ def _is_within(start: Position, info: StreamInfo) -> bool:
 
 
 def _made_again(stream: str) -> NotFoundError:
-    return NotFoundError(f"stream {stream} was deleted and made again while it was read: begin again")
+    return NotFoundError(f"stream {stream} was deleted and recreated while it was read: begin again")
 
 
 def _before(time: datetime) -> datetime:

@@ -9,7 +9,7 @@ the workers of each count up a number in the metadata, as a heartbeat. A version
 `GONE_SECONDS`, by the clock of the worker that reads it, is taken out, and the filter with it.
 
 So a worker is also given what lies outside its own filter. It gives that back with a delay until it comes to a worker
-that wants it: this is no failure, and the agent never sees it. It acks it only where it knows that no other version
+that wants it: this is not a failure, and the agent never sees it. It acks it only where it knows that no other version
 wants it, because it has read the consumer since the notification was stored. A version that is widened later
 begins with what is stored from then on.
 
@@ -113,7 +113,7 @@ class SharedFilter:
     async def ensure(self) -> ConsumerInfo:
         """Create the consumer, or bring it in line so that this version is among those that it serves.
 
-        One that was deleted is made anew, and begins after what it had settled as far as that was recorded. Raises
+        One that was deleted is recreated, and begins after what it had settled as far as that was recorded. Raises
         `UnavailableError` where that cannot be known, and as `Backend.ensure_consumer` does.
         """
         found = await self._recorder.found()

@@ -65,7 +65,7 @@ class Handler(Protocol):
 
 
 class Run:
-    """A subscription's workers, which outlive a lost consumer: what runs goes on while the consumer is opened anew."""
+    """A subscription's workers, which outlive a lost consumer: what runs goes on while the consumer is opened again."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ def consumer_spec(
 async def keep_running(
     subscription: Subscription, *, backend: Backend, events: Events, stop: anyio.Event, drain_timeout_seconds: float
 ) -> None:
-    """Run a subscription until `stop`, then let it finish. A lost consumer or stream is made anew."""
+    """Run a subscription until `stop`, then let it finish. A lost consumer or stream is recreated."""
     run = subscription.run
     drained = anyio.Event()
     async with anyio.create_task_group() as beside:

@@ -305,7 +305,7 @@ class Claims:
         return True
 
     def note_failure(self, error: BackendError) -> None:
-        """Note that the claims could not be read or written; that another leader was faster is no hindrance."""
+        """Note that the claims could not be read or written; that another leader was faster is not a hindrance."""
         if not isinstance(error, ConflictError):
             self._hindrance.begin(error)
 
@@ -329,7 +329,7 @@ async def _keep_ticking(
                 await _run(timer, Tick(timer=timer.name, time=tick, token=token), clock, events)
             last = tick
         except BackendError as error:
-            # Another leader was faster, or the claims cannot be reached: see anew how far they are.
+            # Another leader was faster, or the claims cannot be reached: see again how far they are.
             if claims is not None:
                 claims.note_failure(error)
             last = None

@@ -157,7 +157,7 @@ class ConsumerLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class DeclaredConsumer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A durable consumer for a program that is no agent. Agents create their own consumers."""
+    """A durable consumer for a program that is not an agent. Agents create their own consumers."""
 
     description: Annotated[str | None, about("Description for people.")] = None
     filter_subjects: Annotated[
@@ -206,12 +206,14 @@ class DeclaredConsumer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = None
     max_deliver: Annotated[
         Limit | None,
-        about("Maximum number of deliveries of a message; -1 is no limit. Default: no limit.", zero=-1, kind="other"),
+        about(
+            "Maximum number of deliveries of a message; -1 means no limit. Default: no limit.", zero=-1, kind="other"
+        ),
     ] = None
     max_ack_pending: Annotated[
         Limit | None,
         about(
-            "Maximum number of deliveries without acknowledgement; -1 is no limit. Default: 1000.",
+            "Maximum number of deliveries without acknowledgement; -1 means no limit. Default: 1000.",
             zero=-1,
             kind="other",
         ),
@@ -318,13 +320,13 @@ class DeclaredConsumer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = None
     rate_limit_bps: Annotated[
         Count | None,
-        about("Maximum rate, in bits per second; 0 is no limit. Default: no limit.", needs=("deliver_subject",)),
+        about("Maximum rate, in bits per second; 0 means no limit. Default: no limit.", needs=("deliver_subject",)),
     ] = None
 
 
 class DeclaredStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A stream, or further settings of an event type's stream. A key that is not given is left as the server has it;
-    its default holds for a new stream. A limit of -1, `unlimited` or 0s is no limit.
+    its default holds for a new stream. A limit of -1, `unlimited` or 0s means no limit.
     """
 
     description: Annotated[str | None, about("Description for people.")] = None
@@ -471,7 +473,7 @@ class DeclaredStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             change="when created",
             excludes={"retention": ("interest", "workqueue"), "discard": ("new",), "allow_msg_ttl": (True,)},
             of_origin=True,
-            not_for_events="a notification is no number",
+            not_for_events="a notification is not a number",
             since=(2, 12),
         ),
     ] = None

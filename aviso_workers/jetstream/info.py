@@ -399,7 +399,7 @@ class ConsumerInfo(Struct, frozen=True, kw_only=True):
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """What an account may use; -1 is no limit."""
+    """What an account may use; -1 means no limit."""
 
     max_memory: int = -1
     max_storage: int = -1

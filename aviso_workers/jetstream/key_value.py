@@ -64,8 +64,8 @@ class KeyValue(Protocol):
     ) -> int:
         """Remove a key and its history; returns the revision of that. Conditions as for `put`.
 
-        To remove a key that is missing is no error. The deletion itself can be read for a minute, or for `ttl_seconds`;
-        where the server is older than 2.11, until the key is put again.
+        To remove a key that is missing is not an error. The deletion itself can be read for a minute, or for
+        `ttl_seconds`; where the server is older than 2.11, until the key is put again.
         """
 
     async def keys(self) -> list[str]:

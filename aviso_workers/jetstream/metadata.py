@@ -160,12 +160,12 @@ def _version_named(name: str, ack_wait: int) -> Version:
         raise ValueError(f"no consumer has an ack_wait of {ack_wait} ns")
     for each in filters:
         if not each.isprintable() or "" in each.split("."):
-            raise ValueError(f"{each!r} is no filter subject")
+            raise ValueError(f"{each!r} is not a filter subject")
     return Version(tuple(filters), ack_wait)
 
 
 def _digits(text: str) -> int:
-    """Return a text's number. Raises ValueError for what is no number, or a longer one than any of ours."""
+    """Return a text's number. Raises ValueError for what is not a number, or a longer one than any of ours."""
     if not text.isdecimal() or len(text) > MOST_DIGITS:
         raise ValueError("no number of ours")
     return int(text)

@@ -314,7 +314,7 @@ def _consumer_cure(difference: Difference) -> str:
     turned = field == "deliver_subject" and not (found and wanted)
     if not _is_of_creation(CONSUMER, field) and not turned:
         return ""
-    return f"{field} is chosen when a consumer is created: set what it has, or remove it, and a new one begins anew"
+    return f"{field} is chosen when a consumer is created: set what it has, or remove it, and a new one begins again"
 
 
 def _is_for_good(field: str) -> bool:

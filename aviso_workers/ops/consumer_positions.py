@@ -1,4 +1,4 @@
-"""Consumers made again beside a copy of their stream, each at the position of the original.
+"""Consumers recreated beside a copy of their stream, each at the position of the original.
 
 Called by `promotion` and `stream_copies`, before the copy has readers. A server makes a consumer that begins at a
 sequence, but none that knows which messages behind that were acked. So the new one begins after the ack floor of the

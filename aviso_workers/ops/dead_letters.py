@@ -87,7 +87,7 @@ class StoredDeadLetters:
         """Apps and agents that are known to read the retries."""
 
     async def select(self, wanted: Selection) -> AsyncGenerator[DeadLetter, None]:
-        """Yield the selected dead letters, the oldest first. A message that is no dead letter is reported as
+        """Yield the selected dead letters, the oldest first. A message that is not a dead letter is reported as
         `Skipped`.
         """
         try:

@@ -105,7 +105,7 @@ def why_none(record: ConsumerRecord | None) -> str:
     time, settled = record.time.isoformat(timespec="seconds"), f"sequence {record.ack_floor}"
     if record.removed:
         return f"its consumer was removed by an operator at {time}, when all messages up to {settled} were settled"
-    return f"its stream was created again after {time}, when the former stream was settled up to {settled}"
+    return f"its stream was recreated after {time}, when the former stream was settled up to {settled}"
 
 
 async def run_alone(admin: Admin, among: Collection[str]) -> list[RunAlone]:

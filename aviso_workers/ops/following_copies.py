@@ -86,7 +86,7 @@ async def is_begun(source: Admin, target: Admin, stream: str) -> bool:
     if copy_of != original.created_text:
         raise BackupError(
             f"{stream} there is a copy of a stream that was created at {copy_of}, and this one was created at "
-            f"{original.created_text}: delete that copy to begin anew"
+            f"{original.created_text}: delete that copy to begin again"
         )
     return True
 
@@ -147,11 +147,11 @@ class _FollowingCopy:
         await self._target.update_stream(config | {"subjects": [subject], "subject_transform": transform})
 
     async def original(self) -> StreamInfo:
-        """Return the info of the original. Raises `BackupError` where that was deleted and made again."""
+        """Return the info of the original. Raises `BackupError` where that was deleted and recreated."""
         found = await self._source.stream_info(self._stream)
         if found.created_text != self._copy_of:
             raise BackupError(
-                f"{self._stream} was deleted and made again at {found.created_text}: the copy there is of the one of "
+                f"{self._stream} was deleted and recreated at {found.created_text}: the copy there is of the one of "
                 f"{self._copy_of} and stays as it is"
             )
         return found

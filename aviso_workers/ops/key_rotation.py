@@ -1,6 +1,6 @@
 """Rotation of the encryption key of servers that `server start` runs: their streams are moved to new stores.
 
-Called by `server rotate-key`, for servers that are stopped. nats-server loses data where it encrypts a store anew
+Called by `server rotate-key`, for servers that are stopped. nats-server loses data where it re-encrypts a store
 (`server.store`), so two sets of servers are started on ports that no client knows: one on the stores as they are, with
 the key that they have, and one on empty stores beside them, with the encryption of the configuration. Every stream of
 every account is copied and compared (`server_copies`), both sets are stopped, and the new stores take the places of the

@@ -91,7 +91,7 @@ async def remove_stream(admin: Admin, stream: str) -> None:
 
 
 async def remove_consumer(admin: Admin, stream: str, consumer: str) -> None:
-    """Remove a consumer; an agent of ours that had it begins anew where its `start` says. Raises `NotFoundError`."""
+    """Remove a consumer; an agent of ours that had it begins again where its `start` says. Raises `NotFoundError`."""
     of_agent = deployment.agent_of(consumer)
     found = await admin.consumer_info(stream, consumer)
     await admin.delete_consumer(stream, consumer)

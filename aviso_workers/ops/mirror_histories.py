@@ -1,7 +1,7 @@
 """Comparison of a mirror with its origin by some messages that both hold: whether they have one history.
 
 Called by `mirrors` and `promotion`. A mirror keeps the sequence, the store time, the subject and the body of each
-message; of its headers, a server leaves out those of expectations. An origin that was deleted and made again counts
+message; of its headers, a server leaves out those of expectations. An origin that was deleted and recreated counts
 from the beginning, and its mirror goes on after the last sequence that it has: the numbers look well, and messages are
 missing. So the two are compared message by message: the first and the last that both hold, some in between, and those
 around the time at which the origin was created, which differ where it was restored from a backup that lacked the newest
@@ -102,7 +102,7 @@ async def compare(admin: Admin, mirror: str, origin: str, *, api: str, timeout_s
     there = _Stream(streams, await streams.stream_info(origin, timeout_seconds=timeout_seconds))
     if here.last > there.last:
         return Comparison(
-            trouble=f"the origin {origin} was made again or restored from a backup: it ends at {there.last}, and its "
+            trouble=f"the origin {origin} was recreated or restored from a backup: it ends at {there.last}, and its "
             f"mirror {mirror}, which has what was stored before, at {here.last}"
         )
     pairs = await _pairs(here, there)
@@ -111,7 +111,7 @@ async def compare(admin: Admin, mirror: str, origin: str, *, api: str, timeout_s
         if ours != theirs:
             return Comparison(
                 equal=equal,
-                trouble=f"the origin {origin} was made again or restored from a backup: its message "
+                trouble=f"the origin {origin} was recreated or restored from a backup: its message "
                 f"{theirs.sequence} is of {info.rfc3339(theirs.timestamp_ns)}, and that of its mirror {mirror} of "
                 f"{info.rfc3339(ours.timestamp_ns)}",
             )
@@ -168,12 +168,12 @@ async def _made_later(here: _Stream, there: _Stream, equal: int) -> str:
         oldest = await here.next(here.first)
         if oldest is not None and _time(oldest) + CLOCKS < there.created:
             return (
-                f"the origin {there.name} was made again: it was created at {there.created:%Y-%m-%d %H:%M:%S}, its "
+                f"the origin {there.name} was recreated: it was created at {there.created:%Y-%m-%d %H:%M:%S}, its "
                 f"mirror {here.name} has older messages, and none that both hold shows that it was restored with these"
             )
     if there.created > here.created + CLOCKS and await _holds_more(here, there):
         return (
-            f"the origin {there.name} was made again: it was created after its mirror {here.name}, and holds messages "
+            f"the origin {there.name} was recreated: it was created after its mirror {here.name}, and holds messages "
             f"before {here.first}, the first one of the mirror"
         )
     return ""

@@ -1,7 +1,7 @@
 """Promotion of a mirror in its origin's place: the origin is fenced, the mirror catches up and takes publishes.
 
 Called by `mirror promote` and by `failover_drill`. Before anything is changed, the two are compared (see
-`mirror_histories`): a mirror of an origin that was made again has the numbers of its origin and other messages. The
+`mirror_histories`): a mirror of an origin that was recreated has the numbers of its origin and other messages. The
 fence comes before the rest, for two streams that both take publishes are two histories which cannot be joined. Where a
 later step is refused, the origin is as it was. The consumers of the origin are made at the mirror before it takes
 publishes, so that the agents of the second site go on where those of the first had come to.
@@ -38,7 +38,7 @@ class Promotion(Struct, frozen=True, kw_only=True):
     last_sequence: int
     gap: int | None
     """Messages that were still to come when the origin was fenced, and came; None where it is not known what is
-    missing: the origin was lost, or it was made again."""
+    missing: the origin was lost, or it was recreated."""
     equal: int = 0
     """Messages that were compared in both and are the same."""
     seconds: float
@@ -64,8 +64,8 @@ async def promote(
     """Promote a mirror in its origin's place, with its subjects, and with its consumers at their positions.
 
     Where the origin does not answer it cannot be fenced: that is refused, unless it is said to be lost, and then the
-    `subjects` have to be named. Where the origin was made again, it has messages that the mirror lacks: that is refused
-    as well, unless it is said. Raises `RefusedError` also where the stream is no whole
+    `subjects` have to be named. Where the origin was recreated, it has messages that the mirror lacks: that is refused
+    as well, unless it is said. Raises `RefusedError` also where the stream is not a whole
     mirror or does not catch up in time; then the origin is as it was. Raises `UnavailableError`.
     """
     admin.connection.require_server(2, 12, to="promote a mirror")

@@ -1,7 +1,7 @@
 """Recovery of messages that only the origin of a promoted mirror has: found by comparison, and published to the mirror.
 
 Called by `mirror recover`, when an origin that was lost is back, or after a mirror was promoted whose origin had been
-made again. Up to the sequence that was mirrored last, both have the same messages under the same sequences; what
+recreated. Up to the sequence that was mirrored last, both have the same messages under the same sequences; what
 differs there is of another history, and what comes behind never arrived. The origin is fenced before, so that it stores
 nothing more.
 
@@ -233,7 +233,7 @@ async def opened(
 ) -> AsyncIterator[Recovery]:
     """Open the recovery of a promoted mirror, whose origin is reached by its domain or else by `origin_config`.
 
-    Raises `RefusedError` where the stream is no promoted mirror, its origin cannot be
+    Raises `RefusedError` where the stream is not a promoted mirror, its origin cannot be
     reached this way or is not fenced, and `BackendError`.
     """
     promoted = (await admin.stream_info(stream)).config.metadata.get(PROMOTED)
@@ -266,7 +266,9 @@ async def _origin_at(admin: Admin, config: Config, api: str, origin_config: Conf
 def _at_domain(config: Config, api: str) -> Config:
     parts = api.split(".")
     if len(parts) != DOMAIN_PARTS or parts[0] != "$JS" or parts[2] != "API":
-        raise RefusedError(f"the origin is at {api}, which is no domain: say --origin-config, the configuration there")
+        raise RefusedError(
+            f"the origin is at {api}, which is not a domain: say --origin-config, the configuration there"
+        )
     backend = config.notification_backend
     there = structs.replace(backend, jetstream=structs.replace(backend.jetstream, domain=parts[1]))
     return structs.replace(config, notification_backend=there)

@@ -1,8 +1,8 @@
 """Retirement of an app, or of one of its agents: its consumers, buckets and retries are removed from the server.
 
 Called by `agents rm`, which first makes a plan of what there is, and then carries it out. The notifications themselves
-and the dead letters stay. Workers that still run would make the consumers anew, and begin at the agents' `start`: while
-there are some, nothing is removed.
+and the dead letters stay. Workers that still run would recreate the consumers, and begin at the agents' `start`:
+while there are some, nothing is removed.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
     twice: list[str]
     """Ids of events that the stream holds more than once."""
     only_published: int
-    """The number of published things that Spark does not know, which is no mistake: it removes the oldest."""
+    """The number of published things that Spark does not know, which is not a mistake: it removes the oldest."""
 
     @property
     def agrees(self) -> bool:

@@ -96,7 +96,7 @@ async def copy(
     compared = Drill(backup=before, restored=await backups.read_back(target, restored.stream))
     now = await source.stream_info(stream)
     if now.created_text != original.created_text:
-        raise BackupError(f"{stream} was deleted and made again while it was copied: the copy is of what it was before")
+        raise BackupError(f"{stream} was deleted and recreated while it was copied: the copy is of what it was before")
     copied = Copied(
         restored=restored,
         compared=compared,

@@ -66,7 +66,7 @@ async def plans(admin: Admin, config: Config) -> list[Plan | ConsumerPlan]:
 async def carry_out(admin: Admin, config: Config, plan: Plan | ConsumerPlan, *, removals: bool = False) -> None:
     """Carry out a plan as far as possible; stored messages are removed only with `removals`.
 
-    A stream is planned anew, because it may have changed since. Raises `RefusedError` where the server refuses, and
+    A stream is planned again, because it may have changed since. Raises `RefusedError` where the server refuses, and
     where stored messages would be removed without `removals`: then nothing is done.
     """
     if isinstance(plan, Plan):

@@ -34,7 +34,9 @@ def create(folder: Path) -> list[Path]:
     _refuse_name(folder.name)
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise DeclarationError(f"{folder} is there already and is no empty folder: take another name, or remove it")
+            raise DeclarationError(
+                f"{folder} is there already and is not an empty folder: take another name, or remove it"
+            )
         return [_write(source, folder) for source in _sources()]
     except OSError as error:
         raise AvisoWorkersError(f"cannot write {error.filename}: {error.strerror}") from error
@@ -43,7 +45,7 @@ def create(folder: Path) -> list[Path]:
 def _refuse_name(name: str) -> None:
     if not NAME.fullmatch(name) or len(name) > LONGEST or keyword.iskeyword(name):
         raise DeclarationError(
-            f"a project cannot be called {name!r}, which is no name of a Python package: take lower-case letters, "
+            f"a project cannot be called {name!r}, which is not a name of a Python package: take lower-case letters, "
             f"digits and single underscores, a letter first, at most {LONGEST}, such as field_index"
         )
     if (TEMPLATE / name).exists():

@@ -178,7 +178,7 @@ def find_binary() -> str:
     named = os.environ.get(BINARY_VARIABLE)
     if named:
         if _version(named) < OLDEST:
-            raise ServerProcessError(f"{BINARY_VARIABLE}={named} is no nats-server 2.11 or newer")
+            raise ServerProcessError(f"{BINARY_VARIABLE}={named} is not a nats-server 2.11 or newer")
         return named
     on_path = shutil.which("nats-server")
     if on_path and _version(on_path) >= OLDEST:

@@ -74,7 +74,8 @@ UNRECOVERABLE = "could not be recovered"
 """What a server says of a stream on its disk that it cannot read, with another key for example."""
 PORTS = range(15_000, 32_000)
 CURE = (
-    "Check its encryption key, its accounts and its log before a program creates them again, which destroys their data:"
+    "Check its encryption key, its accounts and its log before a program creates its streams again, which destroys "
+    "their data:"
 )
 HEALTH = "Healthcheck failed"
 
@@ -536,7 +537,7 @@ def _require_same_encryption(server: Server, directory: Path) -> None:
     for cipher in others:
         found = f"encrypted with {cipher}" if cipher else "not encrypted"
         raise ServerProcessError(
-            f"{directory} is {found}, and nats-server loses consumers and streams when it encrypts a store anew: "
+            f"{directory} is {found}, and nats-server loses consumers and streams when it re-encrypts a store: "
             "configure it as it is, or move its streams with `aviso-workers server rotate-key`"
         )
 
@@ -587,7 +588,7 @@ def _is_healthy(node: Node) -> bool:
         raise ServerProcessError(f"nats-server {node.name} ended at once: {last_error(node.log)}")
     health = _health(node)
     if UNRECOVERABLE in health:
-        raise ServerProcessError(f"nats-server {node.name}: {health}: {last_error(node.log)}")
+        raise ServerProcessError(f"nats-server {node.name}: {health}. {CURE} {last_error(node.log)}")
     return health == "ok"
 
 

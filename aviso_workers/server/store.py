@@ -1,8 +1,9 @@
 """The store directory of a nats-server: which streams and consumers are in it, and how they are encrypted.
 
 `processes` reads it before and after it starts a server, `server status` and the doctor while one runs: a
-server that cannot read a stream or a consumer goes on without it, says so in its log at most, and a client that makes
-it anew destroys it. The names of streams and consumers are the names of directories, also where the store is encrypted.
+server that cannot read a stream or a consumer goes on without it, says so in its log at most, and a client that
+creates it destroys it. The names of streams and consumers are the names of directories, also where the store is
+encrypted.
 
 The cipher of a store follows from the sizes of its keys. nats-server 2.15.0 converts a store that it finds encrypted
 in another way, or not at all, and loses consumers and streams in doing so, so nothing of ours has it do that.

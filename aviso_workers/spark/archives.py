@@ -220,7 +220,7 @@ class _Archive:
         return files.coalesce(partitions).sortWithinPartitions("date", "sequence")
 
     def _take_in(self, number: int) -> list[Entry]:
-        """Move the written files of a batch to their days. Until the log names them, they are no part of the
+        """Move the written files of a batch to their days. Until the log names them, they are not part of the
         archive.
         """
         # Below other directories of it Spark keeps what tasks have begun, also such as come too late.

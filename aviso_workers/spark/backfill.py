@@ -179,6 +179,6 @@ def _refusal(bad: DataFrame, count: int, event: str) -> PipelineError:
     example = bad.select("id", "reason").first()
     assert example is not None
     return PipelineError(
-        f"{count} rows are no notifications of {event}, and nothing was published; {example['id']}: "
+        f"{count} rows are not notifications of {event}, and nothing was published; {example['id']}: "
         f"{example['reason']}. Give --dead-letters PATH to have them there, with their reasons, and publish the others"
     )

@@ -23,7 +23,7 @@ from aviso_workers.spark.files import Files
 __all__ = ["Reported", "compare", "cycles", "expected", "expected_table", "per_hour", "report"]
 
 SCHEDULE_COLUMNS = ("cycle", "start", "due")
-"""The columns of a schedule that are no identifier fields."""
+"""The columns of a schedule that are not identifier fields."""
 COMPLETE, LATE = announcements.KINDS
 SHARES = (0.5, 0.95, 0.99)
 MOST_ON_PAGE = 500
@@ -77,7 +77,8 @@ def compare(notifications: DataFrame, expected: DataFrame) -> DataFrame:
         raise PipelineError(f"the schedule has no column {min(absent)!r}")
     if unknown := [name for name in fields if name not in types]:
         raise PipelineError(
-            f"the schedule has the column {unknown[0]!r}, which is no identifier field; those are: {', '.join(types)}"
+            f"the schedule has the column {unknown[0]!r}, which is not an identifier field; "
+            f"those are: {', '.join(types)}"
         )
     if not fields:
         raise PipelineError(f"the schedule has no column with an identifier field; those are: {', '.join(types)}")

@@ -1,4 +1,4 @@
-"""Dead letters of a write: the rows that are no notifications, each named and kept with its reason in Parquet.
+"""Dead letters of a write: the rows that are not notifications, each named and kept with its reason in Parquet.
 
 `writers` uses it in a task. What is wrong shows for a batch of rows at a time, so a batch that is refused is divided
 until each row of it that is wrong stands alone. The directory goes through Arrow's file systems, because a task has no

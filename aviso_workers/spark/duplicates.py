@@ -100,7 +100,7 @@ def _place(headers: Mapping[str, str] | None) -> list[str | None]:
 
 
 def _value(data: bytes) -> object:
-    """Return a payload decoded from JSON, so that different spellings are equal; the bytes where it is no JSON."""
+    """Return a payload decoded from JSON, so that different spellings are equal; the bytes where it is not JSON."""
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError):

@@ -138,7 +138,7 @@ class EventLog(Struct, frozen=True, kw_only=True):
     def problem(self) -> str | None:
         """The reason why nothing of the log can be read; None where it can be."""
         if not NAME.fullmatch(self.name):
-            return f"{self.name!r} is no Spark application id: move it out of the directory of event logs"
+            return f"{self.name!r} is not a Spark application id: move it out of the directory of event logs"
         for codec in {file.codec for file in self.files} - {"", *compression.CODECS}:
             if codec in UNREADABLE_CODECS:
                 return f"{codec} is not supported: run the application with spark.eventLog.compression.codec=zstd"

@@ -1,7 +1,7 @@
 """Offsets of a query in a stream: how far its next step goes, and how a step is divided among tasks.
 
 Pure: `readers` asks servers. An offset is the sequence up to which everything was taken, together with the time at
-which the stream was created: after it was deleted and created again, equal sequences mean other messages.
+which the stream was created: after it was deleted and recreated, equal sequences mean other messages.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def missing(
     now = created(info)
     if now != created_then:
         return DataLossError(
-            f"stream {stream} was deleted and created again at {now}; the query knew the one of {created_then}: its "
+            f"stream {stream} was deleted and recreated at {now}; the query knew the one of {created_then}: its "
             f"messages from {first} on are gone. Start with a new checkpoint, or set failOnDataLoss to false to read "
             "the new stream from its beginning"
         )

@@ -84,7 +84,7 @@ class WriteOptions(Struct, frozen=True, kw_only=True):
     on_duplicate: OnDuplicate = "count"
     """What becomes of a write whose stream has the message id of a row already, with the same content."""
     dead_letters: str | None = None
-    """Directory or URL for rows that are no notifications; None: the first of them ends the write."""
+    """Directory or URL for rows that are not notifications; None: the first of them ends the write."""
     query_id: str | None = None
     """Together with `batch_id`: of which batch of `foreachBatch` this is the write."""
     batch_id: int | None = None
@@ -195,7 +195,7 @@ def _wanted(name: str, value: str) -> Any:
     try:
         return msgspec.json.decode(value)
     except msgspec.DecodeError as error:
-        raise InvalidOptionError(f"option {name} is no JSON: {error}") from error
+        raise InvalidOptionError(f"option {name} is not JSON: {error}") from error
 
 
 def _offset(given: Mapping[str, str], name: str, *, edges: tuple[str, ...]) -> Any:

@@ -1,9 +1,9 @@
 """Records of the stream that the batches of a streaming query were stored in, kept on the server by the query's id.
 
 Spark's checkpoint keeps nothing for a sink that is written in Python. So a query that is started again would find a
-stream that was deleted and created anew, take it for its own, and leave out for good what its earlier batches had
+stream that was deleted and recreated, take it for its own, and leave out for good what its earlier batches had
 stored. `writers` records when the stream was created before it stores the first rows of a query, and compares it before
-those of each later batch. The first batch records it anew: nothing of the query was stored before.
+those of each later batch. The first batch records it again: nothing of the query was stored before.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class QueryRecord:
         none.
         """
         return DataLossError(
-            f"stream {self._stream} was deleted{f' and created again at {now}' if now else ''}; earlier batches of "
+            f"stream {self._stream} was deleted{f' and recreated at {now}' if now else ''}; earlier batches of "
             f"query {self._batch.query} were stored in the one of {then}, and are gone with it. Write all of it again "
             "with a new checkpoint (in foreachBatch also with another queryId); or, to go on without what is gone, "
             f"delete the key {self._key} of the KV bucket {BUCKET}"

@@ -31,7 +31,7 @@ ANSWER_SECONDS = 60.0
 MOST_EXECUTIONS = 1_000_000
 RUNNING, SUCCEEDED, FAILED, ENDED = "running", "succeeded", "failed", "ended"
 WORDS = {"SUCCEEDED": SUCCEEDED, "COMPLETE": SUCCEEDED, "COMPLETED": SUCCEEDED, "FAILED": FAILED}
-"""What Spark calls the ends of jobs, stages and SQL executions. Its other words are no ends."""
+"""What Spark calls the ends of jobs, stages and SQL executions. Its other words are not ends."""
 NEVER_BEGUN = ("PENDING", "SKIPPED")
 """Stages that were planned, and for which Spark has no events."""
 
@@ -72,11 +72,11 @@ class SparkRest:
         try:
             parts = urllib.parse.urlsplit(url)
             is_known = parts.scheme in ("http", "https") and parts.port != 0
-        except ValueError:  # as of brackets that are not closed, or a port that is no number
+        except ValueError:  # as of brackets that are not closed, or a port that is not a number
             is_known = False
         if not is_known:
             raise SparkRestError(
-                f"{url!r} is no URL of a history server or a driver's UI, such as http://127.0.0.1:18080"
+                f"{url!r} is not a URL of a history server or a driver's UI, such as http://127.0.0.1:18080"
             )
         self._root = f"{url.rstrip('/')}/api/v1/applications"
 

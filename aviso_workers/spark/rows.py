@@ -50,7 +50,7 @@ def check_columns(columns: StructType, writing: WriteOptions, event_type: EventT
     known = {*event_type.identifier, "identifier", "payload", writing.id_column, *(READ_ONLY if whole else {"topic"})}
     if unknown := [name for name in names if name not in known]:
         raise InvalidOptionError(
-            f"{event}: column {unknown[0]!r} is no part of a notification; select identifier, or topic, or columns "
+            f"{event}: column {unknown[0]!r} is not part of a notification; select identifier, or topic, or columns "
             f"named {', '.join(event_type.identifier)}, and payload"
         )
     found = names

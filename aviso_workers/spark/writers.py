@@ -70,7 +70,7 @@ class Written(WriterCommitMessage):
     """Rows that were not stored, because somebody has published a notification of their topic; counted with
     `only_new_topics` only."""
     refused: int = 0
-    """Rows that are no notifications, in the dead letters."""
+    """Rows that are not notifications, in the dead letters."""
     dead_letters: str = ""
     """The file that has them."""
     created: str = ""
@@ -345,7 +345,7 @@ def _summary(writing: WriteOptions, tasks: Sequence[Written]) -> str:
 def _deleted(event: str, created: str) -> DataLossError:
     """Return the error of a write whose stream is another one than that of its first rows, or is gone."""
     return DataLossError(
-        f"{event}: its stream was deleted{f' and created again at {created}' if created else ''}, while rows were "
+        f"{event}: its stream was deleted{f' and recreated at {created}' if created else ''}, while rows were "
         "written: those that were stored before are gone. Write all of them again; a streaming query does so with a "
         "new checkpoint"
     )

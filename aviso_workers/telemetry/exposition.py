@@ -1,6 +1,6 @@
 """Prometheus' text format, written and put together: the same bytes that its own client makes, in a tenth of the time.
 
-That client builds an object for each sample and escapes every label of it anew at each scrape, which takes 0.7 seconds
+That client builds an object for each sample and escapes every label of it again at each scrape, which takes 0.7 seconds
 for the 45,000 samples of 500 agents. Here what stands before a value is made once (`labelled`, `heading`), and only the
 numbers are written by that client, as Go writes them.
 """

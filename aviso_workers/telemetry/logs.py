@@ -303,7 +303,7 @@ def _cure_of(event: ConsumerDiffers) -> str:
             f"aviso-workers agents reset {agent} --app {app} --to {to}"
         )
     return (
-        "these cannot be updated: stop the agent's workers and delete the consumer; it is made anew, "
+        "these cannot be updated: stop the agent's workers and delete the consumer; it is recreated, "
         "and `aviso-workers agents reset` then takes it to where it shall go on"
     )
 

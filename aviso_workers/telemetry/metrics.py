@@ -58,7 +58,7 @@ RUN_OUTCOMES = ("done", "failed")
 OUTCOMES = ("acked", "retried", "dead_lettered")
 PUBLISH_OUTCOMES = ("stored", "duplicate", "scheduled", "failed")
 RETRY_REASONS = ("dead_letter_failed", "taken_over")
-"""Those that are no exception of an author's."""
+"""Those that are not exception of an author's."""
 DEAD_LETTER_REASONS = (
     *("attempts_exhausted", "invalid_notification", "late", "max_deliveries", "rejected", "undecodable"),
     "worker_died",
@@ -343,7 +343,7 @@ PER_AGENT = (
     Metric(
         COUNTER,
         "consumer_recreations",
-        "How often the agent's consumer or stream was missing and was created again.",
+        "How often the agent's consumer or stream was missing and was recreated.",
         lambda a: a.recreations,
     ),
     Metric(

@@ -213,7 +213,7 @@ class Chaos:
             self.note(str(error))
 
     async def _delete_consumer(self, name: str) -> None:
-        with suppress(nats.errors.Error):  # it was not made anew since the last time
+        with suppress(nats.errors.Error):  # it was not recreated since the last time
             async with await nats.connect([node.url for node in self._nodes]) as client:
                 await client.jetstream().delete_consumer(STREAM, name)
 

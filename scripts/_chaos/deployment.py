@@ -94,7 +94,7 @@ class Deployment:
         return handled
 
     def strays(self) -> dict[str, list[str]]:
-        """Return the lines of each worker's log that are no entry: nobody caught what they tell of."""
+        """Return the lines of each worker's log that are not entries: nobody caught what they tell of."""
         lines = {file.stem: file.read_text(errors="replace").splitlines() for file in self.log_dir.iterdir()}
         found = {name: [line for line in of_one if not line.startswith("{")] for name, of_one in lines.items()}
         return {name: stray for name, stray in found.items() if stray}

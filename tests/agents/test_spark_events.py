@@ -470,7 +470,7 @@ async def test_a_log_whose_name_is_no_application_stops_no_other(
         await story.arrived(7)
     assert await story.stored() == log.facts
     [entry] = told.entries
-    assert (entry["event"], "is no Spark application id" in entry["problem"]) == ("spark_events.unreadable", True)
+    assert (entry["event"], "is not a Spark application id" in entry["problem"]) == ("spark_events.unreadable", True)
 
 
 async def test_what_fails_for_one_application_stops_no_other(

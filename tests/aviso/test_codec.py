@@ -261,7 +261,7 @@ class TestReading:
             assert found.identifier == ({"step": written} if written.isdigit() else {})
 
     def test_a_subject_of_another_base_is_undecodable(self) -> None:
-        with pytest.raises(UndecodableError, match="is no subject of mars"):
+        with pytest.raises(UndecodableError, match="is not a subject of mars"):
             read(b"1", subject="diss.od.6")
 
     @pytest.mark.parametrize("geometry", ["../etc", "(1,2)", "1," * 40_000])

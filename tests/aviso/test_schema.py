@@ -518,7 +518,7 @@ def _comparisons(value: float, operand: float) -> set[str]:
         ({"steps": 1}, "'steps' is unknown; did you mean 'step'?"),
         ({"polygon": SQUARE}, "'polygon' is unknown"),
         ({"point": "1,2"}, "'point' is unknown"),
-        ({"note": "x"}, "'note' is no filter, because it is not in key_order"),
+        ({"note": "x"}, "'note' is not a filter, because it is not in key_order"),
         ({"class_": "*"}, r"'class' must not be '\*'"),
         ({"class_": ""}, "'class' must not be ''"),
         ({"class_": None}, "'class' must be text, a number or a boolean"),
@@ -594,7 +594,7 @@ def test_a_polygon_filter_finds_point_clouds() -> None:
         (AREAS, {"point": "1"}, "'point' must be a point"),
         (AREAS, {"poligon": SQUARE}, "'poligon' is unknown; did you mean 'polygon'?"),
         (CLOUDS, {"point": "1,2"}, "'point' is unknown"),
-        (CLOUDS, {"point_cloud": [[1, 2]]}, "'point_cloud' is no filter; 'polygon' finds the point clouds"),
+        (CLOUDS, {"point_cloud": [[1, 2]]}, "'point_cloud' is not a filter; 'polygon' finds the point clouds"),
     ],
 )
 def test_a_place_filter_that_means_nothing_is_refused(of: EventType, wanted: dict[str, Any], complaint: str) -> None:

@@ -138,12 +138,12 @@ class TestReading:
             (
                 Key,
                 {"number": "many"},
-                r"is no Key: it must be a whole number of 64 bits, not 'many' - at `\$.number`",
+                r"is not a Key: it must be a whole number of 64 bits, not 'many' - at `\$.number`",
             ),
-            (Key, {"stream": "enfo"}, r"the identifier is no Key: Invalid enum value 'enfo' - at `\$.stream`"),
-            (Key, {"date": "20261399"}, r"the identifier is no Key: it must be a date such as .* - at `\$.date`"),
-            (Late, {"step": "101"}, "the identifier is no Late: too late"),
-            (Late, {"step": "-1"}, "the identifier is no Late: RuntimeError: no step"),
+            (Key, {"stream": "enfo"}, r"the identifier is not a Key: Invalid enum value 'enfo' - at `\$.stream`"),
+            (Key, {"date": "20261399"}, r"the identifier is not a Key: it must be a date such as .* - at `\$.date`"),
+            (Late, {"step": "101"}, "the identifier is not a Late: too late"),
+            (Late, {"step": "-1"}, "the identifier is not a Late: RuntimeError: no step"),
         ],
     )
     def test_names_the_field_that_does_not_fit(self, key_type: Any, identifier: dict[str, str], complaint: str) -> None:
@@ -151,7 +151,9 @@ class TestReading:
             typed_identifiers.reader(key_type)({**IDENTIFIER, **identifier})
 
     def test_names_a_field_that_is_not_there(self) -> None:
-        with pytest.raises(UndecodableError, match="the identifier is no Row: Object missing required field `level`"):
+        with pytest.raises(
+            UndecodableError, match="the identifier is not a Row: Object missing required field `level`"
+        ):
             typed_identifiers.reader(Row)({"step": "1"})
 
 

@@ -38,7 +38,12 @@ def tables() -> dict[str, tuple[Sequence[str], Rows]]:
             [
                 ("MARS", "", "update", "max_age: 30d -> 7d"),
                 ("MARS", "display", "create", ""),
-                ("ORDERS", "", "cannot", "storage: file -> memory; only a stream that is made anew has another one"),
+                (
+                    "ORDERS",
+                    "",
+                    "cannot",
+                    "storage: file -> memory; only a stream that is recreated has another one",
+                ),
             ],
         ),
         "streams show": (

@@ -226,11 +226,11 @@ def test_an_encrypted_chain_is_made_verified_merged_and_restored(run: Run, fille
 def test_how_to_make_backups_is_said_clearly(run: Run, config: Path) -> None:
     key = Key(Path("key.txt"))
     for said, found in {
-        ("--every", "0s"): "0s is no time to wait",
+        ("--every", "0s"): "0s is not a time to wait",
         ("--every", "6h", "--since", "last", "--encrypt-to", key.public): "need --identity, to compare with them",
         ("--since", "last", "--full-every", "7d"): "say --since or --full-every",
         ("--full-every", "soon"): "'soon'",
-        ("--encrypt-to", "age1wrong"): "is no public key of age",
+        ("--encrypt-to", "age1wrong"): "is not a public key of age",
     }.items():
         ran = run("backup", "create", "mars", "--to", "kept", *said, "--config", config)
         assert (ran.code, found in ran.err) == (2, True), ran
@@ -238,4 +238,4 @@ def test_how_to_make_backups_is_said_clearly(run: Run, config: Path) -> None:
 
 def test_a_directory_that_is_not_there_holds_no_backups_and_is_an_error(run: Run) -> None:
     ran = run("backup", "ls", "kept")
-    assert (ran.code, ran.out, ran.err) == (1, "", "aviso-workers: kept is no directory\n")
+    assert (ran.code, ran.out, ran.err) == (1, "", "aviso-workers: kept is not a directory\n")

@@ -247,7 +247,7 @@ def test_what_is_no_dead_letter_is_left_out_and_told(run: Run, config: Path, dea
     anyio.run(store)
     ran = run("dead-letters", "ls", "--config", config)
     assert (ran.code, len(ran.lines)) == (0, 1 + 3), "the names of the columns, and what can be read"
-    assert ran.err == f"{STREAM}@4 is left out: message 4 of {STREAM} is no dead letter: 'Aviso-App'\n"
+    assert ran.err == f"{STREAM}@4 is left out: message 4 of {STREAM} is not a dead letter: 'Aviso-App'\n"
 
 
 def test_a_date_that_is_none_is_refused_before_anything_is_connected(run: Run, unreachable: Path) -> None:

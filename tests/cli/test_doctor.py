@@ -118,7 +118,7 @@ def test_without_a_server_it_says_so(run: Run, unreachable: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        (("--monitor", "127.0.0.1:8222"), "is no URL, such as http://127.0.0.1:8222"),
+        (("--monitor", "127.0.0.1:8222"), "is not a URL, such as http://127.0.0.1:8222"),
         (("--backups", "nowhere"), "does not exist"),
         (("--format", "xml"), "--format"),
         (("--seconds", "0"), "--seconds"),

@@ -44,11 +44,11 @@ def test_a_project_below_another_folder_has_the_name_of_its_own(run: Run, tmp_pa
     [
         (
             "Field-Index",
-            "a project cannot be called 'Field-Index', which is no name of a Python package: take lower-case letters, "
-            "digits and single underscores, a letter first, at most 40, such as field_index",
+            "a project cannot be called 'Field-Index', which is not a name of a Python package: take lower-case "
+            "letters, digits and single underscores, a letter first, at most 40, such as field_index",
         ),
         ("json", "a project cannot be called 'json', as another Python package is: take another name"),
-        ("used", "used is there already and is no empty folder: take another name, or remove it"),
+        ("used", "used is there already and is not an empty folder: take another name, or remove it"),
     ],
 )
 def test_a_name_or_a_folder_that_cannot_be_used_is_told_with_the_cure(

@@ -271,7 +271,7 @@ class TestCloudEvents:
     def test_with_one_id_for_two_contents_are_both_stored(
         self, run: Run, config: Path, payloads: Callable[[], list[Any]]
     ) -> None:
-        """As two streams give them, of which one was deleted and made again."""
+        """As two streams give them, of which one was deleted and recreated."""
         event = {"specversion": "1.0", "id": "mars@1", "source": "http://localhost", "type": "int.ecmwf.aviso.mars"}
         lines = [
             json.dumps({**event, "data": {"identifier": {"class": "od", "step": "1"}, "payload": n}}) for n in (1, 2)

@@ -265,7 +265,7 @@ class TestWatch:
         publish(18, 24)
         assert ids(watch.lines(2)) == ["mars@1", "mars@2"]
         assert watch.end(signal.SIGINT) == 130
-        assert "stream MARS was deleted and made again" in watch.told[-1]
+        assert "stream MARS was deleted and recreated" in watch.told[-1]
 
     def test_ends_quietly_when_nobody_reads_any_more(
         self, start: Start, config: Path, publish: Callable[..., None]

@@ -211,7 +211,7 @@ async def test_a_replay_does_not_go_on_in_a_stream_that_was_made_again(app: App)
             await anext(reading)
             await make_again(app)
             await app.notify_many(notifications)
-            with pytest.raises(NotFoundError, match="MARS was deleted and made again"):
+            with pytest.raises(NotFoundError, match="MARS was deleted and recreated"):
                 [notification async for notification in reading]
 
 

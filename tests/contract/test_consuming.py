@@ -565,7 +565,7 @@ class TestSettling:
         await ensure(ack_wait_seconds=ACK_WAIT)
         await publish("mars.od")
         async with open_reader(inbox) as reader:
-            (await inbox.next()).term("it is no notification")
+            (await inbox.next()).term("it is not a notification")
             await reader.settled()
             await eventually(num_ack_pending=0, ack_floor=1)
 

@@ -320,7 +320,7 @@ def look_at_ids() -> None:
         assert message_id(output) == first
         assert message_id(output) != first, "it is published a second time"
         keys.begin(structs.replace(handled, timestamp_ns=2))
-        assert message_id(output) != first, "a stream was made anew, and its sequences begin again"
+        assert message_id(output) != first, "a stream was recreated, and its sequences begin again"
         keys.begin(handled, structs.replace(handled, sequence=4712))
         of_two = message_id(output)
         keys.begin(handled, structs.replace(handled, sequence=4713))

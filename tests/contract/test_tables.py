@@ -182,7 +182,7 @@ async def test_a_watch_ends_with_its_table_and_goes_on_in_no_other(app: App, cou
         await app.session.admin.delete_stream(f"KV_{app.name}__counts")
         await app.session.backend.key_value(f"{app.name}__counts")
         await counts.put("rd", 1)
-        with anyio.fail_after(PATIENCE_SECONDS), pytest.raises(NotFoundError, match="deleted and made again"):
+        with anyio.fail_after(PATIENCE_SECONDS), pytest.raises(NotFoundError, match="deleted and recreated"):
             await anext(changes)
 
 
@@ -209,7 +209,7 @@ async def test_a_table_with_a_history_has_no_ttl(app: App) -> None:
 async def test_a_value_of_another_type_is_not_stored(counts: Table[int]) -> None:
     with pytest.raises(msgspec.ValidationError, match="Expected `int`, got `str`"):
         await counts.put("od", "many")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="None is no value: delete the key instead"):
+    with pytest.raises(TypeError, match="None is not a value: delete the key instead"):
         await counts.put("od", None)  # type: ignore[arg-type]
     assert await counts.get("od") == 0
 

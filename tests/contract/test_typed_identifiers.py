@@ -83,5 +83,7 @@ async def test_one_that_does_not_fit_is_a_dead_letter_that_names_the_field(app: 
         await t.settle()
         [dead_letter] = t.dead_letters
         assert dead_letter.reason == "undecodable"
-        assert dead_letter.error.endswith("is no Numbered: it must be a whole number of 64 bits, not 'one' - at `$.a`")
+        assert dead_letter.error.endswith(
+            "is not a Numbered: it must be a whole number of 64 bits, not 'one' - at `$.a`"
+        )
     assert seen == [2]

@@ -687,7 +687,7 @@ async def test_values_of_another_type_are_told_with_the_cure(
         bucket = await app.key_value("contract_windows_sums")
         await bucket.put("=", b'{"open": {"0": "one"}}')
         await notify(t, 0)
-        with pytest.raises(UndecodableError, match=r"hold is no <class 'int'>.*give the agent another name"):
+        with pytest.raises(UndecodableError, match=r"hold is not a <class 'int'>.*give the agent another name"):
             await t.settle()
         with anyio.fail_after(PATIENCE_SECONDS):
             while not t.settled("sums"):  # noqa: ASYNC110 - it is told before the delivery is settled
@@ -821,7 +821,7 @@ async def test_a_worker_of_an_older_version_can_read_all_that_is_kept(
         await counted(t, 150)
         entries = await (await app.key_value("contract_windows_sums")).entries()
         states = {entry.key: msgspec.json.decode(entry.value, type=OlderState) for entry in entries}
-        assert {key for key, state in states.items() if state.open} == {"="}, "a page is no key with open windows"
+        assert {key for key, state in states.items() if state.open} == {"="}, "a page is not a key with open windows"
         stuck.clear()
         await t.settle()
 

@@ -240,7 +240,7 @@ class TestAnAgentOfAWindow:
             (windowed, {}, r"a function of a Window needs window=Windowing\(...\)"),
             (windowed, {"window": hourly(), "order_by": ["step"]}, "order_by= is for a function of a Notification"),
             (returning_a_class, {}, r"annotated to return the class Retry or Reject: return Retry\(\) or Reject"),
-            (windowed, {"window": hourly(initial="none")}, "initial= is no value of its Window: Expected `int`"),
+            (windowed, {"window": hourly(initial="none")}, "initial= is not a value of its Window: Expected `int`"),
             (windowed, {"window": hourly(fold=lambda total: total)}, "fold= must be a function of a value and"),
             (windowed, {"window": hourly(fold=max)}, "fold= must be a function of a value and .*, found <built-in"),
         ],

@@ -226,12 +226,12 @@ def test_a_mistake_is_told_in_the_words_of_a_file_with_the_line_that_declares_it
     [
         (
             {"key": ["n"], "identifier": {"n": {"type": IntHandler}}},
-            "event type 'ride': <class .*IntHandler'> is no text",
+            "event type 'ride': <class .*IntHandler'> is not a text",
         ),
         ({"key": ["n"], "identifier": {"n": {5: "range"}}}, "event type 'ride': the key 5 must be text"),
-        ({"key": {"n"}}, "event type 'ride': {'n'} is no text, number, boolean, list or mapping"),
+        ({"key": {"n"}}, "event type 'ride': {'n'} is not a text, number, boolean, list or mapping"),
         ({"key": 5, "name": 5}, "event type 5: its name must be text"),
-        ({"key": ["\ud800"]}, "event type 'ride': '.ud800' is no text: it holds half of a surrogate pair"),
+        ({"key": ["\ud800"]}, "event type 'ride': '.ud800' is not text: it holds half of a surrogate pair"),
     ],
 )
 def test_what_no_file_could_hold_is_refused_at_once(stated: dict[str, Any], complaint: str) -> None:

@@ -222,7 +222,7 @@ def test_a_policy_says_how_long_a_notification_may_be_unfinished() -> None:
 
 
 async def test_a_stream_that_is_gone_is_told_as_such(place: Place) -> None:
-    """It is made anew then, which another error would not lead to."""
+    """It is recreated then, which another error would not lead to."""
     await place.backend.delete_stream("MARS")
     with pytest.raises(NotFoundError, match="MARS"):
         await place.recorder.ensure(SPEC, await place.recorder.found())

@@ -1,4 +1,4 @@
-"""The pages of what windows have counted, where workers write them at once and streams are made anew."""
+"""The pages of what windows have counted, where workers write them at once and streams are recreated."""
 
 from __future__ import annotations
 

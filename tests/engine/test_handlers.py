@@ -430,7 +430,7 @@ async def retry_large(backend: DeadLetterGuard, stored: Stored) -> PubAck:
 async def test_a_rest_takes_the_first_part_of_no_other_letter(
     backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts
 ) -> None:
-    """Sequences begin at 1 again where the stream was made anew."""
+    """Sequences begin at 1 again where the stream was recreated."""
 
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
@@ -483,7 +483,7 @@ async def test_what_hands_a_large_dead_letter_back_names_no_part_of_the_letter(
 async def test_a_stream_of_dead_letters_that_does_not_answer_is_looked_at_again(
     backend: DeadLetterGuard, router: Router, store: Store, working: Working, facts: Facts
 ) -> None:
-    """It may have been deleted, and is then made anew."""
+    """It may have been deleted, and is then recreated."""
 
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
@@ -656,7 +656,7 @@ async def test_failures_are_those_of_one_notification_and_one_agent(backend: Dea
     for anew in (index, counts()):
         assert (await anew.read(Failed())).failures == 2
         assert (await anew.read(Failed(sequence=2))).failures == 0, "of another notification"
-        assert (await anew.read(Failed(timestamp_ns=2))).failures == 0, "of a stream that was made anew"
+        assert (await anew.read(Failed(timestamp_ns=2))).failures == 0, "of a stream that was recreated"
     for stated in ({"agent": "sum"}, {"stream": "RD"}, {"app": "others"}):
         assert (await counts(**stated).read(Failed())).failures == 0, stated
 

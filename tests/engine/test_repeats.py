@@ -116,7 +116,7 @@ async def test_what_comes_again_is_acknowledged_again(repeats: Repeats) -> None:
         consumer(created=NOW + timedelta(seconds=1)),
         consumer(deliveries=3),
     ],
-    ids=["by the command", "made anew", "by another program"],
+    ids=["by the command", "recreated", "by another program"],
 )
 async def test_what_comes_again_of_a_consumer_that_was_taken_back_is_handled(
     repeats: Repeats, backend: Backend, other: ConsumerInfo

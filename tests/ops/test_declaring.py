@@ -282,7 +282,7 @@ def test_what_a_server_does_not_change_of_a_consumer_is_known_to_the_plan(
     (cannot,) = (row for row in steps(run, config) if row[2] == "cannot")
     field = cannot[3].partition(":")[0]
     assert field in changed
-    assert "a new one begins anew" in cannot[3], "the cure is there"
+    assert "a new one begins again" in cannot[3], "the cure is there"
     applied(run, config, code=1)
     after = api("CONSUMER.INFO.ORDERS.shipping")["config"]
     assert (after.get(field), after["description"]) == (before.get(field), "new"), "the rest is applied"

@@ -197,7 +197,7 @@ async def test_an_original_that_is_made_again_while_it_is_followed_changes_nothi
         await move.fence()
 
     monkeypatch.setattr(following_copies._FollowingCopy, "open", make_again)
-    with pytest.raises(BackupError, match="MARS was deleted and made again at"):
+    with pytest.raises(BackupError, match="MARS was deleted and recreated at"):
         await move.follow()
     assert [sequence for sequence, _, _ in await move.contents(move.target)] == [1, 2, 3, 4, 5]
 
@@ -321,7 +321,7 @@ async def test_a_copy_of_another_stream_is_not_carried_on(move: Move) -> None:
     await move.copy()
     await move.here.api("STREAM.DELETE.MARS")
     await move.make(7)
-    with pytest.raises(BackupError, match="delete that copy to begin anew"):
+    with pytest.raises(BackupError, match="delete that copy to begin again"):
         await following_copies.is_begun(move.source.session.admin, move.target.session.admin, "MARS")
 
 

@@ -1,4 +1,4 @@
-"""A mirror beside an origin that was made again: equal numbers, other messages."""
+"""A mirror beside an origin that was recreated: equal numbers, other messages."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ async def test_an_origin_that_was_made_again_is_another_history(pair: Pair, mess
     await pair.make_mirror()
     await pair.caught_up(40)
     await pair.make_origin_again(messages)
-    assert "made again" in (await pair.link()).trouble
-    with pytest.raises(RefusedError, match=r"made again.* --origin-was-recreated"):
+    assert "recreated" in (await pair.link()).trouble
+    with pytest.raises(RefusedError, match=r"recreated.* --origin-was-recreated"):
         await promotion.promote(pair.app.session.admin, "COPY")
     assert await pair.takes_publishes()
 

@@ -57,7 +57,7 @@ def test_a_copy_beside_the_original_has_another_name(run: Run, source: Path) -> 
 
 def test_a_name_that_no_stream_can_have_is_refused_first(run: Run, source: Path, target: Path) -> None:  # noqa: F811
     ran = run("streams", "copy", "MARS", "--to-config", target, "--as", "mars.before", "-c", source)
-    assert (ran.code, "'mars.before' is no name of a stream" in ran.err, ran.out) == (1, True, ""), ran
+    assert (ran.code, "'mars.before' is not a name of a stream" in ran.err, ran.out) == (1, True, ""), ran
 
 
 def test_the_copy_of_a_fenced_stream_takes_publishes_in_its_place(run: Run, source: Path, target: Path) -> None:  # noqa: F811

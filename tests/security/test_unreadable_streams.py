@@ -1,4 +1,4 @@
-"""A server that was started with the wrong key has streams that it cannot read, and erases each that is made anew."""
+"""A server that was started with the wrong key has streams that it cannot read, and erases each that is recreated."""
 
 from __future__ import annotations
 

@@ -136,6 +136,7 @@ def test_status_tells_what_is_in_the_store_and_not_served(load: Load, start: Sta
 @pytest.mark.parametrize("other", ["encryption: {key: another key}", ""])
 def test_another_key_is_told_at_once_and_takes_nothing_away(load: Load, start: Start, other: str) -> None:
     assert run_once(start, load, "encryption: {key: the first key}", publish=COUNT) == COUNT
-    with pytest.raises(ServerProcessError, match=r"JetStream stream '\$G > DATA' could not be recovered"):
+    told = r"JetStream stream '\$G > DATA' could not be recovered\. Check its encryption key"
+    with pytest.raises(ServerProcessError, match=told):
         run_once(start, load, other)
     assert run_once(start, load, "encryption: {key: the first key}") == COUNT

@@ -255,7 +255,7 @@ class TestWriting:
         ("change", "said"),
         [
             (lambda rows: rows.drop("time"), "mars: there is no column for the identifier field 'time'"),
-            (lambda rows: rows.withColumnRenamed("step", "stepp"), "column 'stepp' is no part of a notification"),
+            (lambda rows: rows.withColumnRenamed("step", "stepp"), "column 'stepp' is not part of a notification"),
             (lambda rows: rows.withColumn("step", F.lit(-1)), "mars: identifier field 'step' must be within"),
             (lambda rows: rows.withColumn("payload", F.lit("{")), "mars: the payload of a row is not JSON"),
             (lambda rows: rows.select(F.lit("mars.od").alias("topic")), "topic 'mars.od' is not mars.<class>.<date>"),

@@ -1,4 +1,4 @@
-"""What a write tells of its rows, and where those are that are no notifications."""
+"""What a write tells of its rows, and where those are that are not notifications."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_times_are_read_as_a_replay_reads_them() -> None:
         ({"event": "mars", "mode": "FAILFAST"}, False, "needs payloadSchema"),
         ({"event": "mars", "payloadschema": "a INT", "mode": "DROPMALFORMED"}, False, "PERMISSIVE or FAILFAST"),
         ({"stream": "MARS", "where.class": "od"}, False, "need the option event"),
-        ({"event": "mars", "where.class": "[od"}, False, "option where.class is no JSON"),
+        ({"event": "mars", "where.class": "[od"}, False, "option where.class is not JSON"),
     ],
 )
 def test_what_means_nothing_is_refused_with_the_cure(options: dict[str, str], streaming: bool, said: str) -> None:

@@ -667,7 +667,7 @@ class TestBackfill:
         rows = rows.withColumn("payload", F.when(F.col("sequence") == 3, F.lit("{")))
         table = f"{place.directory}/dead"
 
-        with pytest.raises(PipelineError, match=r"2 rows are no notifications of copy, and nothing was published"):
+        with pytest.raises(PipelineError, match=r"2 rows are not notifications of copy, and nothing was published"):
             backfill.backfill(rows, "copy", config=str(place.config))
         done = [backfill.backfill(rows, "copy", dead_letters=table, config=str(place.config)) for _ in range(2)]
 

@@ -116,7 +116,7 @@ class TestTasks:
         place.do("delete_stream", "MARS")
         place.publish(*range(COUNT))
 
-        with pytest.raises(DataLossError, match="stream MARS was deleted and created again"):
+        with pytest.raises(DataLossError, match="stream MARS was deleted and recreated"):
             task.finish()
 
     def test_a_stream_that_ends_before_its_range_does_is_waited_for_and_then_an_error(

@@ -172,7 +172,7 @@ def test_a_stream_that_was_created_again_is_another_one(place: Place, copying: C
     place.do("delete_stream", "MARS")
     place.publish(*range(10, 15))
 
-    with pytest.raises(StreamingQueryException, match="stream MARS was deleted and created again"):
+    with pytest.raises(StreamingQueryException, match="stream MARS was deleted and recreated"):
         copying.run()
     assert copying.run(failOnDataLoss=False) == [5]
     assert sorted(copying.copied) == [0, 1, 2, 10, 11, 12, 13, 14]
@@ -214,7 +214,7 @@ class TestATargetThatIsDeleted:
         place.publish(100, event="copy")
 
         for _ in range(2):
-            with pytest.raises(StreamingQueryException, match=r"stream COPY was deleted and created again at .*; earl"):
+            with pytest.raises(StreamingQueryException, match=r"stream COPY was deleted and recreated at .*; earl"):
                 copying.run()
         assert copying.copied == [100]
 

@@ -138,7 +138,7 @@ class TestAStreamThatIsDeleted:
             place.publish(100, event="copy")
             yield second
 
-        with pytest.raises(DataLossError, match=r"copy: its stream was deleted and created again at .*, while"):
+        with pytest.raises(DataLossError, match=r"copy: its stream was deleted and recreated at .*, while"):
             writer.write(deleting())
 
     def test_between_tasks_fails_the_write(self, place: Place, writer: writers.BatchWriter) -> None:
@@ -147,7 +147,7 @@ class TestAStreamThatIsDeleted:
         second = writer.write(iter(place.rows(3, first=3).toArrow().to_batches()))
         nothing = writer.write(iter([]))
 
-        with pytest.raises(DataLossError, match=r"copy: its stream was deleted and created again at .*, while"):
+        with pytest.raises(DataLossError, match=r"copy: its stream was deleted and recreated at .*, while"):
             writer.commit([first, nothing, second])
         writer.commit([second, nothing])
 

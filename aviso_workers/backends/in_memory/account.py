@@ -154,7 +154,7 @@ class Account:
         """Return where it is to be stored, and as what."""
         message, stream = outgoing.message, outgoing.stream
         if not subjects.is_one_word(message.subject) or len(message.subject.encode()) > LONGEST_SUBJECT:
-            raise RefusedError(f"publish: {message.subject!r:.80} is no subject")
+            raise RefusedError(f"publish: {message.subject!r:.80} is not a subject")
         taker = next((found for found in self._streams.values() if found.takes(message.subject)), None)
         if taker is None:
             raise UnavailableError(f"publish {message.subject}: no stream takes this subject")

@@ -55,7 +55,7 @@ class Connection:
         self._tell()
 
     def close(self) -> None:
-        """Close the connection. The listener is not called, because this is no loss."""
+        """Close the connection. The listener is not called, because this is not a loss."""
         self._change(ready=False, reason="it is closed")
 
     def _change(self, *, ready: bool, reason: str) -> None:

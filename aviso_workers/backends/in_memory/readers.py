@@ -49,7 +49,7 @@ async def read(
                 raise UnavailableError(f"in_memory: the connection was lost while reading {stream}")
             held = account.stream(stream)
             if held is not opened:
-                raise UnavailableError(f"in_memory: {stream} was deleted and made anew while it was read")
+                raise UnavailableError(f"in_memory: {stream} was deleted and recreated while it was read")
             message = held.next_message(position, wanted)
             if message is None and last_sequence is None:
                 position = max(position, held.last_sequence + 1)

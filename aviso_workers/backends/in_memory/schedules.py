@@ -23,7 +23,7 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def due_ns(message: Message) -> int | None:
-    """Return when it is due, nanoseconds since 1970 UTC; None for a message that is no schedule.
+    """Return when it is due, nanoseconds since 1970 UTC; None for a message that is not a schedule.
 
     Raises `RefusedError`.
     """

@@ -5,7 +5,7 @@ at least as much as is still outstanding, so that there is always one on the ser
 When it hears nothing for two heartbeats, or after a reconnect, it looks whether the consumer is still the one that it
 opened. Settlements leave through one outbox per connection, in the order in which they were made.
 
-A consumer or stream that was deleted and made anew counts from 1 again: to settle what came from the old one would
+A consumer or stream that was deleted and recreated counts from 1 again: to settle what came from the old one would
 settle another message. So such settlements are dropped.
 
 A server takes an acknowledgement from whoever sends it, also from a reader that it has unpinned. Where readers are
@@ -342,10 +342,10 @@ class PullConsumer:
             self._pulls.ask(wanted)
 
     async def _check(self) -> None:
-        """Make sure that it is there and the one that was opened, then ask anew."""
+        """Make sure that it is there and the one that was opened, then ask again."""
         found = await self._management.consumer_info(*self._consumer)
         if found.created_text != self._made_at:
-            raise NotFoundError(f"{self._name} was deleted and made anew")
+            raise NotFoundError(f"{self._name} was deleted and recreated")
         if self._pulls.silent():  # a loop that was stuck finds by now what had come
             self._pulls.forget()
 

@@ -175,7 +175,7 @@ def encode(outgoing: Outgoing, *, most: int) -> tuple[bytes, bytes]:
     if size > most:
         raise RefusedError(f"{_what(outgoing)}: {size} bytes, the server takes {most}")
     if not subjects.is_one_word(message.subject):
-        raise RefusedError(f"{_what(outgoing)}: {message.subject!r} is no subject")
+        raise RefusedError(f"{_what(outgoing)}: {message.subject!r} is not a subject")
     subject = message.subject.encode()
     if len(subject) > LONGEST_SUBJECT:
         raise RefusedError(f"{_what(outgoing)}: a subject of more than {LONGEST_SUBJECT} bytes")

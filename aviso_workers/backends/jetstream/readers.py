@@ -128,7 +128,7 @@ async def _create_consumer(
     """Return the consumer as it was made.
 
     For minutes after one of three servers has died, the others give it every third such consumer to keep, and nobody
-    answers then. So it is created again, by chance elsewhere; at last with as many replicas as the stream has, of which
+    answers then. So it is recreated, by chance elsewhere; at last with as many replicas as the stream has, of which
     a majority elects a leader if need be.
     """
     create = partial(_create_replicated, connection, stream, filter_subjects, start)
@@ -315,7 +315,7 @@ class _Reader:
             return
         first, newest = place_of(arrivals[0]), place_of(arrivals[-1])
         if (first.number, newest.number) != (self._delivered + 1, self._delivered + len(arrivals)):
-            # Some got lost on their way, or the consumer has begun anew, as one does whose server is replaced.
+            # Some got lost on their way, or the consumer has begun again, as one does whose server is replaced.
             found = f"its message {first.number} came instead of {self._delivered + 1}"
             self._lost = UnavailableError(f"consumer {self._consumer}: {found}")
             self._change()

@@ -197,7 +197,7 @@ class _Upload:
             raise faults.from_api(self._answers.what, said["error"])
 
     async def _end_early(self) -> None:
-        """Else the server waits for more, for 5 s, before it gives up. What it answers then is no news."""
+        """Else the server waits for more, for 5 s, before it gives up. What it answers then is not news."""
         with anyio.move_on_after(GIVE_UP_SECONDS, shield=True), suppress(BackendError):
             self._send(b"")
             while self._unanswered:

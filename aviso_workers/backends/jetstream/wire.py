@@ -303,7 +303,7 @@ class Dispatcher(Parser):
 
 
 def _arguments(line: list[bytes]) -> tuple[bytes, int, bytes, int, int] | None:
-    """Subject, id of the subscription, reply, size of the headers and size of all; None for what is no message.
+    """Subject, id of the subscription, reply, size of the headers and size of all; None for what is not a message.
 
     A server puts one space between the words. `bytes.split()` would also part a subject at a form feed or a vertical
     tab, which any client may put there.

@@ -1,8 +1,8 @@
 """What an agent's function returns or yields, published before that from which it comes is settled.
 
-The call forms use it. A publish that fails is a failure of the handling, as if the function had raised it; of what is
-no valid notification it is certain that the handler made it, so that trying again cannot help. What is no notification,
-nor a list of them, means nothing.
+The call forms use it. A publish that fails is a failure of the handling, as if the function had raised it. A
+notification that is not valid was certainly made by the handler, so that trying again cannot help. What is neither a
+notification nor a list of them means nothing.
 """
 
 from __future__ import annotations

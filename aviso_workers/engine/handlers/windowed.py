@@ -224,7 +224,7 @@ class AsWindows:
         settled = Settled(sequence=info.ack_floor, time=info.time.timestamp())
 
         def advance(progress: Progress) -> Progress:
-            # A stream that was made anew begins at 1 again; an agent that was reset has counted what it had counted.
+            # A stream that was recreated begins at 1 again; an agent that was reset has counted what it had counted.
             made_anew = counted.newest_stream(held.entries) > progress.settled.time
             if settled.sequence <= progress.settled.sequence and not made_anew:
                 return progress
@@ -361,7 +361,7 @@ class _Held:
         self.version = version
         """See `CachedKeyValue.version`."""
         self.entries = [entry for entry in entries if counted.is_own(entry)]
-        """Those that are no states."""
+        """Those that are not states."""
         self.states = states
         self.newest = windows.newest(states.values())
         self.stored = max((state.stored for state in states.values()), default=windows.NEVER)
@@ -390,7 +390,7 @@ class _States:
             state = self._read(entry.value)
         except UNREADABLE_JSON as error:
             raise UndecodableError(
-                f"what windows of agent {self._agent.name!r} hold is no {self._agent.argument_type}: {error}; "
+                f"what windows of agent {self._agent.name!r} hold is not a {self._agent.argument_type}: {error}; "
                 "after such a change, give the agent another name"
             ) from error
         if not all(EARLIEST <= start <= LATEST for start in state.open):

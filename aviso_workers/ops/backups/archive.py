@@ -107,7 +107,7 @@ def entries(file: Readable) -> Iterator[Entry]:
     blocks = s2.decompressed(file)
     buffer = _next(blocks, len(MAGIC))
     if not buffer.startswith(MAGIC):
-        raise MalformedError("it is no archive of messages")
+        raise MalformedError("it is not an archive of messages")
     at = len(MAGIC)
     while True:
         if entry := _entry(buffer, at):

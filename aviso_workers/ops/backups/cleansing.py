@@ -1,6 +1,6 @@
 """Removal of messages from a backup, so that messages erased from a stream do not come back with a restore.
 
-The archive is written anew without them, entry by entry; sequences and consumers stay as they are. It is written
+The archive is rewritten without them, entry by entry; sequences and consumers stay as they are. It is written
 without compression, so that a cleansed backup may be several times as large. In a chain the newest backup is written
 first: it no longer refers to messages that are removed from those before it, which are whole as long as they have it.
 """

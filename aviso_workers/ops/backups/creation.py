@@ -77,7 +77,7 @@ async def create(
         if since and snapshot.state.last_sequence < since.state.last_sequence:
             raise StreamReplacedError(
                 f"{stream} has {snapshot.state.last_sequence} as its last sequence, and {since.directory} has "
-                f"{since.state.last_sequence}: it was deleted and created again, or has lost its newest messages; "
+                f"{since.state.last_sequence}: it was deleted and recreated, or has lost its newest messages; "
                 "make a full backup"
             )
 

@@ -48,7 +48,7 @@ class Identities:
         keys = []
         for number, line in _lines(file):
             if not _is_secret(line):
-                raise DeclarationError(f"{file}:{number} is no secret key of age, which begins with {SECRET}")
+                raise DeclarationError(f"{file}:{number} is not a secret key of age, which begins with {SECRET}")
             try:
                 keys.append(_pyrage().x25519.Identity.from_str(line))
             except _pyrage().IdentityError:
@@ -183,7 +183,7 @@ def _lines(file: Path) -> list[tuple[int, str]]:
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise DeclarationError(f"cannot read keys of age from {file}: {why}") from None
     numbered = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
     return [(number, line) for number, line in numbered if line and not line.startswith("#")]
@@ -196,7 +196,7 @@ def _recipient(key: str) -> Any:
         return _pyrage().x25519.Recipient.from_str(key)
     except _pyrage().RecipientError as error:
         shown = repr(key) if key.startswith(RECIPIENT) else "a line of the file"
-        raise DeclarationError(f"{shown} is no public key of age, which begins with age1: {error}") from error
+        raise DeclarationError(f"{shown} is not a public key of age, which begins with age1: {error}") from error
 
 
 def _is_secret(key: str) -> bool:

@@ -2,7 +2,7 @@
 
 Called by `backup cleanse`. It judges messages by themselves, as `ops.erasure.copies` does on a server, by the records
 of erasures, or by both. A message of a record is identified by its sequence and store time, which mirrors, restored
-streams and copies of streams keep, and which differ in a stream that was made again.
+streams and copies of streams keep, and which differ in a stream that was recreated.
 """
 
 from __future__ import annotations

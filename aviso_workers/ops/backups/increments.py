@@ -8,7 +8,7 @@ from the stream. The last entry is a digest of all messages of the stream, so th
 what the server gave is an error and not a stream.
 
 The whole stream is compared with the backup before, message by message and byte by byte. Reading the stream from the
-last sequence on would save the transfer, and would not show what was deleted since, nor a stream that was made again.
+last sequence on would save the transfer, and would not show what was deleted since, nor a stream that was recreated.
 """
 
 from __future__ import annotations

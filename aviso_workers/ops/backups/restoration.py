@@ -138,7 +138,7 @@ def require_name(name: str | None) -> None:
     """Raise `BackupError` for a name that no stream can have."""
     if name is not None and not specs.is_name(name):
         raise BackupError(
-            f"{name!r} is no name of a stream: it has 1 to {LONGEST_NAME} characters, none of them a blank, "
+            f"{name!r} is not a name of a stream: it has 1 to {LONGEST_NAME} characters, none of them a blank, "
             "a dot, a star, '>', a slash or a backslash"
         )
 

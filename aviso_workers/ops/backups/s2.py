@@ -41,7 +41,7 @@ PADDING = b"\xfe\x04\x00\x00" + bytes(4)
 
 
 class MalformedError(ValueError):
-    """The bytes are no S2 stream, or an incomplete or a changed one."""
+    """The bytes are not an S2 stream, or an incomplete or a changed one."""
 
 
 class Readable(Protocol):
@@ -70,7 +70,7 @@ def compressed_blocks(file: Readable) -> Iterator[tuple[int, bytes]]:
     Raises `MalformedError`.
     """
     if file.read(len(IDENTIFIER)) != IDENTIFIER:
-        raise MalformedError("it is no S2 stream")
+        raise MalformedError("it is not an S2 stream")
     while head := file.read(4):
         kind, size = head[0], int.from_bytes(head[1:], "little")
         if kind not in SKIPPABLE and size > LARGEST_CHUNK:

@@ -32,7 +32,7 @@ class MadeSet(Struct, frozen=True, kw_only=True):
     """The result of making a set: the backups and, where all succeeded, the file that makes them a set."""
 
     file: Path | None
-    """None where it is not whole: then it is no set, and the backups that were made are backups of single streams."""
+    """None where it is not whole: then it is not a set, and its backups are backups of single streams."""
     failures: list[AvisoWorkersError]
     backups: list[Backup]
     """The backups that were made."""
@@ -73,7 +73,7 @@ async def create_set(admin: Admin, to: Path, back_up: BackUp, *, encrypted: bool
                 else:
                     backups.append(backup)
         if changed := _changed(before, await _streams(admin)):
-            failures.append(BackupError(f"the backups are no set, because meanwhile {changed}: make it again"))
+            failures.append(BackupError(f"the backups are not a set, because meanwhile {changed}: make it again"))
         if failures:
             return MadeSet(file=None, failures=failures, backups=backups)
         members = [

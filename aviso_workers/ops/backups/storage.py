@@ -186,7 +186,7 @@ def load(directory: Path) -> Backup:
         raise BackupError(f"{directory / META}: {error}") from error
     except OSError as error:
         below = next((f"; it holds {place}" for place in places(directory) if place != directory), "")
-        raise BackupError(f"{directory} is no backup: {error.filename}: {error.strerror}{below}") from error
+        raise BackupError(f"{directory} is not a backup: {error.filename}: {error.strerror}{below}") from error
     name = meta.config.get("name")
     if not isinstance(name, str) or not specs.is_name(name):
         raise BackupError(f"{directory / META}: the stream's configuration has no name, or none that a stream can have")
@@ -214,7 +214,7 @@ def _require_file(path: Path) -> os.stat_result:
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
-        raise BackupError(f"{path} is no regular file")
+        raise BackupError(f"{path} is not a regular file")
     return found
 
 

@@ -52,7 +52,7 @@ def hurried(config: Config) -> Config:
 async def examine(admin: Admin, config: Config, scope: Scope) -> Report:
     """Gather the facts, apply every check to them, and return the report. Nothing on the servers is changed.
 
-    Raises `RefusedError` where the backend is no server, `UnavailableError` where the connection is lost.
+    Raises `RefusedError` where the backend is not a server, `UnavailableError` where the connection is lost.
     """
     found = await facts.gather(admin, config, scope)
     return Report(

@@ -13,7 +13,7 @@ BEFORE_VALIDITY = 3
 
 
 def expires(der: bytes) -> datetime:
-    """Return the time after which the certificate is not valid. Raises `ValueError` where it is no certificate."""
+    """Return the time after which the certificate is not valid. Raises `ValueError` where it is not a certificate."""
     try:
         (_, certificate), *_ = _elements(der)
         (_, signed), *_ = _elements(certificate)

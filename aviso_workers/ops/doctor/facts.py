@@ -150,7 +150,7 @@ class Facts(Struct, frozen=True, kw_only=True):
 async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
     """Gather all facts about the servers, the streams and the agents.
 
-    Raises `RefusedError` where the backend is no server, `UnavailableError` where the connection is lost.
+    Raises `RefusedError` where the backend is not a server, `UnavailableError` where the connection is lost.
     """
     requests = _Requests(admin)
     server = await monitoring_port.connected_server(admin)

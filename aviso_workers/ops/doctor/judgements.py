@@ -68,7 +68,7 @@ class Check(Struct, frozen=True, kw_only=True):
     cure: str
     """What to do, with `{stream}`, `{consumer}`, `{place}`, `{app}` and `{agent}` for those of the finding."""
     cure_of_others: str
-    """What to do instead about a stream that is no event type's; empty where that is the same."""
+    """What to do instead about a stream that is not an event type's; empty where that is the same."""
     judge: Judge
     needs: tuple[Need, ...]
     production: bool = False

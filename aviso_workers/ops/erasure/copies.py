@@ -2,7 +2,7 @@
 
 Copies are recognised by what they say of themselves, not by the original, so that an erasure that was broken off can be
 repeated, and so that a backup can be cleansed without a server. A message that a mirror, a restore or a copy of a
-stream has kept has the sequence and the store time of its original; in a stream that was made again the same sequence
+stream has kept has the sequence and the store time of its original; in a stream that was recreated the same sequence
 has another time.
 """
 

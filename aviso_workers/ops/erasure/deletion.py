@@ -1,6 +1,6 @@
 """Deletion of messages of one stream, as fast as possible without delaying publishers.
 
-A nats-server (2.15) that erases a message writes the whole block of messages in which it is anew, up to 8 MB, and the
+A nats-server (2.15) that erases a message rewrites the whole block of messages that holds it, up to 8 MB, and the
 stream takes no publish meanwhile. Where that is so, many deletions at once are no faster than one after another, and
 each publish waits for all of them. Where it is not, as in memory, in small streams and on an encrypted disk, a deletion
 takes as long as its way there and back, and many at once are faster. So the time that deletions take decides how many

@@ -1,7 +1,7 @@
 """The record of an erasure: who erased which kind of messages where and when, without anything of their content.
 
 A message is identified by its sequence and its store time, which mirrors, backups and restored streams keep, and
-which a stream that is made again does not repeat. So `backup cleanse` can go by the record alone. A record is readable
+which a stream that is recreated does not repeat. So `backup cleanse` can go by the record alone. A record is readable
 by its owner only, and replaces no file that is there.
 """
 
@@ -97,7 +97,7 @@ def read(path: Path) -> Record:
     except OSError as error:
         raise InvalidNotificationError(f"cannot read {path}: {error.strerror}") from error
     except UNREADABLE_JSON as error:
-        raise InvalidNotificationError(f"{path} is no record of an erasure: {error}") from error
+        raise InvalidNotificationError(f"{path} is not a record of an erasure: {error}") from error
     if any(len(finding.times_ns) != len(finding.sequences) for finding in record.found):
         raise InvalidNotificationError(
             f"{path} does not say when its messages were stored, as records of versions before this one: "

@@ -135,7 +135,7 @@ async def _messages(admin: Admin, stream: str) -> AsyncIterator[Message]:
 
 
 def _texts(data: bytes) -> Iterator[str]:
-    """Yield all texts, numbers and keys of a JSON value; of data that is no JSON, the whole as a text."""
+    """Yield all texts, numbers and keys of a JSON value; of data that is not JSON, the whole as a text."""
     try:
         value = msgspec.json.decode(data) if data else None
     except UNREADABLE_JSON:

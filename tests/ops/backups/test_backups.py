@@ -118,7 +118,7 @@ def test_a_file_without_an_end_is_refused_at_once(name: str, tmp_path: Path) -> 
     for endless in (lambda path: path.symlink_to("/dev/zero"), os.mkfifo):
         (tmp_path / name).unlink()
         endless(tmp_path / name)
-        with pytest.raises(BackupError, match=rf"{name} is no regular file"):
+        with pytest.raises(BackupError, match=rf"{name} is not a regular file"):
             backups.load(tmp_path)
 
 
@@ -147,10 +147,10 @@ async def test_a_changed_configuration_is_refused(site: Site, copied: Backup) ->
 
 
 def test_what_is_no_backup_is_told(copied: Backup, tmp_path: Path) -> None:
-    with pytest.raises(BackupError, match=r"is no backup: .*backup\.json.*it holds .*copied"):
+    with pytest.raises(BackupError, match=r"is not a backup: .*backup\.json.*it holds .*copied"):
         backups.load(tmp_path)
     copied.archive.rename(tmp_path / "elsewhere")
-    with pytest.raises(BackupError, match=r"is no backup: .*stream\.tar\.s2: No such file"):
+    with pytest.raises(BackupError, match=r"is not a backup: .*stream\.tar\.s2: No such file"):
         backups.load(copied.directory)
     (copied.directory / "backup.json").write_text("{")
     with pytest.raises(BackupError, match=r"backup\.json: "):
@@ -551,7 +551,7 @@ async def test_only_the_owner_can_read_a_backup(site: Site, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["two words", "a.b", "a*", "a/b", "x" * 256, "a\n"])
 async def test_a_name_that_no_stream_can_have_is_refused_first(site: Site, original: Original, name: str) -> None:
-    with pytest.raises(BackupError, match="is no name of a stream"):
+    with pytest.raises(BackupError, match="is not a name of a stream"):
         await backups.restore(site.app.session.admin, original.backup, name=name)
     assert await site.streams() == []
 

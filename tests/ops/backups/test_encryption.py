@@ -123,7 +123,7 @@ def test_what_is_no_key_is_told_and_no_secret_is_shown(key: Key, tmp_path: Path)
     (tmp_path / "empty.txt").touch()
     for file, found in {
         "wrong.txt": "a secret key of age that cannot be read",
-        "public.txt": "is no secret key of age",
+        "public.txt": "is not a secret key of age",
         "empty.txt": "has no secret key of age",
         "none.txt": "cannot read keys of age from",
     }.items():

@@ -216,7 +216,7 @@ async def test_a_record_without_times_is_no_proof(tmp_path: Path) -> None:
     with pytest.raises(InvalidNotificationError, match="does not say when its messages were stored"):
         records.read(tmp_path / "old.json")
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(InvalidNotificationError, match="is no record of an erasure"):
+    with pytest.raises(InvalidNotificationError, match="is not a record of an erasure"):
         records.read(tmp_path / "other.json")
 
 

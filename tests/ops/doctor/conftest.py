@@ -114,7 +114,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def create(administration: Administration, subject: str, request: dict[str, Any]) -> None:
-    """Make a stream or a consumer. A young cluster does not always answer; to create the same again is no error."""
+    """Make a stream or a consumer. A young cluster does not always answer; to create the same again is not an error."""
     with anyio.fail_after(PATIENCE_SECONDS):
         while True:
             with suppress(UnavailableError):

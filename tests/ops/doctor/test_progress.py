@@ -216,7 +216,7 @@ def test_an_agent_whose_consumer_is_gone(working: Seen) -> None:
     assert (finding.state, "aviso-workers agents rm field --agent index" in finding.cure) == (State.FAIL, True)
     of_another = structs.replace(record, stream_created=record.stream_created - timedelta(days=1))
     anew = structs.replace(working.facts, records={(SHARED, "field__index"): of_another})
-    assert judged(anew).found("JS065") == {}, "the stream was made anew, and the record is of the one before"
+    assert judged(anew).found("JS065") == {}, "the stream was recreated, and the record is of the one before"
 
 
 def test_a_consumer_that_does_not_answer_is_not_gone(working: Seen) -> None:
@@ -335,7 +335,7 @@ def test_a_worker_that_cannot_make_its_consumer(tmp_path: Path, retention: str) 
         ),
         pytest.param(
             {"stream_created": datetime(2020, 1, 1, tzinfo=UTC)},
-            "its stream was created again after {time}, when the former stream was settled up to sequence 0; "
+            "its stream was recreated after {time}, when the former stream was settled up to sequence 0; "
             "no lag counts its notifications",
             id="the stream is another one",
         ),

@@ -219,7 +219,7 @@ def test_an_origin_that_cannot_be_reached(broken: Seen) -> None:
 
 def test_a_mirror_whose_origin_was_made_again(broken: Seen) -> None:
     assert broken.found("JS068").keys() == {"OLDER"}
-    assert broken.found("JS068")["OLDER"].startswith("the origin REPLACED was made again or restored from a")
+    assert broken.found("JS068")["OLDER"].startswith("the origin REPLACED was recreated or restored from a")
 
 
 def test_what_a_killed_restore_leaves(broken: Seen) -> None:

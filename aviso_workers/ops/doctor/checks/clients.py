@@ -61,7 +61,8 @@ def short_windows(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS046",
     "Every configured stream has a backup of the last 24 hours",
-    why="A replica or a mirror is no backup: a message that is deleted or damaged in the stream is missing there too.",
+    why="A replica or a mirror is not a backup: a message that is deleted or damaged in the stream is missing there "
+    "too.",
     cure="Run `aviso-workers backup create {stream} --to DIRECTORY` on a timer of the site. From time to time, check "
     "that the backup can be restored: `aviso-workers backup drill DIRECTORY/{stream}/TIME`.",
     severity=State.FAIL,

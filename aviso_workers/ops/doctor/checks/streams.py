@@ -300,7 +300,7 @@ def two_histories(facts: Facts) -> Iterator[Finding]:
     "JS068",
     "Mirrors have the messages of their origins",
     why="A mirror continues after the last sequence that it has. So it never receives the earlier messages of an "
-    "origin that was created again or restored.",
+    "origin that was recreated or restored.",
     cure="Back up the mirror (`aviso-workers backup create {stream} --to DIRECTORY`), remove it, and create it again.",
     severity=State.FAIL,
 )
