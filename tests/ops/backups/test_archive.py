@@ -84,8 +84,8 @@ def test_a_stream_may_have_padding_and_another_stream_behind_it() -> None:
 @pytest.mark.parametrize(
     ("stream", "told"),
     [
-        (b"", "no S2 stream"),
-        (b"{}", "no S2 stream"),
+        (b"", "is not an S2 stream"),
+        (b"{}", "is not an S2 stream"),
         (s2.IDENTIFIER + chunk(0x02, b""), "chunk of an unknown type, 0x2"),
         (s2.IDENTIFIER + b"\x01\xff", "breaks off within a chunk"),
         (s2.IDENTIFIER + chunk(1, masked(HELLO) + HELLO)[:-1], "breaks off within a chunk"),
@@ -128,7 +128,7 @@ def test_entries_are_read_however_the_blocks_fall() -> None:
         (an_archive(b"x", cut=-5), "breaks off before its end"),
         (an_archive(b"x", cut=20), "breaks off before its end"),
         (an_archive(b"x", more=b"x"), "something comes after its end"),
-        (io.BytesIO(b"".join(s2.written([b"a tar file"]))), "no archive of messages"),
+        (io.BytesIO(b"".join(s2.written([b"a tar file"]))), "is not an archive of messages"),
     ],
 )
 def test_an_archive_that_is_not_whole_is_told(file: io.BytesIO, told: str) -> None:
