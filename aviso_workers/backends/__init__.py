@@ -195,6 +195,11 @@ class Administration(Protocol):
     def snapshot(self, stream: str) -> AbstractAsyncContextManager[Snapshot]:
         """Receive a snapshot of a stream while the block runs. Raises `NotFoundError`."""
 
+    async def replica_count(self, stream: str, *, filter_subjects: Sequence[str]) -> tuple[str, int]:
+        """Return the name of one of the stream's servers, chosen by the servers at random, and the number of messages
+        that its own replica holds. Raises `NotFoundError`.
+        """
+
     async def restore(
         self,
         config: Mapping[str, Any],

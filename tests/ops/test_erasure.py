@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -20,8 +21,9 @@ import pytest
 from aviso_workers import App, Counter, Notification, Reject, files
 from aviso_workers.backends import Administration, Chunk, Message
 from aviso_workers.errors import InvalidNotificationError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream.info import Cluster, Replica, StreamConfig, StreamInfo
 from aviso_workers.ops import backups
-from aviso_workers.ops.erasure import Eraser, Survey
+from aviso_workers.ops.erasure import Eraser, Survey, replicas
 from aviso_workers.server import NatsServer
 from tests.stories.processes import cluster
 from tests.waits import PATIENCE_SECONDS
@@ -533,13 +535,19 @@ async def test_nothing_is_erased_while_a_server_is_away_that_would_keep_it(
             await _until_behind(app, (away.name,))
             eraser = Eraser(app.session.admin, app.config, "mars", sequence=1)
             with pytest.raises(
-                RefusedError, match=f"MARS: its replica on {away.name} is not current.*; nothing was erased. Start"
+                RefusedError, match=f"MARS: its replica on {away.name} is not current.*; nothing was erased. Wait"
             ):
                 await eraser.erase(await _survey(eraser), audit=tmp_path / "audit.json")
             assert (await backend.stream_info("MARS")).messages == 1
             away.process.send_signal(signal.SIGCONT)
             await _until_behind(app, ())
-            assert (await eraser.erase(await _survey(eraser), audit=tmp_path / "audit.json")).findings == ()
+            left = await eraser.erase(await _survey(eraser), audit=tmp_path / "audit.json")
+            assert left.whole, left
+            assert (await _survey(eraser)).whole, "each of the three has counted none"
+            away.process.send_signal(signal.SIGSTOP)
+            await _until_behind(app, (away.name,))
+            again = await _survey(eraser)
+            assert (again.findings, again.whole) == ((), False), "its disk may have the bytes again when it is back"
 
 
 async def _survey(eraser: Eraser) -> Survey:
@@ -554,6 +562,45 @@ async def _until_behind(app: App, servers: tuple[str, ...]) -> None:
     with anyio.fail_after(PATIENCE_SECONDS):
         while (await app.session.backend.stream_info("MARS")).behind != servers:  # noqa: ASYNC110
             await anyio.sleep(0.1)
+
+
+class Replicas:
+    """The administration of a cluster of three, of whose servers one carries out deletions late."""
+
+    def __init__(self, late: Sequence[int]) -> None:
+        self.late = list(late)
+        """What the replica on n-3 holds, each time that it is asked; at last what the leader's holds."""
+        self._turns = itertools.cycle(["n-1", "n-2", "n-3"])
+
+    def administration(self) -> Replicas:
+        return self
+
+    async def stream_info(self, stream: str) -> StreamInfo:
+        followers = tuple(Replica(name=name, current=True) for name in ("n-2", "n-3"))
+        return StreamInfo(
+            config=StreamConfig(name=stream),
+            time=datetime.now(UTC),
+            messages=7,
+            cluster=Cluster(leader="n-1", replicas=followers),
+        )
+
+    async def replica_count(self, stream: str, *, filter_subjects: Sequence[str]) -> tuple[str, int]:
+        server = next(self._turns)
+        return server, self.late.pop(0) if server == "n-3" and self.late else 7
+
+
+async def test_a_replica_that_has_not_carried_out_what_it_has_received_is_waited_for() -> None:
+    cluster: Any = Replicas(late=[9, 8])
+    assert await replicas.not_current(cluster, "MARS", ()) == []
+    assert cluster.late == []
+
+
+async def test_a_replica_that_does_not_come_to_hold_what_its_leader_holds_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replicas, "WITHIN_SECONDS", 0.5)
+    cluster: Any = Replicas(late=[9] * 1000)
+    assert await replicas.not_current(cluster, "MARS", ()) == ["n-3"]
 
 
 async def test_what_was_purged_before_is_told(place: Place) -> None:

@@ -15,7 +15,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from aviso_workers.backends import Received, Snapshot
-from aviso_workers.backends.jetstream import faults, snapshots, tls, wire
+from aviso_workers.backends.jetstream import faults, readers, snapshots, tls, wire
 from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, Connection
 from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream import info
@@ -97,6 +97,9 @@ class Administration:
 
     def snapshot(self, stream: str) -> AbstractAsyncContextManager[Snapshot]:
         return snapshots.snapshot(self, self._connection, stream)
+
+    async def replica_count(self, stream: str, *, filter_subjects: Sequence[str]) -> tuple[str, int]:
+        return await readers.replica_count(self._connection, stream, filter_subjects)
 
     async def restore(
         self,

@@ -36,7 +36,7 @@ from aviso_workers.backends.jetstream.wire import Arrival
 from aviso_workers.errors import BackendError, UnavailableError
 from aviso_workers.jetstream.info import ConsumerInfo
 
-__all__ = ["count", "read", "read_chunks"]
+__all__ = ["count", "read", "read_chunks", "replica_count"]
 
 AHEAD = 1000
 """Messages that are under way or wait for whoever reads."""
@@ -104,9 +104,21 @@ async def count(
     start_time: datetime | None,
 ) -> int:
     """See `backends.Backend.count`. A consumer that would read them knows how many there are."""
-    created = await _create_consumer(connection, stream, filter_subjects, _start(start_sequence, start_time))
+    return (await _counting(connection, stream, filter_subjects, _start(start_sequence, start_time))).num_pending
+
+
+async def replica_count(connection: Connection, stream: str, filter_subjects: Sequence[str]) -> tuple[str, int]:
+    """See `backends.Administration.replica_count`. A server counts for a consumer what its own replica holds."""
+    created = await _counting(connection, stream, filter_subjects, _start(1))
+    return created.cluster.leader, created.num_pending
+
+
+async def _counting(
+    connection: Connection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
+) -> ConsumerInfo:
+    created = await _create_consumer(connection, stream, filter_subjects, start)
     await _delete_consumer(connection, stream, created.name)
-    return created.num_pending
+    return created
 
 
 async def next_sequence(connection: Connection, stream: str, subject: str, *, after: int) -> int | None:

@@ -32,7 +32,7 @@ from aviso_workers.errors import (
     UndecodableError,
 )
 from aviso_workers.ops.aviso_admin import event_type_of
-from aviso_workers.ops.erasure import copies, deletion, records
+from aviso_workers.ops.erasure import copies, deletion, records, replicas
 from aviso_workers.ops.erasure.copies import Matches, Wanted
 from aviso_workers.ops.erasure.records import Finding, Record
 from aviso_workers.ops.erasure.suspects import Suspect, parse_key, subject_of_key, suspects
@@ -126,6 +126,8 @@ class Eraser:
         conditions = [condition for _, condition in self._wanted.where.conditions]
         self._values = {value for each in conditions if isinstance(each, frozenset) for value in each}
         """Values of the notifications to erase, in the fields that name them."""
+        self._not_current: dict[str, Sequence[str]] = {}
+        """By stream, the servers whose replicas are not current, or hold other messages than the leader's."""
         self._suspects: tuple[Suspect, ...] | None = None
         """Searched for once: buckets are read whole for it."""
 
@@ -137,6 +139,7 @@ class Eraser:
 
     async def survey(self) -> Survey:
         """Search for the notifications and their copies, without a change. Raises `BackendError`."""
+        self._not_current.clear()
         infos = {name: await self._admin.stream_info(name) for name in await self._admin.stream_names()}
         found: dict[str, Finding] = {}
         await self._survey_own(infos, found)
@@ -146,9 +149,8 @@ class Eraser:
         # A delayed message has been in the stream of delayed messages, whether or not any waits there now.
         concerned = {finding.stream for finding in findings} | {delayed_messages.STREAM} & infos.keys()
         unreached = [each for stream in sorted(concerned) for each in _unreached(stream, infos[stream])]
-        for stream in sorted(concerned | {stream for stream, known in self._known.items() if known}):
-            if stream in infos and infos[stream].behind:
-                unreached.append(_lagging(stream, infos[stream].behind))
+        # Also of those that hold nothing: an erasure before this one may have left the bytes on such a replica.
+        unreached += [_lagging(stream, servers) for stream, servers in sorted(self._not_current.items()) if servers]
         if self._wanted.stream not in infos:
             unreached.append(_missing(self._wanted.stream))
         if self._suspects is None:
@@ -287,6 +289,8 @@ class Eraser:
 
     async def _add(self, found: dict[str, Finding], stream: str, what: str, matches: Matches, *, after: int = 0) -> int:
         """Add the messages that match after a sequence, and return the sequence up to which the stream was read."""
+        if not after:  # before the reading, which may be served by any of the replicas
+            self._not_current[stream] = await replicas.not_current(self._admin, stream, self._filters(stream))
         last = (await self._admin.stream_info(stream)).last_sequence
         messages = dict(found[stream].messages) if stream in found else {}
         async for message in self._messages(stream, after, last):
@@ -310,9 +314,14 @@ class Eraser:
             return {tokens[position] for position in positions if position < len(tokens)}
         return set()
 
+    def _filters(self, stream: str) -> Sequence[str]:
+        """Return the subjects of the messages that are read of a stream; none for all."""
+        return topics.filter_subjects(self._wanted.where) if stream == self._wanted.stream else ()
+
     async def _messages(self, stream: str, after: int, last: int) -> AsyncIterator[Message]:
-        filters = topics.filter_subjects(self._wanted.where) if stream == self._wanted.stream else ()
-        reading = self._admin.read_chunks(stream, filter_subjects=filters, start_sequence=after + 1, last_sequence=last)
+        reading = self._admin.read_chunks(
+            stream, filter_subjects=self._filters(stream), start_sequence=after + 1, last_sequence=last
+        )
         async with aclosing(reading):
             async for chunk in reading:
                 for message in chunk:
@@ -398,9 +407,9 @@ def _missing(stream: str) -> Unreached:
 def _lagging(stream: str, servers: Sequence[str]) -> Unreached:
     return Unreached(
         where=stream,
-        why=f"its replica on {', '.join(servers)} is not current, and would keep the bytes on its disk",
-        cure="start that server, or one of its name with an empty disk where its own is gone; "
-        "erase when `aviso-workers report streams` shows no trouble",
+        why=f"its replica on {', '.join(servers)} is not current, and may keep the bytes on its disk",
+        cure="wait until the server has caught up; start it where it does not run, or one of its name with an empty "
+        "disk where its own is gone; then erase again",
         waits=True,
     )
 
