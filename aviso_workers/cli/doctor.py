@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from aviso_workers.cli.arguments import finite
 from aviso_workers.cli.output import print_json, printable
 from aviso_workers.cli.targets import ConfigOption, connected, find_app, load
 from aviso_workers.errors import AvisoWorkersError, BackendError
@@ -41,7 +42,13 @@ def doctor(
         bool, typer.Option("--production", help="Also check what only production needs, such as three replicas.")
     ] = False,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.1, help="Seconds between the two samples from which rates are computed.")
+        float,
+        typer.Option(
+            "--seconds",
+            min=0.1,
+            callback=finite,
+            help="Seconds between the two samples from which rates are computed.",
+        ),
     ] = 5.0,
     backups: Annotated[
         Path | None,

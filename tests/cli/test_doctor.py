@@ -122,6 +122,7 @@ def test_without_a_server_it_says_so(run: Run, unreachable: Path, tmp_path: Path
         (("--backups", "nowhere"), "does not exist"),
         (("--format", "xml"), "--format"),
         (("--seconds", "0"), "--seconds"),
+        (("--seconds", "nan"), "nan is not a finite number"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(run: Run, config: Path, option: tuple[str, str], told: str) -> None:
