@@ -74,6 +74,8 @@ async def restore(
     request = {"config": _unfinished(config), "state": state}
     async with unreadable.erasing_none(management, name):
         begun = await connection.api(f"STREAM.RESTORE.{name}", request)
+        if "deliver_subject" not in begun:
+            raise UnavailableError(f"restore of {name}: the server names no subject for the archive: {begun}")
         try:
             inbox = server.new_inbox()
             async with _answers(server, connection, inbox, f"restore of {name}") as answers:
