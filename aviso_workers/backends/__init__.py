@@ -213,7 +213,13 @@ class Administration(Protocol):
         `read` returns at most so many bytes of the archive at a time, and none at its end. Where it fails or is
         cancelled, what was made of the stream is removed. Where this process is killed, an unfinished stream stays
         (`metadata.is_unfinished`). A stream that `stays_unfinished` is whole, and keeps its mark and none of its
-        subjects. Raises `RefusedError` where the name is taken or the archive is damaged.
+        subjects. Raises `RefusedError` where the name is taken or the archive is damaged, and `UnreadableStreamError`
+        where the server cannot read a stream that it has.
+        """
+
+    async def require_readable(self, stream: str) -> None:
+        """Raise `UnreadableStreamError` where it is known that the server cannot read a stream that it has, so that
+        this one must not be created.
         """
 
 
@@ -502,7 +508,8 @@ class Management(Streams, Protocol):
     async def add_stream(self, config: Mapping[str, Any]) -> StreamInfo:
         """Create a stream of this configuration, and of the server's defaults for the rest.
 
-        The engine asks for `Backend.create_stream`, which takes more care. Raises `RefusedError` without a server.
+        The engine asks for `Backend.create_stream`, which takes more care. Raises `UnreadableStreamError` where the
+        server cannot read a stream that it has, and `RefusedError` without a server.
         """
 
     async def delete_stream(self, stream: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 import shutil
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import typer
 
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.errors import InvalidNotificationError, InvalidPositionError
 
-__all__ = ["Line", "LinesFile", "lines_file", "parse_duration", "parse_pairs", "parse_payload"]
+__all__ = ["Line", "LinesFile", "finite", "lines_file", "parse_duration", "parse_pairs", "parse_payload"]
 
 TYPE = "int.ecmwf.aviso."
 """What the types of Aviso's CloudEvents begin with, before the event type."""
@@ -88,6 +90,13 @@ def parse_duration(text: str, *, name: str) -> Duration:
         return Duration.parse(text)
     except ValueError as error:
         raise InvalidPositionError(f"{name}: {error}") from error
+
+
+def finite(number: float) -> float:
+    """Return the value of an option, whose `min` takes NaN as well. Raises `BadParameter` for NaN and infinity."""
+    if not math.isfinite(number):
+        raise typer.BadParameter(f"{number} is not a finite number")
+    return number
 
 
 def parse_payload(text: str | None) -> Any:

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from aviso_workers.cli.output import print_json, printable
+from aviso_workers.cli.arguments import finite
+from aviso_workers.cli.output import echo, print_json, printable
 from aviso_workers.cli.targets import ConfigOption, connected, find_app, load
 from aviso_workers.errors import AvisoWorkersError, BackendError
 from aviso_workers.ops.doctor import Report, Scope, State, examine, hurried, output
@@ -41,7 +42,13 @@ def doctor(
         bool, typer.Option("--production", help="Also check what only production needs, such as three replicas.")
     ] = False,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.1, help="Seconds between the two samples from which rates are computed.")
+        float,
+        typer.Option(
+            "--seconds",
+            min=0.1,
+            callback=finite,
+            help="Seconds between the two samples from which rates are computed.",
+        ),
     ] = 5.0,
     backups: Annotated[
         Path | None,
@@ -59,8 +66,8 @@ def doctor(
     """Check servers, streams, consumers and settings for known problems, and say what to do about each. Nothing is
     changed.
 
-    The exit code is 1 if a check fails, else 0. With --format nagios it is that of a Nagios plugin: 0 for OK, 1 for a
-    warning, 2 for critical and 3 for unknown.
+    The exit code is 0, 1 if a check fails, or 2 if the doctor could not begin, also when no server answers. With
+    --format nagios it is that of a Nagios plugin: 0 for OK, 1 for a warning, 2 for critical and 3 for unknown.
 
     Example: aviso-workers doctor --app mine.agents:app --production
     """
@@ -85,7 +92,8 @@ def doctor(
         )
     except AvisoWorkersError as error:
         if format != "nagios":
-            raise
+            echo(f"aviso-workers: {error}", err=True)
+            raise typer.Exit(2) from error
         is_down = isinstance(error, BackendError)
         typer.echo(f"AVISO-WORKERS {'CRITICAL' if is_down else 'UNKNOWN'} - {printable(str(error))}")
         raise typer.Exit(NAGIOS_CODES[State.FAIL] if is_down else NAGIOS_UNKNOWN) from error

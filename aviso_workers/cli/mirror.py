@@ -9,6 +9,7 @@ import typer
 
 from aviso_workers.aviso.codec import store_time
 from aviso_workers.cli import NOT_PROVEN
+from aviso_workers.cli.arguments import finite
 from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, load
@@ -60,7 +61,8 @@ def promote(
         ),
     ] = False,
     patience: Annotated[
-        float, typer.Option(min=0, help="Seconds within which the mirror must catch up with its origin.")
+        float,
+        typer.Option(min=0, callback=finite, help="Seconds within which the mirror must catch up with its origin."),
     ] = 30.0,
     yes: Yes = False,
     config: ConfigOption = None,

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from aviso_workers.backends import Admin
+from aviso_workers.cli.arguments import finite
 from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows, printable, terminal
 from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
@@ -36,7 +37,8 @@ SHOWN = 20
 
 Take = Callable[[Admin], Awaitable[Snapshot]]
 Seconds = Annotated[
-    float, typer.Option(min=0.1, help="Seconds between the two snapshots from which rates are computed.")
+    float,
+    typer.Option(min=0.1, callback=finite, help="Seconds between the two snapshots from which rates are computed."),
 ]
 
 

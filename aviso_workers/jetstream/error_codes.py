@@ -31,6 +31,7 @@ STREAM_NAME_IN_USE = 10058
 """With another configuration."""
 STREAM_NOT_FOUND = 10059
 WRONG_STREAM = 10060
+STREAM_NOT_RESTORED = 10062
 SUBJECTS_OVERLAP = 10065
 WRONG_LAST_SEQUENCE = 10071
 """The description says which one it is."""

@@ -73,6 +73,7 @@ async def copy(
     space for the stream in the directory for temporary files. Inside of both apps' `async with`. Raises `BackupError`
     and `BackendError`; then there is no stream under the final name, or one that takes no publishes.
     """
+    await target.administration().require_readable(name or stream)
     original = await source.stream_info(stream)
     is_moved = name in (None, stream)
     if is_moved:

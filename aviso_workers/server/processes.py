@@ -565,8 +565,11 @@ def _progress(node: Node) -> tuple[int, int]:
 
 def _waited_for(nodes: list[Node], taken: str) -> str:
     late = _late(nodes)
-    last = next(reversed(late.log.splitlines()), "it has logged nothing")
-    return f"{late.name} is starting, for {taken} so far: {last}"
+    return f"{late.name} is starting, for {taken} so far: {_last_line(late.log)}"
+
+
+def _last_line(log: str) -> str:
+    return next(reversed(log.splitlines()), "it has logged nothing")
 
 
 def _stands_still(nodes: list[Node]) -> str:
@@ -594,7 +597,7 @@ def _is_healthy(node: Node) -> bool:
 
 def _state(node: Node) -> State:
     if not is_running(node):
-        return State(node=node, pid=None, health=f"ended by itself: {last_error(node.log)}")
+        return State(node=node, pid=None, health=f"ended by itself; its log ends with: {_last_line(node.log)}")
     try:
         pid = node.pid
     except (OSError, ValueError):

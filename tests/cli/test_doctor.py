@@ -108,10 +108,12 @@ def test_nagios_hears_of_a_server_that_is_not_there_and_of_a_mistake(
 
 
 def test_without_a_server_it_says_so(run: Run, unreachable: Path, tmp_path: Path) -> None:
-    assert run("doctor", *QUICK, "--config", unreachable).code == 1
+    ran = run("doctor", *QUICK, "--config", unreachable)
+    assert (ran.code, ran.out) == (2, "")
+    assert re.fullmatch(r"aviso-workers: no NATS server at \S+ after 1 attempt: .+\n", ran.err), ran
     (tmp_path / "memory.yaml").write_text("notification_backend: {kind: in_memory}")
     in_memory = run("doctor", *QUICK, "--config", tmp_path / "memory.yaml")
-    assert in_memory.code == 1
+    assert in_memory.code == 2
     assert "server" in in_memory.err
 
 
@@ -122,6 +124,7 @@ def test_without_a_server_it_says_so(run: Run, unreachable: Path, tmp_path: Path
         (("--backups", "nowhere"), "does not exist"),
         (("--format", "xml"), "--format"),
         (("--seconds", "0"), "--seconds"),
+        (("--seconds", "nan"), "nan is not a finite number"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(run: Run, config: Path, option: tuple[str, str], told: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from aviso_workers import cli
 from tests.cli import command_line
@@ -51,3 +52,15 @@ def test_every_command_has_an_example_that_it_takes(context: Any) -> None:
     assert words[: len(path)] == path
     arguments = words[len(path) :]
     context.command.parse_args(context, arguments[: arguments.index(">")] if ">" in arguments else arguments)
+
+
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_no_option_takes_what_is_no_finite_number(number: str) -> None:
+    refused = []
+    for context in command_line.contexts():
+        for option in context.command.params:
+            if option.type.name.startswith("float"):
+                with pytest.raises(typer.BadParameter, match="finite"):
+                    option.process_value(context, number)
+                refused.append(f"{context.command_path} {option.opts[0]}")
+    assert {"aviso-workers doctor --seconds", "aviso-workers mirror promote --patience"} < set(refused)

@@ -23,7 +23,7 @@ from aviso_agents import spark_events
 from aviso_workers import App, Backoff, Notification, Window, Windowing, cli
 from aviso_workers import config as settings
 from aviso_workers.aviso.codec import Message
-from aviso_workers.backends.jetstream import JetStreamBackend, creation
+from aviso_workers.backends.jetstream import JetStreamBackend, unreadable
 from aviso_workers.backends.jetstream.server_versions import PING
 from aviso_workers.config.nats_server import Permissions, Subjects
 from aviso_workers.engine import dead_letter_store, delayed_messages
@@ -92,7 +92,7 @@ async def publish_with(app: App) -> None:
 async def find_the_server_unreadable(app: App) -> None:
     backend = app.session.backend
     assert isinstance(backend, JetStreamBackend)
-    await creation.mark(backend._connection, "MARS")
+    await unreadable.mark(backend, "MARS")
 
 
 async def deliver_later(app: App) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 
 import anyio
 import pytest
 
 from aviso_workers import App, Notification
+from aviso_workers.backends import Admin
 from aviso_workers.errors import NotFoundError, UnreadableStreamError
+from aviso_workers.jetstream.specs import UNREADABLE
+from aviso_workers.ops import backups, failover_drill, stream_copies
 from aviso_workers.server import NatsServer
 from tests.conftest import write_mars_config
 from tests.waits import PATIENCE_SECONDS
@@ -101,3 +105,78 @@ async def test_a_replay_destroys_nothing_there(store: Path, tmp_path: Path) -> N
                 await replayed(server)
     with encrypted(store, "right") as server:
         assert await replayed(server) == COUNT
+
+
+async def restore(origin: Admin, target: Admin, kept: Path) -> None:
+    await backups.restore(target, backups.find(kept / "MARS")[0])
+
+
+async def restore_all(origin: Admin, target: Admin, kept: Path) -> None:
+    await backups.restore_set(target, backups.load_set(kept), watch=lambda backup: nullcontext(lambda size: None))
+
+
+async def copy(origin: Admin, target: Admin, kept: Path) -> None:
+    await stream_copies.copy(origin, target, "MARS", progress=lambda size: None)
+
+
+async def add(origin: Admin, target: Admin, kept: Path) -> None:
+    await target.add_stream({"name": "MARS", "subjects": ["mars.>"]})
+
+
+async def drill(origin: Admin, target: Admin, kept: Path) -> None:
+    await failover_drill.rehearse(target, messages=2)
+
+
+async def rehearse(origin: Admin, target: Admin, kept: Path) -> None:
+    await backups.drill(target, backups.find(kept / "MARS")[0])
+
+
+Create = Callable[[Admin, Admin, Path], Awaitable[None]]
+
+
+@asynccontextmanager
+async def two_sites(store: Path, directory: Path) -> AsyncIterator[tuple[App, App]]:
+    """Connect to a server with a copy of the store, and to one with the wrong key; the first one's set is kept."""
+    shutil.copytree(store, directory / "copied")
+    with encrypted(directory / "copied", "right") as origin, encrypted(store, "wrong") as server:
+        sites = {"right": origin, "wrong": server}
+        for site in sites:
+            (directory / site).mkdir()
+        right, wrong = (app_on(server, directory / site)[0] for site, server in sites.items())
+        async with right, wrong:
+            admin = right.session.admin
+            await backups.create_set(
+                admin,
+                directory / "kept",
+                lambda stream, earlier: backups.create(admin, stream, directory / "kept", earlier=earlier),
+                encrypted=False,
+            )
+            yield right, wrong
+
+
+@pytest.mark.parametrize("create", [restore, restore_all, copy, add])
+async def test_whatever_creates_a_stream_there_is_refused_and_leaves_the_mark(
+    store: Path, tmp_path: Path, create: Create
+) -> None:
+    async with two_sites(store, tmp_path) as (origin, broken):
+        target = broken.session.admin
+        lost = "has files of a stream of that name.* the other streams are there again, and this one needs its backup"
+        with pytest.raises(UnreadableStreamError, match=lost):
+            await create(origin.session.admin, target, tmp_path / "kept")
+        assert UNREADABLE in await target.stream_names()
+        before = await target.stream_names()
+        with pytest.raises(UnreadableStreamError, match="the server cannot read one that it has"):
+            await broken.notify("mars", {"class": "od", "step": 1}, {"n": 1})
+        assert await target.stream_names() == before
+
+
+@pytest.mark.parametrize("create", [restore, restore_all, copy, add, drill, rehearse])
+async def test_nothing_creates_a_stream_where_the_mark_is(store: Path, tmp_path: Path, create: Create) -> None:
+    async with two_sites(store, tmp_path) as (origin, broken):
+        target = broken.session.admin
+        with pytest.raises(UnreadableStreamError, match="MARS"):
+            await broken.notify("mars", {"class": "od", "step": 1}, {"n": 1})
+        before = await target.stream_names()
+        with pytest.raises(UnreadableStreamError, match="the server cannot read one that it has"):
+            await create(origin.session.admin, target, tmp_path / "kept")
+        assert await target.stream_names() == before == [UNREADABLE]

@@ -89,9 +89,11 @@ def test_starting_again_starts_only_what_does_not_run(load: Load, start: Start) 
     before = [node.pid for node in nodes]
     os.kill(before[1], signal.SIGKILL)
     assert processes.eventually(lambda: not processes.is_running(nodes[1]), PATIENCE_SECONDS)
-    assert [state.health[:15] for state in processes.states(nodes[0].directory.parent)] == [
+    with (nodes[1].directory / "nats-server.log").open("a") as log:
+        log.write("[1] [ERR] of long ago\n[1] [INF] the end\n")
+    assert [state.health for state in processes.states(nodes[0].directory.parent)] == [
         "ok",
-        "ended by itself",
+        "ended by itself; its log ends with: [1] [INF] the end",
         "ok",
     ]
     assert start(loaded, nodes=3) == nodes

@@ -15,8 +15,9 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from aviso_workers.backends import Received, Snapshot
-from aviso_workers.backends.jetstream import faults, readers, snapshots, tls, wire
+from aviso_workers.backends.jetstream import faults, readers, snapshots, tls, unreadable, wire
 from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, Connection
+from aviso_workers.backends.jetstream.management import Management
 from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream import info
 from aviso_workers.jetstream.info import Account, StreamInfo
@@ -110,3 +111,6 @@ class Administration:
         stays_unfinished: bool = False,
     ) -> StreamInfo:
         return await snapshots.restore(self, self._connection, config, state, read, stays_unfinished=stays_unfinished)
+
+    async def require_readable(self, stream: str) -> None:
+        await unreadable.require_none(Management(self._connection), stream)

@@ -140,9 +140,8 @@ class Connection:
             if not is_last and anyio.current_time() - told >= TELL_AGAIN_SECONDS:  # the attempts may be many
                 told = anyio.current_time()
                 self._tell(connected=False, reason=self._last_error)
-        raise UnavailableError(
-            f"no NATS server at {self._urls} after {settings.retry_attempts} attempts: {self._last_error}"
-        )
+        attempts = f"{settings.retry_attempts} attempt{'s' if settings.retry_attempts > 1 else ''}"
+        raise UnavailableError(f"no NATS server at {self._urls} after {attempts}: {self._last_error}")
 
     def _said(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):

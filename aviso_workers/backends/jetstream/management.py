@@ -3,8 +3,8 @@
 `JetStreamBackend` is one at the prefix of its own settings, and `at` makes one for another domain or account. Requests
 are raw JSON because nats-py's classes drop the fields that they do not know; `jetstream.info` reads what is answered.
 What is asked for here is what operators ask for, what the engine needs of it, and what the other modules of this
-package ask about streams and consumers. How streams are created without the danger of erasing one is in `creation`,
-and what only a server is asked for in `admin`.
+package ask about streams and consumers. How none is erased where another one is created is in `unreadable`, and what
+only a server is asked for in `admin`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from aviso_workers.aviso.codec import Message
+from aviso_workers.backends.jetstream import unreadable
 from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, Connection
 from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
@@ -52,6 +53,11 @@ class Management:
         return self._stream(await self._api(f"STREAM.INFO.{stream}", request, timeout_seconds=timeout_seconds))
 
     async def add_stream(self, config: Mapping[str, Any]) -> StreamInfo:
+        async with unreadable.erasing_none(self, config["name"]):
+            return await self.add_unguarded(config)
+
+    async def add_unguarded(self, config: Mapping[str, Any]) -> StreamInfo:
+        """Create a stream that cannot be the one that the server cannot read; see `unreadable`."""
         return self._stream(await self._api(f"STREAM.CREATE.{config['name']}", config))
 
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:

@@ -22,7 +22,7 @@ import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from aviso_workers.backends import Administration, Received, Snapshot
-from aviso_workers.backends.jetstream import faults
+from aviso_workers.backends.jetstream import faults, unreadable
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.management import Management
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
@@ -72,15 +72,18 @@ async def restore(
     name = config["name"]
     management = Management(connection)
     request = {"config": _unfinished(config), "state": state}
-    begun = await connection.api(f"STREAM.RESTORE.{name}", request)
-    try:
-        inbox = server.new_inbox()
-        async with _answers(server, connection, inbox, f"restore of {name}") as answers:
-            upload = _Upload(server, answers, begun["deliver_subject"], inbox)
-            await upload.send_all(read, size=min(CHUNK_BYTES, connection.nc.max_payload))
-    except BaseException:
-        await _remove(connection, name)
-        raise
+    async with unreadable.erasing_none(management, name):
+        begun = await connection.api(f"STREAM.RESTORE.{name}", request)
+        if "deliver_subject" not in begun:
+            raise UnavailableError(f"restore of {name}: the server names no subject for the archive: {begun}")
+        try:
+            inbox = server.new_inbox()
+            async with _answers(server, connection, inbox, f"restore of {name}") as answers:
+                upload = _Upload(server, answers, begun["deliver_subject"], inbox)
+                await upload.send_all(read, size=min(CHUNK_BYTES, connection.nc.max_payload))
+        except BaseException:
+            await _remove(connection, name)
+            raise
     if stays_unfinished:
         return await management.stream_info(name)
     # From here on somebody may publish into it: unless the server says no, it is not ours to remove any more.

@@ -147,8 +147,9 @@ async def require_restorable(
     admin: Admin, backup: Backup, config: Mapping[str, Any], identities: Identities | None
 ) -> None:
     """Raise `BackupError` where a backup is damaged or cannot be restored with this configuration, `RefusedError` where
-    the server is older than its format needs.
+    the server is older than its format needs, `UnreadableStreamError` where it cannot read a stream that it has.
     """
+    await admin.administration().require_readable(config["name"])
     if not backup.of_entries and (config["name"], StreamConfig(config).storage) != (
         backup.stream,
         StreamConfig(backup.config).storage,

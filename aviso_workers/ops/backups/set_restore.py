@@ -24,7 +24,7 @@ import anyio.to_thread
 from msgspec import Struct
 
 from aviso_workers.backends import Admin, ConsumerInfo, StreamInfo
-from aviso_workers.errors import BackendError, BackupError, NotFoundError, UnavailableError
+from aviso_workers.errors import BackendError, BackupError, NotFoundError, UnavailableError, UnreadableStreamError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.jetstream.metadata import OF_SET, UNFINISHED
@@ -218,6 +218,8 @@ class _SetRestoration:
         empty = {"name": stream, "subjects": [stream], "metadata": {UNFINISHED: self._empty}}
         try:
             await self._admin.add_stream(empty)
+        except UnreadableStreamError:
+            raise
         except BackendError as error:
             appeared = await self._info(stream)
             if appeared is not None and metadata.is_unfinished(appeared.config):  # a killed restore had asked

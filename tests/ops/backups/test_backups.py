@@ -220,6 +220,22 @@ async def test_a_server_too_old_for_the_format_is_left_alone(
     assert await site.streams() == []
 
 
+async def test_an_answer_that_names_no_subject_for_the_archive_is_told(
+    site: Site, original: Original, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = Connection.api
+
+    async def answer(self: Connection, subject: str, request: Any = None, **options: Any) -> dict[str, Any]:
+        if subject == "STREAM.RESTORE.MARS":
+            return {"type": "io.nats.other"}
+        return await api(self, subject, request, **options)
+
+    monkeypatch.setattr(Connection, "api", answer)
+    with pytest.raises(UnavailableError, match=r"restore of MARS: .*io\.nats\.other"):
+        await backups.restore(site.app.session.admin, original.backup)
+    assert await site.streams() == []
+
+
 async def test_a_cancelled_restore_leaves_nothing(site: Site, original: Original) -> None:
     read = 0
     scope = anyio.CancelScope()

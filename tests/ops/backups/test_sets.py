@@ -390,7 +390,7 @@ async def test_what_a_killed_restore_had_asked_for_is_taken_over_though_a_server
         backend = site.app.session.admin
         stream_info, looks = type(backend).stream_info, list[str]()
 
-        async def late(self: Any, stream: str) -> StreamInfo:
+        async def late(self: Any, stream: str, **options: Any) -> StreamInfo:
             looks.append(stream)
             if looks.count(stream) == 1 and stream == "MARS":
                 with pytest.raises(NotFoundError):
@@ -402,7 +402,7 @@ async def test_what_a_killed_restore_had_asked_for_is_taken_over_though_a_server
                 }
                 await backend.administration().api(f"STREAM.CREATE.{stream}", begun)
                 raise NotFoundError("stream not found")
-            return await stream_info(self, stream)
+            return await stream_info(self, stream, **options)
 
         monkeypatch.setattr(type(backend), "stream_info", late)
         await site.restore(tmp_path)
