@@ -14,8 +14,9 @@ import sys
 import threading
 from collections import UserDict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -32,6 +33,7 @@ from aviso_workers.errors import (
     SparkRestError,
 )
 from aviso_workers.version import __version__
+from aviso_workers.worker import LoopEnded
 
 __all__ = ["NOT_PROVEN", "main"]
 
@@ -199,9 +201,15 @@ def main() -> None:
     code = _run()
     if any(_is_running(thread) for thread in threading.enumerate() if thread.name == ANYIO_THREAD):
         # A plain function of an agent that did not end in time: Python would wait for it, however long it takes.
-        sys.stdout.flush()
-        os._exit(code)
+        _leave(code)
     sys.exit(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process, whatever still runs in it."""
+    with suppress(OSError):
+        sys.stdout.flush()
+    os._exit(code)
 
 
 def _is_running(thread: threading.Thread) -> bool:
@@ -214,6 +222,8 @@ def _run() -> int:
     try:
         command_line = _command_line()
         command_line(prog_name=NAME)  # else `python -m` would be called by another name in its own help
+    except LoopEnded as ended:
+        _leave(ended.code)
     except SystemExit as end:
         return int(end.code or 0)
     except REFUSED as error:

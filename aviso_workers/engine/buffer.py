@@ -173,6 +173,10 @@ class Buffer:
         entry = self._entry(delivery)
         return entry.waited or 0.0 if entry is not None else None
 
+    def taken(self) -> list[Delivery]:
+        """Return the deliveries that handlers have taken and that are not settled yet."""
+        return [entry.delivery for entry in self._held.values() if entry.waited is not None]
+
     def holds(self, delivery: Delivery) -> bool:
         """Return whether this delivery is in the buffer, and not another one of its sequence: the stream may have been
         deleted and recreated."""

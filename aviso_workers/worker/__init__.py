@@ -1,1 +1,12 @@
 """One worker process, and a fleet of them."""
+
+__all__ = ["LoopEnded"]
+
+
+class LoopEnded(SystemExit):
+    """The event loop of a worker was ended by something else than the worker, so the process has to end as if killed.
+
+    It is defined here because the command line reads it at its start, and is to import no more than it needs.
+    """
+
+    code: int

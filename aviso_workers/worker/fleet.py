@@ -3,8 +3,8 @@
 Called by the command line. It distributes nothing: every process reads the same durable consumers, and JetStream gives
 each notification to one of them. Processes are started from scratch and share no memory. One that ended in order (it
 was recycled, or somebody stopped it) is replaced at once; one that crashed is replaced after a wait that doubles, and a
-process that crashes again and again ends the fleet. A process tells where its status port is (`fleet_process`); the
-fleet's own port answers for all of them.
+process that crashes again and again ends the fleet. A process tells where its status port is, and that it ends in order
+(`fleet_process`): an exit code of 0 that it has not told of is a crash. The fleet's own port answers for all of them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from aviso_workers.errors import ConfigError, WorkerProcessError
 from aviso_workers.telemetry import logs
 from aviso_workers.telemetry.metrics import FleetMetrics
 from aviso_workers.telemetry.status import Health, StatusServer
+from aviso_workers.worker.fleet_process import ENDS_IN_ORDER
 
 __all__ = ["Fleet", "Plan", "run"]
 
@@ -86,8 +87,26 @@ class _Place:
         self._headers = {"Authorization": f"Bearer {token.reveal()}"} if token else {}
         self.process: Process | None = None
         self.told_to_stop = False
-        self.status = ""
-        """Host and port of the process' status port, once it has told."""
+        self.said = b""
+        """What the process has told on its line, a line each: its status port, and that it ends in order."""
+
+    @property
+    def status(self) -> str:
+        """Host and port of the process' status port; empty until it has told."""
+        url, told, _ = self.said.partition(b"\n")
+        return urlsplit(url.decode()).netloc if told and self.process is not None else ""
+
+    def ended_in_order(self, code: int) -> bool:
+        return self.told_to_stop or (code == 0 and ENDS_IN_ORDER in self.said.splitlines())
+
+    def hear(self, line: socket.socket) -> bool:
+        """Take in what the process has told since, without waiting; return whether there was anything."""
+        try:
+            heard = line.recv(4096)
+        except OSError:
+            return False
+        self.said += heard
+        return bool(heard)
 
     def stop(self) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -181,7 +200,7 @@ class Fleet:
             if self._stopping:
                 log.info("process.stopped", process=place.name, exit_code=code)
                 return
-            in_order = code == 0 or place.told_to_stop
+            in_order = place.ended_in_order(code)
             self.metrics.exited(place.name, "in_order" if in_order else "crashed")
             if in_order:
                 log.info("process.replaced", process=place.name)
@@ -191,7 +210,7 @@ class Fleet:
     async def _recover(self, place: _Place, code: int, restarts: Restarts) -> None:
         """Wait until a crashed process may be started again, or give the fleet up."""
         delay, crashes = restarts.next_wait(time.monotonic()), restarts.failures
-        how = f"exit code {code}" if code > 0 else f"signal {-code} ({signal.strsignal(-code)})"
+        how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
         if self._sources is not None:
             log.error("process.crashed", process=place.name, ended_with=how, again="after a change")
             await self._woken.wait()
@@ -209,6 +228,7 @@ class Fleet:
     async def _run(self, place: _Place) -> int:
         """Run one process; its exit code, negative for a signal."""
         ours, theirs = socket.socketpair()
+        ours.setblocking(False)
         with ours:
             with theirs:
                 try:
@@ -216,7 +236,7 @@ class Fleet:
                 except OSError as error:
                     log.error("process.not_started", process=place.name, reason=str(error))
                     return NOT_STARTED
-            place.process, place.told_to_stop = process, False
+            place.said, place.told_to_stop, place.process = b"", False, process
             if self._stopping:
                 place.stop()
             self.metrics.started(place.name)
@@ -225,7 +245,8 @@ class Fleet:
                 listening.start_soon(self._listen, place, ours)
                 await process.wait()
                 listening.cancel_scope.cancel()
-        place.process, place.status = None, ""
+            place.hear(ours)
+        place.process = None
         self.metrics.ended(place.name)
         assert process.returncode is not None
         return process.returncode
@@ -241,8 +262,10 @@ class Fleet:
         )
 
     async def _listen(self, place: _Place, line: socket.socket) -> None:
-        await anyio.wait_readable(line)
-        place.status = urlsplit(line.recv(256).decode()).netloc
+        listens = True
+        while listens:
+            await anyio.wait_readable(line)
+            listens = place.hear(line)
 
     async def _obey_signals(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:

@@ -5,7 +5,6 @@ The order is the design. The status port answers before the connection is tried,
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 from collections.abc import Callable
 
@@ -20,6 +19,7 @@ from aviso_workers.events import ConnectionChanged, Settled
 from aviso_workers.telemetry import logs
 from aviso_workers.telemetry.listeners import Listeners, listening
 from aviso_workers.telemetry.logs import log
+from aviso_workers.worker import loops
 from aviso_workers.worker.fleet_process import Member
 
 __all__ = ["run", "serve"]
@@ -27,6 +27,8 @@ __all__ = ["run", "serve"]
 
 Ready = Callable[[str], None]
 """Called once all agents read their streams, with the URL of the status port."""
+MOST_TOLD = 20
+"""How many running notifications are named, any of which may have ended the event loop."""
 
 
 def run(
@@ -37,10 +39,12 @@ def run(
     quiet: bool = False,
     ready: Ready | None = None,
 ) -> None:
-    """Run `serve` on an event loop of its own: uvloop's, where that is installed."""
-    anyio.run(
+    """Run `serve` on an event loop of its own. Raises what it raises, and `LoopEnded` where something else ends it."""
+    if member is not None:
+        structlog.contextvars.bind_contextvars(process=member.name)
+    loops.run(
         lambda: serve(app, status_port=status_port, member=member, quiet=quiet, ready=ready),
-        backend_options={"use_uvloop": importlib.util.find_spec("uvloop") is not None},
+        running=lambda: _running(app),
     )
 
 
@@ -55,7 +59,7 @@ async def serve(
     """Run the app's agents and tasks until SIGTERM or SIGINT; a second one cancels what still runs.
 
     The first one is enough while nothing runs because the connection is still being made. A `member` of a fleet also
-    stops when it is recycled, tells its supervisor where its status port is, and has its name on every line of the log.
+    stops when it is recycled, tells its supervisor where its status port is and that it ends in order.
     Where it is `quiet`, what we log ourselves are warnings and errors only; what the app logs is not changed.
 
     Raises `ConfigError` with every mistake before anything connects, `BackendError` when the connection cannot be
@@ -68,7 +72,6 @@ async def serve(
     log.write_from("warning" if quiet else "info")
     status = settings.status if status_port is None else structs.replace(settings.status, port=status_port)
     if member is not None:
-        structlog.contextvars.bind_contextvars(process=member.name)
         app.events.listen(member.observe, Settled)
         status = structs.replace(status, host="127.0.0.1", port=0)  # the fleet's supervisor asks
     with listening(app, status=status) as listeners:
@@ -76,6 +79,20 @@ async def serve(
             member.announce(listeners.url)
         await _work(app, listeners, member, ready)
         listeners.tell_end()
+    if member is not None:
+        member.tell_end()
+
+
+def _running(app: App) -> list[str]:
+    """Return what the agents handle now, each with its agent; of many, as many as a line of the log has room for."""
+    all_running = [
+        f"{agent.name} {agent.event_type}@{delivery.message.sequence}"
+        for agent in app.agents
+        if (run := app.runs.get(agent.name)) is not None
+        for delivery in run.buffer.taken()
+    ]
+    more = len(all_running) - MOST_TOLD
+    return all_running if more <= 0 else [*all_running[:MOST_TOLD], f"and {more} more"]
 
 
 async def _work(app: App, listeners: Listeners, member: Member | None, ready: Ready | None) -> None:

@@ -5,8 +5,10 @@ Every handler writes a line when it begins and one when it is done, so that a te
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
+import sys
 import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
@@ -60,6 +62,8 @@ class Deed(Struct, frozen=True):
     filler: str = ""
     kills: bool = False
     """End the process at once."""
+    ends_loop: str = ""
+    """End the event loop, in one of the ways of `_end_loop`."""
     keeps: int = 0
     """Megabytes not to give back."""
 
@@ -96,6 +100,9 @@ async def crash(notification: Notification[Deed]) -> None:
     if notification.payload.kills:
         _write("killed", notification.payload.n)
         os._exit(137)
+    if notification.payload.ends_loop:
+        _write("killed", notification.payload.n)
+        await _end_loop(notification.payload.ends_loop)
     await _do(notification.payload, deadly)
 
 
@@ -181,6 +188,26 @@ async def write(notification: Notification[Deed]) -> Notify:
     await anyio.sleep(deed.seconds)
     _write_fenced(deed.n, notification.sequence)
     return Notify("plain", {"a": deed.n, "b": "made"}, os.getpid())
+
+
+async def _end_loop(how: str) -> None:
+    async def exit_in_a_task() -> None:
+        sys.exit(0)
+
+    async def interrupt_in_a_task() -> None:
+        raise KeyboardInterrupt
+
+    match how:
+        case "exit":
+            await asyncio.create_task(exit_in_a_task())
+        case "interrupt":
+            await asyncio.create_task(interrupt_in_a_task())
+        case "stop":
+            asyncio.get_running_loop().stop()
+        case "cancel":
+            for task in asyncio.all_tasks():
+                task.cancel()
+    await asyncio.sleep(0)
 
 
 async def _do(deed: Deed, app: App) -> None:

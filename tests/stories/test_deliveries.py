@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import time
+from typing import Any
 
 import anyio
 import pytest
@@ -15,6 +16,7 @@ from aviso_workers.engine.dead_letter_store import DeadLetter
 from aviso_workers.engine.prefetch import MOST_PREFETCH
 from aviso_workers.errors import NotFoundError
 from tests.contract.settings import app_config
+from tests.stories import agents
 from tests.stories.agents import ACK_WAIT_SECONDS, RETRY
 from tests.stories.conftest import Publish, RunWorker
 from tests.stories.processes import Record, Server, until
@@ -235,17 +237,40 @@ async def test_attempts_are_counted_over_restarts_of_the_worker_and_crashes_are_
     assert [dead_letter.attempts for dead_letter in await dead_letters(server)] == [RETRY.attempts]
 
 
+@pytest.mark.parametrize(
+    ("deed", "ended_by", "exit_code"),
+    [
+        ({"kills": True}, [], 137),
+        ({"ends_loop": "exit"}, ["SystemExit(0), raised in a task"], 1),
+        ({"ends_loop": "interrupt"}, ["KeyboardInterrupt(), raised in a task"], 1),
+        ({"ends_loop": "stop"}, ["loop.stop()"], 1),
+        ({"ends_loop": "cancel"}, ["the cancellation of all tasks"], 1),
+    ],
+    ids=lambda value: str(*value.values()) if isinstance(value, dict) else "",
+)
 async def test_a_notification_that_ends_its_process_becomes_a_dead_letter_and_nothing_else_does(
-    run_worker: RunWorker, publish: Publish, record: Record, server: Server
+    run_worker: RunWorker,
+    publish: Publish,
+    record: Record,
+    server: Server,
+    deed: dict[str, Any],
+    ended_by: list[str],
+    exit_code: int,
 ) -> None:
     numbers = range(40)
     worker = run_worker(app="deadly")
     await worker.ready()
     await publish([number for number in numbers if number != 5], seconds=0.05)
-    await publish([5], kills=True)
+    await publish([5], **deed)
     with anyio.fail_after(PATIENCE_SECONDS):
         while not worker.logged("notification.dead_lettered"):
-            if worker.process.poll() is not None:
+            if (code := worker.process.poll()) is not None:
+                assert code == exit_code
+                ends = worker.logged("loop.ended")
+                assert [end["ended_by"] for end in ends] == ended_by
+                assert all("crash mars@40" in end["running"] for end in ends)
+                assert all(agents.__file__ in end["line"] for end in ends if "raised" in end["ended_by"])
+                assert not worker.logged("agent.stopped")
                 worker = run_worker(app="deadly")
             await anyio.sleep(0.05)
     await all_done(record, range(6, 40))

@@ -33,6 +33,13 @@ if sys.argv[-1].startswith("1:"):
 time.sleep(60)
 """
 
+FIRST_LEAVES = """
+import sys, time
+if sys.argv[-1].startswith("1:"):
+    sys.exit(0)
+time.sleep(60)
+"""
+
 DEAF = """
 import signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -62,6 +69,17 @@ async def test_a_process_that_crashes_again_and_again_ends_the_fleet_and_says_wh
     shown = crashing.metrics.render().decode()
     assert 'aviso_worker_process_exits_total{app="fleet-tests",ending="crashed",process="1"} 3.0' in shown
     assert 'aviso_worker_process_running{app="fleet-tests",process="2"} 0.0' in shown
+
+
+async def test_a_process_that_leaves_with_0_though_nothing_has_stopped_it_counts_as_one_that_crashed(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "RESTARTS", Backoff(first=0.01, max=0.01, attempts=3))
+    leaving = Fleet(app, Plan(command=(sys.executable, "-c", FIRST_LEAVES), processes=2))
+    with pytest.raises(WorkerProcessError, match=r"crashed 3 times in a row.* with exit code 0"):
+        await leaving.work()
+    shown = leaving.metrics.render().decode()
+    assert 'aviso_worker_process_exits_total{app="fleet-tests",ending="crashed",process="1"} 3.0' in shown
 
 
 async def test_a_third_signal_kills_what_does_not_obey(
