@@ -13,6 +13,7 @@ import typing
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from types import FrameType, NoneType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
@@ -138,9 +139,13 @@ class Agent(Generic[P, R]):
 
         The functions whose types fit are asked in turn until one answers. If none does, the notification is tried again
         as `retry` says. They are not asked about a `Retry` or `Reject` of the handler.
+
+        Raises `DeclarationError`.
         """
+        _check_kinds(self.name, kinds)
 
         def declare(classify: Classifier) -> Classifier:
+            _check_classifier(self.name, classify)
             known = [(kind, each) for kind, each in self.classifiers if not _is_again(each, classify, by_name=True)]
             self.classifiers = [*known, *((kind, classify) for kind in kinds)]
             return classify
@@ -569,6 +574,33 @@ def _name_of(function: Callable[..., Any]) -> str:
     if found in ("", "__call__", "<lambda>"):
         raise DeclarationError(f"the agent of {function!r:.100} has no name of its own: give it name=")
     return str(found)
+
+
+def _check_kinds(agent: str, kinds: Sequence[object]) -> None:
+    """Raise `DeclarationError` for what is not a type of exceptions, also where there is none."""
+    wrong = [kind for kind in kinds if not (isinstance(kind, type) and issubclass(kind, BaseException))]
+    if wrong or not kinds:
+        found = f"{wrong[0]!r:.100}" if wrong else "none"
+        raise DeclarationError(
+            f"agent {agent!r}: on_error takes types of exceptions, as in @{agent}.on_error(ValueError, OSError), "
+            f"found {found}"
+        )
+
+
+def _check_classifier(agent: str, classify: object) -> None:
+    wanted = f"agent {agent!r}: a function of on_error must be a plain one that takes the exception"
+    if not callable(classify):
+        raise DeclarationError(f"{wanted}, found {classify!r:.100}")
+    if any(is_one(classify) for is_one in (iscoroutinefunction, isasyncgenfunction, isgeneratorfunction)):
+        raise DeclarationError(f"{wanted}, found an async function or one that yields: {classify!r:.100}")
+    try:
+        signature = inspect.signature(classify)
+    except (TypeError, ValueError):
+        return  # of a function that is not written in Python
+    try:
+        signature.bind(ValueError())
+    except TypeError as error:
+        raise DeclarationError(f"{wanted}, and nothing else; found {classify!r:.100}{signature}") from error
 
 
 def _start(name: str | None, start: int | str | datetime) -> str:

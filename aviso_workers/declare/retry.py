@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import random
+from numbers import Real
+from typing import TypeGuard
 
 from msgspec import Struct
 
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["Backoff", "Restarts", "Tries"]
+__all__ = ["Backoff", "Restarts", "Tries", "is_number"]
 
 _SENSIBLE = {
     "first": (0, math.inf),
@@ -92,3 +94,8 @@ class Restarts:
         self.failures = 1 if healthy else self.failures + 1
         self._started = math.inf
         return self._backoff.delay_seconds(self.failures)
+
+
+def is_number(found: object) -> TypeGuard[float]:
+    """Return whether it is a number, which text and a truth value are not."""
+    return isinstance(found, Real) and not isinstance(found, bool)

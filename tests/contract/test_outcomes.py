@@ -57,6 +57,21 @@ class UnspeakableError(Exception):
     __repr__ = __str__
 
 
+class EndlessError(Exception):
+    """Each has another one as its cause."""
+
+    @property
+    def __cause__(self) -> BaseException:  # type: ignore[override]
+        return EndlessError()
+
+
+def nested(depth: int) -> Exception:
+    error: Exception = ValueError("no")
+    for _ in range(depth):
+        error = ExceptionGroup("all", [error])
+    return error
+
+
 Work = Callable[[str], Any]
 """What a handler does with a step, at once or (not in a thread) awaited; what it returns, the handler returns."""
 
@@ -155,6 +170,11 @@ def failing_at_six(error: BaseException) -> Work:
         ),
         (UnspeakableError(), "UnspeakableError: the error has no text, because its __str__ raises KeyError"),
         (ValueError("a\x00b\ud800c\r\nd"), "ValueError: a?b?c d"),
+        (EndlessError("on and on"), "EndlessError: on and on"),
+        (
+            nested(3000),
+            "ExceptionGroup: " + "all (1 sub-exception): ExceptionGroup: " * 20 + "all (1 sub-exception): ...",
+        ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )

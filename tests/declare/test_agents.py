@@ -262,6 +262,41 @@ def test_what_exceptions_mean_is_declared_on_the_agent(router: Router) -> None:
     assert agent.classifiers == [(ConnectionError, later), (TimeoutError, later)]
 
 
+async def later_async(error: Exception) -> Retry: ...  # type: ignore[empty-body]
+
+
+def of_nothing() -> None: ...
+
+
+def of_two(error: Exception, more: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("kinds", "function", "complaint"),
+    [
+        (
+            ["ValueError"],
+            print,
+            r"types of exceptions, as in @index.on_error\(ValueError, OSError\), found 'ValueError'",
+        ),
+        ([(ValueError, OSError)], print, "types of exceptions, .*, found \\(<class 'ValueError'>"),
+        ([int], print, "types of exceptions, .*, found <class 'int'>"),
+        ([of_nothing], print, "types of exceptions, .*, found <function of_nothing"),
+        ([], print, "types of exceptions, .*, found none"),
+        ([ValueError], "later", "must be a plain one that takes the exception, found 'later'"),
+        ([ValueError], later_async, "must be a plain one .* found an async function or one that yields"),
+        ([ValueError], of_nothing, "must be a plain one that takes the exception, and nothing else"),
+        ([ValueError], of_two, "must be a plain one that takes the exception, and nothing else"),
+    ],
+)
+def test_on_error_refuses_what_could_not_be_asked(
+    router: Router, kinds: list[Any], function: Any, complaint: str
+) -> None:
+    agent = router.agent("mars")(index)
+    with pytest.raises(DeclarationError, match=f"agent 'index': .*{complaint}"):
+        agent.on_error(*kinds)(function)
+
+
 class Indexer:
     """An object that handles notifications, by a method or itself."""
 

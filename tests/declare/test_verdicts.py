@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -28,6 +30,7 @@ from aviso_workers.errors import (
     LateError,
     UndecodableError,
     WorkerDiedError,
+    describe,
 )
 
 STEADY = Backoff(first=1.0, factor=3.0, jitter=0.0)
@@ -207,3 +210,60 @@ def test_what_is_delivered_again_is_run_alone_where_it_may_have_ended_its_worker
     known: dict[str, Any], num_delivered: int, expected: str
 ) -> None:
     assert before_handling(Record(**known), num_delivered=num_delivered, attempts=3) == expected
+
+
+class ForgetfulRetry(Retry):
+    """Its constructor does not call that of Retry."""
+
+    def __init__(self) -> None: ...
+
+
+class MuteError(Exception):
+    """Nothing can be read of it."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise KeyError("no class")
+
+    @property
+    def __context__(self) -> Any:  # type: ignore[override]
+        raise KeyError("no context")
+
+
+class TestObjectsOfTheAuthors:
+    """What they raise when they are looked at is the failure of the notification, and ends no worker."""
+
+    def test_a_retry_that_was_never_made_says_no_time(self) -> None:
+        assert decided(ForgetfulRetry()) == Again(after_seconds=1.0, reason="Retry")
+
+    @pytest.mark.parametrize("after", ["x", -1, math.nan, True, object()])
+    def test_a_retry_that_was_changed_to_nonsense_is_a_failure_that_says_so(self, after: Any) -> None:
+        said = Retry()
+        said.after = after
+        for failure in (classify(Failure(said), []), classify(Failure(OSError()), [(OSError, lambda _: said)])):
+            assert isinstance(failure, Failure)
+            assert isinstance(failure.error, DeclarationError)
+            assert "Retry: after must be a number of seconds from 0, found " in str(failure.error)
+            assert decide(failure, failures=0, retry=STEADY) == Again(after_seconds=1.0, reason="DeclarationError")
+
+    def test_an_exception_of_which_nothing_can_be_read_is_a_failure(self) -> None:
+        failure = classify(Failure(MuteError()), [(OSError, lambda _: Ack())])
+        assert isinstance(failure, Failure)
+        assert describe(failure.error) == "KeyError: 'no class'"
+        assert classify(Failure(OSError()), [(OSError, raising(MuteError()))])
+
+    def test_a_mock_of_an_exception_is_not_one(self) -> None:
+        for kind in (ValueError, Retry):
+            failure = failure_returned(MagicMock(spec=kind))
+            assert failure is not None
+            assert str(failure.error) == "the handler returned a MagicMock, which is not an exception"
+        answered = classify(Failure(OSError()), [(OSError, lambda _: MagicMock(spec=Retry))])
+        assert isinstance(answered, Failure)
+        assert isinstance(answered.error, DeclarationError)
+
+
+def raising(error: BaseException) -> Any:
+    def classifier(_: Exception) -> None:
+        raise error
+
+    return classifier
