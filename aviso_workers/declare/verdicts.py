@@ -7,14 +7,13 @@ wrong; `classify` asks the author what the exception means, and `decide` returns
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Literal, TypeGuard
 
 from msgspec import Struct
 
-from aviso_workers.declare.retry import Backoff, is_number
+from aviso_workers.declare.retry import LONGEST_DELAY_DAYS, LONGEST_DELAY_SECONDS, Backoff, is_number
 from aviso_workers.errors import DeclarationError
 
 __all__ = [
@@ -51,14 +50,17 @@ class Retry(Exception):  # noqa: N818 - an instruction, also given as a value
     """Raised or returned by an agent: try this notification again, `after` this many seconds.
 
     Without `after`, the delay is that of the agent's policy. It counts as a failed attempt. Raises `DeclarationError`
-    for an `after` below 0.
+    for an `after` below 0 or above 366 days, such as a time since 1970.
     """
 
     after: float | None = None
 
     def __init__(self, after: float | None = None) -> None:
-        if after is not None and not (is_number(after) and 0 <= after < math.inf):
-            raise DeclarationError(f"Retry: after must be a number of seconds from 0, found {after!r:.100}")
+        if after is not None and not (is_number(after) and 0 <= after <= LONGEST_DELAY_SECONDS):
+            raise DeclarationError(
+                f"Retry: after must be a number of seconds from 0 to {LONGEST_DELAY_SECONDS} "
+                f"({LONGEST_DELAY_DAYS} days) from now on, found {after!r:.100}"
+            )
         self.after = after
         super().__init__("asked to be tried again" + (f" after {after:g} s" if after is not None else ""))
 
