@@ -152,6 +152,8 @@ class App(Router):
         `config` has settings for the router, with the keys of `workers.agents.<router>`; the configuration's values
         have precedence. Raises `DeclarationError` where a name is taken.
         """
+        if not isinstance(router, Router):
+            raise DeclarationError(f"include: the first argument must be a Router, found {router!r:.100}")
         again = is_at_prompt() and router.name in [known.name for known in self._routers]  # a cell is run again
         if config is not None:
             if router.name in self._given and not again:
@@ -267,12 +269,18 @@ class App(Router):
     def warnings(self) -> list[str]:
         """Return a sentence for each thing that is not a mistake and may be meant otherwise.
 
-        These are the warnings of the configuration, the agents that return a value with which nothing is done, and the
-        agents whose stream keeps only the newest notification of a subject although `allow_duplicates` is not set.
+        These are the warnings of the configuration, an app that has nothing to run, the agents that return a value with
+        which nothing is done, and the agents whose stream keeps only the newest notification of a subject although
+        `allow_duplicates` is not set.
         """
+        nothing = (
+            f"app {self.name!r} declares no agent, timer or task, so that a worker of it does nothing; "
+            "include the routers that declare them"
+        )
         ignored = {agent.name: outputs.ignored_return(agent) for agent in self.agents}
         return [
             *self.config.warnings,
+            *(() if self.agents or self.timers or self.tasks else (nothing,)),
             *(
                 f"agent {name!r}: nothing is done with the {returned} that it returns. What an agent returns is "
                 "published where it is a Notify or a list of them; annotate it to return None, or publish it"

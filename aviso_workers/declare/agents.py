@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
@@ -291,13 +291,15 @@ class Router:
 
         Raises `DeclarationError`.
         """
+        _check_text("agent", "event_type", event_type, 'the name of an event type, as in @app.agent("mars")')
+        _check_filter(where)
         policy = Policy(
             concurrency=concurrency,
             retry=retry or Backoff(),
             ack_wait=ack_wait,
             timeout=timeout,
             rate_limit=rate_limit,
-            order_by=tuple(order_by),
+            order_by=_fields(order_by),
             batch=batch or Batching(),
             window=window,
             start=_start(name, start),
@@ -328,6 +330,7 @@ class Router:
 
         A tick that raises is not run again. Raises `DeclarationError`.
         """
+        _check_text("every", "interval", interval, 'text with a unit, as in @app.every("30s")')
         return self._timer(lambda: timers.every(interval), leader=leader, catch_up=catch_up, name=name)
 
     def cron(
@@ -346,12 +349,15 @@ class Router:
 
         Raises `DeclarationError`.
         """
+        _check_text("cron", "expression", expression, 'text of five fields, as in @app.cron("0 6 * * *")')
         return self._timer(lambda: timers.cron(expression, timezone), leader=leader, catch_up=catch_up, name=name)
 
     def task(self, function: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], Coroutine[Any, Any, None]]:
         """Declare a task: an async function of one argument, the app, that runs as long as the worker does. If it
         raises, it is started again.
         """
+        if not callable(function):
+            raise DeclarationError(f"task: must be an async function below @app.task, found {function!r:.100}")
         name = check_name("task", getattr(function, "__name__", ""))
         if not inspect.iscoroutinefunction(function):
             raise DeclarationError(f"task {name!r}: must be an async function")
@@ -576,6 +582,29 @@ def _name_of(function: Callable[..., Any]) -> str:
     return str(found)
 
 
+def _check_text(decorator: str, argument: str, found: object, wanted: str) -> None:
+    """Raise `DeclarationError` where the first argument of a decorator is not text, as where it has no parentheses."""
+    if not isinstance(found, str):
+        raise DeclarationError(f"{decorator}: {argument} must be {wanted}, found {found!r:.100}")
+
+
+def _check_filter(where: object) -> None:
+    if not isinstance(where, Mapping | None):
+        raise DeclarationError(
+            f'agent: where= must be a mapping of identifier fields, as in where={{"class": "od"}}, found {where!r:.100}'
+        )
+
+
+def _fields(order_by: object) -> tuple[str, ...]:
+    """Return the identifier fields of `order_by`. Raises `DeclarationError`."""
+    fields = order_by if isinstance(order_by, Collection) and not isinstance(order_by, str) else (None,)
+    if not all(isinstance(field, str) for field in fields):
+        raise DeclarationError(
+            f'agent: order_by= must be a list of identifier fields, as in order_by=["step"], found {order_by!r:.100}'
+        )
+    return tuple(fields)
+
+
 def _check_kinds(agent: str, kinds: Sequence[object]) -> None:
     """Raise `DeclarationError` for what is not a type of exceptions, also where there is none."""
     wrong = [kind for kind in kinds if not (isinstance(kind, type) and issubclass(kind, BaseException))]
@@ -624,8 +653,8 @@ def included(agent: Agent[Any, Any], agents: Sequence[Agent[Any, Any]]) -> Agent
 
 def check_name(kind: str, name: str) -> str:
     """Return the name, if a NATS consumer can carry it. Raises `DeclarationError`."""
-    if not NAME.fullmatch(name):
-        raise DeclarationError(f"{kind} name {name!r}: use 1 to 64 letters, digits, '-' and '_'")
+    if not (isinstance(name, str) and NAME.fullmatch(name)):
+        raise DeclarationError(f"{kind} name {name!r:.100}: use 1 to 64 letters, digits, '-' and '_'")
     return name
 
 
