@@ -7,7 +7,7 @@ wrong; `classify` asks the author what the exception means, and `decide` returns
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal, TypeGuard
 
@@ -121,6 +121,12 @@ class Record(Struct, frozen=True, kw_only=True):
 Verdict = Again | DeadLetter
 Settlement = Ack | Nak | Term
 Instruction = Retry | Reject
+UNFINISHED: Mapping[type, str] = {
+    Awaitable: "await it",
+    AsyncGenerator: "loop over it with `async for`, and yield what it yields",
+    Generator: "return a list of what it yields",
+}
+"""What a handler may return by mistake, as its work is not done, and what to do instead."""
 Classifier = Callable[[Exception], Retry | Reject | Ack | None]
 """A function of `on_error`, which answers an exception with one of these; None is not an answer."""
 FinalReason = Literal["undecodable", "invalid_notification", "late", "max_deliveries"]
@@ -169,14 +175,23 @@ def before_handling(
 
 def failure_returned(output: object) -> Failure | None:
     """Return the failure that a handler returned or yielded; None where it is something else."""
-    if isinstance(output, type) and issubclass(output, Retry | Reject):
+    if isinstance(output, type) and is_instruction(output):
         call = 'Reject("no such field")' if issubclass(output, Reject) else "Retry()"
         return Failure(DeclarationError(f"the handler returned the class {output.__name__}: return {call} instead"))
     if _is_raisable(output):
         return Failure(output)
     if isinstance(output, BaseException):
         return Failure(DeclarationError(f"the handler returned a {type(output).__name__}, which is not an exception"))
+    for kind, cure in UNFINISHED.items():
+        if isinstance(output, kind):
+            found = f"{type(output).__name__} {getattr(output, '__qualname__', '')}".rstrip()
+            return Failure(DeclarationError(f"the handler returned the {found}, of which nothing has run: {cure}"))
     return None
+
+
+def is_instruction(output: object) -> bool:
+    """Return whether it is `Retry` or `Reject`, or the class of one."""
+    return isinstance(output, Instruction) or (isinstance(output, type) and issubclass(output, Instruction))
 
 
 def classify(failure: Failure, classifiers: Sequence[tuple[type[Exception], Classifier]]) -> Failure | Ack:

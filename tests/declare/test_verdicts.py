@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import AsyncIterator, Generator
 from datetime import timedelta
 from typing import Any
 from unittest.mock import MagicMock
@@ -190,6 +191,36 @@ def test_a_class_that_is_returned_is_a_failure_that_says_what_to_write(returned:
     assert failure is not None
     with pytest.raises(DeclarationError, match=f"returned the class .*: return {call} instead"):
         raise failure.error
+
+
+async def later() -> None: ...
+
+
+async def each_later() -> AsyncIterator[int]:
+    yield 1
+
+
+class Ready:
+    def __await__(self) -> Generator[None]:
+        yield
+
+
+def test_what_is_returned_before_it_has_run_is_a_failure_that_says_what_to_do() -> None:
+    coroutine = later()
+    for output, told in (
+        (coroutine, "the coroutine later, of which nothing has run: await it"),
+        (Ready(), "the Ready, of which nothing has run: await it"),
+        (each_later(), "the async_generator each_later, of which nothing has run: loop over it with `async for`, and "),
+        (
+            (each for each in "ab"),
+            "the generator .*<genexpr>, of which nothing has run: return a list of what",
+        ),
+    ):
+        failure = failure_returned(output)
+        assert failure is not None
+        with pytest.raises(DeclarationError, match=f"the handler returned {told}"):
+            raise failure.error
+    coroutine.close()
 
 
 @pytest.mark.parametrize("output", [None, 42, "done", ValueError, Ack()])
