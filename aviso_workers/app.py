@@ -31,7 +31,7 @@ from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, completed, examine
 from aviso_workers.config.documents import Node
 from aviso_workers.declare import around, outputs, resources
-from aviso_workers.declare.agents import Agent, Router, check_name, included, is_at_prompt
+from aviso_workers.declare.agents import Agent, Router, check_filter, check_name, included, is_at_prompt
 from aviso_workers.declare.around import Around
 from aviso_workers.declare.resources import Needing
 from aviso_workers.declare.timers import Timer
@@ -406,10 +406,11 @@ class App(Router):
         deleted and recreated, it goes on at the first notification of the new one, with a warning; so it
         does from an id that the stream has never had. `decode` makes the payload of a body's bytes, as that of an
         agent; `bytes` leaves them as they are. What cannot be decoded is left out, with a warning. Raises
-        `InvalidPositionError`, `UnknownEventTypeError`, `InvalidIdentifierError`.
+        `InvalidPositionError`, `UnknownEventTypeError`, `InvalidIdentifierError`, and `DeclarationError` for a `where`
+        that is not a mapping.
         """
         start = positions.position(from_id, from_date)
-        replayer = await self.session.replayer(event_type, where or {}, waits=True, decode=decode)
+        replayer = await self.session.replayer(event_type, check_filter(where), waits=True, decode=decode)
         async with aclosing(replayer.watch(start)) as notifications:
             async for notification in notifications:
                 yield notification
@@ -434,7 +435,7 @@ class App(Router):
         """
         start = positions.position(from_id, from_date)
         end = positions.position(to_id, to_date, names=("to_id", "to_date"))
-        replayer = await self.session.replayer(event_type, where or {}, decode=decode)
+        replayer = await self.session.replayer(event_type, check_filter(where), decode=decode)
         async with aclosing(replayer.replay(start, end)) as notifications:
             async for notification in notifications:
                 yield notification

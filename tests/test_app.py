@@ -370,3 +370,12 @@ def test_an_identifier_that_is_not_a_mapping_is_invalid(app: App, identifier: An
         InvalidNotificationError, match=r"mars: the identifier must be a mapping of fields, as in .*, found (None|'|\[)"
     ):
         app.check(Notify("mars", identifier))
+
+
+@pytest.mark.anyio
+async def test_a_filter_of_a_watch_or_replay_that_is_not_a_mapping_is_refused(app: App) -> None:
+    where: Any = "class=od"
+    async with app:
+        for reading in (app.watch("mars", where), app.replay("mars", where)):
+            with pytest.raises(DeclarationError, match=r"where= must be a mapping of identifier fields.*'class=od'"):
+                await anext(reading)

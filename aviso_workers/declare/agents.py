@@ -33,7 +33,17 @@ from aviso_workers.declare.verdicts import Classifier, Reject, Retry
 from aviso_workers.declare.windows import State, Window, Windowing
 from aviso_workers.errors import DeclarationError, InvalidPositionError
 
-__all__ = ["Agent", "Policy", "Router", "Task", "check_name", "durable_name", "included", "is_at_prompt"]
+__all__ = [
+    "Agent",
+    "Policy",
+    "Router",
+    "Task",
+    "check_filter",
+    "check_name",
+    "durable_name",
+    "included",
+    "is_at_prompt",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -292,7 +302,7 @@ class Router:
         Raises `DeclarationError`.
         """
         _check_text("agent", "event_type", event_type, 'the name of an event type, as in @app.agent("mars")')
-        _check_filter(where)
+        filtered = check_filter(where)
         policy = Policy(
             concurrency=concurrency,
             retry=retry or Backoff(),
@@ -308,7 +318,7 @@ class Router:
 
         def declare(function: Callable[P, R]) -> Agent[P, R]:
             itself = function.function if isinstance(function, Agent) else function  # declared for another one already
-            agent = Agent(itself, event_type=event_type, where=where or {}, name=name, policy=policy, decode=decode)
+            agent = Agent(itself, event_type=event_type, where=filtered, name=name, policy=policy, decode=decode)
             self._add_agent(agent)
             return agent
 
@@ -588,13 +598,6 @@ def _check_text(decorator: str, argument: str, found: object, wanted: str) -> No
         raise DeclarationError(f"{decorator}: {argument} must be {wanted}, found {found!r:.100}")
 
 
-def _check_filter(where: object) -> None:
-    if not isinstance(where, Mapping | None):
-        raise DeclarationError(
-            f'agent: where= must be a mapping of identifier fields, as in where={{"class": "od"}}, found {where!r:.100}'
-        )
-
-
 def _fields(order_by: object) -> tuple[str, ...]:
     """Return the identifier fields of `order_by`. Raises `DeclarationError`."""
     fields = order_by if isinstance(order_by, Collection) and not isinstance(order_by, str) else (None,)
@@ -649,6 +652,17 @@ def included(agent: Agent[Any, Any], agents: Sequence[Agent[Any, Any]]) -> Agent
     none, or several."""
     same = [each for each in agents if each.classifiers is agent.classifiers]  # one that was renamed shares them
     return same[0] if len(same) == 1 else None
+
+
+def check_filter(where: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the filter of an agent, a watch or a replay, empty where there is none. Raises `DeclarationError`."""
+    if where is None:
+        return {}
+    if not isinstance(where, Mapping):
+        raise DeclarationError(
+            f'where= must be a mapping of identifier fields, as in where={{"class": "od"}}, found {where!r:.100}'
+        )
+    return where
 
 
 def check_name(kind: str, name: str) -> str:
