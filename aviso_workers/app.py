@@ -31,7 +31,7 @@ from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, completed, examine
 from aviso_workers.config.documents import Node
 from aviso_workers.declare import around, outputs, resources
-from aviso_workers.declare.agents import Agent, Router, check_name, included, is_at_prompt
+from aviso_workers.declare.agents import Agent, Router, check_filter, check_name, included, is_at_prompt
 from aviso_workers.declare.around import Around
 from aviso_workers.declare.resources import Needing
 from aviso_workers.declare.timers import Timer
@@ -152,6 +152,8 @@ class App(Router):
         `config` has settings for the router, with the keys of `workers.agents.<router>`; the configuration's values
         have precedence. Raises `DeclarationError` where a name is taken.
         """
+        if not isinstance(router, Router):
+            raise DeclarationError(f"include: the first argument must be a Router, found {router!r:.100}")
         again = is_at_prompt() and router.name in [known.name for known in self._routers]  # a cell is run again
         if config is not None:
             if router.name in self._given and not again:
@@ -267,12 +269,18 @@ class App(Router):
     def warnings(self) -> list[str]:
         """Return a sentence for each thing that is not a mistake and may be meant otherwise.
 
-        These are the warnings of the configuration, the agents that return a value with which nothing is done, and the
-        agents whose stream keeps only the newest notification of a subject although `allow_duplicates` is not set.
+        These are the warnings of the configuration, an app that has nothing to run, the agents that return a value with
+        which nothing is done, and the agents whose stream keeps only the newest notification of a subject although
+        `allow_duplicates` is not set.
         """
+        nothing = (
+            f"app {self.name!r} declares no agent, timer or task, so that a worker of it does nothing; "
+            "include the routers that declare them"
+        )
         ignored = {agent.name: outputs.ignored_return(agent) for agent in self.agents}
         return [
             *self.config.warnings,
+            *(() if self.agents or self.timers or self.tasks else (nothing,)),
             *(
                 f"agent {name!r}: nothing is done with the {returned} that it returns. What an agent returns is "
                 "published where it is a Notify or a list of them; annotate it to return None, or publish it"
@@ -398,10 +406,11 @@ class App(Router):
         deleted and recreated, it goes on at the first notification of the new one, with a warning; so it
         does from an id that the stream has never had. `decode` makes the payload of a body's bytes, as that of an
         agent; `bytes` leaves them as they are. What cannot be decoded is left out, with a warning. Raises
-        `InvalidPositionError`, `UnknownEventTypeError`, `InvalidIdentifierError`.
+        `InvalidPositionError`, `UnknownEventTypeError`, `InvalidIdentifierError`, and `DeclarationError` for a `where`
+        that is not a mapping.
         """
         start = positions.position(from_id, from_date)
-        replayer = await self.session.replayer(event_type, where or {}, waits=True, decode=decode)
+        replayer = await self.session.replayer(event_type, check_filter(where), waits=True, decode=decode)
         async with aclosing(replayer.watch(start)) as notifications:
             async for notification in notifications:
                 yield notification
@@ -426,7 +435,7 @@ class App(Router):
         """
         start = positions.position(from_id, from_date)
         end = positions.position(to_id, to_date, names=("to_id", "to_date"))
-        replayer = await self.session.replayer(event_type, where or {}, decode=decode)
+        replayer = await self.session.replayer(event_type, check_filter(where), decode=decode)
         async with aclosing(replayer.replay(start, end)) as notifications:
             async for notification in notifications:
                 yield notification

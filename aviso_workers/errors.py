@@ -41,7 +41,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 __all__ = [
     "AvisoWorkersError",
@@ -274,17 +274,42 @@ class SparkRestError(SparkError):
     """Spark's REST API did not answer, or another program answered."""
 
 
+LONGEST_TEXT = 4000
+"""Characters of an error's text that are kept."""
+DEEPEST_GROUPS = 20
+"""Exception groups within each other of which the text is told."""
+
+
 def text_of(error: BaseException) -> str:
-    """Return the text of any exception, whatever its `__str__` does; of a group, with what is in it."""
-    try:
-        text = str(error)
-    except BaseException as raised:  # an author's code as well
-        text = f"the error has no text, because its __str__ raises {type(raised).__name__}"
-    if isinstance(error, BaseExceptionGroup):
-        return f"{text}: {', '.join(map(describe, error.exceptions))}"
+    """Return the text of any exception, whatever its `__str__` does; of a group, with what is in it.
+
+    No more than `LONGEST_TEXT` characters of it are kept.
+    """
+    text = ""
+    for part in _parts(error, DEEPEST_GROUPS):
+        text += part[: LONGEST_TEXT + 1]
+        if len(text) > LONGEST_TEXT:
+            return f"{text[:LONGEST_TEXT]}... (shortened)"
     return text
 
 
 def describe(error: BaseException) -> str:
     """Return `Type: text` of any exception, with the text of `text_of`."""
     return f"{type(error).__name__}: {text_of(error)}"
+
+
+def _parts(error: BaseException, deepest: int) -> Iterator[str]:
+    try:
+        text = str(error)
+    except BaseException as raised:  # an author's code as well
+        text = f"the error has no text, because its __str__ raises {type(raised).__name__}"
+    yield text
+    if not issubclass(type(error), BaseExceptionGroup):
+        return
+    if not deepest:
+        yield ": ..."
+        return
+    # As the interpreter has it, whatever the author's class has in its place.
+    for place, each in enumerate(BaseExceptionGroup.exceptions.__get__(error)):
+        yield f"{', ' if place else ': '}{type(each).__name__}: "
+        yield from _parts(each, deepest - 1)

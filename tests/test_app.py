@@ -19,6 +19,7 @@ from aviso_workers.errors import (
     ConfigError,
     DeclarationError,
     InvalidIdentifierError,
+    InvalidNotificationError,
     UnavailableError,
     UnknownEventTypeError,
 )
@@ -361,3 +362,20 @@ class TestConnected:
 def test_an_app_cannot_have_a_name_that_runs_into_those_of_its_agents(name: str) -> None:
     with pytest.raises(DeclarationError, match=f"app name '{name}': leave out '__'"):
         App(name)
+
+
+@pytest.mark.parametrize("identifier", [None, "class=od", [("class", "od")]])
+def test_an_identifier_that_is_not_a_mapping_is_invalid(app: App, identifier: Any) -> None:
+    with pytest.raises(
+        InvalidNotificationError, match=r"mars: the identifier must be a mapping of fields, as in .*, found (None|'|\[)"
+    ):
+        app.check(Notify("mars", identifier))
+
+
+@pytest.mark.anyio
+async def test_a_filter_of_a_watch_or_replay_that_is_not_a_mapping_is_refused(app: App) -> None:
+    where: Any = "class=od"
+    async with app:
+        for reading in (app.watch("mars", where), app.replay("mars", where)):
+            with pytest.raises(DeclarationError, match=r"where= must be a mapping of identifier fields.*'class=od'"):
+                await anext(reading)

@@ -486,6 +486,25 @@ def test_a_mistake_in_workers(mistakes: Mistakes, setting: str, expected: str) -
     assert mistake.startswith(f"dev.yaml:3: {expected}")
 
 
+def test_a_key_of_a_storage_policy_that_is_not_known_is_a_warning(load: Load) -> None:
+    loaded = load(
+        """
+        notification_backend: {kind: jetstream}
+        notification_schema:
+          mars:
+            storage_policy: {max_age: 30d, discard_policy: new, retention_tim: 7d}
+            topic: {base: mars, key_order: [step]}
+            identifier: {step: {type: IntHandler, required: true}}
+        """
+    )
+    policy = "dev.yaml:5: notification_schema.mars.storage_policy"
+    assert sorted(loaded.warnings) == [
+        f"{policy}.discard_policy: this key is not known and is ignored",
+        f"{policy}.max_age: this key is not known and is ignored",
+        f"{policy}.retention_tim: this key is not known and is ignored; did you mean 'retention_time'?",
+    ]
+
+
 def test_a_key_that_is_nearly_known_is_a_warning_where_aviso_server_accepts_it(load: Load) -> None:
     loaded = load(
         """

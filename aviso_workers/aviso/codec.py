@@ -200,6 +200,11 @@ class NotificationWriter:
 
     def message(self, identifier: Mapping[str, Any], payload: Any) -> Message:
         """Return the message that stores a notification. Raises `InvalidNotificationError`."""
+        if not isinstance(identifier, Mapping):
+            raise InvalidNotificationError(
+                f'{self._name}: the identifier must be a mapping of fields, as in {{"class": "od"}}, '
+                f"found {identifier!r:.100}"
+            )
         subject = self._known_subject(identifier)
         if subject is not None and (data := payloads.encode(self._name, payload)) not in ABSENT:
             return Message(subject=subject, data=data)

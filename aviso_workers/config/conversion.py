@@ -40,6 +40,8 @@ _BOOLEANS = {
 }
 _I64 = 2**63
 _POLICY = re.compile(r"notification_schema\.(.+)\.storage_policy\.(\w+)")
+_POLICIES = re.compile(r"notification_schema\..+\.storage_policy")
+"""The sections of event types in which every unknown key is reported, as in `_BACKEND`."""
 _LONGEST_SHOWN = 60
 _BACKEND = "notification_backend"
 """The section of aviso-server in which every unknown key is reported."""
@@ -121,7 +123,7 @@ class Reader:
                 self.mistakes.append((node.place, f"{path}.{key} is not known; did you mean {path}.{section}.{key}?"))
             elif hint := near(key, known, cutoff=0.8):
                 self.warn(node.place, _join(path, key), f"this key is not known and is ignored; {hint}")
-            elif path.startswith(_BACKEND):
+            elif path.startswith(_BACKEND) or _POLICIES.fullmatch(path):
                 self.warn(node.place, _join(path, key), "this key is not known and is ignored")
 
     def read(self, node: Node, wanted: inspect.Type, path: str) -> Any:

@@ -10,9 +10,10 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from types import FrameType, NoneType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
@@ -32,7 +33,17 @@ from aviso_workers.declare.verdicts import Classifier, Reject, Retry
 from aviso_workers.declare.windows import State, Window, Windowing
 from aviso_workers.errors import DeclarationError, InvalidPositionError
 
-__all__ = ["Agent", "Policy", "Router", "Task", "check_name", "durable_name", "included", "is_at_prompt"]
+__all__ = [
+    "Agent",
+    "Policy",
+    "Router",
+    "Task",
+    "check_filter",
+    "check_name",
+    "durable_name",
+    "included",
+    "is_at_prompt",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -138,9 +149,13 @@ class Agent(Generic[P, R]):
 
         The functions whose types fit are asked in turn until one answers. If none does, the notification is tried again
         as `retry` says. They are not asked about a `Retry` or `Reject` of the handler.
+
+        Raises `DeclarationError`.
         """
+        _check_kinds(self.name, kinds)
 
         def declare(classify: Classifier) -> Classifier:
+            _check_classifier(self.name, classify)
             known = [(kind, each) for kind, each in self.classifiers if not _is_again(each, classify, by_name=True)]
             self.classifiers = [*known, *((kind, classify) for kind in kinds)]
             return classify
@@ -286,13 +301,15 @@ class Router:
 
         Raises `DeclarationError`.
         """
+        _check_text("agent", "event_type", event_type, 'the name of an event type, as in @app.agent("mars")')
+        filtered = check_filter(where)
         policy = Policy(
             concurrency=concurrency,
             retry=retry or Backoff(),
             ack_wait=ack_wait,
             timeout=timeout,
             rate_limit=rate_limit,
-            order_by=tuple(order_by),
+            order_by=_fields(order_by),
             batch=batch or Batching(),
             window=window,
             start=_start(name, start),
@@ -301,7 +318,7 @@ class Router:
 
         def declare(function: Callable[P, R]) -> Agent[P, R]:
             itself = function.function if isinstance(function, Agent) else function  # declared for another one already
-            agent = Agent(itself, event_type=event_type, where=where or {}, name=name, policy=policy, decode=decode)
+            agent = Agent(itself, event_type=event_type, where=filtered, name=name, policy=policy, decode=decode)
             self._add_agent(agent)
             return agent
 
@@ -323,6 +340,7 @@ class Router:
 
         A tick that raises is not run again. Raises `DeclarationError`.
         """
+        _check_text("every", "interval", interval, 'text with a unit, as in @app.every("30s")')
         return self._timer(lambda: timers.every(interval), leader=leader, catch_up=catch_up, name=name)
 
     def cron(
@@ -341,12 +359,15 @@ class Router:
 
         Raises `DeclarationError`.
         """
+        _check_text("cron", "expression", expression, 'text of five fields, as in @app.cron("0 6 * * *")')
         return self._timer(lambda: timers.cron(expression, timezone), leader=leader, catch_up=catch_up, name=name)
 
     def task(self, function: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], Coroutine[Any, Any, None]]:
         """Declare a task: an async function of one argument, the app, that runs as long as the worker does. If it
         raises, it is started again.
         """
+        if not callable(function):
+            raise DeclarationError(f"task: must be an async function below @app.task, found {function!r:.100}")
         name = check_name("task", getattr(function, "__name__", ""))
         if not inspect.iscoroutinefunction(function):
             raise DeclarationError(f"task {name!r}: must be an async function")
@@ -571,6 +592,49 @@ def _name_of(function: Callable[..., Any]) -> str:
     return str(found)
 
 
+def _check_text(decorator: str, argument: str, found: object, wanted: str) -> None:
+    """Raise `DeclarationError` where the first argument of a decorator is not text, as where it has no parentheses."""
+    if not isinstance(found, str):
+        raise DeclarationError(f"{decorator}: {argument} must be {wanted}, found {found!r:.100}")
+
+
+def _fields(order_by: object) -> tuple[str, ...]:
+    """Return the identifier fields of `order_by`. Raises `DeclarationError`."""
+    fields = order_by if isinstance(order_by, Collection) and not isinstance(order_by, str) else (None,)
+    if not all(isinstance(field, str) for field in fields):
+        raise DeclarationError(
+            f'agent: order_by= must be a list of identifier fields, as in order_by=["step"], found {order_by!r:.100}'
+        )
+    return tuple(fields)
+
+
+def _check_kinds(agent: str, kinds: Sequence[object]) -> None:
+    """Raise `DeclarationError` for what is not a type of exceptions, also where there is none."""
+    wrong = [kind for kind in kinds if not (isinstance(kind, type) and issubclass(kind, BaseException))]
+    if wrong or not kinds:
+        found = f"{wrong[0]!r:.100}" if wrong else "none"
+        raise DeclarationError(
+            f"agent {agent!r}: on_error takes types of exceptions, as in @{agent}.on_error(ValueError, OSError), "
+            f"found {found}"
+        )
+
+
+def _check_classifier(agent: str, classify: object) -> None:
+    wanted = f"agent {agent!r}: a function of on_error must be a plain one that takes the exception"
+    if not callable(classify):
+        raise DeclarationError(f"{wanted}, found {classify!r:.100}")
+    if any(is_one(classify) for is_one in (iscoroutinefunction, isasyncgenfunction, isgeneratorfunction)):
+        raise DeclarationError(f"{wanted}, found an async function or one that yields: {classify!r:.100}")
+    try:
+        signature = inspect.signature(classify)
+    except (TypeError, ValueError):
+        return  # of a function that is not written in Python
+    try:
+        signature.bind(ValueError())
+    except TypeError as error:
+        raise DeclarationError(f"{wanted}, and nothing else; found {classify!r:.100}{signature}") from error
+
+
 def _start(name: str | None, start: int | str | datetime) -> str:
     try:
         return positions.parse_start(start)
@@ -590,10 +654,21 @@ def included(agent: Agent[Any, Any], agents: Sequence[Agent[Any, Any]]) -> Agent
     return same[0] if len(same) == 1 else None
 
 
+def check_filter(where: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the filter of an agent, a watch or a replay, empty where there is none. Raises `DeclarationError`."""
+    if where is None:
+        return {}
+    if not isinstance(where, Mapping):
+        raise DeclarationError(
+            f'where= must be a mapping of identifier fields, as in where={{"class": "od"}}, found {where!r:.100}'
+        )
+    return where
+
+
 def check_name(kind: str, name: str) -> str:
     """Return the name, if a NATS consumer can carry it. Raises `DeclarationError`."""
-    if not NAME.fullmatch(name):
-        raise DeclarationError(f"{kind} name {name!r}: use 1 to 64 letters, digits, '-' and '_'")
+    if not (isinstance(name, str) and NAME.fullmatch(name)):
+        raise DeclarationError(f"{kind} name {name!r:.100}: use 1 to 64 letters, digits, '-' and '_'")
     return name
 
 

@@ -2,7 +2,7 @@
 
 Pure. `Router.event_type` calls `declare`; `config.loading` reads the entry as it reads one of a file, so that both have
 one meaning, one set of checks and one set of messages. This module only fills in the defaults that Python has and a
-file has not, and refuses only what no file could contain.
+file has not, and refuses what no file could contain, and keys of a storage policy that mean nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from aviso_workers.aviso.schema import StoragePolicy
 from aviso_workers.config.documents import IN_PYTHON, Node, Place, node_of
+from aviso_workers.config.settings import JetStream
 from aviso_workers.errors import DeclarationError
 
 __all__ = ["declare"]
@@ -49,7 +51,21 @@ def declare(
         "payload": payload,
         "storage_policy": storage_policy,
     }
+    _refuse_unknown(name, storage_policy)
     try:
         return name, node_of(entry, Place(rank=IN_PYTHON, line=line, source=f"{owner}, {file}"))
     except ValueError as error:
         raise DeclarationError(f"event type {name!r}: {error}") from error
+
+
+def _refuse_unknown(name: str, storage_policy: object) -> None:
+    """Raise `DeclarationError` for a key that no storage policy has. In a file it may be one of an aviso-server's."""
+    for key in storage_policy if isinstance(storage_policy, Mapping) else ():
+        if key not in StoragePolicy.__struct_fields__:
+            elsewhere = (
+                f"; {key} is a key of notification_backend.jetstream" if key in JetStream.__struct_fields__ else ""
+            )
+            known = ", ".join(StoragePolicy.__struct_fields__)
+            raise DeclarationError(
+                f"event type {name!r}: storage_policy has no key {key!r:.100}: it has {known}{elsewhere}"
+            )

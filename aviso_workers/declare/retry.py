@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import math
 import random
+from numbers import Real
+from typing import TypeGuard
 
 from msgspec import Struct
 
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["Backoff", "Restarts", "Tries"]
+__all__ = ["LONGEST_DELAY_DAYS", "LONGEST_DELAY_SECONDS", "Backoff", "Restarts", "Tries", "is_number"]
+
+LONGEST_DELAY_DAYS = 366
+LONGEST_DELAY_SECONDS = LONGEST_DELAY_DAYS * 86400
+"""The longest delay before something is tried again. The server would take one of more than 292 years for none."""
 
 _SENSIBLE = {
-    "first": (0, math.inf),
+    "first": (0, LONGEST_DELAY_SECONDS),
     "factor": (1, 1000),
     "max": (0, math.inf),
     "attempts": (1, math.inf),
@@ -28,8 +34,8 @@ class Backoff(Struct, frozen=True, kw_only=True):
     """How often and after which delays a failed notification is tried again.
 
     It is tried `attempts` times in all, and becomes a dead letter after the last one. The delay after the n-th failure
-    is `first * factor ** (n - 1)` seconds, at most `max` seconds. It is varied by plus or minus `jitter`, a share of
-    it, so that notifications which failed together do not come back together.
+    is `first * factor ** (n - 1)` seconds, at most `max` seconds and 366 days. It is varied by plus or minus `jitter`,
+    a share of it, so that notifications which failed together do not come back together.
 
     The defaults wait for 71 seconds in all. With handlers of up to 8 seconds, all six attempts are within a duplicate
     window of 2 minutes, so that what each of them publishes is stored once. Raises `DeclarationError` for numbers out
@@ -45,13 +51,16 @@ class Backoff(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name, (least, most) in _SENSIBLE.items():
-            if not least <= (found := getattr(self, name)) <= most:
-                raise DeclarationError(f"Backoff: {name} must be from {least} to {most}, found {found}")
+            found = getattr(self, name)
+            if not (is_number(found) and least <= found <= most):
+                raise DeclarationError(f"Backoff: {name} must be a number from {least} to {most}, found {found!r:.100}")
+        if not (isinstance(self.attempts, int) or self.attempts == math.inf):
+            raise DeclarationError(f"Backoff: attempts must be a whole number, found {self.attempts!r:.100}")
 
     def delay_seconds(self, failures: int) -> float:
         """Return the wait after this many failures, jitter included."""
         # The exponent is capped so that a forever-retrying policy cannot overflow a float.
-        plain = min(self.max, self.first * self.factor ** min(failures - 1, 64))
+        plain = min(self.max, self.first * self.factor ** min(failures - 1, 64), LONGEST_DELAY_SECONDS)
         return plain * random.uniform(1 - self.jitter, 1 + self.jitter)
 
 
@@ -92,3 +101,8 @@ class Restarts:
         self.failures = 1 if healthy else self.failures + 1
         self._started = math.inf
         return self._backoff.delay_seconds(self.failures)
+
+
+def is_number(found: object) -> TypeGuard[float]:
+    """Return whether it is a number, which text and a truth value are not."""
+    return isinstance(found, Real) and not isinstance(found, bool)

@@ -7,13 +7,13 @@ wrong; `classify` asks the author what the exception means, and `decide` returns
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from typing import Literal, TypeGuard
 
 from msgspec import Struct
 
-from aviso_workers.declare.retry import Backoff
+from aviso_workers.declare.retry import LONGEST_DELAY_DAYS, LONGEST_DELAY_SECONDS, Backoff, is_number
 from aviso_workers.errors import DeclarationError
 
 __all__ = [
@@ -50,12 +50,17 @@ class Retry(Exception):  # noqa: N818 - an instruction, also given as a value
     """Raised or returned by an agent: try this notification again, `after` this many seconds.
 
     Without `after`, the delay is that of the agent's policy. It counts as a failed attempt. Raises `DeclarationError`
-    for an `after` below 0.
+    for an `after` below 0 or above 366 days, such as a time since 1970.
     """
 
+    after: float | None = None
+
     def __init__(self, after: float | None = None) -> None:
-        if after is not None and not 0 <= after < math.inf:
-            raise DeclarationError(f"Retry: after must be a number of seconds from 0, found {after}")
+        if after is not None and not (is_number(after) and 0 <= after <= LONGEST_DELAY_SECONDS):
+            raise DeclarationError(
+                f"Retry: after must be a number of seconds from 0 to {LONGEST_DELAY_SECONDS} "
+                f"({LONGEST_DELAY_DAYS} days) from now on, found {after!r:.100}"
+            )
         self.after = after
         super().__init__("asked to be tried again" + (f" after {after:g} s" if after is not None else ""))
 
@@ -116,6 +121,12 @@ class Record(Struct, frozen=True, kw_only=True):
 Verdict = Again | DeadLetter
 Settlement = Ack | Nak | Term
 Instruction = Retry | Reject
+UNFINISHED: Mapping[type, str] = {
+    Awaitable: "await it",
+    AsyncGenerator: "loop over it with `async for`, and yield what it yields",
+    Generator: "return a list of what it yields",
+}
+"""What a handler may return by mistake, as its work is not done, and what to do instead."""
 Classifier = Callable[[Exception], Retry | Reject | Ack | None]
 """A function of `on_error`, which answers an exception with one of these; None is not an answer."""
 FinalReason = Literal["undecodable", "invalid_notification", "late", "max_deliveries"]
@@ -164,12 +175,23 @@ def before_handling(
 
 def failure_returned(output: object) -> Failure | None:
     """Return the failure that a handler returned or yielded; None where it is something else."""
-    if isinstance(output, type) and issubclass(output, Retry | Reject):
+    if isinstance(output, type) and is_instruction(output):
         call = 'Reject("no such field")' if issubclass(output, Reject) else "Retry()"
         return Failure(DeclarationError(f"the handler returned the class {output.__name__}: return {call} instead"))
-    if isinstance(output, BaseException):
+    if _is_raisable(output):
         return Failure(output)
+    if isinstance(output, BaseException):
+        return Failure(DeclarationError(f"the handler returned a {type(output).__name__}, which is not an exception"))
+    for kind, cure in UNFINISHED.items():
+        if isinstance(output, kind):
+            found = f"{type(output).__name__} {getattr(output, '__qualname__', '')}".rstrip()
+            return Failure(DeclarationError(f"the handler returned the {found}, of which nothing has run: {cure}"))
     return None
+
+
+def is_instruction(output: object) -> bool:
+    """Return whether it is `Retry` or `Reject`, or the class of one."""
+    return isinstance(output, Instruction) or (isinstance(output, type) and issubclass(output, Instruction))
 
 
 def classify(failure: Failure, classifiers: Sequence[tuple[type[Exception], Classifier]]) -> Failure | Ack:
@@ -178,15 +200,15 @@ def classify(failure: Failure, classifiers: Sequence[tuple[type[Exception], Clas
     Those of `classifiers` whose exception type fits are asked in turn, until one answers. `Retry` and `Reject` from the
     handler are answers already. A classifier that fails, or answers something else, is a failure instead of this one.
     They are not asked about a worker that died, which no handler has raised.
+
+    The exception and the answer are objects of the author's: what they raise when they are looked at is the failure.
     """
     if failure.worker_died or failure.final == "max_deliveries":
         return failure
-    if isinstance(failure.error, Instruction):
-        return Failure(failure.error, instruction=failure.error)
-    for kind, classifier in classifiers:
-        if isinstance(failure.error, kind) and (answer := _answer(classifier, failure.error)) is not None:
-            return answer if isinstance(answer, Ack) else _explained(failure, answer)
-    return failure
+    try:
+        return _classified(failure, classifiers)
+    except BaseException as raised:
+        return _explained(failure, raised)
 
 
 def decide(failure: Failure, *, failures: int, retry: Backoff) -> Verdict:
@@ -203,13 +225,22 @@ def decide(failure: Failure, *, failures: int, retry: Backoff) -> Verdict:
     return Again(after_seconds=retry.delay_seconds(failures + 1) if after is None else float(after), reason="Retry")
 
 
+def _classified(failure: Failure, classifiers: Sequence[tuple[type[Exception], Classifier]]) -> Failure | Ack:
+    if isinstance(failure.error, Instruction):
+        return _explained(failure, failure.error)
+    for kind, classifier in classifiers:
+        if isinstance(failure.error, kind) and (answer := _answer(classifier, failure.error)) is not None:
+            return answer if isinstance(answer, Ack) else _explained(failure, answer)
+    return failure
+
+
 def _answer(classifier: Classifier, error: Exception) -> Ack | BaseException | None:
     """Return what the classifier returns or raises."""
     try:
         answer: object = classifier(error)
     except BaseException as raised:
         return raised
-    if answer is None or isinstance(answer, Ack | Instruction):
+    if answer is None or isinstance(answer, Ack) or (isinstance(answer, Instruction) and _is_raisable(answer)):
         return answer
     name = getattr(classifier, "__name__", "the function")
     return DeclarationError(
@@ -219,8 +250,25 @@ def _answer(classifier: Classifier, error: Exception) -> Ack | BaseException | N
 
 def _explained(failure: Failure, answer: BaseException) -> Failure:
     if isinstance(answer, Instruction):
-        return Failure(failure.error, instruction=answer)
+        try:
+            return Failure(failure.error, instruction=_as_made(answer))
+        except BaseException as raised:
+            return Failure(raised)
     if answer is failure.error:  # raised again
         return failure
-    answer.__context__ = failure.error
+    with suppress(BaseException):  # where the author's class has another __context__
+        answer.__context__ = failure.error
     return Failure(answer)
+
+
+def _as_made(instruction: Instruction) -> Instruction:
+    """Return the instruction with an `after` that can be relied on, which its author may have set later.
+
+    Raises `DeclarationError` where it is not a number of seconds.
+    """
+    return Retry(instruction.after) if isinstance(instruction, Retry) else instruction
+
+
+def _is_raisable(found: object) -> TypeGuard[BaseException]:
+    """Return whether it is an exception: `isinstance` also takes a mock of one for it."""
+    return issubclass(type(found), BaseException)

@@ -188,7 +188,7 @@ class Settler:
                 stream=stream,
                 reason=verdict.reason,
                 attempts=failures + 1,
-                error=failure.error,
+                error=classified.error,
                 part=part,
             )
         except BackendError:

@@ -19,6 +19,7 @@ import anyio
 from aviso_workers.errors import AvisoWorkersError, describe, text_of
 from aviso_workers.events import Settled
 from aviso_workers.telemetry.logs import log
+from aviso_workers.telemetry.tracebacks import loggable
 
 __all__ = ["FailureLog"]
 
@@ -79,7 +80,8 @@ class FailureLog:
         seen.written += 1
         error = event.error
         if error is not None and first and not isinstance(error, AvisoWorkersError):
-            _write(event, exc_info=(type(error), error, frames))
+            shown = loggable(error)
+            _write(event, exc_info=(type(shown), shown, frames))
         else:
             _write(event, error=_text(error))
 

@@ -53,6 +53,7 @@ from aviso_workers.events import (
     Unreadable,
     WindowDone,
 )
+from aviso_workers.telemetry.tracebacks import loggable
 
 __all__ = ["OBSERVED", "configure", "log", "observe"]
 
@@ -83,6 +84,9 @@ class Log:
     def _write(self, level: int, event: str, fields: dict[str, Any]) -> None:
         if level < self._least:
             return
+        if isinstance(error := fields.get("exc_info"), BaseException):
+            shown = loggable(error)
+            fields["exc_info"] = type(shown), shown, shown.__traceback__
         if structlog.is_configured():
             getattr(self._structlog, logging.getLevelName(level).lower())(event, **fields)
         elif self._standard.isEnabledFor(level):

@@ -50,6 +50,16 @@ async def tail(app: App) -> None: ...
     assert run("check", module).code == 0
 
 
+@pytest.mark.usefixtures("unreachable")
+def test_an_app_with_nothing_to_run_is_told_of(run: Run, write_module: Callable[[str], str]) -> None:
+    ran = run("check", f"{write_module('')}:app")
+    assert (ran.code, ran.out) == (0, "checked: 0 agents, 0 timers, 0 tasks, no mistakes\n")
+    assert ran.err == (
+        "warning: app 'checked' declares no agent, timer or task, so that a worker of it does nothing; include the "
+        "routers that declare them\n"
+    )
+
+
 @pytest.mark.parametrize(("decided", "told"), [(None, True), (False, False), (True, False)])
 def test_an_agent_on_a_stream_of_one_notification_per_subject_is_told_of(
     run: Run, unreachable: Path, write_module: Callable[[str], str], decided: bool | None, told: bool

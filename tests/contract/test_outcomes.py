@@ -21,6 +21,7 @@ from aviso_workers import (
     Batch,
     Batching,
     Notification,
+    Notify,
     Reject,
     Retry,
     Stream,
@@ -55,6 +56,21 @@ class UnspeakableError(Exception):
         raise KeyError("no text")
 
     __repr__ = __str__
+
+
+class EndlessError(Exception):
+    """Each has another one as its cause."""
+
+    @property
+    def __cause__(self) -> BaseException:  # type: ignore[override]
+        return EndlessError()
+
+
+def nested(depth: int) -> Exception:
+    error: Exception = ValueError("no")
+    for _ in range(depth):
+        error = ExceptionGroup("all", [error])
+    return error
 
 
 Work = Callable[[str], Any]
@@ -155,6 +171,11 @@ def failing_at_six(error: BaseException) -> Work:
         ),
         (UnspeakableError(), "UnspeakableError: the error has no text, because its __str__ raises KeyError"),
         (ValueError("a\x00b\ud800c\r\nd"), "ValueError: a?b?c d"),
+        (EndlessError("on and on"), "EndlessError: on and on"),
+        (
+            nested(3000),
+            "ExceptionGroup: " + "all (1 sub-exception): ExceptionGroup: " * 20 + "all (1 sub-exception): ...",
+        ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
@@ -397,6 +418,48 @@ async def test_a_class_that_is_returned_is_a_failure_that_says_what_to_write(
         assert sorted(t.outcomes(agent)) == ["acked", "dead_lettered"]
         assert dead_letter.reason == "attempts_exhausted"
         assert dead_letter.error.startswith(f"DeclarationError: the handler returned {told}")
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason", "told"),
+    [
+        ((n for n in range(3)), "attempts_exhausted", "DeclarationError: the handler returned the generator"),
+        ([Retry(after=5)], "invalid_notification", "InvalidNotificationError: there is Retry("),
+        ([Notify("mars", mars(step=8)), Reject("no")], "invalid_notification", "InvalidNotificationError: there is"),
+        ((Reject,), "invalid_notification", "InvalidNotificationError: there is <class"),
+        (
+            {"a": Notify("mars", mars(step=8))},
+            "invalid_notification",
+            "InvalidNotificationError: the notifications to be published are in a dict: put them in a list",
+        ),
+    ],
+    ids=["generator", "retry", "beside", "class", "dict"],
+)
+async def test_what_is_returned_and_would_come_to_nothing_is_a_failure(
+    declare: Callable[..., Agent[Any, Any]], app: App, url: str | None, returned: object, reason: str, told: str
+) -> None:
+    agent = declare(lambda step: returned if step == "6" else None, retry=ONCE)
+    async with harness(app, server=url) as t:
+        await handle(t, 6, 7)
+        (dead_letter,) = t.dead_letters
+        assert sorted(t.outcomes(agent)) == ["acked", "dead_lettered"]
+        assert (dead_letter.reason, dead_letter.error[: len(told)]) == (reason, told)
+
+
+async def test_a_coroutine_that_is_returned_is_a_failure(app: App, url: str | None) -> None:
+    made: list[Any] = []
+
+    @app.agent("mars", retry=ONCE)
+    def index(notification: Notification[Any]) -> Any:
+        made.append(anyio.sleep(1))
+        return made[0]
+
+    async with harness(app, server=url) as t:
+        await handle(t, 6)
+        assert [each.error for each in t.dead_letters] == [
+            "DeclarationError: the handler returned the coroutine sleep, of which nothing has run: await it"
+        ]
+    made[0].close()
 
 
 class TestOnError:

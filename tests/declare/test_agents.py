@@ -262,6 +262,71 @@ def test_what_exceptions_mean_is_declared_on_the_agent(router: Router) -> None:
     assert agent.classifiers == [(ConnectionError, later), (TimeoutError, later)]
 
 
+@pytest.mark.parametrize(
+    ("declare", "complaint"),
+    [
+        (
+            lambda app: app.agent(index),
+            r'agent: event_type must be .*, as in @app.agent\("mars"\), found <function index',
+        ),
+        (lambda app: app.every(index), r'every: interval must be .*, as in @app.every\("30s"\), found <function index'),
+        (lambda app: app.every(5), r'every: interval must be text with a unit, as in @app.every\("30s"\), found 5'),
+        (
+            lambda app: app.cron(index),
+            r'cron: expression must be .*, as in @app.cron\("0 6 \* \* \*"\), found <function',
+        ),
+        (lambda app: app.task("poll"), "task: must be an async function below @app.task, found 'poll'"),
+        (lambda app: app.counter(index), "counter name <function index"),
+        (lambda app: app.include("tests"), "include: the first argument must be a Router, found 'tests'"),
+        (lambda app: app.agent("mars", where="class=od"), "where= must be a mapping of identifier fields.*'class=od'"),
+        (lambda app: app.agent("mars", order_by=None), "order_by= must be a list of identifier fields.*found None"),
+        (
+            lambda app: app.agent("mars", order_by="class"),
+            "order_by= must be a list of identifier fields.*found 'class'",
+        ),
+        (lambda app: app.agent("mars", order_by=[5]), r"order_by= must be a list of identifier fields.*found \[5\]"),
+    ],
+)
+def test_what_a_decorator_cannot_take_is_refused_at_its_line(declare: Callable[[App], Any], complaint: str) -> None:
+    with pytest.raises(DeclarationError, match=complaint):
+        declare(App("tests"))
+
+
+async def later_async(error: Exception) -> Retry: ...  # type: ignore[empty-body]
+
+
+def of_nothing() -> None: ...
+
+
+def of_two(error: Exception, more: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("kinds", "function", "complaint"),
+    [
+        (
+            ["ValueError"],
+            print,
+            r"types of exceptions, as in @index.on_error\(ValueError, OSError\), found 'ValueError'",
+        ),
+        ([(ValueError, OSError)], print, "types of exceptions, .*, found \\(<class 'ValueError'>"),
+        ([int], print, "types of exceptions, .*, found <class 'int'>"),
+        ([of_nothing], print, "types of exceptions, .*, found <function of_nothing"),
+        ([], print, "types of exceptions, .*, found none"),
+        ([ValueError], "later", "must be a plain one that takes the exception, found 'later'"),
+        ([ValueError], later_async, "must be a plain one .* found an async function or one that yields"),
+        ([ValueError], of_nothing, "must be a plain one that takes the exception, and nothing else"),
+        ([ValueError], of_two, "must be a plain one that takes the exception, and nothing else"),
+    ],
+)
+def test_on_error_refuses_what_could_not_be_asked(
+    router: Router, kinds: list[Any], function: Any, complaint: str
+) -> None:
+    agent = router.agent("mars")(index)
+    with pytest.raises(DeclarationError, match=f"agent 'index': .*{complaint}"):
+        agent.on_error(*kinds)(function)
+
+
 class Indexer:
     """An object that handles notifications, by a method or itself."""
 

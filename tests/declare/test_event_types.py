@@ -399,3 +399,18 @@ def test_a_field_that_no_message_carries_is_warned_of() -> None:
     at = here(1)
     (warning,) = app.config.warnings
     assert warning.startswith(f"App 'rides', {at}: notification_schema.ride.identifier.driver: is not in key_order")
+
+
+@pytest.mark.parametrize(
+    ("key", "complaint"),
+    [
+        ("zzz", "storage_policy has no key 'zzz': it has retention_time, max_messages, .*, compression$"),
+        ("discard_policy", "'discard_policy': .*; discard_policy is a key of notification_backend.jetstream$"),
+        ("max_bytes", "'max_bytes': .*; max_bytes is a key of notification_backend.jetstream$"),
+        ("max_age", "'max_age': it has .*, compression$"),
+        (5, "has no key 5"),
+    ],
+)
+def test_a_storage_policy_has_no_other_keys_than_its_own(key: Any, complaint: str) -> None:
+    with pytest.raises(DeclarationError, match=f"event type 'ride': .*{complaint}"):
+        App("tests").event_type("ride", key=["n"], storage_policy={"allow_duplicates": True, key: "new"})

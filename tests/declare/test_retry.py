@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,16 +54,24 @@ def test_what_failed_together_does_not_come_back_together() -> None:
 @pytest.mark.parametrize(
     ("stated", "complaint"),
     [
-        ({"attempts": 0}, "Backoff: attempts must be from 1 to inf, found 0"),
-        ({"first": -1.0}, "Backoff: first must be from 0 to inf, found -1.0"),
-        ({"max": float("nan")}, "Backoff: max must be from 0 to inf, found nan"),
-        ({"factor": 0.5}, "Backoff: factor must be from 1 to 1000, found 0.5"),
-        ({"jitter": 2.0}, "Backoff: jitter must be from 0 to 1, found 2.0"),
+        ({"attempts": 0}, "Backoff: attempts must be a number from 1 to inf, found 0"),
+        ({"first": -1.0}, "Backoff: first must be a number from 0 to 31622400, found -1.0"),
+        ({"max": float("nan")}, "Backoff: max must be a number from 0 to inf, found nan"),
+        ({"factor": 0.5}, "Backoff: factor must be a number from 1 to 1000, found 0.5"),
+        ({"first": "1"}, "Backoff: first must be a number from 0 to 31622400, found '1'"),
+        ({"first": 1e12}, "Backoff: first must be a number from 0 to 31622400, found 1000000000000.0"),
+        ({"attempts": 2.5}, "Backoff: attempts must be a whole number, found 2.5"),
+        ({"jitter": 2.0}, "Backoff: jitter must be a number from 0 to 1, found 2.0"),
     ],
 )
-def test_numbers_that_make_no_sense_are_refused(stated: dict[str, float], complaint: str) -> None:
+def test_numbers_that_make_no_sense_are_refused(stated: dict[str, Any], complaint: str) -> None:
     with pytest.raises(DeclarationError, match=complaint):
-        Backoff(**stated)  # type: ignore[arg-type]
+        Backoff(**stated)
+
+
+def test_no_wait_is_longer_than_a_server_keeps() -> None:
+    waits = [Backoff(max=longest, jitter=0.0).delay_seconds(1000) for longest in (1e12, math.inf)]
+    assert waits == [366 * 86400] * 2
 
 
 def test_tries_end_where_the_next_one_would_come_too_late() -> None:

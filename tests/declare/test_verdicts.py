@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import AsyncIterator, Generator
+from datetime import timedelta
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -28,6 +32,7 @@ from aviso_workers.errors import (
     LateError,
     UndecodableError,
     WorkerDiedError,
+    describe,
 )
 
 STEADY = Backoff(first=1.0, factor=3.0, jitter=0.0)
@@ -79,6 +84,15 @@ def test_a_worker_that_died_is_a_failed_attempt_of_which_no_on_error_function_is
 def test_who_asks_to_be_tried_again_may_say_when() -> None:
     assert decided(Retry(after=30)) == Again(after_seconds=30.0, reason="Retry")
     assert decided(Retry(), failures=1) == Again(after_seconds=3.0, reason="Retry")
+
+
+@pytest.mark.parametrize("after", [1_764_083_318_000, 10**400, math.inf, "5", timedelta(seconds=5), -0.1])
+def test_who_asks_for_a_wait_that_no_server_keeps_is_told_what_it_may_be(after: Any) -> None:
+    with pytest.raises(
+        DeclarationError,
+        match=r"Retry: after must be a number of seconds from 0 to 31622400 \(366 days\) from now on, found ",
+    ):
+        Retry(after=after)
 
 
 def test_what_is_rejected_is_never_tried_again() -> None:
@@ -179,6 +193,36 @@ def test_a_class_that_is_returned_is_a_failure_that_says_what_to_write(returned:
         raise failure.error
 
 
+async def later() -> None: ...
+
+
+async def each_later() -> AsyncIterator[int]:
+    yield 1
+
+
+class Ready:
+    def __await__(self) -> Generator[None]:
+        yield
+
+
+def test_what_is_returned_before_it_has_run_is_a_failure_that_says_what_to_do() -> None:
+    coroutine = later()
+    for output, told in (
+        (coroutine, "the coroutine later, of which nothing has run: await it"),
+        (Ready(), "the Ready, of which nothing has run: await it"),
+        (each_later(), "the async_generator each_later, of which nothing has run: loop over it with `async for`, and "),
+        (
+            (each for each in "ab"),
+            "the generator .*<genexpr>, of which nothing has run: return a list of what",
+        ),
+    ):
+        failure = failure_returned(output)
+        assert failure is not None
+        with pytest.raises(DeclarationError, match=f"the handler returned {told}"):
+            raise failure.error
+    coroutine.close()
+
+
 @pytest.mark.parametrize("output", [None, 42, "done", ValueError, Ack()])
 def test_what_else_is_returned_is_no_failure(output: object) -> None:
     assert failure_returned(output) is None
@@ -207,3 +251,60 @@ def test_what_is_delivered_again_is_run_alone_where_it_may_have_ended_its_worker
     known: dict[str, Any], num_delivered: int, expected: str
 ) -> None:
     assert before_handling(Record(**known), num_delivered=num_delivered, attempts=3) == expected
+
+
+class ForgetfulRetry(Retry):
+    """Its constructor does not call that of Retry."""
+
+    def __init__(self) -> None: ...
+
+
+class MuteError(Exception):
+    """Nothing can be read of it."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise KeyError("no class")
+
+    @property
+    def __context__(self) -> Any:  # type: ignore[override]
+        raise KeyError("no context")
+
+
+class TestObjectsOfTheAuthors:
+    """What they raise when they are looked at is the failure of the notification, and ends no worker."""
+
+    def test_a_retry_that_was_never_made_says_no_time(self) -> None:
+        assert decided(ForgetfulRetry()) == Again(after_seconds=1.0, reason="Retry")
+
+    @pytest.mark.parametrize("after", ["x", -1, math.nan, True, object()])
+    def test_a_retry_that_was_changed_to_nonsense_is_a_failure_that_says_so(self, after: Any) -> None:
+        said = Retry()
+        said.after = after
+        for failure in (classify(Failure(said), []), classify(Failure(OSError()), [(OSError, lambda _: said)])):
+            assert isinstance(failure, Failure)
+            assert isinstance(failure.error, DeclarationError)
+            assert "Retry: after must be a number of seconds from 0 to " in str(failure.error)
+            assert decide(failure, failures=0, retry=STEADY) == Again(after_seconds=1.0, reason="DeclarationError")
+
+    def test_an_exception_of_which_nothing_can_be_read_is_a_failure(self) -> None:
+        failure = classify(Failure(MuteError()), [(OSError, lambda _: Ack())])
+        assert isinstance(failure, Failure)
+        assert describe(failure.error) == "KeyError: 'no class'"
+        assert classify(Failure(OSError()), [(OSError, raising(MuteError()))])
+
+    def test_a_mock_of_an_exception_is_not_one(self) -> None:
+        for kind in (ValueError, Retry):
+            failure = failure_returned(MagicMock(spec=kind))
+            assert failure is not None
+            assert str(failure.error) == "the handler returned a MagicMock, which is not an exception"
+        answered = classify(Failure(OSError()), [(OSError, lambda _: MagicMock(spec=Retry))])
+        assert isinstance(answered, Failure)
+        assert isinstance(answered.error, DeclarationError)
+
+
+def raising(error: BaseException) -> Any:
+    def classifier(_: Exception) -> None:
+        raise error
+
+    return classifier

@@ -246,6 +246,68 @@ def test_an_exception_without_a_text_is_told_all_the_same(lines: Any) -> None:
     assert "UnspeakableError" in line["exception"]
 
 
+class EndlessError(Exception):
+    """Each has another one as its cause."""
+
+    @property
+    def __cause__(self) -> BaseException:  # type: ignore[override]
+        return EndlessError()
+
+
+def nested(depth: int) -> Exception:
+    error: Exception = ValueError("no")
+    for _ in range(depth):
+        error = ExceptionGroup("all", [error])
+    return error
+
+
+def chained(length: int) -> Exception:
+    error = ValueError("first")
+    for _ in range(length):
+        cause, error = error, ValueError("another")
+        error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "last_line"),
+    [
+        (EndlessError("on and on"), "tests.telemetry.test_logs.EndlessError: on and on"),
+        (nested(3000), "ExceptionGroup: all (1 sub-exception): ExceptionGroup: all (1 sub-exception): "),
+        (chained(3000), "ValueError: another"),
+        (ValueError("x" * 3_000_000), f"ValueError: {'x' * 4000}... (shortened)"),
+    ],
+    ids=["endless", "nested", "chained", "long"],
+)
+@pytest.mark.parametrize("configured", ["console", "json", None])
+def test_an_exception_that_is_too_much_to_tell_is_told_in_short(
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    configured: Literal["console", "json"] | None,
+    error: Exception,
+    last_line: str,
+) -> None:
+    if configured:
+        logs.configure(Logging(format=configured))
+    FailureLog().observe(settled(error=error))
+    logs.observe(TaskFailed(task="poll", error=error, again_in_seconds=1.0))
+    written = capsys.readouterr().err if configured else caplog.text
+    assert written.count(last_line) >= 2
+    assert len(written) < 30_000
+
+
+def test_an_exception_that_is_told_in_short_keeps_its_traceback_and_its_causes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = failure("x" * 3_000_000)
+    error.__cause__ = OSError("the cause")
+    logs.configure(Logging(format="console"))
+    FailureLog().observe(settled(error=error))
+    written = capsys.readouterr().err
+    assert "OSError: the cause" in written
+    assert "in function_of_the_author" in written
+
+
 def test_a_success_is_not_worth_a_line(lines: Any) -> None:
     assert lines(settled(outcome="acked", error=None)) == []
 

@@ -1,12 +1,14 @@
 """What an agent's function returns or yields, published before that from which it comes is settled.
 
 The call forms use it. A publish that fails is a failure of the handling, as if the function had raised it. A
-notification that is not valid was certainly made by the handler, so that trying again cannot help. What is neither a
-notification nor a list of them means nothing.
+notification that is not valid was certainly made by the handler, so that trying again cannot help. The same holds for
+a list with something else among the notifications, or with `Retry` or `Reject`, and for a set or mapping of
+notifications. What else is returned means nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from contextlib import aclosing
 from typing import Any
 
@@ -54,9 +56,20 @@ class Outputs:
         if isinstance(output, Notify):
             await self._publisher.notify(output)
             return
-        if not isinstance(output, list | tuple) or not any(isinstance(each, Notify) for each in output):
+        if not isinstance(output, list | tuple | Set | Mapping):
             return
-        for each in output:
+        several = list(output.values() if isinstance(output, Mapping) else output)
+        if not any(isinstance(each, Notify) or verdicts.is_instruction(each) for each in several):
+            return
+        for each in several:
+            if verdicts.is_instruction(each):
+                raise InvalidNotificationError(
+                    f"there is {each!r:.100} in a {type(output).__name__}: return it by itself"
+                )
             if not isinstance(each, Notify):
                 raise InvalidNotificationError(f"among the notifications to be published there is {each!r:.100}")
+        if not isinstance(output, list | tuple):
+            raise InvalidNotificationError(
+                f"the notifications to be published are in a {type(output).__name__}: put them in a list"
+            )
         await self._publisher.notify_many(output)
