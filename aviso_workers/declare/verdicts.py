@@ -175,6 +175,8 @@ def before_handling(
 
 def failure_returned(output: object) -> Failure | None:
     """Return the failure that a handler returned or yielded; None where it is something else."""
+    if output is None:  # as nearly always
+        return None
     if isinstance(output, type) and is_instruction(output):
         call = 'Reject("no such field")' if issubclass(output, Reject) else "Retry()"
         return Failure(DeclarationError(f"the handler returned the class {output.__name__}: return {call} instead"))
