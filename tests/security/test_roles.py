@@ -279,7 +279,8 @@ async def heard_by_everybody(server: NatsServer) -> AsyncGenerator[set[str], Non
     await client.subscribe(">", cb=hear, pending_msgs_limit=0)
     await client.flush()
     yield heard
-    await client.close()
+    await client.flush()  # behind what was published
+    await client.drain()  # and handed to `hear`, which `close` does not wait for
 
 
 async def denied(server: NatsServer, name: str, *, publish: str = "", subscribe: str = "") -> bool:
