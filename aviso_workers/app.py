@@ -266,21 +266,26 @@ class App(Router):
         super()._add_event_type(name, entry, again=again)
         self.__dict__.pop("config", None)  # one that was loaded before does not have it
 
-    def warnings(self) -> list[str]:
-        """Return a sentence for each thing that is not a mistake and may be meant otherwise.
-
-        These are the warnings of the configuration, an app that has nothing to run, the agents that return a value with
-        which nothing is done, and the agents whose stream keeps only the newest notification of a subject although
-        `allow_duplicates` is not set.
+    def nothing_to_run(self) -> str:
+        """Return a sentence where a worker of the app would do nothing, as one that only publishes needs none; else an
+        empty text.
         """
-        nothing = (
+        if self.agents or self.timers or self.tasks:
+            return ""
+        return (
             f"app {self.name!r} declares no agent, timer or task, so that a worker of it does nothing; "
             "include the routers that declare them"
         )
+
+    def warnings(self) -> list[str]:
+        """Return a sentence for each thing that is not a mistake and may be meant otherwise.
+
+        These are the warnings of the configuration, the agents that return a value with which nothing is done, and the
+        agents whose stream keeps only the newest notification of a subject although `allow_duplicates` is not set.
+        """
         ignored = {agent.name: outputs.ignored_return(agent) for agent in self.agents}
         return [
             *self.config.warnings,
-            *(() if self.agents or self.timers or self.tasks else (nothing,)),
             *(
                 f"agent {name!r}: nothing is done with the {returned} that it returns. What an agent returns is "
                 "published where it is a Notify or a list of them; annotate it to return None, or publish it"

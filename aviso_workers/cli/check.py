@@ -23,6 +23,6 @@ def check(
     app = find_app(target, agent=agent, config=config)
     if mistakes := app.mistakes():
         raise ConfigError(mistakes)
-    for warning in app.warnings():
+    for warning in filter(None, (*app.warnings(), app.nothing_to_run())):
         echo(f"warning: {warning}", err=True)
     typer.echo(f"{app.name}: {len(app.agents)} agents, {len(app.timers)} timers, {len(app.tasks)} tasks, no mistakes")

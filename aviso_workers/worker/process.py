@@ -70,6 +70,8 @@ async def serve(
     settings = app.config.workers
     logs.configure(settings.logging)
     log.write_from("warning" if quiet else "info")
+    if nothing := app.nothing_to_run():
+        log.warning("config.warning", text=nothing)
     status = settings.status if status_port is None else structs.replace(settings.status, port=status_port)
     if member is not None:
         app.events.listen(member.observe, Settled)
