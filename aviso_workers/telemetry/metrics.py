@@ -58,7 +58,7 @@ RUN_OUTCOMES = ("done", "failed")
 OUTCOMES = ("acked", "retried", "dead_lettered")
 PUBLISH_OUTCOMES = ("stored", "duplicate", "scheduled", "failed")
 RETRY_REASONS = ("dead_letter_failed", "taken_over")
-"""Those that are not exception of an author's."""
+"""Those that are not exceptions of an author's."""
 DEAD_LETTER_REASONS = (
     *("attempts_exhausted", "invalid_notification", "late", "max_deliveries", "rejected", "undecodable"),
     "worker_died",

@@ -34,6 +34,7 @@ from aviso_workers.engine.dead_letter_store import DeadLetter
 from aviso_workers.errors import InvalidNotificationError, LateError, ResourceError, UndecodableError
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
+from tests.odd_errors import EndlessError, nested
 
 pytestmark = pytest.mark.anyio
 
@@ -56,21 +57,6 @@ class UnspeakableError(Exception):
         raise KeyError("no text")
 
     __repr__ = __str__
-
-
-class EndlessError(Exception):
-    """Each has another one as its cause."""
-
-    @property
-    def __cause__(self) -> BaseException:  # type: ignore[override]
-        return EndlessError()
-
-
-def nested(depth: int) -> Exception:
-    error: Exception = ValueError("no")
-    for _ in range(depth):
-        error = ExceptionGroup("all", [error])
-    return error
 
 
 Work = Callable[[str], Any]
@@ -405,24 +391,14 @@ class TestCancelled:
 
 
 @pytest.mark.parametrize(
-    ("returned", "told"),
-    [(Retry, "the class Retry: return Retry() instead"), (Reject, "the class Reject: return Reject(")],
-)
-async def test_a_class_that_is_returned_is_a_failure_that_says_what_to_write(
-    declare: Callable[..., Agent[Any, Any]], app: App, url: str | None, returned: type, told: str
-) -> None:
-    agent = declare(lambda step: returned if step == "6" else None, retry=ONCE)
-    async with harness(app, server=url) as t:
-        await handle(t, 6, 7)
-        (dead_letter,) = t.dead_letters
-        assert sorted(t.outcomes(agent)) == ["acked", "dead_lettered"]
-        assert dead_letter.reason == "attempts_exhausted"
-        assert dead_letter.error.startswith(f"DeclarationError: the handler returned {told}")
-
-
-@pytest.mark.parametrize(
     ("returned", "reason", "told"),
     [
+        (
+            Retry,
+            "attempts_exhausted",
+            "DeclarationError: the handler returned the class Retry: return Retry() instead",
+        ),
+        (Reject, "attempts_exhausted", "DeclarationError: the handler returned the class Reject: return Reject("),
         ((n for n in range(3)), "attempts_exhausted", "DeclarationError: the handler returned the generator"),
         ([Retry(after=5)], "invalid_notification", "InvalidNotificationError: there is Retry("),
         ([Notify("mars", mars(step=8)), Reject("no")], "invalid_notification", "InvalidNotificationError: there is"),
@@ -433,7 +409,7 @@ async def test_a_class_that_is_returned_is_a_failure_that_says_what_to_write(
             "InvalidNotificationError: the notifications to be published are in a dict: put them in a list",
         ),
     ],
-    ids=["generator", "retry", "beside", "class", "dict"],
+    ids=["Retry", "Reject", "generator", "retry", "beside", "class", "dict"],
 )
 async def test_what_is_returned_and_would_come_to_nothing_is_a_failure(
     declare: Callable[..., Agent[Any, Any]], app: App, url: str | None, returned: object, reason: str, told: str

@@ -39,6 +39,7 @@ from aviso_workers.events import (
 )
 from aviso_workers.telemetry import logs
 from aviso_workers.telemetry.failure_logs import LINES_PER_PERIOD, PERIOD_SECONDS, FailureLog
+from tests.odd_errors import EndlessError, nested
 
 
 @pytest.fixture(autouse=True)
@@ -246,21 +247,6 @@ def test_an_exception_without_a_text_is_told_all_the_same(lines: Any) -> None:
     assert "UnspeakableError" in line["exception"]
 
 
-class EndlessError(Exception):
-    """Each has another one as its cause."""
-
-    @property
-    def __cause__(self) -> BaseException:  # type: ignore[override]
-        return EndlessError()
-
-
-def nested(depth: int) -> Exception:
-    error: Exception = ValueError("no")
-    for _ in range(depth):
-        error = ExceptionGroup("all", [error])
-    return error
-
-
 def chained(length: int) -> Exception:
     error = ValueError("first")
     for _ in range(length):
@@ -272,7 +258,7 @@ def chained(length: int) -> Exception:
 @pytest.mark.parametrize(
     ("error", "last_line"),
     [
-        (EndlessError("on and on"), "tests.telemetry.test_logs.EndlessError: on and on"),
+        (EndlessError("on and on"), "tests.odd_errors.EndlessError: on and on"),
         (nested(3000), "ExceptionGroup: all (1 sub-exception): ExceptionGroup: all (1 sub-exception): "),
         (chained(3000), "ValueError: another"),
         (ValueError("x" * 3_000_000), f"ValueError: {'x' * 4000}... (shortened)"),
