@@ -44,10 +44,12 @@ async def fill(url: str) -> None:
     for number in range(MESSAGES):
         headers = {"Nats-Msg-Id": str(number), "Parameter": "äß %2E"} if number % 3 else None
         body = bytes([number % 256]) * (number % 50)
-        await nc.publish(f"fields.{number % 7}.step-{number}", body, headers=headers)
-        if number % 1000 == 0:
-            await nc.flush()
-    await nc.flush()
+        subject = f"fields.{number % 7}.step-{number}"
+        if number % 1000 == 999:  # the answer says that it is stored, and all before it
+            stored = json.loads((await nc.request(subject, body, headers=headers, timeout=PATIENCE_SECONDS)).data)
+            assert stored.get("seq") == number + 1, stored
+        else:
+            await nc.publish(subject, body, headers=headers)
     for sequence in (1, 2, 77, 50_000, MESSAGES - 1):
         await ask(nc, "STREAM.MSG.DELETE.FIELDS", {"seq": sequence})
     for name, config in CONSUMERS.items():
@@ -63,14 +65,14 @@ async def fill(url: str) -> None:
     heard = await nc.subscribe(inbox)
     for name in ("reader", "of_one"):
         await nc.publish(f"$JS.API.CONSUMER.MSG.NEXT.FIELDS.{name}", b'{"batch": 60}', reply=inbox)
-        taken = [await heard.next_msg(timeout=10) for _ in range(60)]
+        taken = [await heard.next_msg(timeout=PATIENCE_SECONDS) for _ in range(60)]
         for msg in taken[:40:3]:
-            await nc.publish(msg.reply, b"+ACK")
+            await nc.request(msg.reply, b"+ACK", timeout=PATIENCE_SECONDS)  # it is answered once it counts
     await nc.drain()
 
 
 async def ask(nc: Client, subject: str, request: Any) -> dict[str, Any]:
-    answer = await nc.request(f"$JS.API.{subject}", json.dumps(request).encode(), timeout=30)
+    answer = await nc.request(f"$JS.API.{subject}", json.dumps(request).encode(), timeout=PATIENCE_SECONDS)
     decoded: dict[str, Any] = json.loads(answer.data)
     assert "error" not in decoded, (subject, decoded)
     return decoded

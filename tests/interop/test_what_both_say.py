@@ -23,6 +23,7 @@ from nats.aio.client import Client
 from aviso_workers import cli
 from aviso_workers.server import NatsServer
 from tests.interop.nats_cli import Shell, differences, successful
+from tests.waits import PATIENCE_SECONDS
 
 SEED = 9
 STREAMS, CONSUMERS = 40, 100
@@ -127,7 +128,9 @@ def drawn(chance: random.Random, choices: dict[str, list[Any]], few: int, name: 
 
 
 async def made(nc: Client, subject: str, request: dict[str, Any]) -> bool:
-    answer = json.loads((await nc.request(f"$JS.API.{subject}", json.dumps(request).encode(), timeout=10)).data)
+    answer = json.loads(
+        (await nc.request(f"$JS.API.{subject}", json.dumps(request).encode(), timeout=PATIENCE_SECONDS)).data
+    )
     return "error" not in answer
 
 
