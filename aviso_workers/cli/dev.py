@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import msgspec
 import typer
@@ -22,6 +21,7 @@ from aviso_workers.cli.output import echo
 from aviso_workers.cli.targets import AgentOption, ConfigOption, ConfigSource, Target, find_app
 from aviso_workers.cli.worker import Reload, StatusPort, fleet_command
 from aviso_workers.config import Config
+from aviso_workers.config.nats_server import LOOPBACK_NAMES
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import ConfigError, InvalidNotificationError, ServerProcessError
 from aviso_workers.server import processes
@@ -81,11 +81,10 @@ def dev(
 
 
 def _nats_port(config: Config) -> int:
-    (first, *_) = config.notification_backend.jetstream.servers
-    url = urlsplit(first if "://" in first else f"nats://{first}")
-    if url.hostname not in ("localhost", "127.0.0.1"):
-        raise ConfigError([f"notification_backend.jetstream.nats_url: dev serves 127.0.0.1 only, found {url.hostname}"])
-    return url.port or 4222
+    ((host, port), *_) = config.notification_backend.jetstream.nats_url.addresses
+    if host not in LOOPBACK_NAMES:
+        raise ConfigError([f"notification_backend.jetstream.nats_url: dev serves 127.0.0.1 only, found {host}"])
+    return port
 
 
 @contextmanager

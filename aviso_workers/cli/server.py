@@ -13,7 +13,7 @@ from msgspec import structs
 
 from aviso_workers.cli.output import AsJson, print_rows, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, find_app, load
-from aviso_workers.config.nats_server import Permissions, Subjects
+from aviso_workers.config.nats_server import LOOPBACK_NAMES, Permissions, Subjects
 from aviso_workers.ops import key_rotation, permissions
 from aviso_workers.server import nats_conf, processes, profiles
 from aviso_workers.server.processes import DIRECTORY
@@ -85,8 +85,16 @@ def start(
 
     Example: aviso-workers server start --nodes 3
     """
-    processes.start(load(config), directory=directory, nodes=nodes, tell=partial(typer.echo, err=True))
+    loaded = load(config)
+    started = processes.start(loaded, directory=directory, nodes=nodes, tell=partial(typer.echo, err=True))
     _print_states(processes.states(directory))
+    urls = loaded.notification_backend.jetstream.nats_url
+    if not {port for host, port in urls.addresses if host in LOOPBACK_NAMES} & {node.port for node in started}:
+        typer.echo(
+            f"aviso-workers: commands and workers connect to {urls} (notification_backend.jetstream.nats_url), where "
+            f"none of these servers listens: name {started[0].url} there, or set server.port to the port of nats_url",
+            err=True,
+        )
 
 
 @server.command("rotate-key")

@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_NAMES = ("localhost", LOOPBACK)
 
 Cipher = Literal["chacha", "aes"]
 Compression = Literal["off", "accept", "s2_auto", "s2_fast", "s2_better", "s2_best"]

@@ -57,6 +57,12 @@ class ServerUrls:
     def have_user(self) -> bool:
         return any("@" in url for url in self._urls)
 
+    @property
+    def addresses(self) -> tuple[tuple[str, int], ...]:
+        """The host and the port of each; the port is 4222 where the URL has none, as for every NATS client."""
+        parts = [urlsplit(_with_scheme(url)) for url in self._urls]
+        return tuple((each.hostname or "", each.port or 4222) for each in parts)
+
     def reveal(self) -> tuple[str, ...]:
         return self._urls
 
@@ -77,10 +83,14 @@ def _is_server_url(url: str) -> bool:
     if not url.isprintable() or " " in url:
         return False
     try:
-        parts = urlsplit(url if "://" in url else f"nats://{url}")
+        parts = urlsplit(_with_scheme(url))
         return parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
+
+
+def _with_scheme(url: str) -> str:
+    return url if "://" in url else f"nats://{url}"
 
 
 def without_user(url: str) -> str:
