@@ -74,7 +74,7 @@ class App(Router):
         if "__" in name or name.endswith("_"):  # else two apps could have one durable consumer
             raise DeclarationError(f"app name {name!r}: leave out '__' and a last '_', which part it from its agents")
         self.events = Events()
-        self._config = config
+        self._config = _checked(config)
         self._beside: Path | None = Path(sys._getframe(1).f_code.co_filename).absolute().parent
         self._nats_context: str | None = None
         self._opening: Opening = open_backend
@@ -95,7 +95,7 @@ class App(Router):
 
         `opening` brings another backend than the configuration names, as `testing` does.
         """
-        self._config, self._opening, self._beside = config, opening, None
+        self._config, self._opening, self._beside = _checked(config), opening, None
         self.__dict__.pop("config", None)
 
     def use_nats_context(self, name: str) -> None:
@@ -635,6 +635,12 @@ class App(Router):
         while known and known not in origins:
             known = known.rpartition(".")[0]
         return f"{path}: {problem} ({origins[known]})" if known else f"{path}: {problem}"
+
+
+def _checked(config: Config | str | Path | None) -> Config | str | Path | None:
+    if config is None or isinstance(config, Config | str | Path):
+        return config
+    raise DeclarationError(f"config= must be the path of a file or a loaded Config, found {config!r:.100}")
 
 
 def _key_mistakes(agent: Agent[Any, Any], declared: EventType, where: Where) -> Iterator[str]:

@@ -120,6 +120,12 @@ class TestDeclaring:
         (elsewhere / "config.yaml").write_text(IN_MEMORY + "  drain_timeout_seconds: 5\n")
         assert made_in(tmp_path, "config.yaml").config.workers.drain_timeout_seconds == 5
 
+    def test_takes_no_configuration_but_a_file_or_a_loaded_one(self, app: App) -> None:
+        other: Any = {"notification_backend": {"kind": "in_memory"}}
+        for give in (lambda: App("tests", config=other), lambda: app.configure(other)):
+            with pytest.raises(DeclarationError, match="config= must be the path of a file or a loaded Config"):
+                give()
+
     def test_takes_another_configuration_in_its_place(self, app: App, write: Callable[[str], Path]) -> None:
         assert app.config.workers.drain_timeout_seconds == 30
         app.configure(write(IN_MEMORY + "  drain_timeout_seconds: 5\n"))

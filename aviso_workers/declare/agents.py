@@ -688,6 +688,7 @@ def _call_form(name: str, function: Callable[..., Any]) -> tuple[type, Any, Any]
             raise resources.unbound(f"agent {name!r}", function)
         found = "no annotation" if hint is None else resources.spelled(hint)
         raise DeclarationError(f"agent {name!r}: must be {wanted}, found {found} of {parameters[0]!r}")
+    resources.require_positional(f"agent {name!r}", function, parameters[0])
     return form, *_types_of(hint)
 
 

@@ -93,6 +93,7 @@ def declare(function: Callable[..., AsyncIterator[None]], agents: Sequence[str] 
         )
     if form not in FORMS:
         raise DeclarationError(f"{what}: must be {wanted}, found {resources.spelled(hint)}")
+    resources.require_positional(what, function, first)
     return Around(
         name=name,
         gives=None,

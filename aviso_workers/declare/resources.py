@@ -42,12 +42,15 @@ __all__ = [
     "mistakes",
     "needs_of",
     "opened_by_workers",
+    "require_positional",
     "spelled",
     "surrounded",
     "unbound",
 ]
 
 Scope = Literal["worker", "call"]
+BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 """How long a resource is open: as long as its worker runs, or for one call of a function that needs it."""
 
 
@@ -127,12 +130,22 @@ def needs_of(what: str, function: Callable[..., Any], *, without: Collection[str
     """Return the types of its arguments, but for some. Raises `DeclarationError` where one is not annotated."""
     hints = hints_of(what, function)
     given = function.keywords if isinstance(function, functools.partial) else {}
-    names = [name for name in inspect.signature(function).parameters if name not in {*without, *given}]
+    parameters = inspect.signature(function).parameters
+    names = [name for name in parameters if name not in {*without, *given}]
     if names[:1] == ["self"]:
         raise unbound(what, function)
+    if wrong := [str(parameters[name]) for name in names if parameters[name].kind not in BY_NAME]:
+        raise DeclarationError(f"{what}: resources are given by the names of arguments: leave out {', '.join(wrong)}")
     if bare := [name for name in names if name not in hints]:
         raise DeclarationError(f"{what}: annotate {', '.join(bare)} with the type that a resource gives")
     return {name: hints[name] for name in names}
+
+
+def require_positional(what: str, function: Callable[..., Any], parameter: str) -> None:
+    """Raise `DeclarationError` for a first argument that cannot be given by its position."""
+    found = inspect.signature(function).parameters[parameter]
+    if found.kind not in BY_POSITION:
+        raise DeclarationError(f"{what}: its first argument is given by position, which '{found}' cannot take")
 
 
 def unbound(what: str, function: Callable[..., Any]) -> DeclarationError:

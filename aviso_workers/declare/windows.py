@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
@@ -108,6 +109,9 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
     idle: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("fold", "key", "time"):
+            if inspect.iscoroutinefunction(getattr(self, name)):
+                raise DeclarationError(f"Windowing: {name} must not be async: it only computes a value")
         for name in ("size", "every", "lateness", "idle"):
             try:
                 seconds = _seconds(getattr(self, name) or "1s")

@@ -360,6 +360,15 @@ async def without_argument() -> None: ...
 async def with_two_arguments(notification: Notification[Field], other) -> None: ...  # type: ignore[no-untyped-def]
 
 
+async def with_a_named_argument(*, notification: Notification[Field]) -> None: ...
+
+
+async def with_all_arguments(*notifications: Notification[Field]) -> None: ...
+
+
+async def with_a_nameless_resource(notification: Notification[Field], other: int, /) -> None: ...
+
+
 async def with_a_foreign_payload(notification: Notification[Ordinary]) -> None: ...
 
 
@@ -373,6 +382,9 @@ async def with_an_ambiguous_payload(notification: Notification[Left | Right]) ->
         (misannotated, "must be a function whose first argument.*found Field of 'notification'"),
         (without_argument, "must be a function whose first argument.*found no argument"),
         (with_two_arguments, "agent 'with_two_arguments': annotate other with the type that a resource gives"),
+        (with_a_named_argument, "its first argument is given by position, which 'notification: .*' cannot take"),
+        (with_all_arguments, r"its first argument is given by position, which '\*notifications: .*' cannot take"),
+        (with_a_nameless_resource, "resources are given by the names of arguments: leave out other: "),
         (
             Indexer.method,
             "agent 'method': a method in a class has no object yet.*: declare it where .*, as self.method",

@@ -21,6 +21,10 @@ def add(total: int, notification: Notification[int]) -> int:
     return total + notification.payload
 
 
+async def add_later(total: int, notification: Notification[int]) -> int:
+    return add(total, notification)
+
+
 def windowing(**stated: Any) -> Windowing[int, int]:
     return Windowing(**{"size": "10s", "fold": add, "initial": 0, **stated})
 
@@ -79,6 +83,8 @@ class TestStarts:
         ({"every": "11s"}, "Windowing: every must be at most size, or some notifications are in no window, found 11s"),
         ({"lateness": "-1s"}, "Windowing: lateness: "),
         ({"idle": "0s"}, "Windowing: idle must be longer than nought"),
+        ({"fold": add_later}, "Windowing: fold must not be async"),
+        ({"key": add_later}, "Windowing: key must not be async"),
     ],
 )
 def test_windows_that_make_no_sense_are_refused(stated: dict[str, Any], complaint: str) -> None:
