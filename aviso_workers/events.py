@@ -47,6 +47,7 @@ __all__ = [
     "StartNotReached",
     "StreamGone",
     "StreamMadeAgain",
+    "StreamNotRead",
     "StreamProvisioned",
     "TaskFailed",
     "ThreadOverdue",
@@ -325,6 +326,13 @@ class StartNotReached(Struct, frozen=True, kw_only=True):
     """Of the stream."""
 
 
+class StreamNotRead(Struct, frozen=True, kw_only=True):
+    """A replay or a watch gets nothing from its stream although there is a connection, and asks again."""
+
+    stream: str
+    error: Exception
+
+
 class StreamMadeAgain(Struct, frozen=True, kw_only=True):
     """A stream is not the one that a watch read, which goes on at its first message instead.
 
@@ -461,6 +469,7 @@ Event = (
     | StartNotReached
     | StreamGone
     | StreamMadeAgain
+    | StreamNotRead
     | StreamProvisioned
     | ConsumerDiffers
     | ConsumerResumed
@@ -483,6 +492,7 @@ WARNINGS = (
     StartNotReached,
     StreamGone,
     StreamMadeAgain,
+    StreamNotRead,
 )
 """Events of which `warning` may have something to say."""
 
@@ -516,6 +526,8 @@ def warning(event: Event) -> str:
                 f"stream {event.stream} was deleted and recreated, or set back: its last sequence is "
                 f"{event.last_sequence}, and {event.next_sequence} was to be read next; going on at its first message"
             )
+        case StreamNotRead():
+            return f"stream {event.stream} cannot be read for the moment, and is asked again: {event.error}"
     return ""
 
 

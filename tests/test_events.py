@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from aviso_workers.errors import UnavailableError
 from aviso_workers.events import (
     ConnectionChanged,
     Event,
@@ -13,6 +14,7 @@ from aviso_workers.events import (
     StartNotReached,
     StreamGone,
     StreamMadeAgain,
+    StreamNotRead,
     StreamProvisioned,
 )
 
@@ -88,6 +90,7 @@ def test_a_warning_that_nobody_listens_to_is_logged_and_nothing_else_is(caplog: 
         gone,
         not_reached,
         made_again,
+        StreamNotRead(stream="MARS", error=UnavailableError("no answer")),
         StreamProvisioned(stream="MARS", action="created"),
     ):
         events.emit(event)
@@ -103,6 +106,7 @@ def test_a_warning_that_nobody_listens_to_is_logged_and_nothing_else_is(caplog: 
         "beginning at its first message",
         "stream MARS was deleted and recreated, or set back: its last sequence is 7, and 43 was to be read next; "
         "going on at its first message",
+        "stream MARS cannot be read for the moment, and is asked again: no answer",
     ]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 

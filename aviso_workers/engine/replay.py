@@ -19,7 +19,7 @@ from aviso_workers.aviso.positions import Position
 from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.backends import Backend, Message, StreamInfo
 from aviso_workers.errors import NotFoundError, UnavailableError, UndecodableError
-from aviso_workers.events import Events, Skipped, StartNotReached, StreamGone, StreamMadeAgain
+from aviso_workers.events import Events, Skipped, StartNotReached, StreamGone, StreamMadeAgain, StreamNotRead
 
 __all__ = ["SKEW", "Replayer", "message_at", "when_created"]
 
@@ -32,6 +32,8 @@ MOST_BEHIND = 3
 """How often a stream is looked at that ends before what was read of it: its new leader may not have come so far yet."""
 MOST_FRUITLESS = 60
 """How often in a row a replay is begun again while there is a connection, and nothing comes of it."""
+TOLD_AFTER = 3
+"""After how many of these it is told. A new leader is there before, as a rule."""
 
 
 async def message_at(backend: Backend, stream: str, sequence: int) -> Message | None:
@@ -141,8 +143,10 @@ class Replayer:
                         fruitless = 0
                         yield message
                 return
-            except UnavailableError:
+            except UnavailableError as error:
                 fruitless = fruitless + 1 if self._backend.connection.ready else 0
+                if fruitless == TOLD_AFTER:
+                    self._events.emit(StreamNotRead(stream=self._stream, error=error))
                 if last is not None and fruitless == MOST_FRUITLESS:
                     raise
                 await self._pause()

@@ -44,6 +44,7 @@ from aviso_workers.events import (
     StartNotReached,
     StreamGone,
     StreamMadeAgain,
+    StreamNotRead,
     StreamProvisioned,
     TaskFailed,
     ThreadOverdue,
@@ -194,7 +195,7 @@ def observe(event: Event) -> None:
                 notification=f"{event.event_type}@{event.sequence}",
                 error=str(event.error),
             )
-        case StreamProvisioned() | StreamGone() | StreamMadeAgain() | StartNotReached():
+        case StreamProvisioned() | StreamGone() | StreamMadeAgain() | StreamNotRead() | StartNotReached():
             _observe_stream(event)
         case ConnectionChanged(connected=True):
             log.info("connection.up")
@@ -210,7 +211,7 @@ def observe(event: Event) -> None:
             log.warning("connection.slow", reason=event.reason, cure="install the nats-py that aviso-workers asks for")
 
 
-def _observe_stream(event: StreamProvisioned | StreamGone | StreamMadeAgain | StartNotReached) -> None:
+def _observe_stream(event: StreamProvisioned | StreamGone | StreamMadeAgain | StreamNotRead | StartNotReached) -> None:
     match event:
         case StreamGone():
             log.warning("stream.gone", stream=event.stream)
@@ -228,6 +229,8 @@ def _observe_stream(event: StreamProvisioned | StreamGone | StreamMadeAgain | St
                 next_sequence=event.next_sequence,
                 last_sequence=event.last_sequence,
             )
+        case StreamNotRead():
+            log.warning("stream.not_read", stream=event.stream, error=str(event.error))
         case StreamProvisioned(refused=""):
             log.info(f"stream.{event.action}", stream=event.stream, differences=list(event.differences))
         case StreamProvisioned():

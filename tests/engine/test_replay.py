@@ -21,7 +21,7 @@ from aviso_workers.clocks import LoopClock
 from aviso_workers.engine.replay import MOST_FRUITLESS, Replayer
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import InvalidIdentifierError, UnavailableError, UnknownEventTypeError
-from aviso_workers.events import Skipped, StreamMadeAgain
+from aviso_workers.events import Skipped, StreamMadeAgain, StreamNotRead
 from tests.engine.conftest import A_LONG_TIME, Facts, NotifyStep, Store
 
 pytestmark = pytest.mark.anyio
@@ -192,11 +192,12 @@ class TestAReplay:
         assert await steps(replayer.replay(Position(), Position())) == list(range(count))
 
     async def test_ends_with_an_error_where_it_gets_nothing_although_there_is_a_connection(
-        self, replayer: Replayer, backend: MortalBackend
+        self, replayer: Replayer, backend: MortalBackend, facts: Facts
     ) -> None:
         backend.unreadable = True
         with pytest.raises(UnavailableError, match="no answer"):
             await steps(replayer.replay(Position(), Position()))
+        assert [str(told.error) for told in facts.of(StreamNotRead)] == ["no answer"]
 
     async def test_ends_with_an_error_when_the_connection_is_lost_for_good(
         self, replayer: Replayer, backend: MortalBackend
@@ -325,7 +326,7 @@ class TestAWatch:
             assert await steps(replayer.watch(Position(time=at(1))), 1) == [2]
 
     async def test_waits_for_as_long_as_it_gets_nothing(
-        self, replayer: Replayer, backend: MortalBackend, notify: NotifyStep
+        self, replayer: Replayer, backend: MortalBackend, notify: NotifyStep, facts: Facts
     ) -> None:
         await notify(0)
         backend.unreadable = True
@@ -337,6 +338,7 @@ class TestAWatch:
 
             tasks.start_soon(answer)
             assert await steps(replayer.watch(Position(sequence=1)), 1) == [0]
+        assert len(facts.of(StreamNotRead)) == 1
 
     async def test_ends_with_an_error_when_the_connection_is_lost_for_good(
         self, replayer: Replayer, backend: MortalBackend

@@ -31,6 +31,7 @@ from aviso_workers.events import (
     StartNotReached,
     StreamGone,
     StreamMadeAgain,
+    StreamNotRead,
     StreamProvisioned,
     TaskFailed,
     ThreadOverdue,
@@ -343,6 +344,10 @@ def ack_wait_of(*, in_effect_seconds: float) -> AckWaitDiffers:
         (
             StreamMadeAgain(stream="MARS", next_sequence=43, last_sequence=7),
             {"event": "stream.made_again", "level": "warning", "next_sequence": 43, "last_sequence": 7},
+        ),
+        (
+            StreamNotRead(stream="MARS", error=UnavailableError("no answer")),
+            {"event": "stream.not_read", "level": "warning", "stream": "MARS", "error": "no answer"},
         ),
         (
             StreamProvisioned(stream="MARS", action="updated", differences=("max_msgs: 1 -> 2",)),
