@@ -262,8 +262,15 @@ async def test_positions_mean_the_same_to_both(server: AvisoServer, aviso_config
             with await to_thread.run_sync(watching) as live:
                 expected = len([one async for one in app.replay("mars", **position)]) + 1
                 await app.notify("mars", mars(step=200), {"location": "/"})
-                theirs = [event["id"] for event in await to_thread.run_sync(live.until_count, expected)]
+                await to_thread.run_sync(live.until_count, expected)
+                theirs = without_repeats(live.ids, server)
             assert await first_ids(app, expected, **position) == theirs
+
+
+def without_repeats(ids: list[str], server: AvisoServer) -> list[str]:
+    """Return the ids, once each of 0.7.1, which sometimes sends one twice that is published while a watch changes from
+    history to live."""
+    return list(dict.fromkeys(ids)) if server.version == "0.7.1" else ids
 
 
 async def first_ids(app: App, count: int, **position: Any) -> list[str]:
@@ -350,10 +357,9 @@ async def test_each_side_restarted_in_the_middle_loses_nothing(server: AvisoServ
     assert [event["data"]["identifier"]["step"] for event in replayed] == handled
 
 
-async def test_a_watch_that_is_resumed_after_a_restart_has_each_notification(
-    server: AvisoServer, aviso_server_version: str, aviso_config: Path
+async def test_a_watch_that_is_resumed_after_a_restart_has_each_notification_once(
+    server: AvisoServer, aviso_config: Path
 ) -> None:
-    """Once. 0.7.1 may send one twice that is published while it goes from history to what comes."""
     seen: list[str] = []
     async with App("beside", config=aviso_config) as app:
         for life in range(3):
@@ -365,7 +371,7 @@ async def test_a_watch_that_is_resumed_after_a_restart_has_each_notification(
                 await to_thread.run_sync(live.until, lambda events, last=last: f"mars@{last.sequence}" in events.ids)
                 await to_thread.run_sync(server.kill)
                 await to_thread.run_sync(live.until_end)
-                seen += dict.fromkeys(live.ids) if aviso_server_version == "0.7.1" else live.ids
+                seen += without_repeats(live.ids, server)
             await app.notify("mars", mars(step=3 * life + 2), {"location": "/"})
             await to_thread.run_sync(server.start)
         replayed = [event["id"] for event in conversations.replay(server, "mars", mars(step={"gte": 0}), from_id="1")]
