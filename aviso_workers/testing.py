@@ -504,7 +504,7 @@ class Harness:
             yield "the connection was taken away"
         if last := self.settled(agent)[-1:]:
             yield f"the last one was {last[0].outcome} ({last[0].reason or 'done'}: {_text(last[0].error)})"
-        if (ran := self.windows(agent)[-1:]) and ran[0].error:
+        if (ran := [fact for fact in self._windows if fact.agent == agent][-1:]) and ran[0].error:
             yield f"the last window failed: {describe(ran[0].error)}"
         if agent in self._disturbed:
             yield f"reading was disturbed: {self._disturbed[agent]}"
