@@ -189,7 +189,7 @@ def _print_plan(plan: Reset) -> None:
 def _position(text: str) -> Position:
     """Parse a position. Digits are a sequence and no time: mistaken for one, millions would be handled again."""
     if text in ("all", "new"):
-        return Position(sequence=1) if text == "all" else Position(time=datetime.now(UTC))
+        return Position(sequence=1) if text == "all" else Position()
     if text.isascii() and text.isdigit():
         return Position(sequence=parse_id(text, name="--to"))
     return Position(time=parse_date(text, name="--to"))

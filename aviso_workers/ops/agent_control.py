@@ -97,7 +97,8 @@ async def resume(admin: Admin, agent: AgentConsumer) -> None:
 
 
 async def plan_reset(admin: Admin, agent: AgentConsumer, to: Position) -> Reset:
-    """Return what `reset` would do: to a sequence, or to the first notification of a time or later.
+    """Return what `reset` would do: to a sequence, to the first notification of a time or later, or, for a position of
+    neither, behind the last notification.
 
     Raises `InvalidPositionError` beyond the end of the stream, `BackendError`.
     """
@@ -105,7 +106,7 @@ async def plan_reset(admin: Admin, agent: AgentConsumer, to: Position) -> Reset:
     info = await admin.consumer_info(stream, agent.consumer)
     last = (await admin.stream_info(stream)).last_sequence
     filters = info.config.filters
-    sequence = max(1, to.sequence or 0)
+    sequence = last + 1 if to == Position() else max(1, to.sequence or 0)
     if to.time is not None:
         reading = admin.read(stream, filter_subjects=filters, start_time=to.time, last_sequence=last)
         async with aclosing(reading):

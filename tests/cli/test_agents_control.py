@@ -6,7 +6,7 @@ import json
 import re
 import signal
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ import msgspec
 import pytest
 
 from aviso_workers import App
+from aviso_workers.cli import agents_control
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec
+from aviso_workers.ops import agent_control
 from tests.cli.conftest import Ran
 from tests.conftest import Start
 
@@ -132,6 +134,28 @@ def test_a_reset_goes_to_a_date(run: Run, config: Path, worked: Callable[..., li
     assert (done.code, done.lines[-1]) == (0, "index goes on at MARS@2, with 1 notifications ahead of it"), done
     late = run("agents", "reset", "index", "--app", agents, "--to", "2100-01-01T00:00:00Z", "--yes", "--config", config)
     assert late.lines[-1] == "index goes on at MARS@3, with 0 notifications ahead of it"
+
+
+@pytest.fixture
+def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's clock is two hours behind the server's, for whatever of it asks for the time."""
+
+    class Behind(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Behind:
+            return super().now(tz) - timedelta(hours=2)
+
+    for module in (agents_control, agent_control):
+        monkeypatch.setattr(module, "datetime", Behind, raising=False)
+
+
+@pytest.mark.usefixtures("slow_clock")
+def test_a_reset_to_new_handles_nothing_again_where_the_clock_of_the_command_is_slow(
+    run: Run, config: Path, worked: Callable[..., list[str]]
+) -> None:
+    worked(1, 2)
+    done = run("agents", "reset", "index", "--app", "field", "--to", "new", "--yes", "--config", config)
+    assert (done.code, done.lines[-1]) == (0, "index goes on at MARS@3, with 0 notifications ahead of it")
 
 
 @pytest.mark.parametrize(

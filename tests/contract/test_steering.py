@@ -129,6 +129,10 @@ class TestAReset:
         await t.settle()
         assert handled == [8]
 
+    async def test_behind_the_last_notification_asks_no_clock(self, t: Harness, four: list[datetime]) -> None:
+        plan = await agent_control.plan_reset(t.app.session.admin, INDEX, Position())
+        assert (plan.sequence, plan.again, plan.passed_over) == (6, 0, 0)
+
     async def test_past_what_waits_for_its_next_attempt_tells_of_it(self, t: Harness, four: list[datetime]) -> None:
         t.fail("index", ConnectionError("not now"), times=1)
         await t.notify("mars", mars(step=6), {})
