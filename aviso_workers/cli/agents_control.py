@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
 import typer
@@ -17,7 +16,7 @@ from aviso_workers.cli.output import print_record, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError
 from aviso_workers.ops import agent_control, retirement
-from aviso_workers.ops.agent_control import UNTIL_RESUMED, AgentConsumer, Reset
+from aviso_workers.ops.agent_control import AgentConsumer, Reset
 from aviso_workers.ops.retirement import Retirement
 
 __all__ = ["agents"]
@@ -52,10 +51,9 @@ def pause(
     seconds = parse_duration(for_, name="--for") if for_ else None
     if seconds == 0:
         raise DeclarationError("--for 0s would pause nothing: say how long, or leave it out to pause it until resumed")
-    until = datetime.now(UTC) + timedelta(seconds=seconds) if seconds else UNTIL_RESUMED
 
     async def run(server: Opened, target: AgentConsumer) -> None:
-        await agent_control.pause(server.admin, target, until=until)
+        until = await agent_control.pause(server.admin, target, seconds=seconds)
         typer.echo(f"{agent} is paused until {until.isoformat(timespec='seconds') if for_ else 'it is resumed'}")
 
     _control(agent, app, config, run)

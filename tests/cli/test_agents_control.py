@@ -150,6 +150,18 @@ def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slow_clock")
+def test_a_pause_lasts_as_long_as_was_said_where_the_clock_of_the_command_is_slow(
+    run: Run, config: Path, worked: Callable[..., list[str]]
+) -> None:
+    worked(1)
+    assert run("agents", "pause", "index", "--app", "field", "--for", "10m", "--config", config).code == 0
+    (row,) = (row for row in listed(run, config) if row["agent"] == "index")
+    assert row["paused_until"], "it is not paused"
+    until = datetime.fromisoformat(row["paused_until"])
+    assert timedelta(minutes=9) < until - datetime.now(UTC) < timedelta(minutes=10)
+
+
+@pytest.mark.usefixtures("slow_clock")
 def test_a_reset_to_new_handles_nothing_again_where_the_clock_of_the_command_is_slow(
     run: Run, config: Path, worked: Callable[..., list[str]]
 ) -> None:
