@@ -121,6 +121,14 @@ def remove(
             help="Remove only this agent, and nothing that the app's agents share. Default: the whole app.",
         ),
     ] = "",
+    workers_stopped: Annotated[
+        bool,
+        typer.Option(
+            "--workers-stopped",
+            help="All workers are stopped, also those that are frozen or cut off from the server. Without this, it is "
+            "refused where an agent was active in the last 5 minutes or has not settled everything.",
+        ),
+    ] = False,
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
@@ -134,7 +142,7 @@ def remove(
     assert name is not None
 
     async def run(server: Opened) -> None:
-        plan = await retirement.plan(server.admin, name, agent)
+        plan = await retirement.plan(server.admin, name, agent, workers_stopped=workers_stopped)
         print_table(("what", "of", "entries"), _retirement_rows(plan))
         if plan.dead_letters:
             typer.echo(f"{plan.dead_letters} dead letters stay: `aviso-workers dead-letters drop` removes them")

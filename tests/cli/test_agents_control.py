@@ -311,15 +311,16 @@ def test_an_app_that_is_retired_leaves_nothing_but_its_notifications(
     run: Run, config: Path, agents: str, worked: Callable[..., list[str]]
 ) -> None:
     worked(1)
-    assert run("agents", "rm", agents, "--config", config).out == run("agents", "rm", "field", "--config", config).out
-    preview = run("agents", "rm", "field", "--config", config)
+    by_code = run("agents", "rm", agents, "--workers-stopped", "--config", config)
+    preview = run("agents", "rm", "field", "--workers-stopped", "--config", config)
+    assert by_code.out == preview.out
     assert preview.code == 2
     assert "MARS > field__index" in preview.out
     assert "MARS > field__everything" in preview.out
     assert "say --yes to remove it" in preview.err
     assert len(listed(run, config)) == 2, "nothing was done"
 
-    ran = run("agents", "rm", "field", "--yes", "--config", config)
+    ran = run("agents", "rm", "field", "--workers-stopped", "--yes", "--config", config)
     assert (ran.code, ran.lines[-1]) == (0, "field is gone from the server")
     assert listed(run, config) == []
     again = run("agents", "rm", "field", "--config", config)
@@ -332,7 +333,8 @@ def test_one_agent_is_retired_by_itself_and_begins_at_its_start_when_it_comes_ba
     run: Run, config: Path, worked: Callable[..., list[str]]
 ) -> None:
     assert worked(1, 2) == ["1", "2"]
-    assert run("agents", "rm", "field", "--agent", "index", "--yes", "--config", config).code == 0
+    removed = run("agents", "rm", "field", "--agent", "index", "--workers-stopped", "--yes", "--config", config)
+    assert removed.code == 0
     assert [row["agent"] for row in listed(run, config)] == ["everything"]
     assert worked(3) == ["1", "2", "1", "2", "3"]
 
@@ -343,7 +345,19 @@ def test_an_app_whose_workers_run_is_not_retired(
     worked(1)
     worker = start("worker", agents, "--config", config)
     worker.until("agent.started")
-    ran = run("agents", "rm", "field", "--yes", "--config", config)
-    assert ran.code == 1
-    assert "workers ask for notifications of" in ran.err
+    for said in ((), ("--workers-stopped",)):
+        ran = run("agents", "rm", "field", *said, "--yes", "--config", config)
+        assert ran.code == 1
+        assert "workers ask for notifications of" in ran.err
     assert worker.end(signal.SIGTERM) == 0
+
+
+def test_an_app_that_was_active_lately_is_not_retired_by_itself(
+    run: Run, config: Path, worked: Callable[..., list[str]]
+) -> None:
+    """Its workers may be frozen, or cut off from the server, which knows nothing of them then."""
+    worked(1)
+    ran = run("agents", "rm", "field", "--yes", "--config", config)
+    assert (ran.code, ran.out) == (1, "")
+    assert re.search(r"field__index of MARS was active \d+ s ago.*say --workers-stopped", ran.err), ran.err
+    assert len(listed(run, config)) == 2, "nothing was done"
