@@ -9,10 +9,11 @@ import pytest
 
 from aviso_workers import Notification
 from aviso_workers.aviso.positions import Position
+from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control, agent_report
-from aviso_workers.ops.agent_control import AgentConsumer
+from aviso_workers.ops.agent_control import UNTIL_RESUMED, AgentConsumer
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness
 from tests.contract.settings import mars
@@ -81,6 +82,18 @@ class TestAPause:
         await t.settle()
         (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
         assert (sorted(handled), progress.pending, progress.paused_until) == ([0, 6], 0, "")
+
+    @pytest.mark.parametrize(("stream", "paused"), [("MARS", "its notifications"), (RETRIES, "its retries")])
+    async def test_of_one_half_of_it_is_trouble(
+        self, t: Harness, four: list[datetime], stream: str, paused: str
+    ) -> None:
+        """As where a pause or a resume broke off between the two consumers."""
+        await t.app.session.admin.pause_consumer(stream, INDEX.consumer, until=UNTIL_RESUMED)
+        (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
+        assert progress.trouble == f"partly paused: only {paused}; pause or resume it again"
+        await agent_control.pause(t.app.session.admin, INDEX)
+        (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
+        assert (progress.trouble, progress.paused_until) == ("", "it is resumed")
 
     async def test_has_an_end(self, t: Harness, handled: list[int], four: list[datetime]) -> None:
         await agent_control.pause(t.app.session.admin, INDEX, seconds=1)
