@@ -350,7 +350,7 @@ class TestOperating:
         with ThreadPoolExecutor() as threads, reader.runs(top, code=INTERRUPTED) as running:
             agents, consumers, streams = threads.map(reader.types, others)
             assert running.lines(2)[1].startswith("MARS ")
-        assert (agents, consumers) == ("there are none\n", "there are none\n")
+        assert (agents, consumers) == ("no agents\n", "no consumers\n")
         assert "MARS" in streams
         assert "no stream follows another one" in reader.types(texts("docs/failover.md", "bash")[0])
 

@@ -70,7 +70,9 @@ def render(
     settings, choices = profiles.choose(loaded, profile=profile)
     rendered = nats_conf.render(settings, origins=loaded.origins, choices=choices)
     nats_conf.write(rendered, output, origins=loaded.origins)
-    print_table(("key", "value", "so"), [(choice.key, choice.value, choice.why) for choice in choices])
+    print_table(
+        ("key", "value", "so"), [(choice.key, choice.value, choice.why) for choice in choices], none="no choices"
+    )
     typer.echo(f"{output}: written, readable by its owner only")
 
 
@@ -212,4 +214,6 @@ def _print_states(states: Iterable[processes.State], *, as_json: bool = False) -
         )
         for state in states
     ]
-    print_rows(SERVERS, rows, (dict(zip(SERVERS, row, strict=True)) for row in rows), as_json=as_json)
+    print_rows(
+        SERVERS, rows, (dict(zip(SERVERS, row, strict=True)) for row in rows), none="no servers", as_json=as_json
+    )

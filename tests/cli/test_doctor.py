@@ -38,7 +38,9 @@ def test_what_is_only_a_warning_ends_with_0(run: Run, config: Path) -> None:
     ran = run("doctor", *QUICK, "--config", config)
     assert ran.code == 0, ran
     assert ran.lines[-2] == "Losses when a server, its disk or its power fails:"
-    assert ran.lines[-1].startswith("  MARS: lost with the disk of its server; sync_interval is not known")
+    assert ran.lines[-1].startswith(
+        "  MARS: all messages are lost if the server's disk fails; sync_interval is not known"
+    )
 
 
 def test_only_in_production_three_copies_are_needed(run: Run, config: Path) -> None:

@@ -403,7 +403,7 @@ class TestAStreamWhoseNewLeaderHasNotComeSoFarYet:
 @pytest.mark.parametrize(
     ("event_type", "where", "error", "complaint"),
     [
-        ("marsh", {}, UnknownEventTypeError, "unknown event type 'marsh'; notification_schema has: mars"),
+        ("marsh", {}, UnknownEventTypeError, "unknown event type 'marsh'; event types: mars; did you mean 'mars'"),
         ("mars", {"stop": 1}, InvalidIdentifierError, "'stop' is unknown; did you mean 'step'"),
         ("mars", {"step": {"near": 4}}, InvalidIdentifierError, "'step' takes the operators"),
     ],
