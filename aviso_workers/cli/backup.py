@@ -237,7 +237,8 @@ def restore(
     ] = False,
     storage: Annotated[Storage | None, typer.Option(help="Storage of the stream. Default: as it was.")] = None,
     replicas: Annotated[
-        int | None, typer.Option(min=1, max=5, help="Number of replicas of the stream. Default: as it was.")
+        int | None,
+        typer.Option(metavar="N", min=1, max=5, help="Number of replicas of the stream. Default: as it was."),
     ] = None,
     identity: IdentityOption = None,
     config: ConfigOption = None,

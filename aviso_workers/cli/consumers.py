@@ -41,7 +41,7 @@ def list_consumers(
     stream: Annotated[
         str | None,
         typer.Argument(
-            metavar="[STREAM]",
+            metavar="STREAM",
             autocompletion=completion.streams,
             help="Name of the stream, e.g. MARS. Default: all streams.",
         ),

@@ -45,6 +45,7 @@ def doctor(
         float,
         typer.Option(
             "--seconds",
+            metavar="SECONDS",
             min=0.1,
             callback=finite,
             help="Seconds between the two samples from which rates are computed.",
@@ -54,6 +55,7 @@ def doctor(
         Path | None,
         typer.Option(
             "--backups",
+            metavar="DIR",
             exists=True,
             file_okay=False,
             help="Directory with backups: check that each configured stream has one of today. Default: backups are "

@@ -38,7 +38,12 @@ SHOWN = 20
 Take = Callable[[Admin], Awaitable[Snapshot]]
 Seconds = Annotated[
     float,
-    typer.Option(min=0.1, callback=finite, help="Seconds between the two snapshots from which rates are computed."),
+    typer.Option(
+        metavar="SECONDS",
+        min=0.1,
+        callback=finite,
+        help="Seconds between the two snapshots from which rates are computed.",
+    ),
 ]
 
 

@@ -78,7 +78,9 @@ def render(
 
 @server.command()
 def start(
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of servers; more than one are a cluster.")] = 1,
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="N", min=1, help="Number of servers; more than one are a cluster.")
+    ] = 1,
     directory: Directory = DIRECTORY,
     config: ConfigOption = None,
 ) -> None:
@@ -111,7 +113,9 @@ def rotate_key(
             help="File with the present key of the stores. Leave it out if they are not encrypted.",
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of servers, as for `server start`.")] = 1,
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="N", min=1, help="Number of servers, as for `server start`.")
+    ] = 1,
     directory: Directory = DIRECTORY,
     config: ConfigOption = None,
 ) -> None:

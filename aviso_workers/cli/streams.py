@@ -87,9 +87,7 @@ def gaps(stream: Stream, as_json: AsJson = False, config: ConfigOption = None) -
 @streams.command()
 def get(
     stream: Stream,
-    sequence: Annotated[
-        int | None, typer.Argument(metavar="[SEQUENCE]", min=1, help="Sequence of the message.")
-    ] = None,
+    sequence: Annotated[int | None, typer.Argument(metavar="SEQUENCE", min=1, help="Sequence of the message.")] = None,
     last: Annotated[
         str | None, typer.Option("--last", metavar="SUBJECT", help="Print the last message of this subject instead.")
     ] = None,
