@@ -80,7 +80,7 @@ async def prune(admin: Admin, to: Path, stream: str, keep: Keep) -> list[AvisoWo
         return [error]
     for gone in pruned.removed:
         typer.echo(f"{stream}: removed {gone.directory}")
-    return [BackupError(f"{found}; it is kept, and does not count") for found in pruned.uncounted]
+    return [BackupError(f"{found}; it is kept, and does not count") for found in pruned.not_counted]
 
 
 def _rows(restored: RestoredStream) -> list[tuple[str, ...]]:
