@@ -58,6 +58,7 @@ from aviso_workers.declare.batches import Source, Stream
 from aviso_workers.declare.resources import Resource, spelled
 from aviso_workers.declare.tables import PROCESS, Table
 from aviso_workers.declare.timers import Timer
+from aviso_workers.declare.windows import Window
 from aviso_workers.engine import dead_letter_store, delayed_delivery, delayed_messages, max_deliveries, parts
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.call_scope import Opened
@@ -164,7 +165,7 @@ class Harness:
 
     @property
     def clock(self) -> Clock:
-        """The time that the agents live by."""
+        """The clock of the agents and timers: `monotonic()` in seconds, `time_ns()` in nanoseconds since 1970."""
         return self._watch.clock
 
     async def notify(self, event_type: str, identifier: Mapping[str, Any], payload: Any = None) -> Receipt:
@@ -215,7 +216,8 @@ class Harness:
 
     def windows(self, agent: Agent[Any, Any] | str) -> list[WindowDone]:
         """Return how the agent's runs for windows that are over ended, in order."""
-        name = self._name(agent)
+        windowed_agents = [each for each in self.app.agents if each.form is Window]
+        name = self._known("agent of a Window", self._name(agent), windowed_agents)
         return [fact for fact in self._windows if fact.agent == name]
 
     async def start(self) -> None:
@@ -502,7 +504,7 @@ class Harness:
             yield "the connection was taken away"
         if last := self.settled(agent)[-1:]:
             yield f"the last one was {last[0].outcome} ({last[0].reason or 'done'}: {_text(last[0].error)})"
-        if (ran := self.windows(agent)[-1:]) and ran[0].error:
+        if (ran := [fact for fact in self._windows if fact.agent == agent][-1:]) and ran[0].error:
             yield f"the last window failed: {describe(ran[0].error)}"
         if agent in self._disturbed:
             yield f"reading was disturbed: {self._disturbed[agent]}"

@@ -429,6 +429,8 @@ async def test_agents_and_timers_of_a_router_with_a_prefix_are_told_from_others_
             t.outcomes("index")
         with pytest.raises(ValueError, match="no timer 'look' in app 'tested', which has: our_every_5m, our_every_10m"):
             t.ticks("look")
+        with pytest.raises(ValueError, match="no agent of a Window 'our_of_mars' in app 'tested', which has: none"):
+            t.windows("our_of_mars")
 
 
 async def test_an_agent_of_a_router_that_is_included_twice_is_named_with_its_prefix(app: App) -> None:

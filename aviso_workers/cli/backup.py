@@ -146,8 +146,8 @@ def create(
             typer.echo(_described(made.backup))
             return made.backup
 
-        def prune(stream: str) -> list[AvisoWorkersError]:
-            return backup_sets.prune(to, stream, Keep(newest, days))
+        async def prune(stream: str) -> list[AvisoWorkersError]:
+            return await backup_sets.prune(server.admin, to, stream, Keep(newest, days))
 
         if everything:
             return await backup_sets.create(server.admin, to, back_up, prune, encrypted=bool(encrypt_to))
@@ -155,7 +155,7 @@ def create(
         for stream in await backups.named_streams(server.admin, server.config, names or ()):
             try:
                 await back_up(stream)
-                failures += prune(stream)
+                failures += await prune(stream)
             except AvisoWorkersError as error:  # the others are backed up all the same
                 failures.append(error)
         return failures

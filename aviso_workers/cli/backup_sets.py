@@ -10,7 +10,7 @@ import typer
 from aviso_workers.backends import Admin
 from aviso_workers.cli.output import print_table
 from aviso_workers.cli.progress import bar
-from aviso_workers.errors import AvisoWorkersError, BackupError
+from aviso_workers.errors import AvisoWorkersError, BackendError, BackupError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, Identities, Keep, RestoredStream, Spool
 
@@ -21,7 +21,7 @@ async def create(
     admin: Admin,
     to: Path,
     back_up: Callable[[str, Spool | None], Awaitable[Backup]],
-    prune: Callable[[str], list[AvisoWorkersError]],
+    prune: Callable[[str], Awaitable[list[AvisoWorkersError]]],
     *,
     encrypted: bool,
 ) -> list[AvisoWorkersError]:
@@ -31,7 +31,7 @@ async def create(
         typer.echo(f"{len(made.backups)} streams are a set, to be restored as one: {made.file}")
     failures = list(made.failures)
     for backup in made.backups:
-        failures += prune(backup.stream)
+        failures += await prune(backup.stream)
     return failures
 
 
@@ -71,15 +71,17 @@ async def restore(
             )
 
 
-def prune(to: Path, stream: str, keep: Keep) -> list[AvisoWorkersError]:
-    """Remove old backups of a stream, print which, and return a failure for each that is damaged."""
+async def prune(admin: Admin, to: Path, stream: str, keep: Keep) -> list[AvisoWorkersError]:
+    """Remove old backups of a stream, print which, and return a failure for each that does not count."""
     try:
+        if keep != Keep():
+            await backups.require_same_clock(admin, stream)
         pruned = backups.prune(to, stream, keep)
-    except BackupError as error:
+    except (BackendError, BackupError) as error:
         return [error]
     for gone in pruned.removed:
         typer.echo(f"{stream}: removed {gone.directory}")
-    return [BackupError(f"{found}; it is kept, and does not count") for found in pruned.damaged]
+    return [BackupError(f"{found}; it is kept, and does not count") for found in pruned.not_counted]
 
 
 def _rows(restored: RestoredStream) -> list[tuple[str, ...]]:

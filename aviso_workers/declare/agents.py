@@ -26,7 +26,7 @@ from aviso_workers.declare import around, event_types, resources, timers
 from aviso_workers.declare.around import Around
 from aviso_workers.declare.batches import Batch, Batching, Stream
 from aviso_workers.declare.resources import Resource, Scope
-from aviso_workers.declare.retry import Backoff
+from aviso_workers.declare.retry import LONGEST_DELAY_SECONDS, Backoff
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Schedule, Timer
 from aviso_workers.declare.verdicts import Classifier, Reject, Retry
@@ -84,6 +84,14 @@ POLICY_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "window": ((Windowing, NoneType), "a Windowing"),
 }
 """The types of what a decorator is given, and their names for people."""
+MOST = {
+    "concurrency": 10_000,
+    "ack_wait": LONGEST_DELAY_SECONDS,
+    "timeout": LONGEST_DELAY_SECONDS,
+    "rate_limit": 10**9,
+}
+"""The largest numbers that a decorator takes. A worker has a task for each call of `concurrency`, and a server cannot
+read an `ack_wait` of centuries."""
 
 
 class Agent(Generic[P, R]):
@@ -180,11 +188,9 @@ class Agent(Generic[P, R]):
 
     def _refuse_nonsense(self) -> None:
         policy, problem = self.policy, ""
-        if policy.concurrency < 1:
-            problem = f"concurrency must be 1 or more, found {policy.concurrency}"
-        for name in ("ack_wait", "timeout", "rate_limit"):
-            if (found := getattr(policy, name)) is not None and not found > 0:
-                problem = f"{name} must be > 0, found {found}"
+        for name, most in MOST.items():
+            if (found := getattr(policy, name)) is not None and not 0 < found <= most:
+                problem = f"{name} must be above 0 and at most {most}, found {found}"
         if policy.batch != Batching() and self.form is not Batch:
             problem = "batch= is for a function of a Batch"
         if policy.window is not None and self.form is not Window:
@@ -281,7 +287,7 @@ class Router:
           filter by. Default: all notifications.
         - `name`: the agent's name, from which that of its durable consumer is made. Keep it when you rename the
           function. Default: the function's name.
-        - `concurrency`: the number of calls that one worker makes at the same time.
+        - `concurrency`: the number of calls that one worker makes at the same time, at most 10,000.
         - `retry`: how often and after which delays a failed notification is tried again. Default: `Backoff()`.
         - `ack_wait`: the time after which another worker is given the notifications of a worker that died. It does not
           limit a call.
@@ -312,12 +318,12 @@ class Router:
             itself = function.function if isinstance(function, Agent) else function  # declared for another one already
             policy = Policy(
                 concurrency=concurrency,
-                retry=retry or Backoff(),
+                retry=Backoff() if retry is None else retry,
                 ack_wait=ack_wait,
                 timeout=timeout,
                 rate_limit=rate_limit,
                 order_by=fields,
-                batch=batch or Batching(),
+                batch=Batching() if batch is None else batch,
                 window=window,
                 start=_start(name or _name_of(itself), start),
                 singleton=singleton,

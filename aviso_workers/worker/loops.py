@@ -16,14 +16,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import anyio
+
 from aviso_workers.errors import text_of
 from aviso_workers.telemetry.logs import log
 from aviso_workers.worker import LoopEnded
 
 __all__ = ["run"]
 
-NOT_OF_AUTHORS = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, asyncio.__file__))
-"""What the names of the files begin with that run a task."""
+NOT_OF_AUTHORS = ("uvloop/", *(f"{Path(file).parent}{os.sep}" for file in (__file__, asyncio.__file__, anyio.__file__)))
+"""What the names of the files begin with that run a task. uvloop's are not absolute."""
 
 
 class _AllCancelledError(BaseException):
@@ -88,7 +90,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
         return {"ended_by": "the cancellation of all tasks"}
     if not isinstance(error, (SystemExit, KeyboardInterrupt)):
         return {"ended_by": "loop.stop()"}  # then asyncio raises a RuntimeError: the work was not completed
-    described = {"ended_by": f"{type(error).__name__}({text_of(error)}), raised in a task"}
+    described = {"ended_by": f"{type(error).__name__}({text_of(error)}), raised in a task or a callback"}
     if (frames := _frames_of_author(error)) is None:
         return described
     line = f"{frames.tb_frame.f_code.co_filename}:{frames.tb_lineno}"

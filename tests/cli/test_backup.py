@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import anyio
@@ -14,6 +15,7 @@ from rich.filesize import decimal
 from aviso_workers import App
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import backups
+from aviso_workers.ops.backups import retention
 from tests.cli.conftest import Ran
 from tests.ops.backups.test_encryption import Key
 
@@ -156,6 +158,17 @@ def test_a_damaged_newest_backup_removes_no_whole_one(run: Run, filled: Path) ->
     os.truncate(damaged / "stream.arc.s2", 100)
     ran = run("backup", "create", "mars", "--to", "kept", "--keep", "2", "--config", filled)
     assert (ran.code, f"{damaged} is damaged" in ran.err, whole.exists()) == (1, True, True), ran
+
+
+def test_nothing_is_removed_while_the_clock_is_wrong(run: Run, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = made(run, filled)
+    monkeypatch.setattr(retention, "SKEW", timedelta(seconds=-1))
+    ran = run("backup", "create", "mars", "--to", "kept", "--keep", "1", "--config", filled)
+    assert (ran.code, "no backup of MARS is removed: this machine's clock" in ran.err, before.exists()) == (
+        1,
+        True,
+        True,
+    ), ran
 
 
 def test_nothing_is_cleansed_without_a_yes(run: Run, filled: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -467,10 +468,14 @@ def test_a_name_that_a_consumer_cannot_carry_is_refused(router: Router, name: st
 @pytest.mark.parametrize(
     ("stated", "complaint"),
     [
-        ({"concurrency": 0}, "agent 'index': concurrency must be 1 or more, found 0"),
-        ({"ack_wait": 0.0}, "agent 'index': ack_wait must be > 0, found 0.0"),
-        ({"timeout": -1.0}, "agent 'index': timeout must be > 0, found -1.0"),
-        ({"rate_limit": 0.0}, "agent 'index': rate_limit must be > 0, found 0.0"),
+        ({"concurrency": 0}, "agent 'index': concurrency must be above 0 and at most 10000, found 0"),
+        ({"concurrency": 10**9}, "agent 'index': concurrency must be above 0 and at most 10000, found 1000000000"),
+        ({"ack_wait": 0.0}, "agent 'index': ack_wait must be above 0 and at most 31622400, found 0.0"),
+        ({"ack_wait": math.inf}, "agent 'index': ack_wait must be above 0 and at most 31622400, found inf"),
+        ({"retry": 0}, "agent 'index': retry= takes a Backoff, found 0"),
+        ({"batch": 0}, "agent 'index': batch= takes a Batching, found 0"),
+        ({"timeout": -1.0}, "agent 'index': timeout must be above 0 and at most 31622400, found -1.0"),
+        ({"rate_limit": 0.0}, "agent 'index': rate_limit must be above 0 and at most 1000000000, found 0.0"),
         ({"batch": Batching(size=5)}, "agent 'index': batch= is for a function of a Batch"),
     ],
 )

@@ -24,6 +24,7 @@ from aviso_workers.errors import InvalidNotificationError, NotFoundError, Refuse
 from aviso_workers.jetstream.info import Cluster, Replica, StreamConfig, StreamInfo
 from aviso_workers.ops import backups
 from aviso_workers.ops.erasure import Eraser, Survey, replicas
+from aviso_workers.ops.erasure.suspects import suspects
 from aviso_workers.server import NatsServer
 from tests.stories.processes import cluster
 from tests.waits import PATIENCE_SECONDS
@@ -406,6 +407,7 @@ async def test_tables_windows_and_counters_that_may_hold_copies_are_named(place:
     windows = await backend.key_value("index_windows_hourly")
     await windows.put("=passed", b'{"settled": {}}')
     await windows.put("x=2Fod", b'{"open": {"0": 3}, "counted": {"1": 2.0}}')
+    await (await backend.key_value("index_windows_count_failures")).put("od", b'{"open": {"0": 3}}')
     await (await backend.key_value("index_failures")).put("agent.MARS.1", b"1")
     async with _counter_of(place) as counter:
         await counter.add("od")
@@ -413,6 +415,7 @@ async def test_tables_windows_and_counters_that_may_hold_copies_are_named(place:
         survey = await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "od"}).survey()
         assert [(each.kind, each.name, each.keys, each.named) for each in survey.suspects] == [
             ("table", "index__sums", 3, ("od", "rd")),
+            ("windows", "index_windows_count_failures", 1, ("od",)),
             ("windows", "index_windows_hourly", 1, ("x=2Fod",)),
             ("counter", "index__seen", 2, ("od",)),
         ]
@@ -424,6 +427,41 @@ async def test_tables_windows_and_counters_that_may_hold_copies_are_named(place:
     assert record["by_keys_of"] == ["index__seen", "index__sums"]
     assert record["may_hold_copies"][0] == {"kind": "table", "name": "index__sums", "keys": 3, "named": 2}
     assert "od" not in re.findall(r"[a-z]+", place.audit.read_text())
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "found"),
+    [
+        ("-5", "green.-5", True),
+        ("C++", "C++.12", True),
+        ("+49 123", "od.+49 123", True),
+        ("2026-11-25T00:00:00Z", "at 2026-11-25T00:00:00Z, od", True),
+        ("od", "x" * 5000 + " od", True),
+        ("od", "mode.odd", False),
+        ("5", "15", False),
+        ("", "od", False),
+    ],
+)
+async def test_a_value_is_found_in_a_key_unless_it_is_a_part_of_a_longer_word(
+    place: Place, value: str, text: str, found: bool
+) -> None:
+    await (await place.app.session.backend.key_value("index__sums")).put("one", json.dumps(text).encode())
+    admin = place.app.session.admin
+    infos = {"KV_index__sums": await admin.stream_info("KV_index__sums")}
+    [suspect] = await suspects(admin, infos, [value])
+    assert suspect.named == (("one",) if found else ())
+
+
+async def test_a_key_that_is_not_there_is_told_and_what_it_was_to_erase_is_not_proven(place: Place) -> None:
+    await place.notify("od", [1])
+    sums = await place.app.session.backend.key_value("index__sums")
+    await sums.put("od", b"1")
+    left = await place.erase(where={"class": "od"}, keys=["index__sums/od", "index__sums/0d"])
+    assert [(each.where, each.why) for each in left.unreached] == [
+        ("KV_index__sums", "1 of the keys that were given for it is not there")
+    ]
+    assert (left.whole, await sums.keys(), place.record()["state"]) == (False, [], "incomplete")
+    assert "0d" not in place.audit.read_text()
 
 
 @asynccontextmanager

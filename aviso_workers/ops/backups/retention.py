@@ -9,11 +9,13 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from aviso_workers.backends import Admin
+from aviso_workers.engine.replay import SKEW
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import chains, sets
 from aviso_workers.ops.backups.storage import Backup, damage, find, load, locked_backups, remove
 
-__all__ = ["Keep", "Pruned", "prune"]
+__all__ = ["Keep", "Pruned", "prune", "require_same_clock"]
 
 
 class Keep(Struct, frozen=True):
@@ -32,15 +34,16 @@ class Pruned(Struct, frozen=True, kw_only=True):
 
     removed: Sequence[Backup] = ()
     """The oldest first."""
-    damaged: Sequence[str] = ()
-    """Sentences on damaged backups, which are kept and do not count."""
+    not_counted: Sequence[str] = ()
+    """Sentences on backups that are kept and do not count: damaged ones, and those of the future."""
 
 
 def prune(directory: Path, stream: str, keep: Keep, *, now: datetime | None = None) -> Pruned:
     """Remove the backups of a stream that are not kept. Only those that we have made are touched.
 
     A backup counts as kept only where its digests are right, and those of all that it was made after: one that is
-    damaged stays, and an older one beside it. Nothing is read where nothing is to be removed. Raises `BackupError`.
+    damaged stays, and an older one beside it. So does one whose time is in the future, which says nothing of its age.
+    Nothing is read where nothing is to be removed. Raises `BackupError`.
     """
     if keep == Keep() or not (directory / stream).is_dir():
         return Pruned()
@@ -48,12 +51,28 @@ def prune(directory: Path, stream: str, keep: Keep, *, now: datetime | None = No
         return _prune(directory, stream, keep, now or datetime.now(UTC))
 
 
+async def require_same_clock(admin: Admin, stream: str) -> None:
+    """Raise `BackupError` where this machine's clock differs by more than a minute from that of the server: then it is
+    not known which backups are old. Raises `BackendError`.
+    """
+    told = (await admin.stream_info(stream)).time
+    differs = datetime.now(UTC) - told if told else timedelta()
+    if abs(differs) > SKEW:
+        how = f"{abs(differs.total_seconds()):.0f} s {'ahead of' if differs > timedelta() else 'behind'}"
+        raise BackupError(
+            f"no backup of {stream} is removed: this machine's clock is {how} the server's. Set the wrong clock right"
+        )
+
+
 def _prune(directory: Path, stream: str, keep: Keep, now: datetime) -> Pruned:
-    ours = [found for found in find(directory / stream, stream=stream) if found.record]
+    found_here = [found for found in find(directory / stream, stream=stream) if found.record]
+    ours = [found for found in found_here if found.made <= now + SKEW]
+    of_future = found_here[len(ours) :]
+    not_counted = [f"{backup.directory} has a time in the future, from a wrong clock" for backup in of_future]
     since = now - timedelta(days=keep.days or 0)
     most = max(1, keep.newest or 1)
     if not any(keep.days is None or backup.made < since for backup in ours[:-most]):
-        return Pruned()
+        return Pruned(not_counted=not_counted)
     damage_of = cache(_damage)
     whole: list[Backup] = []
     unwanted: list[Backup] = []
@@ -65,14 +84,14 @@ def _prune(directory: Path, stream: str, keep: Keep, now: datetime) -> Pruned:
             damaged.append((backup, found))
         else:
             whole.append(backup)
-    last_set = sets.newest(directory)
+    last_set = sets.newest(directory, until=now + SKEW)
     needed = sets.members(last_set) if last_set else []
-    required = chains.required([*whole, *(backup for backup, _ in damaged), *needed])
+    required = chains.required([*whole, *(backup for backup, _ in damaged), *of_future, *needed])
     removed = [backup for backup in unwanted if backup.directory.resolve() not in required]
     for backup in removed:  # increments before what they were made after
         sets.remove_those_with(backup, directory)
         remove(backup)
-    return Pruned(removed=removed[::-1], damaged=[found for _, found in damaged])
+    return Pruned(removed=removed[::-1], not_counted=[*(found for _, found in damaged), *not_counted])
 
 
 def _damage_of_chain(backup: Backup, damage_of: Callable[[Path], str]) -> str:

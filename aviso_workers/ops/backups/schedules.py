@@ -28,7 +28,7 @@ from aviso_workers.config import Config
 from aviso_workers.errors import BackendError, BackupError
 from aviso_workers.ops.backups import chains, sets
 from aviso_workers.ops.backups.creation import NewBackup, named_streams
-from aviso_workers.ops.backups.retention import Keep, prune
+from aviso_workers.ops.backups.retention import Keep, prune, require_same_clock
 from aviso_workers.ops.backups.set_creation import MadeSet, create_set
 from aviso_workers.ops.backups.spools import Spool
 from aviso_workers.ops.backups.storage import Backup, exclusive
@@ -107,7 +107,7 @@ class _Streams:
         try:
             made = await self._make(admin, stream, None)
             _say_made(stream, made)
-            await _prune(self._schedule, stream)
+            await _prune(admin, self._schedule, stream)
         except (BackendError, BackupError) as error:  # the others are backed up all the same
             _say_failed(error, self.newest(stream), self._schedule.again_seconds, stream=stream)
             return self._schedule.again_seconds
@@ -152,8 +152,8 @@ class _Set:
         log.info("backup.set_made", file=str(made.file), streams=len(made.backups))
         for backup in made.backups:
             try:
-                await _prune(self._schedule, backup.stream)
-            except BackupError as error:  # the set is made all the same
+                await _prune(admin, self._schedule, backup.stream)
+            except (BackendError, BackupError) as error:  # the set is made all the same
                 _say_failed(error, self.newest(), await self._due_in(), stream=backup.stream)
         return await self._due_in()
 
@@ -178,13 +178,15 @@ def _due_in(made: datetime | None, every_seconds: float) -> float:
     return (made + timedelta(seconds=every_seconds) - datetime.now(UTC)).total_seconds()
 
 
-async def _prune(schedule: Schedule, stream: str) -> None:
-    """Remove old backups of a stream. Raises `BackupError`."""
+async def _prune(admin: Admin, schedule: Schedule, stream: str) -> None:
+    """Remove old backups of a stream. Raises `BackupError` and `BackendError`."""
+    if schedule.keep != Keep():
+        await require_same_clock(admin, stream)
     pruned = await anyio.to_thread.run_sync(prune, schedule.to, stream, schedule.keep)
     for removed in pruned.removed:
         log.info("backup.removed", stream=stream, directory=str(removed.directory))
-    for found in pruned.damaged:
-        log.error("backup.damaged", stream=stream, error=found)
+    for found in pruned.not_counted:
+        log.error("backup.not_counted", stream=stream, error=found)
 
 
 def _say_made(stream: str, made: NewBackup) -> None:

@@ -81,9 +81,11 @@ def twice(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def _rank(name: str, config: Mapping[str, Any]) -> int:
     if name.startswith(BUCKET):
         bucket = name.removeprefix(BUCKET)
-        if timer_loops.is_bucket(bucket):
-            return 2
-        return 3 if windowed.is_bucket(bucket) else 4
+        if "__" in bucket:
+            return 4  # a table, whatever its name ends in
+        if windowed.is_bucket(bucket):
+            return 3
+        return 2 if timer_loops.is_bucket(bucket) else 4
     ours = {
         table_store.COUNTERS: 4,
         dead_letter_store.STREAM: 5,

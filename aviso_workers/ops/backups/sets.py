@@ -14,7 +14,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -24,6 +24,7 @@ from msgspec import Struct
 
 from aviso_workers import files
 from aviso_workers.aviso.codec import UNREADABLE_JSON
+from aviso_workers.engine.replay import SKEW
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import chains
 from aviso_workers.ops.backups.storage import Backup, Moment, load, make_directory, time_of
@@ -118,6 +119,11 @@ def load_set(place: Path) -> BackupSet:
         raise BackupError(f"cannot read {file}: {error.strerror}") from error
     if read.set.digest != read.digest:
         raise BackupError(f"{file} is damaged: it has changed since it was written")
+    if file != place and read.set.made > datetime.now(UTC) + SKEW:
+        raise BackupError(
+            f"{file} has a time in the future, from a wrong clock, so it is not known which set is the newest: name "
+            "the file of a set"
+        )
     return BackupSet(file=file, written=read.set)
 
 

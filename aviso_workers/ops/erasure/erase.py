@@ -96,9 +96,10 @@ class Survey(Struct, frozen=True, kw_only=True):
 
 class Eraser:
     """Erases what matches `where`, or the one notification of that `sequence`, and these `keys` of buckets
-    (`<bucket>/<key>`, with their history). Works inside of `async with app:`.
+    (`<bucket>/<key>`, with their history).
 
-    Raises `UnknownEventTypeError`, `InvalidIdentifierError`, and `InvalidNotificationError` where nothing is named.
+    Raises `UnknownEventTypeError`, `InvalidIdentifierError`, and `InvalidNotificationError` unless either fields or a
+    sequence name the notifications.
     """
 
     def __init__(
@@ -128,6 +129,8 @@ class Eraser:
         """Values of the notifications to erase, in the fields that name them."""
         self._not_current: dict[str, Sequence[str]] = {}
         """By stream, the servers whose replicas are not current, or hold other messages than the leader's."""
+        self._met: set[str] = set()
+        """The subjects of those keys that a survey has found."""
         self._suspects: tuple[Suspect, ...] | None = None
         """Searched for once: buckets are read whole for it."""
 
@@ -153,6 +156,9 @@ class Eraser:
         unreached += [_lagging(stream, servers) for stream, servers in sorted(self._not_current.items()) if servers]
         if self._wanted.stream not in infos:
             unreached.append(_missing(self._wanted.stream))
+        for stream, subjects in self._given_keys(infos).items():
+            if unknown := len(set(subjects) - self._met):
+                unreached.append(_without_keys(stream, unknown))
         if self._suspects is None:
             self._suspects = tuple(await suspects(self._admin, infos, self._values))
         return Survey(findings=findings, unreached=tuple(unreached), suspects=self._suspects)
@@ -217,6 +223,9 @@ class Eraser:
         for stream, subjects in self._given_keys(infos).items():
             is_one = partial(_is_one_of, frozenset(subjects))
             await self._add_counted(found, stream, "keys that were given", is_one, subjects)
+            for subject in subjects:
+                if subject not in self._met and await self._admin.subject_counts(stream, subject=subject):
+                    self._met.add(subject)
 
     def _given_keys(self, infos: Mapping[str, StreamInfo]) -> dict[str, list[str]]:
         """Return the subjects of the keys, by stream. Raises `NotFoundError`."""
@@ -400,6 +409,16 @@ def _missing(stream: str) -> Unreached:
         why="there is no such stream on this server, which may be the wrong one, or one that cannot read the stream",
         cure="make sure that no server has it (docs/operations.md#js042), create it with `aviso-workers streams apply` "
         "and erase again",
+        unknown=True,
+    )
+
+
+def _without_keys(stream: str, count: int) -> Unreached:
+    """It does not say which keys: the record must not hold them."""
+    return Unreached(
+        where=stream,
+        why=f"{count} of the keys that were given for it {'is' if count == 1 else 'are'} not there",
+        cure="compare their spelling with the keys that the survey names, and leave out what was erased before",
         unknown=True,
     )
 

@@ -19,14 +19,14 @@ from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.backends import Admin, Message, StreamInfo
 from aviso_workers.declare.tables import decode_key
 from aviso_workers.engine import attempts, consumer_records, table_store, timer_loops
+from aviso_workers.engine.handlers import windowed
 from aviso_workers.errors import BackendError, InvalidNotificationError, NotFoundError
 
 __all__ = ["Suspect", "parse_key", "subject_of_key", "subjects_of_key", "suspects"]
 
 BUCKET, OF_KEYS = "KV_", "$KV."
-LONGEST_WORDS = 9
-"""Pieces of a text, letters and what is between them in turn, that a value may be made of."""
-LONGEST_TEXT = 1024
+PIECE = re.compile(r"[^\W_]+|[\W_]")
+"""A word of letters and digits, or one character between words."""
 POSITIONS = {"counted", "missed", "left_out", "sequence", "stored", "closed", "time", "layout"}
 """What the state of a window has beside the values of windows: sequences and times."""
 
@@ -48,7 +48,7 @@ class Suspect(Struct, frozen=True, kw_only=True):
 
 async def suspects(admin: Admin, infos: Mapping[str, StreamInfo], values: Iterable[str]) -> list[Suspect]:
     """Return all tables, windows and counters that hold any key, by name."""
-    wanted = {value for value in values if value}
+    wanted = _Values(values)
     found = []
     for stream in sorted(infos):
         if stream.startswith(BUCKET) and not _holds_positions_only(stream.removeprefix(BUCKET)):
@@ -82,8 +82,8 @@ def subject_of_key(infos: Mapping[str, StreamInfo], holder: str, key: str) -> tu
     raise NotFoundError(f"no bucket {holder!r}, and no counter")
 
 
-async def _bucket(admin: Admin, bucket: str, values: set[str]) -> Suspect:
-    kind: Kind = "table" if "__" in bucket else "windows" if "_windows_" in bucket else "bucket"
+async def _bucket(admin: Admin, bucket: str, wanted: _Values) -> Suspect:
+    kind: Kind = "table" if "__" in bucket else "windows" if windowed.is_bucket(bucket) else "bucket"
     newest: dict[str, bool] = {}
     named: set[str] = set()
     try:
@@ -92,14 +92,14 @@ async def _bucket(admin: Admin, bucket: str, values: set[str]) -> Suspect:
             if kind == "windows" and key.startswith("="):
                 continue  # how far time has come, of all keys
             newest[key] = bool(message.data)
-            if _has_any(decode_key(key), values) or any(_has_any(text, values) for text in _texts(message.data)):
+            if wanted.any_in(decode_key(key)) or any(map(wanted.any_in, _texts(message.data))):
                 named.add(key)
     except BackendError as error:
         return Suspect(kind=kind, name=bucket, keys=0, unread=str(error))
     return Suspect(kind=kind, name=bucket, keys=sum(newest.values()), named=tuple(sorted(named)))
 
 
-async def _counters(admin: Admin, values: set[str]) -> list[Suspect]:
+async def _counters(admin: Admin, wanted: _Values) -> list[Suspect]:
     keys: dict[str, set[str]] = {}
     try:
         subjects = await admin.subject_counts(table_store.COUNTERS, subject=f"{table_store.COUNTERS_SUBJECT}.>")
@@ -113,16 +113,21 @@ async def _counters(admin: Admin, values: set[str]) -> list[Suspect]:
             kind="counter",
             name=name,
             keys=len(of_one),
-            named=tuple(sorted(key for key in of_one if _has_any(decode_key(key), values))),
+            named=tuple(sorted(key for key in of_one if wanted.any_in(decode_key(key)))),
         )
         for name, of_one in sorted(keys.items())
     ]
 
 
 def _holds_positions_only(bucket: str) -> bool:
-    """Return whether a bucket is one of ours that holds only sequences, counts and times."""
+    """Return whether a bucket is one of ours that holds only sequences, counts and times.
+
+    Windows of an agent whose name ends like such a bucket are windows.
+    """
+    if "__" in bucket or windowed.is_bucket(bucket):
+        return False
     endings = (attempts.BUCKET_SUFFIX, *timer_loops.buckets_of(""))
-    return bucket == consumer_records.BUCKET or ("__" not in bucket and bucket.endswith(endings))
+    return bucket == consumer_records.BUCKET or bucket.endswith(endings)
 
 
 async def _messages(admin: Admin, stream: str) -> AsyncIterator[Message]:
@@ -156,10 +161,21 @@ def _texts(data: bytes) -> Iterator[str]:
             yield str(value)
 
 
-def _has_any(text: str, values: set[str]) -> bool:
-    """Return whether one of the values is in a text, without a letter or a digit right before or behind it."""
-    if not values or text in values:
-        return bool(values)
-    pieces = re.findall(r"[^\W_]+|[\W_]+", text[:LONGEST_TEXT])
-    ends = range(1, LONGEST_WORDS + 1)
-    return any("".join(pieces[start : start + count]) in values for start in range(len(pieces)) for count in ends)
+class _Values:
+    """Values that are searched in texts. A text takes the same time for one value as for many."""
+
+    def __init__(self, values: Iterable[str]) -> None:
+        self._values = frozenset(filter(None, values))
+        self._counts = {len(PIECE.findall(value)) for value in self._values}
+        """The numbers of pieces that the values have."""
+
+    def any_in(self, text: str) -> bool:
+        """Return whether one of the values is in a text, without being a part of a longer word or number."""
+        if text in self._values:
+            return True
+        pieces = PIECE.findall(text)
+        return any(
+            "".join(pieces[start : start + count]) in self._values
+            for count in self._counts
+            for start in range(len(pieces) - count + 1)
+        )

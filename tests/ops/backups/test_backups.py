@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -28,7 +29,7 @@ from aviso_workers.errors import BackupError, InvalidIdentifierError, NotFoundEr
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.plans import Plan
 from aviso_workers.ops import backups, stream_policy
-from aviso_workers.ops.backups import Backup, Forgotten, Keep, restoration
+from aviso_workers.ops.backups import Backup, Forgotten, Keep, creation, restoration, retention
 from aviso_workers.ops.backups.storage import Draft
 from aviso_workers.server import NatsServer, processes
 from tests.conftest import write_mars_config
@@ -547,8 +548,41 @@ async def test_a_damaged_newest_backup_removes_no_whole_one(site: Site, tmp_path
     flip_a_bit(made[3])
     pruned = backups.prune(tmp_path, "MARS", Keep(newest=1))
     assert pruned.removed == made[:2], "the newest whole one stays"
-    assert [found.startswith(f"{made[3].directory} is damaged") for found in pruned.damaged] == [True]
+    assert [found.startswith(f"{made[3].directory} is damaged") for found in pruned.not_counted] == [True]
     assert [found.directory for found in backups.find(tmp_path)] == [made[2].directory, made[3].directory]
+
+
+async def test_a_backup_of_the_future_stays_and_does_not_count(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await site.fill(1)
+    admin = site.app.session.admin
+    first = await backups.create(admin, "MARS", tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(creation, "datetime", clock_ahead(timedelta(days=2)))
+        of_future = await backups.create(admin, "MARS", tmp_path)
+    second = await backups.create(admin, "MARS", tmp_path)
+    pruned = backups.prune(tmp_path, "MARS", Keep(newest=1))
+    assert (pruned.removed, pruned.not_counted) == (
+        [first],
+        [f"{of_future.directory} has a time in the future, from a wrong clock"],
+    )
+    assert backups.find(tmp_path) == [second, of_future]
+
+
+@pytest.mark.parametrize(("ahead", "how"), [(timedelta(days=30), "ahead of"), (-timedelta(hours=1), "behind")])
+async def test_nothing_is_removed_while_this_clock_differs_from_the_servers(
+    site: Site, monkeypatch: pytest.MonkeyPatch, ahead: timedelta, how: str
+) -> None:
+    await site.fill(1)
+    await backups.require_same_clock(site.app.session.admin, "MARS")
+    monkeypatch.setattr(retention, "datetime", clock_ahead(ahead))
+    with pytest.raises(BackupError, match=f"no backup of MARS is removed: this machine's clock is .* s {how} the"):
+        await backups.require_same_clock(site.app.session.admin, "MARS")
+
+
+def clock_ahead(ahead: timedelta) -> SimpleNamespace:
+    return SimpleNamespace(now=lambda zone: datetime.now(zone) + ahead)
 
 
 async def test_only_the_owner_can_read_a_backup(site: Site, tmp_path: Path) -> None:

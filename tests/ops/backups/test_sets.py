@@ -22,7 +22,7 @@ from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationErro
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.metadata import UNFINISHED
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, schedules, set_order, set_restore
+from aviso_workers.ops.backups import Backup, schedules, set_order, set_restore, sets
 from aviso_workers.server import NatsServer
 from tests.presence import present
 from tests.waits import PATIENCE_SECONDS
@@ -617,3 +617,16 @@ async def test_a_set_that_was_not_finished_is_named_and_none(site: Site, tmp_pat
         second = await site.create_set(tmp_path)
         assert len(backups.prune(tmp_path, "KV_field__rows", backups.Keep(newest=1)).removed) == 2
         assert backups.sets_in(tmp_path) == [second.file]
+
+
+async def test_the_newest_set_is_not_known_where_one_has_a_time_in_the_future(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with site.app:
+        await site.rows.put("a", 1)
+        made = await site.create_set(tmp_path)
+    assert made.file is not None
+    monkeypatch.setattr(sets, "SKEW", -timedelta(days=1))  # as if it had been made with a clock that was ahead
+    with pytest.raises(BackupError, match=r"set-.* has a time in the future, .*: name the file of a set"):
+        backups.load_set(tmp_path)
+    assert backups.load_set(made.file).file == made.file
