@@ -43,8 +43,9 @@ def list_agents(
 ) -> None:
     """List the agents of one app or of all, with their lag. Exit with 1 if an agent is stuck or its consumer is gone.
 
-    Without an app, these are all agents that read the configured event streams. The rate per second is the change of
-    the lag, which is negative while the lag shrinks. Redelivered counts the notifications that are being tried again.
+    Without an app, these are all agents that read the configured event streams. The lag of an agent is pending
+    plus ack pending, and its change per second is negative while it shrinks. Redelivered counts the notifications that
+    are being tried again.
 
     Example: aviso-workers agents ls mine.agents:app --watch
     """
@@ -71,7 +72,7 @@ def list_agents(
         connected(source, lambda server: _watch(server, report, seconds))
         return
     rows = connected(source, snapshots)
-    print_rows(AGENTS, map(_row, rows), rows, as_json=as_json)
+    print_rows(AGENTS, map(_row, rows), rows, none="no agents", as_json=as_json)
     if any(row.trouble for row in rows):
         raise typer.Exit(1)
 
@@ -149,7 +150,7 @@ async def _watch(server: Opened, report: Report, seconds: float) -> None:
         now, ended = await report(server), anyio.current_time()
         rows = agent_report.rows(now, before, seconds=ended - began)
         before, began = now, ended
-        return table(AGENTS, [_row(row) for row in rows], width=console.width) if rows else Text("there are none")
+        return table(AGENTS, [_row(row) for row in rows], width=console.width) if rows else Text("no agents")
 
     while not console.is_terminal:
         await anyio.sleep(seconds)
@@ -171,7 +172,7 @@ AGENTS = (
     "ack pending",
     "redelivered",
     "dead letters",
-    "per second",
+    "lag change per s",
     "state",
 )
 

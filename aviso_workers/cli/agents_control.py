@@ -70,7 +70,7 @@ def resume(agent: Agent, app: Owner, config: ConfigOption = None) -> None:
 
     async def run(server: Opened, target: AgentConsumer) -> None:
         await agent_control.resume(server.admin, target)
-        typer.echo(f"{agent} goes on")
+        typer.echo(f"{agent} is resumed")
 
     _control(agent, app, config, run)
 
@@ -137,7 +137,7 @@ def remove(
 
     async def run(server: Opened) -> None:
         plan = await retirement.plan(server.admin, name, agent)
-        print_table(("what", "of", "entries"), _retirement_rows(plan))
+        print_table(("what", "of", "entries"), _retirement_rows(plan), none="no consumers, buckets or tables")
         if plan.dead_letters:
             typer.echo(f"{plan.dead_letters} dead letters stay: `aviso-workers dead-letters drop` removes them")
         confirm(yes, to="remove it")

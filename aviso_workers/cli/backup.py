@@ -183,7 +183,7 @@ def ls(directory: Below, as_json: AsJson = False) -> None:
     rows = [_row(each) for each in found]
     if rows or as_json:
         documents = (dict(zip(BACKUPS, row, strict=True)) for row in rows)
-        print_rows(BACKUPS, map(_cells, rows), documents, as_json=as_json)
+        print_rows(BACKUPS, map(_cells, rows), documents, none="no backups", as_json=as_json)
     elif not failures:
         typer.echo(f"no backups in {directory}")
     for file in backups.sets_in(directory):
@@ -237,7 +237,8 @@ def restore(
     ] = False,
     storage: Annotated[Storage | None, typer.Option(help="Storage of the stream. Default: as it was.")] = None,
     replicas: Annotated[
-        int | None, typer.Option(min=1, max=5, help="Number of replicas of the stream. Default: as it was.")
+        int | None,
+        typer.Option(metavar="N", min=1, max=5, help="Number of replicas of the stream. Default: as it was."),
     ] = None,
     identity: IdentityOption = None,
     config: ConfigOption = None,

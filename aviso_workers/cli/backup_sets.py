@@ -56,6 +56,7 @@ async def restore(
     print_table(
         ("stream", "messages", "consumer", "goes on at", "again", "new to it"),
         [row for each in restored for row in _rows(each)],
+        none="no streams",
     )
     typer.echo(
         f"the set of {found.written.made:%Y-%m-%dT%H:%M:%SZ} is restored; what is counted under again was settled "

@@ -169,7 +169,7 @@ def retry(
     """
     app, config = named_app(app, config)
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
-    _act(config, wanted, StoredDeadLetters.retry, "handed back", every=all_, dry_run=dry_run, yes=yes)
+    _act(config, wanted, StoredDeadLetters.retry, "returned", every=all_, dry_run=dry_run, yes=yes)
 
 
 @dead_letters.command()

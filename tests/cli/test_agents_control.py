@@ -91,7 +91,7 @@ def test_a_paused_agent_is_given_nothing_and_a_resumed_one_goes_on(
         (row,) = (row for row in listed(run, config, agents) if row["agent"] == "index")
         assert row["paused_until"] == "it is resumed"
         resumed = run("agents", "resume", "index", "--app", app, "--config", config)
-        assert resumed == Ran(code=0, out="index goes on\n", err="")
+        assert resumed == Ran(code=0, out="index is resumed\n", err="")
     assert {row["paused_until"] for row in listed(run, config)} == {""}
     assert worked(2) == ["1", "2"]
 

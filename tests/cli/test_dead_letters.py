@@ -195,7 +195,7 @@ def test_a_retry_hands_them_to_the_agent_that_failed(
     run: Run, config: Path, dead_lettered: Deployment, dead_letters: Callable[..., list[dict[str, Any]]]
 ) -> None:
     ran = run("dead-letters", "retry", "--agent", "index", "--yes", "--config", config)
-    assert (ran.code, ran.lines[-1]) == (0, "2 of 2 handed back"), ran
+    assert (ran.code, ran.lines[-1]) == (0, "2 of 2 returned"), ran
     assert of(dead_letters()) == [("count", 3)]
 
     dead_lettered.broken = False
@@ -210,7 +210,7 @@ def test_some_are_retried_by_their_sequences(
     missing = run("dead-letters", "retry", str(first), "98", "99", "--config", config)
     assert (missing.code, missing.err) == (1, "aviso-workers: no such dead letter: 98, 99; nothing was done\n")
     ran = run("dead-letters", "retry", str(third), str(first), "--config", config)
-    assert (ran.code, ran.lines[-1]) == (0, "2 of 2 handed back"), ran
+    assert (ran.code, ran.lines[-1]) == (0, "2 of 2 returned"), ran
     assert [dead_letter["sequence"] for dead_letter in dead_letters()] == [second]
 
 
@@ -231,7 +231,7 @@ def test_a_letter_whose_agent_reads_no_retries_stays_and_the_rest_is_told(
 
     anyio.run(forget_the_readers)
     ran = run("dead-letters", "retry", "--all", "--yes", "--config", config)
-    assert (ran.code, ran.lines[-1]) == (1, "0 of 3 handed back"), ran
+    assert (ran.code, ran.lines[-1]) == (1, "0 of 3 returned"), ran
     assert "has no consumer for retries: start a worker of the app first" in ran.err
     assert len(dead_letters()) == 3
 

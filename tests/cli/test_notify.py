@@ -86,13 +86,16 @@ def test_it_may_be_delivered_later(run: Run, config: Path, payloads: Callable[[]
         (("mars", "class"), "'class' is not key=value"),
         (("mars", "=od"), "'=od' is not key=value"),
         (("mars", "class=od", "class=rd"), "'class' is given twice"),
-        (("marsh", "class=od"), "unknown event type 'marsh'; notification_schema has: mars"),
+        (("marsh", "class=od"), "unknown event type 'marsh'; event types: mars; did you mean 'mars'?"),
         (("mars", "class=od"), "mars: identifier field 'step' is missing"),
         (("mars", "class=od", "step=x"), "mars: identifier field 'step' must be a whole number"),
-        (("mars", "class=od", "step=6", "--payload", "{'a': 1}"), "not JSON: "),
+        (
+            ("mars", "class=od", "step=6", "--payload", "{'a': 1}"),
+            "--payload is not JSON: object keys must be strings (byte 1): ",
+        ),
         (("mars", "class=od", "step=6", "--payload", "@nowhere"), "cannot read the payload from nowhere: No such file"),
-        (("mars", "class=od", "step=6", "--payload", "-"), "not JSON: "),
-        (("mars", "class=od", "step=6", "--payload", "[" * 100_000), "not JSON: "),
+        (("mars", "class=od", "step=6", "--payload", "-"), "--payload, from standard input, is not JSON: "),
+        (("mars", "class=od", "step=6", "--payload", "[" * 100_000), "--payload is not JSON: "),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_is_connected(

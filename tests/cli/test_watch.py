@@ -118,10 +118,10 @@ class TestReplay:
     @pytest.mark.parametrize(
         ("arguments", "complaint"),
         [
-            (("marsh",), "unknown event type 'marsh'; notification_schema has: mars"),
+            (("marsh",), "unknown event type 'marsh'; event types: mars; did you mean 'mars'?"),
             (("mars", "stop=6"), "identifier field 'stop' is unknown; did you mean 'step'?"),
             (("mars", "step"), "'step' is not key=value"),
-            (("mars", "step=[6"), "not JSON: "),
+            (("mars", "step=[6"), "the value of step is not JSON: "),
             (("mars", "class=od,step=6"), "put spaces between them: class=od step=6; or"),
             (("mars", "class=od,step=6"), """give it as JSON: class=["od,step=6"]"""),
             (("mars", "--from-id", "x"), "from_id must be a sequence number, found 'x'"),
