@@ -18,9 +18,10 @@ from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
 from aviso_workers.cli.output import Columns, print_json, print_table, printable, skipped_reported
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, named_app
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError, NotFoundError
 from aviso_workers.events import Events
+from aviso_workers.ops import agent_control
 from aviso_workers.ops.dead_letters import DeadLetter, Selection, StoredDeadLetters, document, portions
 
 __all__ = ["dead_letters"]
@@ -103,7 +104,7 @@ def ls(
 
     Example: aviso-workers dead-letters ls --agent index_field --since 2026-11-20T06:00:00Z
     """
-    app, config = named_app(app, config)
+    app, config = _named_app(app, agent, config)
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
 
     async def run(stored: StoredDeadLetters) -> None:
@@ -118,7 +119,7 @@ def ls(
                 else:
                     columns.print(map(_row, portion))
         if none and not as_json:
-            typer.echo("no dead letters")
+            await _say_none(stored)
 
     _run(config, run)
 
@@ -167,7 +168,7 @@ def retry(
 
     Example: aviso-workers dead-letters retry --agent index_field --yes
     """
-    app, config = named_app(app, config)
+    app, config = _named_app(app, agent, config)
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
     _act(config, wanted, StoredDeadLetters.retry, "handed back", every=all_, dry_run=dry_run, yes=yes)
 
@@ -191,7 +192,7 @@ def drop(
 
     Example: aviso-workers dead-letters drop 17 --yes
     """
-    app, config = named_app(app, config)
+    app, config = _named_app(app, agent, config)
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
     _act(config, wanted, StoredDeadLetters.drop, "erased", every=all_, dry_run=dry_run, yes=yes)
 
@@ -240,8 +241,13 @@ async def _found(stored: StoredDeadLetters, wanted: Selection) -> frozenset[int]
         rows = [(*key, str(count)) for key, count in sorted(counts.items())]
         print_table(("app", "agent", "reason", "dead letters"), rows)
     else:
-        typer.echo("no dead letters")
+        await _say_none(stored)
     return frozenset(found)
+
+
+async def _say_none(stored: StoredDeadLetters) -> None:
+    kept = await stored.count()
+    typer.echo(f"no dead letter matches, of {kept} in all" if kept else "no dead letters")
 
 
 async def _act_on(
@@ -282,6 +288,16 @@ def _run(config: ConfigSource | None, run: Callable[[StoredDeadLetters], Awaitab
             await run(StoredDeadLetters(server.admin, server.config, events=events))
 
         connected(config, run_connected)
+
+
+def _named_app(
+    app: str | None, agent: str | None, config: ConfigSource | None
+) -> tuple[str | None, ConfigSource | None]:
+    """Return what `named_app` does. Raises `DeclarationError` where the app is MODULE:APP and lacks the agent."""
+    if app is not None and ":" in app and agent is not None:
+        found = find_app(app, agent=None, config=config)
+        agent_control.declared(found, found.config, agent)
+    return named_app(app, config)
 
 
 def _selection(

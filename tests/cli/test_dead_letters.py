@@ -20,6 +20,18 @@ from tests.waits import PATIENCE_SECONDS
 Run = Callable[..., Ran]
 
 
+FIELDS = """
+from aviso_workers import App, Notification
+
+app = App("fields")
+
+
+@app.agent("mars")
+async def index_field(notification: Notification):
+    pass
+"""
+
+
 class Deployment:
     """The app `field` with the agents `index`, which rejects even steps while it is `broken`, and `count`."""
 
@@ -100,6 +112,25 @@ def of(documents: list[dict[str, Any]]) -> list[tuple[str, int]]:
 def test_where_there_is_none_that_is_said(run: Run, config: Path, command: tuple[str, ...]) -> None:
     ran = run("dead-letters", *command, "--config", config)
     assert ran == Ran(code=0, out="no dead letters\n", err="")
+
+
+@pytest.mark.parametrize("command", [("ls",), ("retry", "--yes"), ("drop", "--yes")])
+@pytest.mark.parametrize("select", [("--agent", "indx"), ("--reason", "nonsense")])
+def test_where_none_matches_it_says_how_many_there_are(
+    run: Run, config: Path, dead_lettered: Deployment, command: tuple[str, ...], select: tuple[str, ...]
+) -> None:
+    ran = run("dead-letters", *command, *select, "--config", config)
+    assert ran == Ran(code=0, out="no dead letter matches, of 3 in all\n", err="")
+
+
+@pytest.mark.parametrize("command", ["ls", "retry", "drop"])
+def test_an_agent_that_the_app_does_not_have_is_refused(
+    run: Run, unreachable: Path, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "fields_of_dead_letters.py").write_text(FIELDS)
+    of_app = ("--app", "fields_of_dead_letters:app", "--config", unreachable)
+    ran = run("dead-letters", command, "--agent", "index_fild", *of_app)
+    assert ran == Ran(2, "", "aviso-workers: app 'fields' has no agent 'index_fild'; it has: index_field\n")
 
 
 def test_they_are_listed(run: Run, config: Path, dead_lettered: Deployment) -> None:
