@@ -19,7 +19,7 @@ from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
 from aviso_workers.cli.output import Columns, print_json, print_table, printable, skipped_reported
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, find_app, named_app
-from aviso_workers.errors import DeclarationError, NotFoundError
+from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
 from aviso_workers.events import Events
 from aviso_workers.ops import agent_control
 from aviso_workers.ops.dead_letters import DeadLetter, Selection, StoredDeadLetters, document, portions
@@ -310,14 +310,18 @@ def _selection(
     until: str | None,
     error: str | None,
 ) -> Selection:
+    first = parse_date(since, name="--since") if since else None
+    last = parse_date(until, name="--until") if until else None
+    if first and last and last < first:
+        raise InvalidPositionError(f"--until {until} is before --since {since}")
     return Selection(
         sequences=frozenset(sequences or ()),
         app=app,
         agent=agent,
         reason=reason,
         stream=stream,
-        since=parse_date(since, name="--since") if since else None,
-        until=parse_date(until, name="--until") if until else None,
+        since=first,
+        until=last,
         error=error,
     )
 

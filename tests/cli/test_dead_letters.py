@@ -285,3 +285,10 @@ def test_a_date_that_is_none_is_refused_before_anything_is_connected(run: Run, u
     ran = run("dead-letters", "ls", "--since", "yesterday", "--config", unreachable)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith("aviso-workers: --since must be a date with a time such as")
+
+
+def test_an_end_before_the_start_is_refused(run: Run, unreachable: Path) -> None:
+    dates = ("--since", "2026-11-20T06:00:00Z", "--until", "2026-11-19T06:00:00Z")
+    ran = run("dead-letters", "ls", *dates, "--config", unreachable)
+    complaint = "aviso-workers: --until 2026-11-19T06:00:00Z is before --since 2026-11-20T06:00:00Z\n"
+    assert ran == Ran(2, "", complaint)
