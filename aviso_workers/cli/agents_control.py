@@ -13,6 +13,7 @@ from aviso_workers.cli import completion
 from aviso_workers.cli.agents import agents
 from aviso_workers.cli.arguments import parse_duration
 from aviso_workers.cli.confirmation import Yes, confirm
+from aviso_workers.cli.details import time_text
 from aviso_workers.cli.output import print_record, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError
@@ -56,7 +57,7 @@ def pause(
 
     async def run(server: Opened, target: AgentConsumer) -> None:
         await agent_control.pause(server.admin, target, until=until)
-        typer.echo(f"{agent} is paused until {until.isoformat(timespec='seconds') if for_ else 'it is resumed'}")
+        typer.echo(f"{agent} is paused until {time_text(until) if for_ else 'it is resumed'}")
 
     _control(agent, app, config, run)
 

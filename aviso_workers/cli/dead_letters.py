@@ -17,7 +17,8 @@ from aviso_workers.aviso.codec import store_time
 from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
-from aviso_workers.cli.output import Columns, print_json, print_table, printable, skipped_reported
+from aviso_workers.cli.details import time_text
+from aviso_workers.cli.output import Columns, print_json, print_table, printable, skipped_reported, terminal
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
 from aviso_workers.events import Events
@@ -30,6 +31,7 @@ dead_letters = typer.Typer(
     help="List dead letters, return them to the agents that failed, or erase them.", no_args_is_help=True
 )
 
+DEAD_LETTERS = ("sequence", "time", "app", "agent", "reason", "attempts", "original", "error")
 SHORT = 60
 
 Action = Callable[..., Awaitable[None]]
@@ -108,7 +110,7 @@ def ls(
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
 
     async def run(stored: StoredDeadLetters) -> None:
-        columns = Columns("sequence", "time", "app", "agent", "reason", "attempts", "original", "error")
+        columns = Columns(*DEAD_LETTERS)
         none = True
         async with aclosing(stored.select(wanted)) as dead_letters:
             async for portion in portions(dead_letters):
@@ -116,6 +118,8 @@ def ls(
                 if as_json:
                     for dead_letter in portion:
                         print_json(document(dead_letter))
+                elif terminal().is_terminal:
+                    print_table(DEAD_LETTERS, map(_row, portion))
                 else:
                     columns.print(map(_row, portion))
         if none and not as_json:
@@ -329,7 +333,7 @@ def _selection(
 def _row(dead_letter: DeadLetter) -> tuple[str, ...]:
     return (
         str(dead_letter.sequence),
-        dead_letter.time.isoformat(timespec="seconds"),
+        time_text(dead_letter.time),
         dead_letter.app,
         dead_letter.agent,
         dead_letter.reason,
@@ -343,7 +347,7 @@ def _print_dead_letter(dead_letter: DeadLetter) -> None:
     original = dead_letter.original
     rows = {
         "sequence": str(dead_letter.sequence),
-        "dead-lettered": dead_letter.time.isoformat(),
+        "dead-lettered": time_text(dead_letter.time),
         "app": dead_letter.app,
         "agent": dead_letter.agent,
         "reason": dead_letter.reason,
@@ -352,7 +356,7 @@ def _print_dead_letter(dead_letter: DeadLetter) -> None:
         "traceback": dead_letter.traceback,
         "original": f"{dead_letter.stream}@{original.sequence}",
         "subject": original.subject,
-        "stored": store_time(original).isoformat(),
+        "stored": time_text(store_time(original)),
         **{f"header {name}": value for name, value in (original.headers or {}).items()},
     }
     for name, value in rows.items():

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,6 +151,18 @@ def test_they_are_listed(run: Run, config: Path, dead_lettered: Deployment) -> N
     ]
     assert told["MARS@3"] == ["field", "count", "attempts_exhausted", "1", "ConnectionError: ?[31mno counter"]
     assert len({line.index(row[6]) for line, row in zip(ran.lines[1:], rows, strict=True)}) == 1, "one below another"
+
+
+def test_a_terminal_of_80_columns_gets_a_table_that_fits(config: Path, dead_lettered: Deployment) -> None:
+    command = [sys.executable, "-m", "aviso_workers", "dead-letters", "ls", "--config", str(config)]
+    ours, theirs = pty.openpty()
+    environ = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}
+    subprocess.run(command, stdout=theirs, check=True, timeout=PATIENCE_SECONDS, env=environ)
+    os.close(theirs)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", os.read(ours, 65536).decode()).splitlines()
+    os.close(ours)
+    assert max(map(len, lines)) <= 80, lines
+    assert re.fullmatch(r"sequence 1  time \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  app field  agent .*", lines[0]), lines
 
 
 def test_one_is_shown_whole(
