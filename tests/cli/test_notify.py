@@ -129,6 +129,7 @@ def test_a_server_that_is_not_there_is_named(run: Run, unreachable: Path) -> Non
     ran = run("notify", "mars", "class=od", "step=6", "--config", unreachable)
     assert ran.code == 1
     assert ran.err.startswith("aviso-workers: no NATS server at nats://127.0.0.1:")
+    assert ran.err.endswith("; start one, for example by `aviso-workers server start`, or correct nats_url\n")
 
 
 class TestAFile:
