@@ -249,7 +249,8 @@ def _import(target: str) -> App:
         raise DeclarationError(f"{module_name!r} cannot be imported:\n{_told(error)}") from error
     found = getattr(module, name or "app", None)
     if not isinstance(found, App):
-        raise DeclarationError(f"{module_name!r} has no App named {name or 'app'!r}; say MODULE:APP")
+        names = ", ".join(each for each, value in vars(module).items() if isinstance(value, App)) or "none"
+        raise DeclarationError(f"{module_name!r} has no App named {name or 'app'!r}; it has: {names}")
     return found
 
 
