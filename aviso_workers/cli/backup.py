@@ -15,6 +15,7 @@ from aviso_workers.aviso.literals import Duration
 from aviso_workers.backends import Admin, open_backend
 from aviso_workers.cli import backup_sets, completion
 from aviso_workers.cli.backup_cleanse import cleanse
+from aviso_workers.cli.details import time_text
 from aviso_workers.cli.identity import IdentityOption, identities_of
 from aviso_workers.cli.output import AsJson, print_rows
 from aviso_workers.cli.progress import bar
@@ -406,10 +407,9 @@ def _described(made: Backup) -> str:
 
 def _row(found: backups.Backup) -> tuple[str | int, ...]:
     version = found.record.server_version if found.record else ""
-    made = found.made.isoformat(timespec="seconds")
     return (
         found.stream,
-        made,
+        time_text(found.made),
         found.state.messages,
         found.size,
         version or "unknown",

@@ -23,8 +23,8 @@ def table(columns: Sequence[str], rows: Iterable[Iterable[str]], *, width: int) 
     """Return the table as text, no wider than `width` characters.
 
     Where they are wider, the names of the columns are wrapped, and the last column too. Where that is too wide as well,
-    the last column, which says the most, is written below its row; and where it still is, each row is written as names
-    and values, as many on a line as fit.
+    the last column, which says the most, is written below its row, with its name; and where it still is, each row is
+    written as names and values, as many on a line as fit.
     """
     names = [name.upper() for name in columns]
     cells = [[printable(cell) for cell in row] for row in rows]
@@ -37,7 +37,8 @@ def table(columns: Sequence[str], rows: Iterable[Iterable[str]], *, width: int) 
     if left >= max(words, min(last, NARROWEST)):
         return _in_columns(names, cells, [*others, left])
     if _together(others) <= width:
-        return _in_columns(names[:-1], cells, others, below=width)
+        named = [[*row, f"{columns[-1]} {value}" if value else ""] for *row, value in cells]
+        return _in_columns(names[:-1], named, others, below=width)
     return Text("\n\n").join(_record(columns, row, width) for row in cells).append("\n")
 
 

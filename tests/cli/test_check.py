@@ -205,13 +205,19 @@ def test_what_is_installed_is_found_by_its_name(run: Run, unreachable: Path) -> 
         (("nowhere.at.all",), "no module 'nowhere.at.all' here or installed; say MODULE:APP"),
         (("checked/app.py",), "'checked/app.py' names no module; say MODULE:APP, e.g. mine.agents:app"),
         ((":app",), "':app' names no module; say MODULE:APP, e.g. mine.agents:app"),
-        (("json:dumps",), "'json' has no App named 'dumps'; say MODULE:APP"),
-        (("json",), "'json' has no App named 'app'; say MODULE:APP"),
+        (("json:dumps",), "'json' has no App named 'dumps'; it has: none"),
+        (("json",), "'json' has no App named 'app'; it has: none"),
         (("--agent", "nothing"), "no agent 'nothing' is installed; there are: observer, spark-events"),
     ],
 )
 def test_what_names_no_app_is_refused(run: Run, arguments: tuple[str, ...], complaint: str) -> None:
     assert run("check", *arguments) == Ran(code=2, out="", err=f"aviso-workers: {complaint}\n")
+
+
+def test_the_apps_that_a_module_has_are_named(run: Run, write_module: Callable[[str], str]) -> None:
+    module = write_module("application = App('fields')\n")
+    complaint = f"aviso-workers: '{module}' has no App named 'fields'; it has: app, application\n"
+    assert run("check", f"{module}:fields") == Ran(code=2, out="", err=complaint)
 
 
 @pytest.mark.usefixtures("unreachable")
