@@ -37,7 +37,7 @@ def table(columns: Sequence[str], rows: Iterable[Iterable[str]], *, width: int) 
     if left >= max(words, min(last, NARROWEST)):
         return _in_columns(names, cells, [*others, left])
     if _together(others) <= width:
-        named = [[*row, f"{columns[-1]} {value}" if value else ""] for *row, value in cells]
+        named = [[*row, f"{columns[-1]}: {value}" if value else ""] for *row, value in cells]
         return _in_columns(names[:-1], named, others, below=width)
     return Text("\n\n").join(_record(columns, row, width) for row in cells).append("\n")
 
@@ -75,12 +75,12 @@ def _record(columns: Sequence[str], row: Sequence[str], width: int) -> Text:
     for name, cell in zip(columns, row, strict=True):
         if not cell:
             continue
-        needed = cell_len(name) + 1 + cell_len(cell)
+        needed = cell_len(name) + len(": ") + cell_len(cell)
         if used and used + len(GAP) + needed > width:
             text.append("\n")
             used = 0
         text.append(GAP if used else "")
-        text.append(name, style="bold")
+        text.append(f"{name}:", style="bold")
         text.append(f" {cell}")
         used += len(GAP) + needed if used else needed
     return text

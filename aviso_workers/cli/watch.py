@@ -36,7 +36,7 @@ Show = Callable[[Notification[Any]], None]
 Event = Annotated[
     str | None,
     typer.Argument(
-        metavar="[EVENT]",
+        metavar="EVENT",
         autocompletion=completion.event_types,
         help="The event type, e.g. mars. Default: all event types.",
     ),
@@ -44,7 +44,7 @@ Event = Annotated[
 Filter = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...",
+        metavar="KEY=VALUE...",
         help='Print only notifications with this value, e.g. class=od, or a constraint in JSON, e.g. step={"gte":24}. '
         "Without EVENT, event types that lack one of the keys are left out.",
     ),
@@ -71,7 +71,7 @@ Last = Annotated[
     int | None,
     typer.Option(
         "--last",
-        metavar="NUMBER",
+        metavar="N",
         min=1,
         help="Print only this many notifications, the last ones that match. Default: all.",
     ),

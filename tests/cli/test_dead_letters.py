@@ -162,7 +162,7 @@ def test_a_terminal_of_80_columns_gets_a_table_that_fits(config: Path, dead_lett
     lines = re.sub(r"\x1b\[[0-9;]*m", "", os.read(ours, 65536).decode()).splitlines()
     os.close(ours)
     assert max(map(len, lines)) <= 80, lines
-    assert re.fullmatch(r"sequence 1  time \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  app field  agent .*", lines[0]), lines
+    assert re.fullmatch(r"sequence: 1  time: \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  app: field  agent: .*", lines[0]), lines
 
 
 def test_one_is_shown_whole(

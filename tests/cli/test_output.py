@@ -75,21 +75,22 @@ def test_a_last_column_that_is_too_wide_all_the_same_is_below_its_row_with_its_n
         "                    DEAD",
         "APP          AGENT  LETTERS",
         "field-index  index  12",
-        "  state its consumer is gone, and nobody",
-        "  knows why",
+        "  state: its consumer is gone, and",
+        "  nobody knows why",
         "x            x      x",
-        "  state x",
+        "  state: x",
     ]
 
 
 def test_rows_that_do_not_fit_are_written_as_names_and_values() -> None:
     assert drawn([("field-index", "index", "12", ""), *[("x",) * 4]], 24) == [
-        "app field-index",
-        "agent index",
-        "dead letters 12",
+        "app: field-index",
+        "agent: index",
+        "dead letters: 12",
         "",
-        "app x  agent x",
-        "dead letters x  state x",
+        "app: x  agent: x",
+        "dead letters: x",
+        "state: x",
         "",
     ]
 
