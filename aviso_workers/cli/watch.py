@@ -186,7 +186,7 @@ def _refuse_reversed(start: Position, end: Position) -> None:
     if start.sequence is not None and end.sequence is not None and end.sequence < start.sequence:
         raise InvalidPositionError(f"--to-id {end.sequence} is before --from-id {start.sequence}")
     if start.time is not None and end.time is not None and end.time < start.time:
-        raise InvalidPositionError(f"--to-date {time_text(end.time)} is before --from-date {time_text(start.time)}")
+        raise InvalidPositionError("--to-date is before --from-date")
 
 
 class _Selection(Struct, frozen=True):
