@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from msgspec import structs
 
 from aviso_workers import App, config
 from aviso_workers.config import Config
+from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream.info import Cluster, Replica
 from aviso_workers.ops.doctor import State, divergence
 from aviso_workers.ops.doctor.answers import OwnReplica, OwnState
@@ -90,6 +92,32 @@ def broken(directory: Path) -> Iterator[Broken]:
         yield Broken(directory)
     finally:
         processes.stop(directory)
+
+
+def test_a_read_by_a_replica_that_lost_messages_fails_instead_of_leaving_them_out(broken: Broken) -> None:
+    """The servers choose which replica serves a read."""
+
+    async def read(app: App, *, last: int) -> list[int]:
+        found = app.session.backend.read(
+            "MARS", filter_subjects=("MARS.>",), start_sequence=1, start_time=None, last_sequence=last
+        )
+        return [message.sequence async for message in found]
+
+    async def read_until_three_fail() -> list[str]:
+        errors: list[str] = []
+        async with App("reading", config=broken.loaded) as app:
+            with anyio.fail_after(PATIENCE_SECONDS):
+                for last in itertools.cycle((3, 12)):
+                    try:
+                        assert await read(app, last=last) == list(range(1, last + 1))
+                    except UnavailableError as error:
+                        errors.append(str(error))
+                    if len(errors) == 3:
+                        break
+        return errors
+
+    lacks = f"the replica of MARS on {broken.node.name} lacks messages that the leader of the stream has, such as"
+    assert all(error.startswith(f"{lacks} sequence 1 ") for error in anyio.run(read_until_three_fail))
 
 
 def test_a_replica_that_lost_messages_is_found_and_the_cure_copies_it_anew(broken: Broken) -> None:
