@@ -69,6 +69,8 @@ class App(Router):
     the current directory, then in that of the Python file that makes the app. With `event_type`, none is needed.
     """
 
+    _kind = "app"
+
     def __init__(self, name: str, *, config: Config | str | Path | None = None) -> None:
         super().__init__(name)
         if "__" in name or name.endswith("_"):  # else two apps could have one durable consumer

@@ -41,6 +41,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator
 
 __all__ = [
@@ -112,9 +113,9 @@ class UnknownEventTypeError(InvalidNotificationError):
     def __init__(self, event_type: str, known: Iterable[str]) -> None:
         self.event_type = event_type
         self.known = tuple(known)
-        super().__init__(
-            f"unknown event type {event_type!r}; notification_schema has: {', '.join(self.known) or 'none'}"
-        )
+        near = difflib.get_close_matches(str(event_type), self.known, n=1)
+        guess = f"; did you mean {near[0]!r}?" if near else ""
+        super().__init__(f"unknown event type {event_type!r}; event types: {', '.join(self.known) or 'none'}{guess}")
 
 
 class InvalidIdentifierError(InvalidNotificationError):

@@ -223,8 +223,8 @@ class AgentDisturbed(Struct, frozen=True, kw_only=True):
 
 
 class AgentStopped(Struct, frozen=True, kw_only=True):
-    """An agent left in order: what it was working on is finished, and given back is what it had not begun, and what
-    was not done in time."""
+    """An agent left in order: what it was working on is finished, and what it had not begun was given back, as was
+    what was not done in time."""
 
     agent: str
     finished: int

@@ -89,8 +89,8 @@ def test_no_file_at_all_says_where_was_looked() -> None:
         config.load(environ={"HOME": "/home/me"})
     assert raised.value.mistakes == (
         "no configuration file: looked for aviso.yaml, config/aviso.yaml, configuration/config.yaml, "
-        "/etc/aviso_server/config.yaml, /home/me/.aviso_server/config.yaml; give one, or name it in "
-        "AVISO_WORKERS_CONFIG_FILE",
+        "/etc/aviso_server/config.yaml, /home/me/.aviso_server/config.yaml; give one, name it in "
+        "AVISO_WORKERS_CONFIG_FILE, or declare event types in an app and give the command --app MODULE:APP",
     )
 
 

@@ -16,7 +16,6 @@ def test_the_tutorial_has_every_command_and_what_comes_of_it() -> None:
     assert page.check == ["aviso-workers", "check", "fields:app"]
     assert page.dev == ["aviso-workers", "dev", "fields:app"]
     assert page.notify[:3] == ["aviso-workers", "notify", "mars"]
-    assert page.exported == {"AVISO_WORKERS_CONFIG_FILE": "aviso.yaml"}
     assert page.handled == "12 /data/12"
 
 

@@ -163,7 +163,7 @@ def test_its_types_are_right_by_its_own_settings(project: Path) -> None:
 
 def test_check_finds_no_mistake_and_warns_of_nothing(project: Path) -> None:
     said = run(project, "aviso-workers", "check", "field_index.agents:app")
-    assert said == "field_index: 1 agents, 0 timers, 0 tasks, no mistakes\n"
+    assert said == "field_index: 1 agent, no mistakes\n"
 
 
 def test_its_procfile_runs_a_worker_that_handles_what_notify_publishes(project: Path, tmp_path: Path) -> None:

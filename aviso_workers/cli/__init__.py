@@ -20,7 +20,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.errors import (
@@ -99,6 +99,16 @@ class _Commands(UserDict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         return _load(name)
+
+
+class _Command(TyperCommand):
+    """A command whose usage has its arguments as `EVENT`, `[EVENT]` and `[EVENT]...`. Typer has braces around one that
+    is needed, and the dots inside of the brackets of one that may be repeated.
+    """
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces = super().collect_usage_pieces(ctx)
+        return [re.sub(r"\.\.\.\]$", "]...", piece.removeprefix("{").removesuffix("}")) for piece in pieces]
 
 
 class _Group(TyperGroup):
@@ -187,9 +197,11 @@ def _load(name: str) -> Any:
     declared = getattr(first, name.replace("-", "_"))
     whole = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
     if isinstance(declared, typer.Typer):
+        for each in declared.registered_commands:
+            each.cls = _Command
         whole.add_typer(declared, name=name, cls=_Group)
     else:
-        whole.command(name)(declared)
+        whole.command(name, cls=_Command)(declared)
     built = typer.main.get_group(whole).commands[name]
     if name not in ONLY_FILES:
         importlib.import_module(f"{__name__}.targets").add_source_options(built)

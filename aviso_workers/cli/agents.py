@@ -12,22 +12,32 @@ from rich.live import Live
 from rich.text import Text
 
 from aviso_workers.app import App
+from aviso_workers.cli import completion
 from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, printable, terminal
 from aviso_workers.cli.report import Seconds
 from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import AgentOption, ConfigOption, Opened, Target, connected, find_app, opened
 from aviso_workers.declare.agents import Agent
-from aviso_workers.errors import BackendError, ConfigError, DeclarationError
+from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError
 from aviso_workers.ops import agent_report
 from aviso_workers.ops.agent_report import AgentRow, Progress
 
-__all__ = ["agents"]
+__all__ = ["agents", "one_app"]
 
 agents = typer.Typer(help="Show the progress of agents, and pause, reset or remove them.", no_args_is_help=True)
 
 ANSWER_SECONDS = 30.0
 """Longer than three servers of which one has just ended take to answer all requests."""
 
+OfApp = Annotated[
+    str | None,
+    typer.Option(
+        "--app",
+        metavar="APP",
+        autocompletion=completion.apps,
+        help="List only agents of this app: its name, or MODULE:APP.",
+    ),
+]
 Report = Callable[[Opened], Awaitable[list[Progress]]]
 
 
@@ -35,6 +45,7 @@ Report = Callable[[Opened], Awaitable[list[Progress]]]
 def list_agents(
     target: Target = None,
     agent: AgentOption = None,
+    app: OfApp = None,
     watch: Annotated[bool, typer.Option("--watch", help="Update the list until Ctrl-C, every --seconds.")] = False,
     seconds: Seconds = 2.0,
     as_json: AsJson = False,
@@ -43,21 +54,25 @@ def list_agents(
 ) -> None:
     """List the agents of one app or of all, with their lag. Exit with 1 if an agent is stuck or its consumer is gone.
 
-    Without an app, these are all agents that read the configured event streams. The rate per second is the change of
-    the lag, which is negative while the lag shrinks. Redelivered counts the notifications that are being tried again.
+    Without an app, these are all agents that read the configured event streams. The lag of an agent is pending
+    plus ack pending, and its change per second is negative while it shrinks. Redelivered counts the notifications that
+    are being tried again.
 
     Example: aviso-workers agents ls mine.agents:app --watch
     """
-    if everyone and (target or agent):
+    if everyone and (target or agent or app):
         raise DeclarationError("say either --all, or which app: MODULE:APP, or --agent NAME")
     if watch and as_json:
         raise DeclarationError("say either --watch or --json")
-    app = find_app(target, agent=agent, config=config) if target or agent else None
+    given = one_app(target, app)
+    is_name = app is not None and ":" not in app and agent is None
+    found = find_app(given, agent=agent, config=config) if (given or agent) and not is_name else None
 
     async def report(server: Opened) -> list[Progress]:
-        if app is None:
-            return await agent_report.of_deployment(server.admin, server.config)
-        return await agent_report.of_app(server.admin, server.config, app)
+        if found is not None:
+            return await agent_report.of_app(server.admin, server.config, found)
+        of_all = await agent_report.of_deployment(server.admin, server.config)
+        return _of_named(of_all, given) if given else of_all
 
     async def snapshots(server: Opened) -> list[AgentRow]:
         before = await report(server)
@@ -66,19 +81,38 @@ def list_agents(
         now = await report(server)
         return agent_report.rows(now, before, seconds=anyio.current_time() - began)
 
-    source = app.config if app else config
+    source = found.config if found else config
     if watch:
         connected(source, lambda server: _watch(server, report, seconds))
         return
     rows = connected(source, snapshots)
-    print_rows(AGENTS, map(_row, rows), rows, as_json=as_json)
+    print_rows(AGENTS, map(_row, rows), rows, none="no agents", as_json=as_json)
     if any(row.trouble for row in rows):
         raise typer.Exit(1)
 
 
+def one_app(argument: str | None, option: str | None) -> str | None:
+    """Return the app that is given as an argument or by `--app`. Raises `DeclarationError` where both are."""
+    if argument and option:
+        raise DeclarationError(f"give the app once: {argument}, or --app {option}")
+    return argument or option
+
+
+def _of_named(found: list[Progress], app: str) -> list[Progress]:
+    named = [progress for progress in found if progress.app == app]
+    if not named:
+        apps = ", ".join(sorted({progress.app for progress in found})) or "none"
+        raise NotFoundError(f"no agent of app {app} reads one of the configured streams; there are apps: {apps}")
+    return named
+
+
 @agents.command()
 def show(
-    target: Target = None, agent: AgentOption = None, as_json: AsJson = False, config: ConfigOption = None
+    target: Target = None,
+    agent: AgentOption = None,
+    app: Annotated[str | None, typer.Option("--app", metavar="MODULE:APP", help="The same as MODULE:APP.")] = None,
+    as_json: AsJson = False,
+    config: ConfigOption = None,
 ) -> None:
     """Show the policy and the progress of each agent of an app, and how its consumer on the server differs.
 
@@ -86,10 +120,10 @@ def show(
 
     Example: aviso-workers agents show mine.agents:app
     """
-    app = find_app(target, agent=agent, config=config)
-    if mistakes := app.mistakes():
+    found = find_app(one_app(target, app), agent=agent, config=config)
+    if mistakes := found.mistakes():
         raise ConfigError(mistakes)
-    anyio.run(_show, app, as_json)
+    anyio.run(_show, found, as_json)
 
 
 async def _show(app: App, as_json: bool) -> None:
@@ -149,7 +183,7 @@ async def _watch(server: Opened, report: Report, seconds: float) -> None:
         now, ended = await report(server), anyio.current_time()
         rows = agent_report.rows(now, before, seconds=ended - began)
         before, began = now, ended
-        return table(AGENTS, [_row(row) for row in rows], width=console.width) if rows else Text("there are none")
+        return table(AGENTS, [_row(row) for row in rows], width=console.width) if rows else Text("no agents")
 
     while not console.is_terminal:
         await anyio.sleep(seconds)
@@ -171,7 +205,7 @@ AGENTS = (
     "ack pending",
     "redelivered",
     "dead letters",
-    "per second",
+    "lag change per s",
     "state",
 )
 

@@ -9,9 +9,10 @@ import typer
 
 from aviso_workers.aviso.positions import Position, parse_date, parse_id
 from aviso_workers.cli import completion
-from aviso_workers.cli.agents import agents
+from aviso_workers.cli.agents import agents, one_app
 from aviso_workers.cli.arguments import parse_duration
 from aviso_workers.cli.confirmation import Yes, confirm
+from aviso_workers.cli.details import time_text
 from aviso_workers.cli.output import print_record, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError
@@ -54,7 +55,7 @@ def pause(
 
     async def run(server: Opened, target: AgentConsumer) -> None:
         until = await agent_control.pause(server.admin, target, seconds=seconds)
-        typer.echo(f"{agent} is paused until {until.isoformat(timespec='seconds') if for_ else 'it is resumed'}")
+        typer.echo(f"{agent} is paused until {time_text(until) if for_ else 'it is resumed'}")
 
     _control(agent, app, config, run)
 
@@ -68,7 +69,7 @@ def resume(agent: Agent, app: Owner, config: ConfigOption = None) -> None:
 
     async def run(server: Opened, target: AgentConsumer) -> None:
         await agent_control.resume(server.admin, target)
-        typer.echo(f"{agent} goes on")
+        typer.echo(f"{agent} is resumed")
 
     _control(agent, app, config, run)
 
@@ -108,10 +109,10 @@ def reset(
 
 @agents.command("rm")
 def remove(
-    app: Annotated[
-        str,
+    target: Annotated[
+        str | None,
         typer.Argument(metavar="APP", autocompletion=completion.apps, help="Name of the app, or MODULE:APP."),
-    ],
+    ] = None,
     agent: Annotated[
         str,
         typer.Option(
@@ -121,6 +122,10 @@ def remove(
             help="Remove only this agent, and nothing that the app's agents share. Default: the whole app.",
         ),
     ] = "",
+    app: Annotated[
+        str | None,
+        typer.Option("--app", metavar="APP", autocompletion=completion.apps, help="The same as the argument APP."),
+    ] = None,
     workers_stopped: Annotated[
         bool,
         typer.Option(
@@ -137,13 +142,13 @@ def remove(
 
     Example: aviso-workers agents rm field-index
     """
-
-    name, config = named_app(app, config)
-    assert name is not None
+    name, config = named_app(one_app(target, app), config)
+    if name is None:
+        raise DeclarationError("say which app: its name, or MODULE:APP")
 
     async def run(server: Opened) -> None:
         plan = await retirement.plan(server.admin, name, agent, workers_stopped=workers_stopped)
-        print_table(("what", "of", "entries"), _retirement_rows(plan))
+        print_table(("what", "of", "entries"), _retirement_rows(plan), none="no consumers, buckets or tables")
         if plan.dead_letters:
             typer.echo(f"{plan.dead_letters} dead letters stay: `aviso-workers dead-letters drop` removes them")
         confirm(yes, to="remove it")

@@ -104,14 +104,14 @@ def parse_payload(text: str | None) -> Any:
     if text is None:
         return None
     if text == "-":
-        return _json(sys.stdin.buffer.read())
+        return _json(sys.stdin.buffer.read(), name="--payload, from standard input,")
     if text.startswith("@"):
         path = Path(text[1:])
         try:
-            return _json(path.read_bytes())
+            return _json(path.read_bytes(), name=f"--payload, from {path},")
         except OSError as error:
             raise InvalidNotificationError(f"cannot read the payload from {path}: {error.strerror}") from error
-    return _json(text)
+    return _json(text, name="--payload")
 
 
 @contextmanager
@@ -168,7 +168,7 @@ class LinesFile(msgspec.Struct, frozen=True):
 
 def _where(key: str, value: str) -> Any:
     if value[:1] in ("[", "{"):
-        return _json(value)
+        return _json(value, name=f"the value of {key}")
     if next_pair := NEXT_PAIR.search(value):
         apart = f"{key}={value[: next_pair.start()]} {value[next_pair.start() + 1 :]}"
         whole = msgspec.json.encode([value]).decode()
@@ -179,8 +179,9 @@ def _where(key: str, value: str) -> Any:
     return value
 
 
-def _json(text: str | bytes) -> Any:
+def _json(text: str | bytes, *, name: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise InvalidNotificationError(f"not JSON: {error}: {reprlib.repr(text)}") from error
+        why = str(error).removeprefix("JSON is malformed: ")
+        raise InvalidNotificationError(f"{name} is not JSON: {why}: {reprlib.repr(text)}") from error

@@ -15,6 +15,7 @@ from aviso_workers.aviso.literals import Duration
 from aviso_workers.backends import Admin, open_backend
 from aviso_workers.cli import backup_sets, completion
 from aviso_workers.cli.backup_cleanse import cleanse
+from aviso_workers.cli.details import time_text
 from aviso_workers.cli.identity import IdentityOption, identities_of
 from aviso_workers.cli.output import AsJson, print_rows
 from aviso_workers.cli.progress import bar
@@ -183,7 +184,7 @@ def ls(directory: Below, as_json: AsJson = False) -> None:
     rows = [_row(each) for each in found]
     if rows or as_json:
         documents = (dict(zip(BACKUPS, row, strict=True)) for row in rows)
-        print_rows(BACKUPS, map(_cells, rows), documents, as_json=as_json)
+        print_rows(BACKUPS, map(_cells, rows), documents, none="no backups", as_json=as_json)
     elif not failures:
         typer.echo(f"no backups in {directory}")
     for file in backups.sets_in(directory):
@@ -237,7 +238,8 @@ def restore(
     ] = False,
     storage: Annotated[Storage | None, typer.Option(help="Storage of the stream. Default: as it was.")] = None,
     replicas: Annotated[
-        int | None, typer.Option(min=1, max=5, help="Number of replicas of the stream. Default: as it was.")
+        int | None,
+        typer.Option(metavar="N", min=1, max=5, help="Number of replicas of the stream. Default: as it was."),
     ] = None,
     identity: IdentityOption = None,
     config: ConfigOption = None,
@@ -405,10 +407,9 @@ def _described(made: Backup) -> str:
 
 def _row(found: backups.Backup) -> tuple[str | int, ...]:
     version = found.record.server_version if found.record else ""
-    made = found.made.isoformat(timespec="seconds")
     return (
         found.stream,
-        made,
+        time_text(found.made),
         found.state.messages,
         found.size,
         version or "unknown",

@@ -56,6 +56,7 @@ async def restore(
     print_table(
         ("stream", "messages", "consumer", "goes on at", "again", "new to it"),
         [row for each in restored for row in _rows(each)],
+        none="no streams",
     )
     typer.echo(
         f"the set of {found.written.made:%Y-%m-%dT%H:%M:%SZ} is restored; what is counted under again was settled "
@@ -80,7 +81,7 @@ async def prune(admin: Admin, to: Path, stream: str, keep: Keep) -> list[AvisoWo
         return [error]
     for gone in pruned.removed:
         typer.echo(f"{stream}: removed {gone.directory}")
-    return [BackupError(f"{found}; it is kept, and does not count") for found in pruned.uncounted]
+    return [BackupError(f"{found}; it is kept, and does not count") for found in pruned.not_counted]
 
 
 def _rows(restored: RestoredStream) -> list[tuple[str, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from aviso_workers.app import App
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.targets import AgentOption, ConfigOption, Target, find_app
 from aviso_workers.errors import ConfigError
@@ -25,4 +26,11 @@ def check(
         raise ConfigError(mistakes)
     for warning in filter(None, (*app.warnings(), app.nothing_to_run())):
         echo(f"warning: {warning}", err=True)
-    typer.echo(f"{app.name}: {len(app.agents)} agents, {len(app.timers)} timers, {len(app.tasks)} tasks, no mistakes")
+    typer.echo(f"{app.name}: {_counts(app)}, no mistakes")
+
+
+def _counts(app: App) -> str:
+    """Return how many agents, timers and tasks the app has, without those of which it has none."""
+    counts = {"agent": len(app.agents), "timer": len(app.timers), "task": len(app.tasks)}
+    found = [f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items() if count]
+    return ", ".join(found) or "nothing to run"

@@ -24,7 +24,7 @@ __all__ = ["consumers"]
 
 consumers = typer.Typer(help="List, show, remove and unpin the consumers of any stream.", no_args_is_help=True)
 
-CONSUMERS = ("stream", "consumer", "pending", "ack pending", "redelivered", "per second", "gone in", "state")
+CONSUMERS = ("stream", "consumer", "pending", "ack pending", "redelivered", "lag change per s", "caught up in", "state")
 
 Consumer = Annotated[
     str,
@@ -41,7 +41,7 @@ def list_consumers(
     stream: Annotated[
         str | None,
         typer.Argument(
-            metavar="[STREAM]",
+            metavar="STREAM",
             autocompletion=completion.streams,
             help="Name of the stream, e.g. MARS. Default: all streams.",
         ),
@@ -52,14 +52,14 @@ def list_consumers(
 ) -> None:
     """List consumers, also those of agents, the largest lag first. Exit with 1 if one is stuck or does not answer.
 
-    The rate per second is the change of the lag, which is negative while the lag shrinks.
+    The lag of a consumer is pending plus ack pending, and its change per second is negative while it shrinks.
 
     Example: aviso-workers consumers ls MARS
     """
     take = partial(reports.take_consumers, stream=stream) if stream else reports.take
     now, before = snapshots(config, seconds, take)
     rows = reports.consumers(now, before)
-    print_rows(CONSUMERS, map(_consumer_row, rows), rows, as_json=as_json)
+    print_rows(CONSUMERS, map(_consumer_row, rows), rows, none="no consumers", as_json=as_json)
     end_where_unavailable(now.unavailable)
     if any(row.stuck for row in rows):
         raise typer.Exit(1)
@@ -141,5 +141,5 @@ def _reached(sequence: int, last: datetime | None) -> str:
 
 def _consumer_row(row: ConsumerRow) -> tuple[str, ...]:
     numbers = (str(row.pending), str(row.ack_pending), str(row.redelivered), f"{row.rate:+.1f}")
-    gone_in = duration(row.drain_seconds) if row.lag else "-"
-    return (row.stream, row.consumer, *numbers, gone_in, consumer_state(row))
+    caught_up_in = duration(row.drain_seconds) if row.lag else "-"
+    return (row.stream, row.consumer, *numbers, caught_up_in, consumer_state(row))

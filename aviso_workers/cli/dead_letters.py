@@ -17,10 +17,12 @@ from aviso_workers.aviso.codec import store_time
 from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
-from aviso_workers.cli.output import Columns, print_json, print_table, printable, skipped_reported
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, named_app
-from aviso_workers.errors import DeclarationError, NotFoundError
+from aviso_workers.cli.details import time_text
+from aviso_workers.cli.output import Columns, print_json, print_table, printable, skipped_reported, terminal
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, find_app, named_app
+from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
 from aviso_workers.events import Events
+from aviso_workers.ops import agent_control
 from aviso_workers.ops.dead_letters import DeadLetter, Selection, StoredDeadLetters, document, portions
 
 __all__ = ["dead_letters"]
@@ -29,6 +31,7 @@ dead_letters = typer.Typer(
     help="List dead letters, return them to the agents that failed, or erase them.", no_args_is_help=True
 )
 
+DEAD_LETTERS = ("sequence", "time", "app", "agent", "reason", "attempts", "original", "error")
 SHORT = 60
 
 Action = Callable[..., Awaitable[None]]
@@ -103,11 +106,11 @@ def ls(
 
     Example: aviso-workers dead-letters ls --agent index_field --since 2026-11-20T06:00:00Z
     """
-    app, config = named_app(app, config)
+    app, config = _named_app(app, agent, config)
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
 
     async def run(stored: StoredDeadLetters) -> None:
-        columns = Columns("sequence", "time", "app", "agent", "reason", "attempts", "original", "error")
+        columns = Columns(*DEAD_LETTERS)
         none = True
         async with aclosing(stored.select(wanted)) as dead_letters:
             async for portion in portions(dead_letters):
@@ -115,10 +118,12 @@ def ls(
                 if as_json:
                     for dead_letter in portion:
                         print_json(document(dead_letter))
+                elif terminal().is_terminal:
+                    print_table(DEAD_LETTERS, map(_row, portion))
                 else:
                     columns.print(map(_row, portion))
         if none and not as_json:
-            typer.echo("no dead letters")
+            await _say_none(stored)
 
     _run(config, run)
 
@@ -167,9 +172,9 @@ def retry(
 
     Example: aviso-workers dead-letters retry --agent index_field --yes
     """
-    app, config = named_app(app, config)
+    app, config = _named_app(app, agent, config)
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
-    _act(config, wanted, StoredDeadLetters.retry, "handed back", every=all_, dry_run=dry_run, yes=yes)
+    _act(config, wanted, StoredDeadLetters.retry, "returned", every=all_, dry_run=dry_run, yes=yes)
 
 
 @dead_letters.command()
@@ -191,7 +196,7 @@ def drop(
 
     Example: aviso-workers dead-letters drop 17 --yes
     """
-    app, config = named_app(app, config)
+    app, config = _named_app(app, agent, config)
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
     _act(config, wanted, StoredDeadLetters.drop, "erased", every=all_, dry_run=dry_run, yes=yes)
 
@@ -240,8 +245,13 @@ async def _found(stored: StoredDeadLetters, wanted: Selection) -> frozenset[int]
         rows = [(*key, str(count)) for key, count in sorted(counts.items())]
         print_table(("app", "agent", "reason", "dead letters"), rows)
     else:
-        typer.echo("no dead letters")
+        await _say_none(stored)
     return frozenset(found)
+
+
+async def _say_none(stored: StoredDeadLetters) -> None:
+    kept = await stored.count()
+    typer.echo(f"no dead letter matches, of {kept} in all" if kept else "no dead letters")
 
 
 async def _act_on(
@@ -284,6 +294,16 @@ def _run(config: ConfigSource | None, run: Callable[[StoredDeadLetters], Awaitab
         connected(config, run_connected)
 
 
+def _named_app(
+    app: str | None, agent: str | None, config: ConfigSource | None
+) -> tuple[str | None, ConfigSource | None]:
+    """Return what `named_app` does. Raises `DeclarationError` where the app is MODULE:APP and lacks the agent."""
+    if app is not None and ":" in app and agent is not None:
+        found = find_app(app, agent=None, config=config)
+        agent_control.declared(found, found.config, agent)
+    return named_app(app, config)
+
+
 def _selection(
     sequences: Sequence[int] | None,
     app: str | None,
@@ -294,14 +314,18 @@ def _selection(
     until: str | None,
     error: str | None,
 ) -> Selection:
+    first = parse_date(since, name="--since") if since else None
+    last = parse_date(until, name="--until") if until else None
+    if first and last and last < first:
+        raise InvalidPositionError(f"--until {until} is before --since {since}")
     return Selection(
         sequences=frozenset(sequences or ()),
         app=app,
         agent=agent,
         reason=reason,
         stream=stream,
-        since=parse_date(since, name="--since") if since else None,
-        until=parse_date(until, name="--until") if until else None,
+        since=first,
+        until=last,
         error=error,
     )
 
@@ -309,7 +333,7 @@ def _selection(
 def _row(dead_letter: DeadLetter) -> tuple[str, ...]:
     return (
         str(dead_letter.sequence),
-        dead_letter.time.isoformat(timespec="seconds"),
+        time_text(dead_letter.time),
         dead_letter.app,
         dead_letter.agent,
         dead_letter.reason,
@@ -323,7 +347,7 @@ def _print_dead_letter(dead_letter: DeadLetter) -> None:
     original = dead_letter.original
     rows = {
         "sequence": str(dead_letter.sequence),
-        "dead-lettered": dead_letter.time.isoformat(),
+        "dead-lettered": time_text(dead_letter.time),
         "app": dead_letter.app,
         "agent": dead_letter.agent,
         "reason": dead_letter.reason,
@@ -332,7 +356,7 @@ def _print_dead_letter(dead_letter: DeadLetter) -> None:
         "traceback": dead_letter.traceback,
         "original": f"{dead_letter.stream}@{original.sequence}",
         "subject": original.subject,
-        "stored": store_time(original).isoformat(),
+        "stored": time_text(store_time(original)),
         **{f"header {name}": value for name, value in (original.headers or {}).items()},
     }
     for name, value in rows.items():

@@ -31,6 +31,7 @@ from aviso_workers.worker.fleet import Plan
 
 __all__ = ["dev"]
 
+NATS_URL = "notification_backend.jetstream.nats_url"
 MOST_PORTS = 20
 """How many ports after the configured one are tried for the status port."""
 
@@ -83,18 +84,22 @@ def dev(
 def _nats_port(config: Config) -> int:
     ((host, port), *_) = config.notification_backend.jetstream.nats_url.addresses
     if host not in LOOPBACK_NAMES:
-        raise ConfigError([f"notification_backend.jetstream.nats_url: dev serves 127.0.0.1 only, found {host}"])
+        raise ConfigError([f"{NATS_URL}: dev serves 127.0.0.1 only, found {host}"])
     return port
 
 
 @contextmanager
 def _served(config: Config, directory: Path, port: int) -> Iterator[Node]:
-    """Run the nats-server of `server start` for the block. Raises `ServerProcessError` where that runs already."""
+    """Run the nats-server of `server start` for the block. Raises `ServerProcessError` where that runs already, or the
+    port is in use.
+    """
     if any(state.pid for state in processes.states(directory)):
         raise ServerProcessError(
             f"a nats-server runs in {directory} already: run the agents by `aviso-workers worker`, or stop it by "
             "`aviso-workers server stop`"
         )
+    if not processes.is_free(port):
+        raise ServerProcessError(processes.in_use(port, NATS_URL))
     monitoring = config.server.monitoring
     if monitoring.port and not processes.is_free(monitoring.port):
         monitoring = structs.replace(monitoring, port=0)

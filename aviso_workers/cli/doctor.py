@@ -45,6 +45,7 @@ def doctor(
         float,
         typer.Option(
             "--seconds",
+            metavar="SECONDS",
             min=0.1,
             callback=finite,
             help="Seconds between the two samples from which rates are computed.",
@@ -54,6 +55,7 @@ def doctor(
         Path | None,
         typer.Option(
             "--backups",
+            metavar="DIR",
             exists=True,
             file_okay=False,
             help="Directory with backups: check that each configured stream has one of today. Default: backups are "
@@ -61,6 +63,14 @@ def doctor(
         ),
     ] = None,
     format: Annotated[Format, typer.Option("--format", help="Format of the results.")] = "text",
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose",
+            "-v",
+            help="List the checks that pass, also at a terminal. A pipe or a file always gets them.",
+        ),
+    ] = False,
     config: ConfigOption = None,
 ) -> None:
     """Check servers, streams, consumers and settings for known problems, and say what to do about each. Nothing is
@@ -97,14 +107,14 @@ def doctor(
         is_down = isinstance(error, BackendError)
         typer.echo(f"AVISO-WORKERS {'CRITICAL' if is_down else 'UNKNOWN'} - {printable(str(error))}")
         raise typer.Exit(NAGIOS_CODES[State.FAIL] if is_down else NAGIOS_UNKNOWN) from error
-    _print(report, format)
+    _print(report, format, lists_passed=verbose or not sys.stdout.isatty())
     raise typer.Exit(NAGIOS_CODES[report.state] if format == "nagios" else int(report.state is State.FAIL))
 
 
-def _print(report: Report, format: Format) -> None:
+def _print(report: Report, format: Format, *, lists_passed: bool) -> None:
     match format:
         case "text":
-            for line in output.text(report):
+            for line in output.text(report, lists_passed=lists_passed):
                 typer.echo(printable(line))
         case "json":
             print_json(output.document(report))

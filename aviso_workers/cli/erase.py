@@ -14,6 +14,7 @@ from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import echo, print_table
 from aviso_workers.cli.progress import ProgressLines
 from aviso_workers.cli.targets import ConfigOption, Opened, connected
+from aviso_workers.errors import DeclarationError
 from aviso_workers.ops.erasure import ELSEWHERE, INDEX_WITHIN, Eraser, Survey, Suspect
 
 __all__ = ["erase"]
@@ -59,6 +60,12 @@ def erase(
 
     Example: aviso-workers erase mars class=od date=20261120 --audit record.json --yes
     """
+    if where and id is not None:
+        raise DeclarationError("give either KEY=VALUE or --id, not both")
+    if not where and id is None:
+        raise DeclarationError(
+            "say which notifications to erase: give KEY=VALUE or --id N; `streams wipe` removes all of them"
+        )
     wanted = parse_where(where or [])
 
     async def run(server: Opened) -> bool:

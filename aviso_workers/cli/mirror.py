@@ -62,7 +62,12 @@ def promote(
     ] = False,
     patience: Annotated[
         float,
-        typer.Option(min=0, callback=finite, help="Seconds within which the mirror must catch up with its origin."),
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            callback=finite,
+            help="Seconds within which the mirror must catch up with its origin.",
+        ),
     ] = 30.0,
     yes: Yes = False,
     config: ConfigOption = None,
@@ -199,7 +204,9 @@ def drill(
             help="API prefix of the domain for the origin, e.g. '$JS.hub.API'. Default: that of the configuration.",
         ),
     ] = "",
-    messages: Annotated[int, typer.Option(min=2, help="Number of messages to publish during the drill.")] = 1000,
+    messages: Annotated[
+        int, typer.Option(metavar="N", min=2, help="Number of messages to publish during the drill.")
+    ] = 1000,
     config: ConfigOption = None,
 ) -> None:
     """Rehearse a failover on a scratch stream and its mirror. Exit with 1 if a message was lost or stored twice.

@@ -20,6 +20,7 @@ from aviso_workers.aviso.notifications import Notify
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import Line, LinesFile, lines_file, parse_duration, parse_pairs, parse_payload
+from aviso_workers.cli.details import time_text
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.signals import until_signal
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected_app
@@ -100,7 +101,7 @@ async def _notify_one(wanted: Notify, config: ConfigSource | None) -> None:
     async with app:
         receipt = await app.session.publisher.notify(wanted)
     if receipt.due:
-        _tell(f"{wanted.event_type} {receipt.message_id} waits until {receipt.due.isoformat(timespec='seconds')}")
+        _tell(f"{wanted.event_type} {receipt.message_id} waits until {time_text(receipt.due)}")
     else:
         _tell(f"{wanted.event_type}@{receipt.sequence} stored in {receipt.stream}")
 

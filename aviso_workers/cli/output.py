@@ -41,16 +41,16 @@ MOST_SKIPPED = 10
 
 
 def print_rows(
-    columns: Sequence[str], rows: Iterable[Iterable[str]], documents: Iterable[Any], *, as_json: bool
+    columns: Sequence[str], rows: Iterable[Iterable[str]], documents: Iterable[Any], *, none: str, as_json: bool
 ) -> None:
     """Print a table for people, or the documents of its rows for programs, one on each line, with what a row's class
-    makes of its fields.
+    makes of its fields. `none` is what people read instead of a table without rows, such as `no streams`.
     """
     if as_json:
         for document in documents:
             print_json(msgspec.to_builtins(document) | _properties(document))
     else:
-        print_table(columns, rows)
+        print_table(columns, rows, none=none)
 
 
 def _properties(document: Any) -> dict[str, Any]:
@@ -58,12 +58,12 @@ def _properties(document: Any) -> dict[str, Any]:
     return {name: msgspec.to_builtins(getattr(document, name)) for name in named}
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print a table of the rows, or that there are none."""
+def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]], *, none: str = "no rows") -> None:
+    """Print a table of the rows, or `none` where there are no rows."""
     cells = [list(row) for row in rows]
     console = terminal()
     if not cells:
-        typer.echo("there are none")
+        typer.echo(none)
     elif console.is_terminal:
         console.print(table(columns, cells, width=console.width))
     else:

@@ -38,7 +38,12 @@ SHOWN = 20
 Take = Callable[[Admin], Awaitable[Snapshot]]
 Seconds = Annotated[
     float,
-    typer.Option(min=0.1, callback=finite, help="Seconds between the two snapshots from which rates are computed."),
+    typer.Option(
+        metavar="SECONDS",
+        min=0.1,
+        callback=finite,
+        help="Seconds between the two snapshots from which rates are computed.",
+    ),
 ]
 
 
@@ -56,7 +61,7 @@ def mirrors(as_json: AsJson = False, config: ConfigOption = None) -> None:
     if not (links or as_json):
         typer.echo("no stream follows another one")
         return
-    print_rows(MIRRORS, map(_mirror_row, links), links, as_json=as_json)
+    print_rows(MIRRORS, map(_mirror_row, links), links, none="no mirrors or sources", as_json=as_json)
     if any(link.trouble for link in links):
         raise typer.Exit(1)
 
@@ -72,7 +77,7 @@ def account(as_json: AsJson = False, config: ConfigOption = None) -> None:
         return await inventory.account(server.admin)
 
     uses = connected(config, run)
-    print_rows(ACCOUNT, map(_use_row, uses), uses, as_json=as_json)
+    print_rows(ACCOUNT, map(_use_row, uses), uses, none="no limits", as_json=as_json)
 
 
 @report.command()
@@ -97,12 +102,12 @@ def streams(
     """
     now, before = snapshots(config, seconds)
     rows = reports.streams(now, before)
-    print_rows(STREAMS, map(_stream_row, rows), rows, as_json=as_json)
+    print_rows(STREAMS, map(_stream_row, rows), rows, none="no streams", as_json=as_json)
     servers: list[ServerRow] = connected(
         config, lambda server: reports.servers(server.admin, server.config, monitor or ())
     )
     if servers:
-        print_rows(SERVERS, map(_server_row, servers), servers, as_json=as_json)
+        print_rows(SERVERS, map(_server_row, servers), servers, none="no servers", as_json=as_json)
     end_where_unavailable(now.unavailable)
     if any(row.trouble for row in rows) or any(row.trouble for row in servers):
         raise typer.Exit(1)
@@ -110,6 +115,8 @@ def streams(
 
 def top(seconds: Seconds = 2.0, config: ConfigOption = None) -> None:
     """Show streams and consumers as they change, until Ctrl-C.
+
+    The lag of a consumer is pending plus ack pending, as `consumers ls` lists them.
 
     Example: aviso-workers top
     """
@@ -175,7 +182,7 @@ SERVERS = ("server", "stores", "may store", "free on its disk", "trouble")
 MIRRORS = ("stream", "relation", "origin", "lag", "last contact", "compared", "trouble")
 ACCOUNT = ("what", "used", "limit")
 TOP_STREAMS = ("stream", "messages", "bytes", "per second", "state")
-TOP_CONSUMERS = ("stream", "consumer", "lag", "per second", "redelivered", "lag before", "state")
+TOP_CONSUMERS = ("stream", "consumer", "lag", "lag change per s", "redelivered", "lag before", "state")
 
 
 def _stream_row(row: StreamRow) -> tuple[str, ...]:

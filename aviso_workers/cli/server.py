@@ -70,13 +70,17 @@ def render(
     settings, choices = profiles.choose(loaded, profile=profile)
     rendered = nats_conf.render(settings, origins=loaded.origins, choices=choices)
     nats_conf.write(rendered, output, origins=loaded.origins)
-    print_table(("key", "value", "so"), [(choice.key, choice.value, choice.why) for choice in choices])
+    print_table(
+        ("key", "value", "so"), [(choice.key, choice.value, choice.why) for choice in choices], none="no choices"
+    )
     typer.echo(f"{output}: written, readable by its owner only")
 
 
 @server.command()
 def start(
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of servers; more than one are a cluster.")] = 1,
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="N", min=1, help="Number of servers; more than one are a cluster.")
+    ] = 1,
     directory: Directory = DIRECTORY,
     config: ConfigOption = None,
 ) -> None:
@@ -109,7 +113,9 @@ def rotate_key(
             help="File with the present key of the stores. Leave it out if they are not encrypted.",
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of servers, as for `server start`.")] = 1,
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="N", min=1, help="Number of servers, as for `server start`.")
+    ] = 1,
     directory: Directory = DIRECTORY,
     config: ConfigOption = None,
 ) -> None:
@@ -212,4 +218,6 @@ def _print_states(states: Iterable[processes.State], *, as_json: bool = False) -
         )
         for state in states
     ]
-    print_rows(SERVERS, rows, (dict(zip(SERVERS, row, strict=True)) for row in rows), as_json=as_json)
+    print_rows(
+        SERVERS, rows, (dict(zip(SERVERS, row, strict=True)) for row in rows), none="no servers", as_json=as_json
+    )

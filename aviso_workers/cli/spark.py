@@ -81,7 +81,7 @@ def reconcile(
 
 def _print(found: list[Comparison]) -> None:
     columns = ("application", "attempt", "kind", "Spark", "published", "different", "twice", "only published", "state")
-    print_table(columns, map(_row, found))
+    print_table(columns, map(_row, found), none="no applications")
     lines = [line for comparison in found for line in _lines(comparison)]
     for line in lines[:MOST_LINES]:
         typer.echo(printable(line))

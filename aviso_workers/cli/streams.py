@@ -44,7 +44,7 @@ def ls(as_json: AsJson = False, config: ConfigOption = None) -> None:
         configured = stream_policy.sections(server.config)
         listed = await inventory.streams(server.admin)
         documents = [_stream_document(stream, configured) for stream in listed.found]
-        print_rows(STREAMS, map(_stream_row, documents), documents, as_json=as_json)
+        print_rows(STREAMS, map(_stream_row, documents), documents, none="no streams", as_json=as_json)
         name_missing(configured, {stream.name for stream in listed.found}.union(listed.unavailable))
         return listed
 
@@ -75,7 +75,7 @@ def gaps(stream: Stream, as_json: AsJson = False, config: ConfigOption = None) -
         found = await inventory.gaps(server.admin, stream)
         rows = [(first, last, last - first + 1) for first, last in found.ranges]
         documents = (dict(zip(GAPS, row, strict=True)) for row in rows)
-        print_rows(GAPS, (map(str, row) for row in rows), documents, as_json=as_json)
+        print_rows(GAPS, (map(str, row) for row in rows), documents, none="no gaps", as_json=as_json)
         if not as_json:
             typer.echo(f"{stream} {found.first} to {found.last}: {found.messages} messages, {found.deleted} gone")
         if found.lost:
@@ -87,9 +87,7 @@ def gaps(stream: Stream, as_json: AsJson = False, config: ConfigOption = None) -
 @streams.command()
 def get(
     stream: Stream,
-    sequence: Annotated[
-        int | None, typer.Argument(metavar="[SEQUENCE]", min=1, help="Sequence of the message.")
-    ] = None,
+    sequence: Annotated[int | None, typer.Argument(metavar="SEQUENCE", min=1, help="Sequence of the message.")] = None,
     last: Annotated[
         str | None, typer.Option("--last", metavar="SUBJECT", help="Print the last message of this subject instead.")
     ] = None,

@@ -38,7 +38,8 @@ def copy(
     ] = None,
     storage: Annotated[Storage | None, typer.Option(help="Storage of the copy. Default: that of the original.")] = None,
     replicas: Annotated[
-        int | None, typer.Option(min=1, max=5, help="Number of replicas of the copy. Default: that of the original.")
+        int | None,
+        typer.Option(metavar="N", min=1, max=5, help="Number of replicas of the copy. Default: that of the original."),
     ] = None,
     follow: Annotated[
         bool,

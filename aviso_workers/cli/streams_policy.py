@@ -21,7 +21,7 @@ from aviso_workers.ops import aviso_admin, stream_policy
 __all__ = ["streams"]
 
 PLAN = ("stream", "consumer", "step", "difference")
-POLICY = ("field", "configured", "effective", "follows", "configured by")
+POLICY = ("field", "configured", "effective", "as configured", "configured by")
 
 Configured = Annotated[
     str,
@@ -92,7 +92,7 @@ def show(name: Configured, as_json: AsJson = False, config: ConfigOption = None)
     async def run(server: Opened) -> bool:
         rows = await stream_policy.effective_policy(server.admin, server.config, name)
         cells = [(row.field, row.configured, row.effective, "yes" if row.follows else "NO", row.key) for row in rows]
-        print_rows(POLICY, cells, rows, as_json=as_json)
+        print_rows(POLICY, cells, rows, none="no fields", as_json=as_json)
         return all(row.follows for row in rows)
 
     if not connected(config, run):
@@ -163,7 +163,7 @@ def _print_plans(plans: Iterable[Plan | ConsumerPlan], *, as_json: bool = False)
             for limit in _unstated(found)
         ]
     documents = (dict(zip(PLAN, row, strict=True)) for row in rows)
-    print_rows(PLAN, rows, documents, as_json=as_json)
+    print_rows(PLAN, rows, documents, none="no streams or consumers are configured", as_json=as_json)
 
 
 def _removing(plan: Plan | ConsumerPlan) -> tuple[Difference, ...]:

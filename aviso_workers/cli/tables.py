@@ -23,8 +23,8 @@ def table(columns: Sequence[str], rows: Iterable[Iterable[str]], *, width: int) 
     """Return the table as text, no wider than `width` characters.
 
     Where they are wider, the names of the columns are wrapped, and the last column too. Where that is too wide as well,
-    the last column, which says the most, is written below its row; and where it still is, each row is written as names
-    and values, as many on a line as fit.
+    the last column, which says the most, is written below its row, with its name; and where it still is, each row is
+    written as names and values, as many on a line as fit.
     """
     names = [name.upper() for name in columns]
     cells = [[printable(cell) for cell in row] for row in rows]
@@ -37,7 +37,8 @@ def table(columns: Sequence[str], rows: Iterable[Iterable[str]], *, width: int) 
     if left >= max(words, min(last, NARROWEST)):
         return _in_columns(names, cells, [*others, left])
     if _together(others) <= width:
-        return _in_columns(names[:-1], cells, others, below=width)
+        named = [[*row, f"{columns[-1]}: {value}" if value else ""] for *row, value in cells]
+        return _in_columns(names[:-1], named, others, below=width)
     return Text("\n\n").join(_record(columns, row, width) for row in cells).append("\n")
 
 
@@ -74,12 +75,12 @@ def _record(columns: Sequence[str], row: Sequence[str], width: int) -> Text:
     for name, cell in zip(columns, row, strict=True):
         if not cell:
             continue
-        needed = cell_len(name) + 1 + cell_len(cell)
+        needed = cell_len(name) + len(": ") + cell_len(cell)
         if used and used + len(GAP) + needed > width:
             text.append("\n")
             used = 0
         text.append(GAP if used else "")
-        text.append(name, style="bold")
+        text.append(f"{name}:", style="bold")
         text.append(f" {cell}")
         used += len(GAP) + needed if used else needed
     return text

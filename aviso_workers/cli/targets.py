@@ -20,8 +20,10 @@ from aviso_workers.app import App
 from aviso_workers.backends import Admin, open_backend
 from aviso_workers.config import Config
 from aviso_workers.config import load as load_config
+from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Router
-from aviso_workers.errors import AvisoWorkersError, DeclarationError, describe
+from aviso_workers.errors import AvisoWorkersError, DeclarationError, NotFoundError, describe
+from aviso_workers.jetstream.error_codes import STREAM_NOT_FOUND
 
 __all__ = [
     "AgentOption",
@@ -102,7 +104,8 @@ APP_HELP = "Use the configuration of this app, with the event types that it decl
 
 def add_source_options(command: Any) -> None:
     """Let each command that takes `--config`, of a group or by itself, take `--context` beside it, and `--app` where
-    it names no app already."""
+    it names no app already. One that takes the name of a stream suggests it where an event type's name was given.
+    """
     for below in getattr(command, "commands", {}).values():
         add_source_options(below)
     names = [parameter.name for parameter in command.params]
@@ -118,9 +121,24 @@ def add_source_options(command: Any) -> None:
     def run_with_source(
         *, nats_context: str | None, config: ConfigSource | None, of_app: str | None = None, **others: Any
     ) -> Any:
-        return run(config=source_of(config, nats_context, of_app), **others)
+        source = source_of(config, nats_context, of_app)
+        try:
+            return run(config=source, **others)
+        except NotFoundError as error:
+            meant = _meant(others.get("stream"), source) if error.code == STREAM_NOT_FOUND else ""
+            if not meant:
+                raise
+            raise NotFoundError(f"{error}; {meant}", code=error.code) from error
 
     command.callback = run_with_source
+
+
+def _meant(stream: str | None, source: ConfigSource | None) -> str:
+    """Return which stream was meant by the name of an event type, or by a stream's in small letters; else nothing."""
+    for name, event_type in event_streams(load(source).notification_schema).items():
+        if stream is not None and stream != name and stream.lower() in (name.lower(), event_type.lower()):
+            return f"did you mean {name}, the stream of the event type {event_type}?"
+    return ""
 
 
 def source_of(config: ConfigSource | None, nats_context: str | None, of_app: str | None) -> ConfigSource | None:
@@ -231,7 +249,8 @@ def _import(target: str) -> App:
         raise DeclarationError(f"{module_name!r} cannot be imported:\n{_told(error)}") from error
     found = getattr(module, name or "app", None)
     if not isinstance(found, App):
-        raise DeclarationError(f"{module_name!r} has no App named {name or 'app'!r}; say MODULE:APP")
+        names = ", ".join(each for each, value in vars(module).items() if isinstance(value, App)) or "none"
+        raise DeclarationError(f"{module_name!r} has no App named {name or 'app'!r}; it has: {names}")
     return found
 
 

@@ -14,8 +14,9 @@ import typer
 from msgspec import Struct
 
 from aviso_workers.app import App
-from aviso_workers.aviso import schema
+from aviso_workers.aviso import positions, schema
 from aviso_workers.aviso.notifications import Notification
+from aviso_workers.aviso.positions import Position
 from aviso_workers.cli import NOT_PROVEN, completion
 from aviso_workers.cli.arguments import parse_where
 from aviso_workers.cli.details import time_text
@@ -26,6 +27,7 @@ from aviso_workers.errors import AvisoWorkersError, InvalidNotificationError, In
 
 __all__ = ["replay", "watch"]
 
+FROM, TO = ("--from-id", "--from-date"), ("--to-id", "--to-date")
 NOTIFICATIONS = ("id", "stored", "identifier", "payload")
 
 Found = AsyncGenerator[Notification[Any], None]
@@ -34,7 +36,7 @@ Show = Callable[[Notification[Any]], None]
 Event = Annotated[
     str | None,
     typer.Argument(
-        metavar="[EVENT]",
+        metavar="EVENT",
         autocompletion=completion.event_types,
         help="The event type, e.g. mars. Default: all event types.",
     ),
@@ -42,7 +44,7 @@ Event = Annotated[
 Filter = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...",
+        metavar="KEY=VALUE...",
         help='Print only notifications with this value, e.g. class=od, or a constraint in JSON, e.g. step={"gte":24}. '
         "Without EVENT, event types that lack one of the keys are left out.",
     ),
@@ -69,7 +71,7 @@ Last = Annotated[
     int | None,
     typer.Option(
         "--last",
-        metavar="NUMBER",
+        metavar="N",
         min=1,
         help="Print only this many notifications, the last ones that match. Default: all.",
     ),
@@ -98,12 +100,13 @@ def watch(
     """
     app = connected_app(config)
     selection = _selection(app.config, event, where or (), ids={"--from-id": from_id})
+    start = positions.position(from_id, from_date, names=FROM)
 
     async def run(show: Show) -> None:
         errors: list[AvisoWorkersError | OSError] = []
 
         async def watch_one(event_type: str) -> None:
-            found = app.watch(event_type, selection.where, from_id=from_id, from_date=from_date)
+            found = app.watch(event_type, selection.where, from_id=start.sequence, from_date=start.time)
             try:
                 async with aclosing(found):
                     async for notification in found:
@@ -142,13 +145,22 @@ def replay(
     """
     app = connected_app(config)
     selection = _selection(app.config, event, where or (), ids={"--from-id": from_id, "--to-id": to_id})
+    start = positions.position(from_id, from_date, names=FROM)
+    end = positions.position(to_id, to_date, names=TO)
+    _refuse_reversed(start, end)
 
     async def run(show: Show) -> None:
         kept = list[Notification[Any]]()
+        none = True
         event_types = selection.event_types if selection.is_named else await _stored(app, selection.event_types)
         for event_type in event_types:
             found = app.replay(
-                event_type, selection.where, from_id=from_id, from_date=from_date, to_id=to_id, to_date=to_date
+                event_type,
+                selection.where,
+                from_id=start.sequence,
+                from_date=start.time,
+                to_id=end.sequence,
+                to_date=end.time,
             )
             async with aclosing(found):
                 if last is not None:
@@ -156,14 +168,25 @@ def replay(
                     continue
                 async for notification in found:
                     show(notification)
+                    none = False
         if not selection.is_named:
             kept.sort(key=lambda notification: notification.time)
         for notification in kept[-last:] if last is not None else ():
             show(notification)
+        if none and not kept:
+            typer.echo("no notifications match", err=True)
         if len(event_types) < len(selection.event_types):
             raise typer.Exit(NOT_PROVEN)
 
     _run(app, run, spatial_arrays=spatial_arrays, as_json=as_json)
+
+
+def _refuse_reversed(start: Position, end: Position) -> None:
+    """Raise `InvalidPositionError` where the end is before the start. Only a server compares an id with a date."""
+    if start.sequence is not None and end.sequence is not None and end.sequence < start.sequence:
+        raise InvalidPositionError(f"--to-id {end.sequence} is before --from-id {start.sequence}")
+    if start.time is not None and end.time is not None and end.time < start.time:
+        raise InvalidPositionError("--to-date is before --from-date")
 
 
 class _Selection(Struct, frozen=True):

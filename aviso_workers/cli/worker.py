@@ -20,6 +20,7 @@ StatusPort = Annotated[
     int | None,
     typer.Option(
         "--status-port",
+        metavar="PORT",
         help="Port for /metrics, /livez and /readyz; 0 is any free port. Default: workers.status.port of the "
         "configuration.",
     ),
@@ -42,6 +43,7 @@ def worker(
         int | None,
         typer.Option(
             "--processes",
+            metavar="N",
             min=1,
             help="Run this many processes, and replace those that crash. Default: this process alone.",
         ),
@@ -50,6 +52,7 @@ def worker(
         int | None,
         typer.Option(
             "--max-notifications",
+            metavar="N",
             min=1,
             help="Replace a process once it has settled this many notifications. Default: no limit.",
         ),

@@ -209,7 +209,12 @@ def _files(path: str | Path | None, environ: Mapping[str, str], *, needed: bool,
     found = [place for place in places(environ) if isfile(place)]
     if not found and needed:
         looked = ", ".join(map(str, (*OF_PROJECT, *places(environ))))
-        raise ConfigError([f"no configuration file: looked for {looked}; give one, or name it in {WORKERS_FILE}"])
+        raise ConfigError(
+            [
+                f"no configuration file: looked for {looked}; give one, name it in {WORKERS_FILE}, or declare event "
+                "types in an app and give the command --app MODULE:APP"
+            ]
+        )
     return found
 
 

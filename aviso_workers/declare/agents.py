@@ -244,8 +244,11 @@ class Router:
     `workers.agents.<name>`; `app.settings(router)` returns them.
     """
 
+    _kind = "router"
+    """What an error calls it."""
+
     def __init__(self, name: str, *, settings: type[Struct] | None = None) -> None:
-        self.name = check_name("router", name)
+        self.name = check_name(self._kind, name)
         self.settings_type = settings
         self.agents: list[Agent[Any, Any]] = []
         self.timers: list[Timer[Any, Any]] = []
@@ -309,21 +312,22 @@ class Router:
         """
         _check_text("agent", "event_type", event_type, 'the name of an event type, as in @app.agent("mars")')
         filtered = check_filter(where)
-        policy = Policy(
-            concurrency=concurrency,
-            retry=Backoff() if retry is None else retry,
-            ack_wait=ack_wait,
-            timeout=timeout,
-            rate_limit=rate_limit,
-            order_by=_fields(order_by),
-            batch=Batching() if batch is None else batch,
-            window=window,
-            start=_start(name, start),
-            singleton=singleton,
-        )
+        fields = _fields(order_by)
 
         def declare(function: Callable[P, R]) -> Agent[P, R]:
             itself = function.function if isinstance(function, Agent) else function  # declared for another one already
+            policy = Policy(
+                concurrency=concurrency,
+                retry=Backoff() if retry is None else retry,
+                ack_wait=ack_wait,
+                timeout=timeout,
+                rate_limit=rate_limit,
+                order_by=fields,
+                batch=Batching() if batch is None else batch,
+                window=window,
+                start=_start(name or _name_of(itself), start),
+                singleton=singleton,
+            )
             agent = Agent(itself, event_type=event_type, where=filtered, name=name, policy=policy, decode=decode)
             self._add_agent(agent)
             return agent
@@ -523,7 +527,7 @@ class Router:
         for known in others:
             if known.gives == resource.gives:
                 raise DeclarationError(
-                    f"resources {known.name!r} and {resource.name!r} of {self.name!r} both give a "
+                    f"resources {known.name!r} and {resource.name!r} of {self.name!r} both give "
                     f"{resources.spelled(resource.gives)}: let one of them give a type of its own, such as a NewType"
                 )
         self.resources = [*others, resource]
@@ -641,11 +645,14 @@ def _check_classifier(agent: str, classify: object) -> None:
         raise DeclarationError(f"{wanted}, and nothing else; found {classify!r:.100}{signature}") from error
 
 
-def _start(name: str | None, start: int | str | datetime) -> str:
+def _start(name: str, start: int | str | datetime) -> str:
     try:
         return positions.parse_start(start)
     except InvalidPositionError as error:
-        raise DeclarationError(f"agent {name or ''!r}: {error}; or `all`, or `new`") from error
+        raise DeclarationError(
+            f"agent {name!r:.100}: start must be `all`, `new`, a sequence, or a time such as 2026-11-20T06:00:00Z, "
+            f"found {start!r:.100}"
+        ) from error
 
 
 def durable_name(app: str, agent: str) -> str:

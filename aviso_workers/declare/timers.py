@@ -109,7 +109,7 @@ def every(interval: str) -> Every:
     """Return the schedule of an interval such as `10m`. Raises ValueError."""
     duration = Duration.parse(interval)
     if not duration:
-        raise ValueError("the interval must be longer than nought")
+        raise ValueError("the interval must be longer than 0 seconds")
     return Every(duration)
 
 

@@ -113,12 +113,19 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
             if inspect.iscoroutinefunction(getattr(self, name)):
                 raise DeclarationError(f"Windowing: {name} must not be async: it only computes a value")
         for name in ("size", "every", "lateness", "idle"):
+            given = getattr(self, name)
+            if given in (None, "") and name in ("every", "idle"):
+                continue
+            if not isinstance(given, str):
+                raise DeclarationError(
+                    f'Windowing: {name} must be text with a unit, such as "1h", found {given!r:.100}'
+                )
             try:
-                seconds = _seconds(getattr(self, name) or "1s")
-            except (AttributeError, TypeError, ValueError) as error:
+                seconds = _seconds(given)
+            except ValueError as error:
                 raise DeclarationError(f"Windowing: {name}: {error}") from error
             if not seconds and name != "lateness":
-                raise DeclarationError(f"Windowing: {name} must be longer than nought")
+                raise DeclarationError(f"Windowing: {name} must be longer than 0 seconds")
         if self.every_seconds > self.size_seconds:
             raise DeclarationError(
                 f"Windowing: every must be at most size, or some notifications are in no window, found {self.every}"

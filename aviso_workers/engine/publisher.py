@@ -418,7 +418,7 @@ class Publisher:
 
 
 def _whole(messages: Sequence[Message]) -> Message:
-    """Return one message of which the message id is that of all of them."""
+    """Return one message whose id stands for the whole batch."""
     subject = " ".join(f"{message.subject} {message.headers}" for message in messages)
     if any(b"\n" in message.data for message in messages):  # no JSON of ours, whose ids are those of older versions
         subject += f" {[len(message.data) for message in messages]}"

@@ -28,12 +28,12 @@ SKEW = timedelta(minutes=1)
 are that much out of order."""
 
 AGAIN_AFTER_SECONDS = 1.0
-MOST_BEHIND = 3
-"""How often a stream is looked at that ends before what was read of it: its new leader may not have come so far yet."""
-MOST_FRUITLESS = 60
-"""How often in a row a replay is begun again while there is a connection, and nothing comes of it."""
-TOLD_AFTER = 3
-"""After how many of these it is told. A new leader is there before, as a rule."""
+MOST_TIMES_BEHIND = 3
+"""How many times in a row a stream may end before a message that was read. Its new leader may still be catching up."""
+MOST_FAILURES = 60
+"""Failures in a row, with a connection, after which a replay raises the last one."""
+FAILURES_BEFORE_WARNING = 3
+"""Failures in a row before a warning. A new leader is usually elected sooner."""
 
 
 async def message_at(backend: Backend, stream: str, sequence: int) -> Message | None:
@@ -134,20 +134,20 @@ class Replayer:
         Raises `NotFoundError` where the stream is gone, or not the one that was read; `BackendError` when the
         connection is lost for good, or what is stored up to `last` does not come although there is a connection.
         """
-        fruitless = 0
+        failures = 0
         while last is None or reading.next_sequence <= last:
             try:
                 await self._require_same(reading)
                 async with aclosing(self._read(reading, last)) as messages:
                     async for message in messages:
-                        fruitless = 0
+                        failures = 0
                         yield message
                 return
             except UnavailableError as error:
-                fruitless = fruitless + 1 if self._backend.connection.ready else 0
-                if fruitless == TOLD_AFTER:
+                failures = failures + 1 if self._backend.connection.ready else 0
+                if failures == FAILURES_BEFORE_WARNING:
                     self._events.emit(StreamNotRead(stream=self._stream, error=error))
-                if last is not None and fruitless == MOST_FRUITLESS:
+                if last is not None and failures == MOST_FAILURES:
                     raise
                 await self._pause()
 
@@ -185,7 +185,7 @@ class Replayer:
             reading.times_behind = 0
             return
         reading.times_behind += 1
-        if info.created == reading.created and reading.times_behind <= MOST_BEHIND:
+        if info.created == reading.created and reading.times_behind <= MOST_TIMES_BEHIND:
             raise UnavailableError(f"stream {self._stream} has come to {info.last_sequence}, and was further")
         raise _made_again(self._stream)
 
@@ -194,7 +194,7 @@ class Replayer:
         new leader may not have come so far yet.
         """
         info = await self._backend.stream_info(self._stream)
-        for _ in range(MOST_BEHIND):
+        for _ in range(MOST_TIMES_BEHIND):
             if _is_within(start, info):
                 break
             await self._pause()

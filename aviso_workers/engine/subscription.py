@@ -328,8 +328,9 @@ class _Reader:
                 run.detach(self._stream)
 
     async def _made(self) -> tuple[ConsumerInfo, Passed | None] | None:
-        """Return the consumer, made where it is missing, and what it had passed; None where the worker is to stop
-        first. A server that is gone answers nothing, and is not waited for then.
+        """Create the consumer if it is missing; return it and the position it had reached.
+
+        Return None if the worker stops first: it does not wait for a server that does not answer.
         """
         feed, made = self._feed, None
 

@@ -28,6 +28,7 @@ from aviso_workers.engine.handlers import windowed
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Events, Skipped
+from aviso_workers.ops import deployment
 
 __all__ = ["DeadLetter", "Selection", "StoredDeadLetters", "document", "portions"]
 
@@ -118,6 +119,10 @@ class StoredDeadLetters:
             async for dead_letter in dead_letters:
                 return dead_letter
         raise NotFoundError(f"no dead letter {sequence}")
+
+    async def count(self) -> int:
+        """Return how many dead letters are kept."""
+        return sum((await deployment.dead_letters(self._admin)).values())
 
     async def retry(self, *dead_letters: DeadLetter, note: Callable[[], None] = _nothing) -> None:
         """Hand dead letters back to the agents that failed, as if they were new notifications; `note` is called for

@@ -28,7 +28,7 @@ from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import Cluster, StreamConfig
 from aviso_workers.ops import consumer_positions
 from aviso_workers.ops.backups import Contents, Drill, archive, read_back
-from aviso_workers.ops.backups.s2 import MalformedError
+from aviso_workers.ops.backups.s2 import MalformedError, Pieces
 from aviso_workers.ops.backups.verification import read_contents
 from aviso_workers.ops.consumer_positions import Place
 
@@ -268,8 +268,7 @@ class _ArchiveParser:
     def __init__(self, *, in_memory: bool) -> None:
         self._in_memory = in_memory
         self._chunks = Queue[bytes](CHUNKS_AHEAD)
-        self._rest = b""
-        self._is_at_end = False
+        self._arriving = iter(self._chunks.get, b"")
         self._thread = ThreadPoolExecutor(1)
         self._contents = self._thread.submit(self._run)
 
@@ -294,19 +293,11 @@ class _ArchiveParser:
         except MalformedError as error:
             raise BackupError(f"what the server sent is malformed: {error}") from error
 
-    def read(self, size: int, /) -> bytes:
-        """Return the next bytes, at most `size` of them; none at the end. Called by the thread."""
-        if not self._rest and not self._is_at_end:
-            self._rest = self._chunks.get()
-            self._is_at_end = not self._rest
-        data, self._rest = self._rest[:size], self._rest[size:]
-        return data
-
     def _run(self) -> Contents:
         try:
-            return read_contents(archive.entries(self), in_memory=self._in_memory)
+            return read_contents(archive.entries(Pieces(self._arriving)), in_memory=self._in_memory)
         finally:
-            while self.read(CHUNK_BYTES):  # so that `add` does not wait for ever
+            for _ in self._arriving:  # so that `add` does not wait for ever
                 pass
 
     def _end(self) -> None:

@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import filterfalse, islice
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -73,6 +73,7 @@ ANSWER_SECONDS = 5.0
 UNRECOVERABLE = "could not be recovered"
 """What a server says of a stream on its disk that it cannot read, with another key for example."""
 PORTS = range(15_000, 32_000)
+PORT_KEYS = ("server.port", "server.monitoring.port", "server.cluster.port", "server.leafnodes.port")
 CURE = (
     "Check its encryption key, its accounts and its log before a program creates its streams again, which destroys "
     "their data:"
@@ -329,8 +330,13 @@ def _names(server: Server, nodes: int) -> list[str]:
     return [server.server_name] if nodes == 1 else [f"{server.server_name}-{i}" for i in range(1, nodes + 1)]
 
 
+def in_use(port: int, key: str) -> str:
+    """Return what to say of a port that somebody listens on, which the configuration's key chooses."""
+    return f"port {port} on {LOOPBACK} is in use: stop what listens there, or choose another in {key}"
+
+
 def _ports(server: Server) -> tuple[int, int, int, int]:
-    """Return the configured ports of the first node, in the order of `Node`; the next node's are one higher."""
+    """Return the configured ports of the first node, in the order of `PORT_KEYS`; the next node's are one higher."""
     cluster_port = server.cluster.port if server.cluster else 0
     leaf_port = (server.leafnodes.port if server.leafnodes else None) or 0
     return server.port, server.monitoring.port, cluster_port, leaf_port
@@ -353,8 +359,9 @@ def _planned(server: Server, names: list[str], directory: Path) -> list[Node]:
     nodes = []
     for i, name in enumerate(names):
         configured = [port + i if port else 0 for port in _ports(server)]
-        for port in filterfalse(is_free, filter(None, configured)):
-            raise ServerProcessError(f"port {port} on {LOOPBACK} is in use: stop what listens there, or choose another")
+        for key, port in zip(PORT_KEYS, configured, strict=True):
+            if port and not is_free(port):
+                raise ServerProcessError(in_use(port, key))
         port, monitoring_port, cluster_port, leaf_port = (port or next(free) for port in configured)
         nodes.append(
             Node(

@@ -7,12 +7,14 @@ and usually opens no status port.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
 import anyio
 
+from aviso_workers.clocks import Clock
 from aviso_workers.config.settings import Status
 from aviso_workers.declare.agents import Agent
 from aviso_workers.engine.session import Session
@@ -31,6 +33,8 @@ LAG_SECONDS = 2.0
 """How often the lag of each agent is asked for; less often where there are many agents."""
 MOST_ASKED_PER_SECOND = 40
 """How many such requests are made in a second at most, for all agents together."""
+MISSED_SECONDS = 60.0
+"""How often a line on missed notifications is written at most, for each agent."""
 
 
 class Observable(Measurable, Protocol):
@@ -53,6 +57,10 @@ class Listeners:
         """The URL of the status port; empty where there is none."""
         self._app = app.name
         self._agents = tuple(app.agents)
+        schema = app.config.notification_schema
+        self._newest_is_enough = {
+            agent.name for agent in app.agents if schema[agent.event_type].allow_duplicates is False
+        }
 
     def tell_start(self, warnings: Iterable[str]) -> None:
         """Log the app's warnings, and then that it runs from now on."""
@@ -84,9 +92,12 @@ class Listeners:
                 tasks.start_soon(self.failures.keep_counting)
 
     async def measure_lag(self, session: Session) -> None:
-        """Ask for the lag of each agent, in turn and without end; return at once where there are no metrics."""
+        """Ask for the lag of each agent, in turn and without end, and log what agents have missed; return at once where
+        there are no metrics.
+        """
         if self.metrics is not None:
-            await _measure_lag(self._agents, session, self.metrics)
+            missed = MissedLog(self._newest_is_enough, session.backend.clock)
+            await _measure_lag(self._agents, session, self.metrics, missed)
 
 
 @contextmanager
@@ -113,9 +124,40 @@ def listening(app: Observable, *, status: Status | None) -> Iterator[Listeners]:
         yield listeners
 
 
-async def _measure_lag(agents: Sequence[Agent[Any, Any]], session: Session, metrics: Metrics) -> None:
+class MissedLog:
+    """Writes to the log how many notifications each agent has missed, except those agents for which the newest
+    notification of a subject is enough, as the configuration says.
+    """
+
+    def __init__(self, newest_is_enough: Collection[str], clock: Clock) -> None:
+        self._newest_is_enough = newest_is_enough
+        self._clock = clock
+        self._told: dict[str, tuple[float, float]] = {}
+        """By agent: how many were missed at its last line, and when that was."""
+
+    def observe(self, agent: str, missed: float) -> None:
+        """Note how many an agent has missed so far; NaN where that is not known."""
+        told, at = self._told.get(agent, (0, -math.inf))
+        now = self._clock.monotonic()
+        if agent in self._newest_is_enough or not missed > told or now - at < MISSED_SECONDS:
+            return
+        self._told[agent] = missed, now
+        log.warning(
+            "notifications.missed",
+            agent=agent,
+            missed=int(missed - told),
+            cure="they were not in the stream when it was their turn: a newer notification of their subject replaced "
+            "them, they expired or were removed, or the server of the agent's consumer lacks them (`aviso-workers "
+            "doctor`, JS072)",
+        )
+
+
+async def _measure_lag(
+    agents: Sequence[Agent[Any, Any]], session: Session, metrics: Metrics, missed: MissedLog
+) -> None:
     wait = max(LAG_SECONDS / max(1, len(agents)), 1 / MOST_ASKED_PER_SECOND)
     for agent in itertools.cycle(agents):
         with suppress(BackendError):  # not made yet, or not reachable: the gauges keep what was last known
             metrics.lag(agent.name, await session.consumer_info(agent))
+        missed.observe(agent.name, metrics.missed(agent.name))
         await session.backend.clock.sleep(wait)

@@ -516,6 +516,10 @@ class Metrics:
         self._agents[agent].ack_pending = consumer.num_ack_pending
         self._agents[agent].came_to(Passed(consumer.deliveries, consumer.position))
 
+    def missed(self, agent: str) -> float:
+        """Return how many notifications an agent has missed; NaN where that is not known."""
+        return self._agents[agent].missed
+
     def _started(self, event: AgentStarted | ConsumerResumed) -> None:
         if isinstance(event, ConsumerResumed):
             self._gone.add((event.agent, event.stream))  # also where it was gone before this worker came

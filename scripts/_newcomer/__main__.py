@@ -82,7 +82,7 @@ class Newcomer:
 
     def follow(self, page: Page, directory: Path) -> None:
         """Do what the page says, until the first notification is handled."""
-        environment = {**self._environment, **page.exported, NATS_URL: f"nats://127.0.0.1:{free_port()}"}
+        environment = {**self._environment, NATS_URL: f"nats://127.0.0.1:{free_port()}"}
         if page.install is not None:
             with self._step(" ".join(page.install)):
                 self._run(page.install, self._installing, directory)

@@ -24,8 +24,6 @@ class Page(Struct, frozen=True, kw_only=True):
     check: list[str]
     dev: list[str]
     notify: list[str]
-    exported: dict[str, str]
-    """Environment variables that the page has its reader set."""
     handled: str
     """What the agent prints of the notification."""
 
@@ -41,7 +39,6 @@ def read(text: str) -> Page:
         check=_needed("aviso-workers check", lines),
         dev=_needed("aviso-workers dev", lines),
         notify=_needed("aviso-workers notify", lines),
-        exported=dict(line.removeprefix("export ").split("=", 1) for line in lines if line.startswith("export ")),
         handled=handled[1],
     )
 

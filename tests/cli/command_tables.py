@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 
 from rich.console import Console
 
-from aviso_workers.cli import agents, backup, consumers, report, streams, streams_policy
+from aviso_workers.aviso.codec import Message
+from aviso_workers.cli import agents, backup, consumers, dead_letters, report, streams, streams_policy
 from aviso_workers.cli import server as server_commands
 from aviso_workers.cli.tables import table
 from aviso_workers.ops.agent_report import AgentRow
+from aviso_workers.ops.dead_letters import DeadLetter
 from aviso_workers.ops.inventory import Use
 from aviso_workers.ops.mirrors import Link
 from aviso_workers.ops.reports import ConsumerRow, ServerRow, StreamRow
@@ -28,6 +31,7 @@ def tables() -> dict[str, tuple[Sequence[str], Rows]]:
         "report streams, its servers": (report.SERVERS, [report._server_row(each) for each in SERVERS]),
         "report mirrors": (report.MIRRORS, [report._mirror_row(each) for each in MIRRORS]),
         "report account": (report.ACCOUNT, [report._use_row(each) for each in USES]),
+        "dead-letters ls": (dead_letters.DEAD_LETTERS, [dead_letters._row(DEAD_LETTER)]),
         "streams ls": (
             streams.STREAMS,
             [[*streams._stream_row(document)] for document in LISTED],
@@ -104,7 +108,20 @@ AGENTS = [
         why_none="",
     ),
 ]
-KEPT = ("MARS", "2026-11-20T06:00:00+00:00", 1_204_567, 412_345_678, "2.15.0", "full", "kept/MARS/20261120T060000Z")
+DEAD_LETTER = DeadLetter(
+    sequence=12,
+    time=datetime(2026, 11, 20, 6, 0, 0, 123456, tzinfo=UTC),
+    app="field-index",
+    agent="index_field",
+    reason="attempts_exhausted",
+    error="ConnectionError: the index at db.example.org refuses connections from here",
+    traceback="",
+    attempts=12,
+    stream="MARS",
+    original=Message(subject="mars.od", data=b"", sequence=4711),
+    stored=Message(subject="", data=b""),
+)
+KEPT = ("MARS", "2026-11-20T06:00:00Z", 1_204_567, 412_345_678, "2.15.0", "full", "kept/MARS/20261120T060000Z")
 CONSUMERS = [
     ConsumerRow(
         stream="MARS",

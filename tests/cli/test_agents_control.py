@@ -93,7 +93,7 @@ def test_a_paused_agent_is_given_nothing_and_a_resumed_one_goes_on(
         (row,) = (row for row in listed(run, config, agents) if row["agent"] == "index")
         assert row["paused_until"] == "it is resumed"
         resumed = run("agents", "resume", "index", "--app", app, "--config", config)
-        assert resumed == Ran(code=0, out="index goes on\n", err="")
+        assert resumed == Ran(code=0, out="index is resumed\n", err="")
     assert {row["paused_until"] for row in listed(run, config)} == {""}
     assert worked(2) == ["1", "2"]
 
@@ -248,6 +248,29 @@ def test_the_list_tells_what_is_left(run: Run, config: Path, worked: Callable[..
 
 
 @pytest.mark.covers("001-38")
+def test_the_app_of_a_list_is_given_as_elsewhere(
+    run: Run, config: Path, worked: Callable[..., list[str]], agents: str
+) -> None:
+    worked(1)
+    for what in ((agents,), ("--app", agents), ("--app", "field")):
+        assert {row["agent"] for row in listed(run, config, *what)} == {"index", "everything"}, what
+    assert shown(run, config, "--app", agents) == shown(run, config, agents)
+    other = run("agents", "ls", "--app", "fields", "--config", config)
+    complaint = "aviso-workers: no agent of app fields reads one of the configured streams; there are apps: field\n"
+    assert other == Ran(1, "", complaint)
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "rm"])
+def test_the_app_is_given_once(run: Run, unreachable: Path, agents: str, command: str) -> None:
+    twice = run("agents", command, agents, "--app", agents, "--config", unreachable)
+    assert twice == Ran(2, "", f"aviso-workers: give the app once: {agents}, or --app {agents}\n")
+
+
+def test_a_removal_needs_an_app(run: Run, unreachable: Path) -> None:
+    ran = run("agents", "rm", "--yes", "--config", unreachable)
+    assert ran == Ran(2, "", "aviso-workers: say which app: its name, or MODULE:APP\n")
+
+
 def test_the_list_is_watched_until_ctrl_c(
     run: Run, config: Path, worked: Callable[..., list[str]], start: Start
 ) -> None:
@@ -311,9 +334,9 @@ def test_an_app_that_is_retired_leaves_nothing_but_its_notifications(
     run: Run, config: Path, agents: str, worked: Callable[..., list[str]]
 ) -> None:
     worked(1)
-    by_code = run("agents", "rm", agents, "--workers-stopped", "--config", config)
     preview = run("agents", "rm", "field", "--workers-stopped", "--config", config)
-    assert by_code.out == preview.out
+    for app in ((agents,), ("--app", agents), ("--app", "field")):
+        assert run("agents", "rm", *app, "--workers-stopped", "--config", config).out == preview.out
     assert preview.code == 2
     assert "MARS > field__index" in preview.out
     assert "MARS > field__everything" in preview.out

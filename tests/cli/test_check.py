@@ -41,19 +41,20 @@ def test_an_app_without_mistakes_is_counted(run: Run, write_module: Callable[[st
 @app.agent("mars")
 async def index(notification: Notification) -> None: ...
 
+@app.agent("mars", name="again")
+async def index_again(notification: Notification) -> None: ...
+
 @app.task
 async def tail(app: App) -> None: ...
 """)
-    assert run("check", f"{module}:app") == Ran(
-        code=0, out="checked: 1 agents, 0 timers, 1 tasks, no mistakes\n", err=""
-    )
+    assert run("check", f"{module}:app") == Ran(code=0, out="checked: 2 agents, 1 task, no mistakes\n", err="")
     assert run("check", module).code == 0
 
 
 @pytest.mark.usefixtures("unreachable")
 def test_an_app_with_nothing_to_run_is_told_of(run: Run, write_module: Callable[[str], str]) -> None:
     ran = run("check", f"{write_module('')}:app")
-    assert (ran.code, ran.out) == (0, "checked: 0 agents, 0 timers, 0 tasks, no mistakes\n")
+    assert (ran.code, ran.out) == (0, "checked: nothing to run, no mistakes\n")
     assert ran.err == (
         "warning: app 'checked' declares no agent, timer or task, so that a worker of it does nothing; include the "
         "routers that declare them\n"
@@ -97,7 +98,7 @@ async def third(notification: Notification) -> None: ...
     ran = run("check", module)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.removeprefix("aviso-workers: ").splitlines() == [
-        "agent 'first': unknown event type 'marsh'; notification_schema has: mars",
+        "agent 'first': unknown event type 'marsh'; event types: mars; did you mean 'mars'?",
         "agent 'second': where: mars: identifier field 'stop' is unknown; did you mean 'step'?",
         "agent 'third': where: mars: identifier field 'step' must be within [0, 1000], not 5000",
         "workers.agents.other: Object missing required field `directory` (unreachable.yaml:1)",
@@ -204,13 +205,19 @@ def test_what_is_installed_is_found_by_its_name(run: Run, unreachable: Path) -> 
         (("nowhere.at.all",), "no module 'nowhere.at.all' here or installed; say MODULE:APP"),
         (("checked/app.py",), "'checked/app.py' names no module; say MODULE:APP, e.g. mine.agents:app"),
         ((":app",), "':app' names no module; say MODULE:APP, e.g. mine.agents:app"),
-        (("json:dumps",), "'json' has no App named 'dumps'; say MODULE:APP"),
-        (("json",), "'json' has no App named 'app'; say MODULE:APP"),
+        (("json:dumps",), "'json' has no App named 'dumps'; it has: none"),
+        (("json",), "'json' has no App named 'app'; it has: none"),
         (("--agent", "nothing"), "no agent 'nothing' is installed; there are: observer, spark-events"),
     ],
 )
 def test_what_names_no_app_is_refused(run: Run, arguments: tuple[str, ...], complaint: str) -> None:
     assert run("check", *arguments) == Ran(code=2, out="", err=f"aviso-workers: {complaint}\n")
+
+
+def test_the_apps_that_a_module_has_are_named(run: Run, write_module: Callable[[str], str]) -> None:
+    module = write_module("application = App('fields')\n")
+    complaint = f"aviso-workers: '{module}' has no App named 'fields'; it has: app, application\n"
+    assert run("check", f"{module}:fields") == Ran(code=2, out="", err=complaint)
 
 
 @pytest.mark.usefixtures("unreachable")

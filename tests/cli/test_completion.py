@@ -61,6 +61,7 @@ def test_what_a_server_has(complete: Complete, config: Path, start: Start, tmp_p
     assert complete("agents", "pause", "--config", config, "in") == ["index"]
     assert complete("agents", "pause", "--config", config, "--app", "other", "in") == []
     assert complete("agents", "rm", "--config", config, "f") == ["field"]
+    assert complete("agents", "ls", "--config", config, "--app", "f") == ["field"]
     assert complete("dead-letters", "ls", "--config", config, "--agent", "in") == ["index"]
 
 

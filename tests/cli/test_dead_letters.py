@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +23,18 @@ from tests.cli.conftest import Ran
 from tests.waits import PATIENCE_SECONDS
 
 Run = Callable[..., Ran]
+
+
+FIELDS = """
+from aviso_workers import App, Notification
+
+app = App("fields")
+
+
+@app.agent("mars")
+async def index_field(notification: Notification):
+    pass
+"""
 
 
 class Deployment:
@@ -102,6 +119,25 @@ def test_where_there_is_none_that_is_said(run: Run, config: Path, command: tuple
     assert ran == Ran(code=0, out="no dead letters\n", err="")
 
 
+@pytest.mark.parametrize("command", [("ls",), ("retry", "--yes"), ("drop", "--yes")])
+@pytest.mark.parametrize("select", [("--agent", "indx"), ("--reason", "nonsense")])
+def test_where_none_matches_it_says_how_many_there_are(
+    run: Run, config: Path, dead_lettered: Deployment, command: tuple[str, ...], select: tuple[str, ...]
+) -> None:
+    ran = run("dead-letters", *command, *select, "--config", config)
+    assert ran == Ran(code=0, out="no dead letter matches, of 3 in all\n", err="")
+
+
+@pytest.mark.parametrize("command", ["ls", "retry", "drop"])
+def test_an_agent_that_the_app_does_not_have_is_refused(
+    run: Run, unreachable: Path, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "fields_of_dead_letters.py").write_text(FIELDS)
+    of_app = ("--app", "fields_of_dead_letters:app", "--config", unreachable)
+    ran = run("dead-letters", command, "--agent", "index_fild", *of_app)
+    assert ran == Ran(2, "", "aviso-workers: app 'fields' has no agent 'index_fild'; it has: index_field\n")
+
+
 def test_they_are_listed(run: Run, config: Path, dead_lettered: Deployment) -> None:
     ran = run("dead-letters", "ls", "--config", config)
     assert (ran.code, ran.err) == (0, "")
@@ -115,6 +151,18 @@ def test_they_are_listed(run: Run, config: Path, dead_lettered: Deployment) -> N
     ]
     assert told["MARS@3"] == ["field", "count", "attempts_exhausted", "1", "ConnectionError: ?[31mno counter"]
     assert len({line.index(row[6]) for line, row in zip(ran.lines[1:], rows, strict=True)}) == 1, "one below another"
+
+
+def test_a_terminal_of_80_columns_gets_a_table_that_fits(config: Path, dead_lettered: Deployment) -> None:
+    command = [sys.executable, "-m", "aviso_workers", "dead-letters", "ls", "--config", str(config)]
+    ours, theirs = pty.openpty()
+    environ = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}
+    subprocess.run(command, stdout=theirs, check=True, timeout=PATIENCE_SECONDS, env=environ)
+    os.close(theirs)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", os.read(ours, 65536).decode()).splitlines()
+    os.close(ours)
+    assert max(map(len, lines)) <= 80, lines
+    assert re.fullmatch(r"sequence: 1  time: \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  app: field  agent: .*", lines[0]), lines
 
 
 def test_one_is_shown_whole(
@@ -195,7 +243,7 @@ def test_a_retry_hands_them_to_the_agent_that_failed(
     run: Run, config: Path, dead_lettered: Deployment, dead_letters: Callable[..., list[dict[str, Any]]]
 ) -> None:
     ran = run("dead-letters", "retry", "--agent", "index", "--yes", "--config", config)
-    assert (ran.code, ran.lines[-1]) == (0, "2 of 2 handed back"), ran
+    assert (ran.code, ran.lines[-1]) == (0, "2 of 2 returned"), ran
     assert of(dead_letters()) == [("count", 3)]
 
     dead_lettered.broken = False
@@ -210,7 +258,7 @@ def test_some_are_retried_by_their_sequences(
     missing = run("dead-letters", "retry", str(first), "98", "99", "--config", config)
     assert (missing.code, missing.err) == (1, "aviso-workers: no such dead letter: 98, 99; nothing was done\n")
     ran = run("dead-letters", "retry", str(third), str(first), "--config", config)
-    assert (ran.code, ran.lines[-1]) == (0, "2 of 2 handed back"), ran
+    assert (ran.code, ran.lines[-1]) == (0, "2 of 2 returned"), ran
     assert [dead_letter["sequence"] for dead_letter in dead_letters()] == [second]
 
 
@@ -231,7 +279,7 @@ def test_a_letter_whose_agent_reads_no_retries_stays_and_the_rest_is_told(
 
     anyio.run(forget_the_readers)
     ran = run("dead-letters", "retry", "--all", "--yes", "--config", config)
-    assert (ran.code, ran.lines[-1]) == (1, "0 of 3 handed back"), ran
+    assert (ran.code, ran.lines[-1]) == (1, "0 of 3 returned"), ran
     assert "has no consumer for retries: start a worker of the app first" in ran.err
     assert len(dead_letters()) == 3
 
@@ -254,3 +302,10 @@ def test_a_date_that_is_none_is_refused_before_anything_is_connected(run: Run, u
     ran = run("dead-letters", "ls", "--since", "yesterday", "--config", unreachable)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith("aviso-workers: --since must be a date with a time such as")
+
+
+def test_an_end_before_the_start_is_refused(run: Run, unreachable: Path) -> None:
+    dates = ("--since", "2026-11-20T06:00:00Z", "--until", "2026-11-19T06:00:00Z")
+    ran = run("dead-letters", "ls", *dates, "--config", unreachable)
+    complaint = "aviso-workers: --until 2026-11-19T06:00:00Z is before --since 2026-11-20T06:00:00Z\n"
+    assert ran == Ran(2, "", complaint)

@@ -123,7 +123,8 @@ def test_it_names_the_port_that_is_in_use(start: Start, config: Path, free_port:
         dev = start("dev", "agents:app", "--config", config, "--ephemeral")
         assert dev.end() == 1
     assert dev.told == [
-        f"aviso-workers: port {free_port} on 127.0.0.1 is in use: stop what listens there, or choose another\n"
+        f"aviso-workers: port {free_port} on 127.0.0.1 is in use: stop what listens there, or choose another in "
+        "notification_backend.jetstream.nats_url\n"
     ]
 
 

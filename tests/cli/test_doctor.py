@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,7 +39,18 @@ def test_what_is_only_a_warning_ends_with_0(run: Run, config: Path) -> None:
     ran = run("doctor", *QUICK, "--config", config)
     assert ran.code == 0, ran
     assert ran.lines[-2] == "Losses when a server, its disk or its power fails:"
-    assert ran.lines[-1].startswith("  MARS: lost with the disk of its server; sync_interval is not known")
+    assert ran.lines[-1].startswith(
+        "  MARS: all messages are lost if the server's disk fails; sync_interval is not known"
+    )
+
+
+def test_at_a_terminal_what_passes_is_only_counted(run: Run, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    short = run("doctor", *QUICK, "--config", config)
+    long = run("doctor", *QUICK, "-v", "--config", config)
+    assert any(re.fullmatch(r"\d+ checks passed; -v lists them", line) for line in short.lines), short
+    passed = f"PASS JS004 {check('JS004').title}"
+    assert (passed in short.lines, passed in long.lines) == (False, True)
 
 
 def test_only_in_production_three_copies_are_needed(run: Run, config: Path) -> None:

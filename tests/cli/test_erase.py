@@ -83,6 +83,14 @@ def test_keys_of_tables_that_may_hold_copies_are_named(run: Run, stored: Path) -
     assert ran.lines[at + 1] == "  --key index__sums/step=2F1"
 
 
-def test_a_filter_is_needed(run: Run, config: Path) -> None:
-    ran = run("erase", "mars", "--yes", "-c", config)
-    assert (ran.code, "say which notifications to erase" in ran.err) == (2, True)
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ((), "say which notifications to erase: give KEY=VALUE or --id N; `streams wipe` removes all of them"),
+        (("step=1", "--id", "1"), "give either KEY=VALUE or --id, not both"),
+    ],
+)
+def test_either_a_filter_or_an_id_is_needed(
+    run: Run, unreachable: Path, given: tuple[str, ...], complaint: str
+) -> None:
+    assert run("erase", "mars", *given, "--yes", "-c", unreachable) == Ran(2, "", f"aviso-workers: {complaint}\n")

@@ -80,7 +80,7 @@ def declared(app: str) -> Config:
 
 
 def test_they_are_checked(run: Run, app: str, tmp_path: Path) -> None:
-    assert run("check", app).out == "rides: 1 agents, 0 timers, 0 tasks, no mistakes\n"
+    assert run("check", app).out == "rides: 1 agent, no mistakes\n"
     file = tmp_path / "aviso.yaml"
     ride = "notification_schema: {ride: {identifier: {n: {type: IntHandler, required: true}}}}"
     file.write_text(f"notification_backend: {{kind: in_memory}}\n{ride}\n")

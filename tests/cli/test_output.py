@@ -70,26 +70,27 @@ def test_a_table_that_is_too_wide_wraps_its_head_and_its_last_column() -> None:
     ]
 
 
-def test_a_last_column_that_is_too_wide_all_the_same_is_below_its_row() -> None:
+def test_a_last_column_that_is_too_wide_all_the_same_is_below_its_row_with_its_name() -> None:
     assert drawn([("field-index", "index", "12", "its consumer is gone, and nobody knows why"), *[("x",) * 4]], 40) == [
         "                    DEAD",
         "APP          AGENT  LETTERS",
         "field-index  index  12",
-        "  its consumer is gone, and nobody knows",
-        "  why",
+        "  state: its consumer is gone, and",
+        "  nobody knows why",
         "x            x      x",
-        "  x",
+        "  state: x",
     ]
 
 
 def test_rows_that_do_not_fit_are_written_as_names_and_values() -> None:
     assert drawn([("field-index", "index", "12", ""), *[("x",) * 4]], 24) == [
-        "app field-index",
-        "agent index",
-        "dead letters 12",
+        "app: field-index",
+        "agent: index",
+        "dead letters: 12",
         "",
-        "app x  agent x",
-        "dead letters x  state x",
+        "app: x  agent: x",
+        "dead letters: x",
+        "state: x",
         "",
     ]
 

@@ -38,6 +38,6 @@ def test_what_is_printed_is_that_of_the_command(run: Callable[..., Ran], config:
     ran = run("report", "consumers", "--seconds", "0.1", "-c", config)
     assert ran == Ran(
         code=0,
-        out="there are none\n",
+        out="no consumers\n",
         err="aviso-workers report consumers is now called: aviso-workers consumers ls\n",
     )

@@ -63,7 +63,7 @@ def test_a_server_that_is_another_one_is_left_out_unless_it_is_named(
 def test_without_consumers_nothing_is_stuck(run: Run, stored: Path) -> None:
     for what in ("consumers", "agents"):
         ran = run(what, "ls", "--seconds", "0.1", "-c", stored)
-        assert (ran.code, ran.out) == (0, "there are none\n")
+        assert (ran.code, ran.out) == (0, f"no {what}\n")
 
 
 def test_mirrors_are_reported(run: Run, stored: Path) -> None:

@@ -55,3 +55,27 @@ def test_what_a_module_prints_is_not_in_the_output_of_a_command(run: Run, config
     assert run("notify", "mars", "class=od", "step=6", "--app", f"{name}:app").code == 0
     ran = run("replay", "mars", "--app", f"{name}:app")
     assert (ran.code, [line[:1] for line in ran.lines]) == (0, ["{"]), ran
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("streams info mars", "streams gaps mars", "streams get mars 1", "streams purge mars", "streams seal mars"),
+        *("streams rm mars", "streams step-down mars", "streams remove-peer mars n1", "streams copy mars --to-config"),
+        *("consumers ls mars", "consumers show mars x", "consumers rm mars x", "consumers unpin mars x g"),
+        *("mirror fence mars --yes", "mirror unfence mars --yes", "mirror promote mars --yes"),
+        "mirror recover mars",
+    ],
+)
+def test_a_command_that_takes_a_stream_suggests_that_of_an_event_type(run: Run, config: Path, command: str) -> None:
+    assert run("notify", "mars", "class=od", "step=6", "--config", config).code == 0
+    words = command.split()
+    ran = run(*words, *([config] if words[-1] == "--to-config" else ()), "--config", config)
+    assert (ran.code, ran.out) == (1, ""), ran
+    assert ran.err.endswith("; did you mean MARS, the stream of the event type mars?\n"), ran
+
+
+def test_nothing_is_suggested_where_the_stream_itself_is_missing(run: Run, config: Path) -> None:
+    for stream in ("MARS", "other"):
+        ran = run("streams", "info", stream, "--config", config)
+        assert (ran.code, "did you mean" in ran.err) == (1, False), ran

@@ -101,7 +101,6 @@ class TestReplay:
             (("--from-id", "3"), [3, 4]),
             (("--to-id", "2"), [1, 2]),
             (("--from-id", "2", "--to-id", "3"), [2, 3]),
-            (("--to-date", "2000-01-01T00:00:00Z"), []),
             (("step=6",), [2]),
             (('step=["0", "12"]',), [1, 3]),
             (('step={"gte": 12}', "class=od"), [3, 4]),
@@ -116,18 +115,34 @@ class TestReplay:
         assert ids(ran.lines) == [f"mars@{sequence}" for sequence in expected]
 
     @pytest.mark.parametrize(
+        "arguments",
+        [("--to-date", "2000-01-01T00:00:00Z"), ("step=7",), ("step=7", "--last", "2")],
+    )
+    def test_says_that_nothing_matches(
+        self, run: Run, config: Path, publish: Callable[..., None], arguments: tuple[str, ...]
+    ) -> None:
+        publish(0, 6)
+        assert run("replay", "mars", *arguments, "--config", config) == Ran(0, "", "no notifications match\n")
+
+    @pytest.mark.parametrize(
         ("arguments", "complaint"),
         [
-            (("marsh",), "unknown event type 'marsh'; notification_schema has: mars"),
+            (("marsh",), "unknown event type 'marsh'; event types: mars; did you mean 'mars'?"),
             (("mars", "stop=6"), "identifier field 'stop' is unknown; did you mean 'step'?"),
             (("mars", "step"), "'step' is not key=value"),
-            (("mars", "step=[6"), "not JSON: "),
+            (("mars", "step=[6"), "the value of step is not JSON: "),
             (("mars", "class=od,step=6"), "put spaces between them: class=od step=6; or"),
             (("mars", "class=od,step=6"), """give it as JSON: class=["od,step=6"]"""),
-            (("mars", "--from-id", "x"), "from_id must be a sequence number, found 'x'"),
-            (("mars", "--from-date", "2026-11-20"), "from_date must be a date with a time"),
-            (("mars", "--from-id", "1", "--from-date", "1740509903"), "cannot specify both from_id and from_date"),
-            (("mars", "--to-id", "1", "--to-date", "1740509903"), "cannot specify both to_id and to_date"),
+            (("mars", "--from-id", "x"), "--from-id must be a sequence number, found 'x'"),
+            (("mars", "--from-date", "2026-11-20"), "--from-date must be a date with a time"),
+            (("mars", "--to-id", "x"), "--to-id must be a sequence number, found 'x'"),
+            (("mars", "--from-id", "1", "--from-date", "1740509903"), "cannot specify both --from-id and --from-date"),
+            (("mars", "--to-id", "1", "--to-date", "1740509903"), "cannot specify both --to-id and --to-date"),
+            (("mars", "--from-id", "3", "--to-id", "1"), "--to-id 1 is before --from-id 3"),
+            (
+                ("mars", "--from-date", "2026-11-20T06:00:00Z", "--to-date", "2026-11-19T06:00:00Z"),
+                "--to-date is before --from-date",
+            ),
         ],
     )
     def test_says_what_cannot_be_asked_for(

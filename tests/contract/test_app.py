@@ -330,7 +330,7 @@ async def test_a_watch_without_a_start_shows_only_what_comes(app: App) -> None:
 @pytest.mark.parametrize(
     ("event_type", "identifier", "payload", "error", "complaint"),
     [
-        ("marsh", {}, {}, UnknownEventTypeError, "unknown event type 'marsh'; notification_schema has: mars"),
+        ("marsh", {}, {}, UnknownEventTypeError, "event types: mars, area, plain; did you mean 'mars'"),
         ("mars", {"class": "od"}, {}, InvalidIdentifierError, "'expver' is missing"),
         ("mars", mars(step="x"), {}, InvalidIdentifierError, "'step'"),
         ("mars", mars(stepp=1), {}, InvalidIdentifierError, "did you mean 'step'"),

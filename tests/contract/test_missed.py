@@ -11,6 +11,8 @@ import pytest
 
 from aviso_workers import App, Notification
 from aviso_workers.events import Settled
+from aviso_workers.telemetry.listeners import Listeners
+from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.metrics import Metrics
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -84,3 +86,33 @@ async def test_what_a_filter_leaves_out_is_not_taken_for_missed(app: App, workin
         await publish(app, 1, 2, 3, 3)
         async with working(1) as metrics:
             assert await missed(app, metrics, index) == "not known"
+
+
+async def test_a_worker_logs_what_its_agent_has_missed(
+    app: App, working: Working, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    told = anyio.Event()
+    lines: list[tuple[str, Any]] = []
+
+    def warning(event: str, **fields: Any) -> None:
+        lines.append((event, fields.get("missed")))
+        told.set()
+
+    monkeypatch.setattr(log, "warning", warning)
+    listeners = Listeners(app, measured=True)
+    assert listeners.metrics is not None
+    app.events.listen(listeners.metrics.observe)
+    async with app:
+        await publish(app, 1)
+        async with working(1):
+            pass
+        await publish(app, 2, 2, 2, 3)
+        async with working(2), anyio.create_task_group() as beside:
+            beside.start_soon(listeners.measure_lag, app.session)
+            with anyio.fail_after(PATIENCE_SECONDS):
+                await told.wait()
+            beside.cancel_scope.cancel()
+    assert lines == [("notifications.missed", 2)]

@@ -461,6 +461,8 @@ def test_a_name_that_a_consumer_cannot_carry_is_refused(router: Router, name: st
         router.agent("mars", name=name)(index)
     with pytest.raises(DeclarationError, match="router name"):
         Router(name)
+    with pytest.raises(DeclarationError, match="app name"):
+        App(name)
 
 
 @pytest.mark.parametrize(
@@ -539,8 +541,8 @@ def test_an_agent_may_start_elsewhere(router: Router, start: Any, read: str) -> 
 
 @pytest.mark.parametrize("start", ["", "old", -1, "2026-11-20"])
 def test_a_start_that_is_none_is_refused(router: Router, start: Any) -> None:
-    with pytest.raises(DeclarationError, match=r"start must be .*; or `all`, or `new`"):
-        router.agent("mars", start=start)
+    with pytest.raises(DeclarationError, match="agent 'index': start must be `all`, `new`, a sequence, or a time such"):
+        router.agent("mars", start=start)(index)
 
 
 @pytest.mark.parametrize("stated", [{"concurrency": 2}, {"order_by": ["date"]}])

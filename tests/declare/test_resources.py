@@ -321,7 +321,7 @@ def test_a_type_that_nobody_gives_is_named_as_it_is_written(app: App) -> None:
 
 def test_two_of_one_type_are_refused(app: App, told: list[str]) -> None:
     declare_all(app, told)
-    with pytest.raises(DeclarationError, match="resources 'cache' and 'cache' of 'resources' both give a Cache"):
+    with pytest.raises(DeclarationError, match="resources 'cache' and 'cache' of 'resources' both give Cache"):
         declare_all(app, told)
 
 

@@ -115,7 +115,11 @@ class TestATimer:
 
     @pytest.mark.parametrize(
         ("interval", "problem"),
-        [("5", "duration must include a unit suffix"), ("0s", "longer than nought"), ("1.5h", "unit must be one of")],
+        [
+            ("5", "duration must include a unit suffix"),
+            ("0s", "longer than 0 seconds"),
+            ("1.5h", "unit must be one of"),
+        ],
     )
     def test_of_no_interval_is_refused(self, interval: str, problem: str) -> None:
         with pytest.raises(DeclarationError, match=f"timer 'tick': .*{problem}"):

@@ -211,7 +211,13 @@ TWO_LONG_FIELDS = EventType(
 @pytest.mark.parametrize(
     ("wanted", "event_type", "error", "complaint"),
     [
-        (Notify("marsh", {}), MARS, UnknownEventTypeError, "unknown event type 'marsh'; notification_schema has: mars"),
+        (
+            Notify("marsh", {}),
+            MARS,
+            UnknownEventTypeError,
+            "unknown event type 'marsh'; event types: mars; did you mean 'mars'",
+        ),
+        (Notify("waves", {}), MARS, UnknownEventTypeError, "unknown event type 'waves'; event types: mars$"),
         (Notify("mars", {"class": "od"}), MARS, InvalidIdentifierError, "'step' is missing"),
         (Notify("mars", {"class": "od", "step": 1001}), MARS, InvalidIdentifierError, "'step' must be within"),
         (Notify("mars", {"class": "o d", "step": 1}), MARS, InvalidIdentifierError, "'class' must not"),

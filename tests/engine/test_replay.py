@@ -18,7 +18,7 @@ from aviso_workers.aviso.positions import Position
 from aviso_workers.backends import Message, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import LoopClock
-from aviso_workers.engine.replay import MOST_FRUITLESS, Replayer
+from aviso_workers.engine.replay import MOST_FAILURES, Replayer
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import InvalidIdentifierError, UnavailableError, UnknownEventTypeError
 from aviso_workers.events import Skipped, StreamMadeAgain, StreamNotRead
@@ -185,7 +185,7 @@ class TestAReplay:
                     yield message
                     raise UnavailableError("broken off")
 
-        count = MOST_FRUITLESS + 5
+        count = MOST_FAILURES + 5
         for step in range(5, count):
             await notify(step)
         monkeypatch.setattr(backend, "read", read_one)
@@ -333,7 +333,7 @@ class TestAWatch:
         async with anyio.create_task_group() as tasks:
 
             async def answer() -> None:
-                await anyio.sleep(10 * MOST_FRUITLESS)
+                await anyio.sleep(10 * MOST_FAILURES)
                 backend.unreadable = False
 
             tasks.start_soon(answer)
@@ -403,7 +403,7 @@ class TestAStreamWhoseNewLeaderHasNotComeSoFarYet:
 @pytest.mark.parametrize(
     ("event_type", "where", "error", "complaint"),
     [
-        ("marsh", {}, UnknownEventTypeError, "unknown event type 'marsh'; notification_schema has: mars"),
+        ("marsh", {}, UnknownEventTypeError, "unknown event type 'marsh'; event types: mars; did you mean 'mars'"),
         ("mars", {"stop": 1}, InvalidIdentifierError, "'stop' is unknown; did you mean 'step'"),
         ("mars", {"step": {"near": 4}}, InvalidIdentifierError, "'step' takes the operators"),
     ],

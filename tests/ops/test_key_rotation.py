@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -158,6 +159,9 @@ def test_streams_of_all_accounts_get_a_first_key_and_another_one(run: Run, confi
         async with connected(node, "bob") as client:
             await client.jetstream().add_stream(StreamConfig(name="DATA", subjects=["of.b"]))
             await client.jetstream().publish("of.b", MARKER)
+            await client.jetstream().add_stream(StreamConfig(name="INCOMPRESSIBLE", subjects=["noise"]))
+            for _ in range(60):  # chunks of S2 that are in several chunks of the snapshot
+                await client.jetstream().publish("noise", os.urandom(20_000))
 
     async def held_by_all(node: Node) -> list[dict[str, Any]]:
         found = []
@@ -304,7 +308,7 @@ def test_a_start_takes_the_new_store_where_rotate_key_was_killed_before_it_was_i
     store_swap.begin(DIRECTORY, [Replacement(place=place, new=new, previous=Path("stores/previous"))])
     ran = run("server", "start", "--config", config, "--directory", DIRECTORY)
     told = "stores/jetstream is the new store, stores/previous the one before: `server rotate-key` was interrupted\n"
-    assert (ran.code, ran.err) == (0, told)
+    assert (ran.code, ran.err.splitlines(keepends=True)[0]) == (0, told)
     assert not (place / "old").exists()
     assert Path("stores/previous/old").exists()
 

@@ -156,8 +156,13 @@ def test_port_stays_reserved_while_its_server_is_down(monkeypatch: pytest.Monkey
 def test_a_port_in_use_is_named(load: Load, start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ServerProcessError, match=f"port {port} on 127.0.0.1 is in use"):
-            start(load(f"port: {port}\nmonitoring: {{port: 0}}"))
+        for key, ports in (
+            ("server.port", f"port: {port}\nmonitoring: {{port: 0}}"),
+            ("server.monitoring.port", f"port: 0\nmonitoring: {{port: {port}}}"),
+        ):
+            complaint = f"port {port} on 127.0.0.1 is in use: stop what listens there, or choose another in {key}$"
+            with pytest.raises(ServerProcessError, match=complaint):
+                start(load(ports))
 
 
 def test_a_process_that_got_the_number_of_a_node_is_left_alone(load: Load, start: Start) -> None:

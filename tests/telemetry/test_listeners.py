@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,8 @@ from aviso_workers.events import (
     ReadAgain,
 )
 from aviso_workers.telemetry import listeners
+from aviso_workers.telemetry.listeners import MissedLog
+from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.readiness import Readiness
 
 pytestmark = pytest.mark.anyio
@@ -33,14 +36,33 @@ async def test_the_lag_of_all_agents_is_asked_for_in_turn_and_not_too_often(agen
 
     known: Any = [SimpleNamespace(name=f"agent-{number}") for number in range(agents)]
     session: Any = SimpleNamespace(consumer_info=consumer_info, backend=SimpleNamespace(clock=clock))
-    metrics: Any = SimpleNamespace(lag=lambda agent, info: None)
+    metrics: Any = SimpleNamespace(lag=lambda agent, info: None, missed=lambda agent: math.nan)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(listeners._measure_lag, known, session, metrics)
+        tasks.start_soon(listeners._measure_lag, known, session, metrics, MissedLog((), clock))
         await clock.advance(119.999)
         tasks.cancel_scope.cancel()
 
     assert len(found) == pytest.approx(asked, abs=1)
     assert set(found) == {agent.name for agent in known}
+
+
+async def test_missed_notifications_are_logged_at_most_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[tuple[str, str, int]] = []
+    monkeypatch.setattr(log, "warning", lambda event, *, agent, missed, cure: lines.append((event, agent, missed)))
+    clock = VirtualClock()
+    missed = MissedLog({"newest"}, clock)
+
+    missed.observe("index", 0)
+    missed.observe("filtered", math.nan)
+    missed.observe("newest", 100)
+    assert lines == []
+    missed.observe("index", 100)
+    missed.observe("index", 103)
+    assert lines == [("notifications.missed", "index", 100)]
+    await clock.advance(60)
+    missed.observe("index", 103)
+    missed.observe("index", 103)
+    assert lines[1:] == [("notifications.missed", "index", 3)]
 
 
 def test_what_keeps_a_worker_from_its_work_makes_it_unready_until_it_is_over() -> None:

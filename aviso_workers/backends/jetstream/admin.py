@@ -113,4 +113,4 @@ class Administration:
         return await snapshots.restore(self, self._connection, config, state, read, stays_unfinished=stays_unfinished)
 
     async def require_readable(self, stream: str) -> None:
-        await unreadable.require_none(Management(self._connection), stream)
+        await unreadable.require_no_mark(Management(self._connection), stream)

@@ -141,7 +141,10 @@ class Connection:
                 told = anyio.current_time()
                 self._tell(connected=False, reason=self._last_error)
         attempts = f"{settings.retry_attempts} attempt{'s' if settings.retry_attempts > 1 else ''}"
-        raise UnavailableError(f"no NATS server at {self._urls} after {attempts}: {self._last_error}")
+        raise UnavailableError(
+            f"no NATS server at {self._urls} after {attempts}: {self._last_error}; start one, for example by "
+            "`aviso-workers server start`, or correct nats_url"
+        )
 
     def _said(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):

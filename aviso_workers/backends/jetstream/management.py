@@ -53,7 +53,7 @@ class Management:
         return self._stream(await self._api(f"STREAM.INFO.{stream}", request, timeout_seconds=timeout_seconds))
 
     async def add_stream(self, config: Mapping[str, Any]) -> StreamInfo:
-        async with unreadable.erasing_none(self, config["name"]):
+        async with unreadable.guarding_unreadable(self, config["name"]):
             return await self.add_unguarded(config)
 
     async def add_unguarded(self, config: Mapping[str, Any]) -> StreamInfo:

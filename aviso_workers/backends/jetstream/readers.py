@@ -7,7 +7,8 @@ A bounded reading ends where its end is proven: a message at or after the last s
 leader has said that no further message matches up to there. That nothing comes proves nothing: a request ends for
 many reasons, messages are deleted while others are read, and the consumer of a replicated stream may be on a server
 that has not stored the newest messages yet. Messages in between cannot be missed either, because a consumer numbers
-what it delivers.
+what it delivers. At its beginning, where the replica that serves the consumer begins later than asked for, the leader
+is asked whether it has messages before that: a replica that expired them by a wrong clock never gets them back.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ MOST_CHECKS = 10
 CREATE_SECONDS = 1.0
 """A server that lives creates a consumer within milliseconds."""
 CREATE_TRIES = 3
+LASTING_SECONDS = 3.0
+"""A message that one replica has deleted and another has not: so long after, it is either deleted or a difference."""
 ELECTION_SECONDS = 8.0
 """Longer than the servers take to elect another leader for one that has died."""
 SECOND = 1_000_000_000
@@ -203,10 +206,32 @@ async def _reader(
     )
     await reader.open()
     try:
+        if last_sequence is not None and (begin := start.get("opt_start_seq")):
+            await _require_beginning(connection, stream, filter_subjects, begin, created)
         yield reader
     finally:
         with anyio.CancelScope(shield=True):
             await reader.close()
+
+
+async def _require_beginning(
+    connection: Connection, stream: str, filter_subjects: Sequence[str], begin: int, created: ConsumerInfo
+) -> None:
+    """Raise `UnavailableError` where the stream's leader has messages from `begin` on that the replica which serves the
+    consumer has not: that begins after `created.position`. Another consumer may get a better replica.
+    """
+    if created.position < begin:
+        return
+    for subject in filter_subjects or (">",):
+        lacking = await next_sequence(connection, stream, subject, after=begin - 1)
+        if lacking is None or lacking > created.position:
+            continue
+        await anyio.sleep(LASTING_SECONDS)
+        if await next_sequence(connection, stream, subject, after=lacking - 1) == lacking:
+            raise UnavailableError(
+                f"the replica of {stream} on {created.cluster.leader} lacks messages that the leader of the stream "
+                f"has, such as sequence {lacking} (`aviso-workers doctor`, JS072)"
+            )
 
 
 class _Reader:

@@ -72,7 +72,7 @@ async def restore(
     name = config["name"]
     management = Management(connection)
     request = {"config": _unfinished(config), "state": state}
-    async with unreadable.erasing_none(management, name):
+    async with unreadable.guarding_unreadable(management, name):
         begun = await connection.api(f"STREAM.RESTORE.{name}", request)
         if "deliver_subject" not in begun:
             raise UnavailableError(f"restore of {name}: the server names no subject for the archive: {begun}")

@@ -19,12 +19,12 @@ from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.jetstream.specs import UNREADABLE
 
-__all__ = ["erasing_none", "mark", "require_none"]
+__all__ = ["guarding_unreadable", "mark", "require_no_mark"]
 
 MARK_SUBJECT = "aviso_workers.unreadable"
-ABOUT_ITS_FILES = {error_codes.STREAM_NOT_CREATED: "store", error_codes.STREAM_NOT_RESTORED: "(10077)"}
-"""What the description of such a refusal contains, by its code, which has other reasons as well: 10077 is an error of
-the store."""
+FILE_ERRORS = {error_codes.STREAM_NOT_CREATED: "store", error_codes.STREAM_NOT_RESTORED: "(10077)"}
+"""By the code of a refusal, the text in its description if the files of a stream are the reason. The server gives the
+same codes for other reasons too. 10077 is its code for an error of the store."""
 ASK_SECONDS = 2.0
 CURE = (
     "stop the server, and look at its encryption key, its store_dir and its log: with the right key the other streams "
@@ -41,16 +41,16 @@ class Streams(Protocol):
 
 
 @asynccontextmanager
-async def erasing_none(streams: Streams, name: str) -> AsyncIterator[None]:
+async def guarding_unreadable(streams: Streams, name: str) -> AsyncIterator[None]:
     """Create the stream `name` in the block, if the server has no mark, and leave one where it cannot read the stream.
 
     Raises `UnreadableStreamError` where the server cannot read a stream that it has, this one or another one.
     """
-    await require_none(streams, name)
+    await require_no_mark(streams, name)
     try:
         yield
     except RefusedError as error:
-        part = ABOUT_ITS_FILES.get(error.code or 0)
+        part = FILE_ERRORS.get(error.code or 0)
         if part is None or part not in str(error):
             raise
         with suppress(BackendError):
@@ -63,12 +63,12 @@ async def erasing_none(streams: Streams, name: str) -> AsyncIterator[None]:
         ) from error
 
 
-async def require_none(streams: Streams, name: str) -> None:
+async def require_no_mark(streams: Streams, name: str) -> None:
     """Raise `UnreadableStreamError` where the server has the mark, so that the stream `name` must not be created."""
     try:
         found = await streams.stream_info(UNREADABLE, timeout_seconds=ASK_SECONDS)
     except RefusedError:
-        return  # there is none, or we may not ask
+        return  # the server has no mark, or we may not ask
     raise UnreadableStreamError(
         f"stream {name} is not created, because the server cannot read one that it has "
         f"({found.config.description or ''}) and could erase others: {CURE.format(lost='that one')}. Where everything "

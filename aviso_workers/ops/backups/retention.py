@@ -34,7 +34,7 @@ class Pruned(Struct, frozen=True, kw_only=True):
 
     removed: Sequence[Backup] = ()
     """The oldest first."""
-    uncounted: Sequence[str] = ()
+    not_counted: Sequence[str] = ()
     """Sentences on backups that are kept and do not count: damaged ones, and those of the future."""
 
 
@@ -68,11 +68,11 @@ def _prune(directory: Path, stream: str, keep: Keep, now: datetime) -> Pruned:
     found_here = [found for found in find(directory / stream, stream=stream) if found.record]
     ours = [found for found in found_here if found.made <= now + SKEW]
     of_future = found_here[len(ours) :]
-    uncounted = [f"{backup.directory} has a time in the future, from a wrong clock" for backup in of_future]
+    not_counted = [f"{backup.directory} has a time in the future, from a wrong clock" for backup in of_future]
     since = now - timedelta(days=keep.days or 0)
     most = max(1, keep.newest or 1)
     if not any(keep.days is None or backup.made < since for backup in ours[:-most]):
-        return Pruned(uncounted=uncounted)
+        return Pruned(not_counted=not_counted)
     damage_of = cache(_damage)
     whole: list[Backup] = []
     unwanted: list[Backup] = []
@@ -91,7 +91,7 @@ def _prune(directory: Path, stream: str, keep: Keep, now: datetime) -> Pruned:
     for backup in removed:  # increments before what they were made after
         sets.remove_those_with(backup, directory)
         remove(backup)
-    return Pruned(removed=removed[::-1], uncounted=[*(found for _, found in damaged), *uncounted])
+    return Pruned(removed=removed[::-1], not_counted=[*(found for _, found in damaged), *not_counted])
 
 
 def _damage_of_chain(backup: Backup, damage_of: Callable[[Path], str]) -> str:

@@ -185,8 +185,8 @@ async def _prune(admin: Admin, schedule: Schedule, stream: str) -> None:
     pruned = await anyio.to_thread.run_sync(prune, schedule.to, stream, schedule.keep)
     for removed in pruned.removed:
         log.info("backup.removed", stream=stream, directory=str(removed.directory))
-    for found in pruned.uncounted:
-        log.error("backup.uncounted", stream=stream, error=found)
+    for found in pruned.not_counted:
+        log.error("backup.not_counted", stream=stream, error=found)
 
 
 def _say_made(stream: str, made: NewBackup) -> None:

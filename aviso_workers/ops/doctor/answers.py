@@ -7,11 +7,13 @@ not known here is not lost.
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from msgspec import Struct, field
 
 from aviso_workers.jetstream.info import Cluster
 
-__all__ = ["Advisory", "Jsz", "Server", "UserInfo", "Varz"]
+__all__ = ["Advisory", "Jsz", "OwnReplica", "OwnState", "Server", "UserInfo", "Varz"]
 
 
 class Server(Struct, frozen=True, kw_only=True):
@@ -22,12 +24,19 @@ class Server(Struct, frozen=True, kw_only=True):
     id: str = ""
     """Empty where the server did not answer the request for it."""
     cluster: str = ""
+    account: str = ""
+    """Ours; empty where the server did not answer the request for it."""
+
+
+class User(Struct, frozen=True, kw_only=True):
+    account: str = ""
 
 
 class UserInfo(Struct, frozen=True, kw_only=True):
-    """The answer to a request for user info, which names the server."""
+    """The answer to a request for user info, which names the server and the account."""
 
     server: Server
+    data: User = User()
 
 
 class Advisory(Struct, frozen=True, kw_only=True):
@@ -51,10 +60,40 @@ class JetStreamConfig(Struct, frozen=True, kw_only=True):
     unique_tag: str = ""
 
 
+class OwnState(Struct, frozen=True, kw_only=True):
+    """What is in a server's own replica of a stream."""
+
+    messages: int = 0
+    first_seq: int = 0
+    last_seq: int = 0
+
+
+class OwnReplica(Struct, frozen=True, kw_only=True):
+    """A server's own replica of a stream."""
+
+    name: str
+    """The stream's."""
+    created: datetime
+    cluster: Cluster = Cluster()
+    """Only the leader knows which replicas are current."""
+    state: OwnState = OwnState()
+
+    def __str__(self) -> str:
+        state = self.state
+        return f"{state.messages} messages, from {state.first_seq} to {state.last_seq}"
+
+
+class AccountDetail(Struct, frozen=True, kw_only=True):
+    stream_detail: tuple[OwnReplica, ...] | None = None
+
+
 class Jsz(Struct, frozen=True, kw_only=True):
-    """The answer to /jsz, as far as checks need it: the configuration of JetStream."""
+    """The answer to /jsz, as far as checks need it: the configuration of JetStream, and the server's own replicas where
+    it was asked for streams.
+    """
 
     config: JetStreamConfig = JetStreamConfig()
+    account_details: tuple[AccountDetail, ...] | None = None
 
 
 class VarzJetStreamStats(Struct, frozen=True, kw_only=True):
@@ -78,6 +117,7 @@ class Varz(Struct, frozen=True, kw_only=True):
     server_id: str
     server_name: str
     version: str
+    now: datetime
     connections: int = 0
     max_connections: int = 0
     slow_consumers: int = 0

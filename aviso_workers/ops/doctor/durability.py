@@ -37,7 +37,7 @@ class StreamDurability(Struct, frozen=True, kw_only=True):
     @property
     def _on_loss(self) -> str:
         if self.replicas == 1:
-            return "lost with the disk of its server"
+            return "all messages are lost if the server's disk fails"
         if (spare := (self.replicas - 1) // 2) == 0:
             return "unavailable without one of its 2 servers"
         return f"survives the loss of {spare} of its {self.replicas} servers"

@@ -33,8 +33,9 @@ from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import backups, deployment
 from aviso_workers.ops.backups import Backup
 from aviso_workers.ops.deployment import RunAlone
-from aviso_workers.ops.doctor import monitoring_port
+from aviso_workers.ops.doctor import divergence, monitoring_port
 from aviso_workers.ops.doctor.answers import Advisory, Server
+from aviso_workers.ops.doctor.divergence import Looks
 from aviso_workers.ops.doctor.monitoring_port import Monitored
 from aviso_workers.ops.mirrors import Link, Mirrors
 
@@ -112,6 +113,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     monitored: tuple[Monitored, ...]
     unreachable: Mapping[str, str]
     """Monitoring ports that were named and do not answer, with the reason."""
+    looks: Looks | None
+    """What the servers say of their own replicas; None where the server does not tell which account is ours."""
     backups: Mapping[str, Backup]
     """The newest of each stream."""
     links: tuple[Link, ...]
@@ -185,6 +188,7 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
         run_alone=once.run_alone,
         monitored=once.monitored,
         unreachable=once.unreachable,
+        looks=once.looks,
         links=once.links,
         backups=await anyio.to_thread.run_sync(_backups, scope.backups) if scope.backups else {},
         unknown=unknown,
@@ -203,6 +207,7 @@ class _UnsampledFacts(Struct):
     links: tuple[Link, ...] = ()
     monitored: tuple[Monitored, ...] = ()
     unreachable: Mapping[str, str] = {}
+    looks: Looks | None = None
 
 
 async def _unsampled_facts(
@@ -233,6 +238,9 @@ async def _unsampled_facts(
     async def monitored() -> None:
         urls = monitoring_port.urls(config, scope.monitors)
         found.monitored, found.unreachable = await requests.monitored(urls, named=bool(scope.monitors), of=server)
+        if server.account:
+            monitors = {one.name: one.url for one in found.monitored}
+            found.looks = await divergence.look_twice(monitors, server.account)
 
     async with anyio.create_task_group() as tasks:
         for request in (dead_letters, max_deliveries_exceeded, records, run_alone, links, monitored):

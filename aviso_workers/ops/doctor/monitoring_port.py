@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 from urllib.request import ProxyHandler, build_opener
 
 import msgspec
@@ -19,10 +19,10 @@ from msgspec import Struct, structs
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError, ServerProcessError
-from aviso_workers.ops.doctor.answers import Jsz, Server, UserInfo, Varz
+from aviso_workers.ops.doctor.answers import Jsz, OwnReplica, Server, UserInfo, Varz
 from aviso_workers.server import store
 
-__all__ = ["LOOPBACK", "Monitored", "connected_server", "inspect", "urls"]
+__all__ = ["LOOPBACK", "Monitored", "connected_server", "inspect", "own_replicas", "urls"]
 
 ANSWER_SECONDS = 5.0
 NAME_SECONDS = 2.0
@@ -62,6 +62,10 @@ class Monitored(Struct, frozen=True, kw_only=True):
     """`ok`, or what is wrong."""
     routes: frozenset[str]
     """The names of the servers of its cluster that it is connected to."""
+    ahead_seconds: float
+    """How far its clock is ahead of this machine's; negative where it is behind."""
+    uncertain_seconds: float
+    """How far `ahead_seconds` may be off to either side, because the answer took time."""
 
     unserved: str = ""
     """What is in its store and not served, where its store is on this machine and can be read."""
@@ -101,7 +105,8 @@ async def connected_server(admin: Admin) -> Server:
         answer = await administration.request("$SYS.REQ.USER.INFO", timeout_seconds=NAME_SECONDS)
     except BackendError:
         return Server(name="nats-server", ver=administration.server_version)
-    return msgspec.json.decode(answer.data, type=UserInfo).server
+    found = msgspec.json.decode(answer.data, type=UserInfo)
+    return structs.replace(found.server, account=found.data.account)
 
 
 def urls(config: Config, named: Sequence[str]) -> Sequence[str]:
@@ -120,7 +125,10 @@ def inspect(url: str) -> Monitored:
     Raises `ServerProcessError` where there is no such answer.
     """
     try:
-        varz = _with_configuration(VARZ.decode(_ask(url, "/varz")), JSZ.decode(_ask(url, "/jsz")))
+        asked = datetime.now(UTC)
+        varz = VARZ.decode(_ask(url, "/varz"))
+        half = (datetime.now(UTC) - asked) / 2
+        varz = _with_configuration(varz, JSZ.decode(_ask(url, "/jsz")))
         health, routes = _object(_ask(url, "/healthz?details=true")), _object(_ask(url, "/routez"))
         closed = CONNECTIONS.decode(_ask(url, "/connz?state=closed&sort=stop")).connections or ()
         remotes = frozenset(str(route["remote_name"]) for route in routes["routes"] or ())
@@ -128,8 +136,27 @@ def inspect(url: str) -> Monitored:
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise ServerProcessError(f"no answer of a nats-server from {url}: {error}") from error
     return Monitored(
-        url=url, varz=varz, health=_health(health), routes=remotes, unserved=unserved, cut_off=_too_slow(closed)
+        url=url,
+        varz=varz,
+        health=_health(health),
+        routes=remotes,
+        ahead_seconds=(varz.now - asked - half).total_seconds(),
+        uncertain_seconds=half.total_seconds(),
+        unserved=unserved,
+        cut_off=_too_slow(closed),
     )
+
+
+def own_replicas(url: str, account: str) -> Mapping[str, OwnReplica]:
+    """Return a server's own replicas of the streams of an account, by the stream's name. Blocks.
+
+    Raises `ServerProcessError` where there is no such answer.
+    """
+    try:
+        found = JSZ.decode(_ask(url, f"/jsz?streams=true&acc={quote(account)}")).account_details or ()
+    except (OSError, HTTPException, ValueError) as error:
+        raise ServerProcessError(f"no answer of a nats-server from {url}: {error}") from error
+    return {each.name: each for one in found for each in one.stream_detail or ()}
 
 
 def _with_configuration(varz: Varz, jsz: Jsz) -> Varz:

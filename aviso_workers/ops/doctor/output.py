@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any
+
+from msgspec import structs
 
 from aviso_workers.events import Measured
 from aviso_workers.ops.doctor import Report
@@ -19,8 +21,10 @@ MOST_FINDINGS = 10
 """The most findings of a check that are shown as text."""
 
 
-def text(report: Report) -> Iterator[str]:
-    """Yield the report as lines of text, the worst results first."""
+def text(report: Report, *, lists_passed: bool) -> Iterator[str]:
+    """Yield the report as lines of text, the worst results first. Without `lists_passed`, the checks that passed are
+    only counted.
+    """
     yield f"nats-server {report.server}: {_totals(report)}"
     for result in report.results:
         if result.state >= State.WARN:
@@ -28,9 +32,11 @@ def text(report: Report) -> Iterator[str]:
     yield ""
     for reason, codes in _skipped(report).items():
         yield f"SKIP {' '.join(codes)}: {reason}"
-    for result in report.results:
-        if result.state is State.PASS:
-            yield f"PASS {result.check.code} {result.check.title}"
+    passed = [result.check for result in report.results if result.state is State.PASS]
+    if lists_passed:
+        yield from (f"PASS {check.code} {check.title}" for check in passed)
+    elif passed:
+        yield f"{len(passed)} {'check' if len(passed) == 1 else 'checks'} passed; -v lists them"
     if report.durability:
         yield ""
         yield "Losses when a server, its disk or its power fails:"
@@ -112,7 +118,7 @@ def nagios(report: Report) -> str:
 
 def _lines(result: Result) -> Iterator[str]:
     wrong = [finding for finding in result.findings if finding.state is not State.SKIP]
-    first, *others = wrong[:MOST_FINDINGS]
+    first, *others = _together(wrong[:MOST_FINDINGS])
     yield ""
     yield f"{result.state.name} {result.check.code} {_place(first)}"
     yield f"     Expected: {result.check.title}."
@@ -126,6 +132,18 @@ def _lines(result: Result) -> Iterator[str]:
         cure = finding.cure
     if (more := len(wrong) - MOST_FINDINGS) > 0:
         yield f"  and {more} more: --format json shows all"
+
+
+def _together(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings with one for all places of which the same is found, with the same state and cure."""
+    alike = defaultdict[tuple[State | None, str, str], list[Finding]](list)
+    for finding in findings:
+        alike[finding.state, finding.found, finding.cure].append(finding)
+    return [structs.replace(same[0], place=_places(same), consumer="") for same in alike.values()]
+
+
+def _places(findings: Iterable[Finding]) -> str:
+    return ", ".join(finding.where for finding in findings if finding.where)
 
 
 def _skipped(report: Report) -> dict[str, list[str]]:

@@ -548,7 +548,7 @@ async def test_a_damaged_newest_backup_removes_no_whole_one(site: Site, tmp_path
     flip_a_bit(made[3])
     pruned = backups.prune(tmp_path, "MARS", Keep(newest=1))
     assert pruned.removed == made[:2], "the newest whole one stays"
-    assert [found.startswith(f"{made[3].directory} is damaged") for found in pruned.uncounted] == [True]
+    assert [found.startswith(f"{made[3].directory} is damaged") for found in pruned.not_counted] == [True]
     assert [found.directory for found in backups.find(tmp_path)] == [made[2].directory, made[3].directory]
 
 
@@ -563,7 +563,7 @@ async def test_a_backup_of_the_future_stays_and_does_not_count(
         of_future = await backups.create(admin, "MARS", tmp_path)
     second = await backups.create(admin, "MARS", tmp_path)
     pruned = backups.prune(tmp_path, "MARS", Keep(newest=1))
-    assert (pruned.removed, pruned.uncounted) == (
+    assert (pruned.removed, pruned.not_counted) == (
         [first],
         [f"{of_future.directory} has a time in the future, from a wrong clock"],
     )

@@ -148,7 +148,7 @@ def test_an_increment_of_which_a_link_is_damaged_does_not_count_as_kept(tmp_path
     flip_a_bit(full)
     pruned = backups.prune(tmp_path, "MARS", Keep(newest=1))
     assert pruned.removed == []
-    assert [str(full.directory) in found for found in pruned.uncounted] == [True, True]
+    assert [str(full.directory) in found for found in pruned.not_counted] == [True, True]
     assert whole in backups.find(tmp_path)
 
 

@@ -13,9 +13,10 @@ MANY_AT_ONCE = """
 import importlib, sys, threading
 from aviso_workers.ops.doctor import answers, monitoring_port
 
+TOLD = b'"server_id": "A", "server_name": "a", "version": "2.15.0", "now": "2026-01-01T00:00:00Z"'
 GROUP = b'{"name": "", "leader": "a", "replicas": [{"name": "b", "current": true, "active": 1}]}'
 ANSWERS = {
-    "/varz": b'{"server_id": "A", "server_name": "a", "version": "2.15.0", "jetstream": {"meta": %s}}' % GROUP,
+    "/varz": b'{%s, "jetstream": {"meta": %s}}' % (TOLD, GROUP),
     "/jsz": b'{"config": {"sync_interval": 1}}',
     "/healthz?details=true": b'{"status": "ok"}',
     "/routez": b'{"routes": []}',
@@ -50,7 +51,7 @@ def test_a_server_that_tells_its_configuration_in_one_answer_only_is_known_by_th
 ) -> None:
     """As one does that was asked for /varz before its JetStream had started."""
     answers = {
-        "/varz": b'{"server_id": "A", "server_name": "a", "version": "2.15.0", "jetstream": {}}',
+        "/varz": b'{"server_id": "A", "server_name": "a", "version": "2.15.0", "now": "2026-01-01T00:00:00Z"}',
         "/jsz": b'{"config": {"store_dir": "/elsewhere", "sync_interval": 5, "unique_tag": "az:"}}',
         "/healthz?details=true": b'{"status": "ok"}',
         "/routez": b'{"routes": []}',

@@ -90,7 +90,10 @@ def plain(directory: Path) -> Iterator[Seen]:
 
 
 def test_a_power_cut_of_a_server_as_it_comes(plain: Seen) -> None:
-    stands = "lost with the disk of its server; a power cut of its server loses up to 2m of acknowledged messages"
+    stands = (
+        "all messages are lost if the server's disk fails; "
+        "a power cut of its server loses up to 2m of acknowledged messages"
+    )
     assert plain.found("JS043") == {"MARS": stands}
     assert plain.state("JS043") is State.WARN
     in_production = structs.replace(plain.facts, scope=structs.replace(plain.facts.scope, production=True))

@@ -117,7 +117,7 @@ def test_the_demos_deployment(tmp_path: Path) -> None:
     assert {code for code, state in seen.wrong.items() if state is State.FAIL} == set()
     assert seen.state("JS043") is State.SKIP  # it has no monitoring port; what is certain is told all the same
     told = {each.stream: str(each) for each in durability.of_streams(seen.facts)}
-    assert told["MARS"].startswith("lost with the disk of its server; sync_interval is not known")
+    assert told["MARS"].startswith("all messages are lost if the server's disk fails; sync_interval is not known")
 
 
 async def apply(loaded: Config) -> None:

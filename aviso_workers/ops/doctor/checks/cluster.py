@@ -9,6 +9,7 @@ from functools import partial
 from aviso_workers.engine import dead_letter_store, delayed_messages, max_deliveries
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
+from aviso_workers.ops.doctor import divergence
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
 
@@ -49,6 +50,27 @@ def replicas(facts: Facts) -> Iterator[Finding]:
     for advisory in facts.advisories:
         if ".QUORUM_LOST." in advisory.kind:
             yield Finding(stream=advisory.stream, consumer=advisory.consumer, found=f"received {advisory.kind}")
+
+
+@declare(
+    "JS072",
+    "Replicas of a stream have the messages of their leader",
+    why="A replica that lost messages, or that a server with a wrong clock expired too early, stays different, and "
+    "JetStream does not report that. Readers and consumers that it serves miss these messages.",
+    cure="Decide which replica is right: the one with more messages, unless these were deleted or erased. Check the "
+    "clocks of the servers first (JS073). If another replica than the leader's is right, run `aviso-workers streams "
+    "step-down {stream} --prefer SERVER`. Then, one server with a wrong replica at a time: stop it, remove the "
+    "directory jetstream/ACCOUNT/streams/{stream} from its store_dir, and start it. It copies the messages from the "
+    "leader.",
+    severity=State.FAIL,
+    needs=("monitoring",),
+)
+def diverged_replicas(facts: Facts) -> Iterator[Finding]:
+    if facts.looks is None:
+        yield Finding(found="the server does not tell which account is ours", state=State.SKIP)
+        return
+    for stream, found in divergence.diverged(facts.looks):
+        yield Finding(stream=stream, found=found)
 
 
 @declare(

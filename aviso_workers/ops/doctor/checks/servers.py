@@ -7,7 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from statistics import median_high, median_low
 
+from aviso_workers.engine.replay import SKEW
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.ops.doctor import durability
 from aviso_workers.ops.doctor.facts import Facts
@@ -24,6 +26,8 @@ HOT_PER_SECOND = 500
 TEMPORARY = ("/tmp/", "/var/tmp/", "/dev/shm/")
 NEARLY_ALL = 0.8
 NEARLY_FULL = 0.95
+CLOCK_SECONDS = 3
+THIS_MACHINE = "this machine"
 A_WHILE = timedelta(days=1)
 LITTLE_FREE = 2**30
 """Bytes: of a disk that is nearly full, that is too little for large disks too."""
@@ -136,6 +140,31 @@ def health(facts: Facts) -> Iterator[Finding]:
 def rights(facts: Facts) -> Iterator[Finding]:
     for need, denied in facts.denied.items():
         yield Finding(place=need.replace("_", " "), found=denied)
+
+
+@declare(
+    "JS073",
+    "The clocks of all servers agree",
+    why="A server deletes messages that reach their max_age by its own clock, and for good. So a server whose clock is "
+    "ahead loses messages that the other replicas have (JS072). Replays by date allow for a difference of a minute.",
+    cure="Set the clock of {place} and keep it right with NTP or chrony. Do not start a server before its clock is "
+    "right.",
+)
+def clocks(facts: Facts) -> Iterator[Finding]:
+    ahead = sorted([0.0, *(one.ahead_seconds for one in facts.monitored)])
+    usual = min(median_low(ahead), median_high(ahead), key=abs)  # of two clocks, ours counts as the right one
+    than = "the other clocks" if usual else "the clock of this machine"
+    for one in facts.monitored:
+        yield from _clock(one.name, one.ahead_seconds - usual, one.uncertain_seconds, than)
+    yield from _clock(THIS_MACHINE, -usual, max((one.uncertain_seconds for one in facts.monitored), default=0), than)
+
+
+def _clock(place: str, ahead_seconds: float, uncertain_seconds: float, than: str) -> Iterator[Finding]:
+    surely = abs(ahead_seconds) - uncertain_seconds
+    if surely > CLOCK_SECONDS:
+        way = "ahead of" if ahead_seconds > 0 else "behind"
+        state = State.FAIL if surely > SKEW.total_seconds() else State.WARN
+        yield Finding(place=place, found=f"its clock is {abs(ahead_seconds):.0f} s {way} {than}", state=state)
 
 
 @declare(
