@@ -364,13 +364,17 @@ class ConsumerDiffers(Struct, frozen=True, kw_only=True):
 
 
 class ConsumerResumed(Struct, frozen=True, kw_only=True):
-    """An agent's consumer was gone, and was recreated: it goes on after what was recorded as settled."""
+    """An agent's consumer was gone, and was recreated: it goes on after what was recorded as settled, or what this
+    worker has last seen settled.
+    """
 
     agent: str
     stream: str
     consumer: str
     sequence: int
     """The first one of the stream that it is given."""
+    recorded: bool = True
+    """Whether there was a record of it; `agents rm` removes it with the consumer."""
 
 
 class ConsumerNotRecorded(Struct, frozen=True, kw_only=True):

@@ -97,7 +97,7 @@ class Notify(Struct, frozen=True):
     """When it is to be stored, with a time zone; what is past means at once. It needs nats-server 2.12, and a worker
     of any app at that time."""
     deliver_after: float | None = None
-    """The same, as seconds from now."""
+    """The same, as seconds from now. Both count by the clock of the server, not by that of the publisher."""
     headers: Mapping[str, str] | None = None
     """Headers of its message, for other programs to read. Names that begin with `Aviso-`, `Nats-` or `spatial_` have a
     meaning already and are refused. A value is printable text without spaces at its ends."""

@@ -542,8 +542,9 @@ class Management(Streams, Protocol):
     async def unpin_consumer(self, stream: str, consumer: str, *, group: str) -> None:
         """Let the server pin another reader of a consumer's priority group. Raises `RefusedError` without a server."""
 
-    async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> None:
-        """Let a consumer deliver nothing to anybody before `until`; None: let it deliver again at once.
+    async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> float:
+        """Let a consumer deliver nothing to anybody before `until`, by the server's clock; None: let it deliver again
+        at once. Return for how many seconds the server says that it is paused now; 0 where it is not.
 
         What was delivered before can be settled meanwhile, and what is to be delivered again waits. Raises
         `RefusedError` where the server is older than 2.11.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
 import typer
@@ -18,7 +17,7 @@ from aviso_workers.cli.output import print_record, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError
 from aviso_workers.ops import agent_control, retirement
-from aviso_workers.ops.agent_control import UNTIL_RESUMED, AgentConsumer, Reset
+from aviso_workers.ops.agent_control import AgentConsumer, Reset
 from aviso_workers.ops.retirement import Retirement
 
 __all__ = ["agents"]
@@ -53,10 +52,9 @@ def pause(
     seconds = parse_duration(for_, name="--for") if for_ else None
     if seconds == 0:
         raise DeclarationError("--for 0s would pause nothing: say how long, or leave it out to pause it until resumed")
-    until = datetime.now(UTC) + timedelta(seconds=seconds) if seconds else UNTIL_RESUMED
 
     async def run(server: Opened, target: AgentConsumer) -> None:
-        await agent_control.pause(server.admin, target, until=until)
+        until = await agent_control.pause(server.admin, target, seconds=seconds)
         typer.echo(f"{agent} is paused until {time_text(until) if for_ else 'it is resumed'}")
 
     _control(agent, app, config, run)
@@ -128,6 +126,14 @@ def remove(
         str | None,
         typer.Option("--app", metavar="APP", autocompletion=completion.apps, help="The same as the argument APP."),
     ] = None,
+    workers_stopped: Annotated[
+        bool,
+        typer.Option(
+            "--workers-stopped",
+            help="All workers are stopped, also those that are frozen or cut off from the server. Without this, it is "
+            "refused where an agent was active in the last 5 minutes or has not settled everything.",
+        ),
+    ] = False,
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
@@ -141,7 +147,7 @@ def remove(
         raise DeclarationError("say which app: its name, or MODULE:APP")
 
     async def run(server: Opened) -> None:
-        plan = await retirement.plan(server.admin, name, agent)
+        plan = await retirement.plan(server.admin, name, agent, workers_stopped=workers_stopped)
         print_table(("what", "of", "entries"), _retirement_rows(plan), none="no consumers, buckets or tables")
         if plan.dead_letters:
             typer.echo(f"{plan.dead_letters} dead letters stay: `aviso-workers dead-letters drop` removes them")
@@ -194,7 +200,7 @@ def _print_plan(plan: Reset) -> None:
 def _position(text: str) -> Position:
     """Parse a position. Digits are a sequence and no time: mistaken for one, millions would be handled again."""
     if text in ("all", "new"):
-        return Position(sequence=1) if text == "all" else Position(time=datetime.now(UTC))
+        return Position(sequence=1) if text == "all" else Position()
     if text.isascii() and text.isdigit():
         return Position(sequence=parse_id(text, name="--to"))
     return Position(time=parse_date(text, name="--to"))

@@ -7,6 +7,9 @@ there are, and when they stop. Where a consumer is missing, it is recreated and 
 record says since when the oldest notification of the agent is unfinished, which a server does not tell.
 `ops.deployment` reads the records for operators.
 
+`agents rm` removes consumer and record, and cannot see a worker that is frozen or cut off from the server. When such a
+worker goes on, it creates its consumer again after what it has last seen settled.
+
 A record belongs to one stream. Where the stream was deleted and recreated, its sequences count other notifications.
 """
 
@@ -101,6 +104,9 @@ class ConsumerRecorder:
         self._known: tuple[datetime | None, int] | None = None
         """Which consumer was recorded last: when it was created, and how often it was taken to another place."""
         self._last: ConsumerRecord | None = None
+        self._seen: int | None = None
+        """The ack floor of the consumer when this worker last read it; None where it has read none of this stream, or
+        an operator has removed it on purpose."""
         self._reported = False
         """Whether it was stated that the record cannot be written."""
 
@@ -117,6 +123,7 @@ class ConsumerRecorder:
         Raises `UnavailableError` where it is not known whether there was one, and as `Backend.ensure_consumer` does.
         """
         settled = await self._settled() if found is None else found.ack_floor
+        recorded = self._last is not None
         if found is None and settled is not None:
             found = await self.found()  # another worker may have created it since, and it is recorded only after that
         if settled is not None:  # also where it is found: it may be deleted before it is brought in line
@@ -124,7 +131,13 @@ class ConsumerRecorder:
         info = await self._provisioner.ensure_consumer(self._stream, wanted)
         if found is None and settled is not None:
             self._events.emit(
-                ConsumerResumed(agent=self._agent, stream=self._stream, consumer=info.name, sequence=settled + 1)
+                ConsumerResumed(
+                    agent=self._agent,
+                    stream=self._stream,
+                    consumer=info.name,
+                    sequence=settled + 1,
+                    recorded=recorded,
+                )
             )
         await self.record(info)
         return info
@@ -139,7 +152,7 @@ class ConsumerRecorder:
         try:
             if self._last is None or found != self._known or consumer.ack_floor < self._last.ack_floor:
                 await self._read()  # it was reset, or the stream is another one than before
-            self._known = found
+            self._known, self._seen = found, consumer.ack_floor
             await self._store(consumer)
         except BackendError as error:
             if not self._reported:
@@ -149,7 +162,9 @@ class ConsumerRecorder:
             self._reported = False
 
     async def _settled(self) -> int | None:
-        """Return up to where everything is settled, as recorded; None where no consumer of this stream is."""
+        """Return up to where everything is settled, as recorded, or as this worker has last seen where there is no
+        record any more; None where no consumer of this stream is known.
+        """
         try:
             last_sequence = await self._read()
         except NotFoundError:
@@ -160,7 +175,8 @@ class ConsumerRecorder:
                 f"is not known, because bucket {BUCKET} cannot be read: {error}"
             ) from error
         # A stream whose server lost its end, as without power, stores other notifications under the sequences it had.
-        return min(self._last.ack_floor, last_sequence) if self._last else None
+        settled = self._last.ack_floor if self._last else self._seen
+        return None if settled is None else min(settled, last_sequence)
 
     async def _read(self) -> int:
         """Read the record, and return the last sequence of the stream. A record of another stream of that name, or of a
@@ -169,6 +185,8 @@ class ConsumerRecorder:
         info = await self._backend.stream_info(self._stream)
         created = info.created or info.time
         record = await _one(self._backend, self._key)
+        if created != self._created or (record and record.removed):
+            self._seen = None
         self._created, self._last = created, record if record and record.holds_for(created) else None
         return info.last_sequence
 

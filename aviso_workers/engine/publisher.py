@@ -31,6 +31,7 @@ from aviso_workers.errors import (
     FullError,
     InvalidNotificationError,
     InvalidPayloadError,
+    NotFoundError,
     OutcomeUnknownError,
     UnavailableError,
     UnknownEventTypeError,
@@ -90,14 +91,16 @@ def too_large(event_type: str, size: int, *, most: int) -> InvalidPayloadError:
     )
 
 
-class _Prepared(Struct, frozen=True, gc=False):
+class _Prepared(Struct, gc=False):
     """A notification that is ready to be sent."""
 
     event_type: str
     spec: StreamSpec
     outgoing: Outgoing
+    later: Notify | None = None
+    """What says when it is to be delivered, until it is known whether it has to wait."""
     schedule: Outgoing | None = None
-    """What is sent in its place, if it is to be delivered later."""
+    """What is sent in its place, if it has to wait."""
     due: datetime | None = None
 
 
@@ -228,19 +231,33 @@ class Publisher:
         return self._ready(wanted.event_type, spec, message, wanted.message_id or self._message_id(message))
 
     def _prepare_later(self, wanted: Notify, spec: StreamSpec, message: Message) -> _Prepared:
-        """Return a notification ready to be stored as a schedule, unless it is due. Raises as `_checked` does."""
-        now = datetime.fromtimestamp(self._backend.clock.time_ns() / 1e9, UTC)
-        due = delayed_messages.due_of(wanted, now=now)
+        """Return a notification that `_schedule` is to look at. Raises as `_checked` does."""
+        delayed_messages.due_of(wanted, now=datetime.now(UTC))
         delayed_messages.require_server(self._backend)
         when = f"{wanted.deliver_at} {wanted.deliver_after}"
         message_id = wanted.message_id or self._message_id(message, when=when)
-        prepared = self._ready(wanted.event_type, spec, message, message_id)
-        if due <= now:
-            return prepared
-        schedule = delayed_messages.schedule(
-            prepared.outgoing, due, event_type=wanted.event_type, message_id=self._new_message_id()
-        )
-        return structs.replace(prepared, schedule=schedule, due=due)
+        return structs.replace(self._ready(wanted.event_type, spec, message, message_id), later=wanted)
+
+    async def _schedule(self, later: Sequence[_Prepared]) -> None:
+        """Have those sent as schedules that are not due. What counts is the time of the server that will say when they
+        are, and not ours. Raises `BackendError`.
+        """
+        await self._own_streams.ensure(self._schedules)
+        try:
+            now = (await self._backend.stream_info(self._schedules.name)).time
+        except NotFoundError:  # it was deleted since
+            self._own_streams.forget(self._schedules.name)
+            await self._own_streams.ensure(self._schedules)
+            now = (await self._backend.stream_info(self._schedules.name)).time
+        for prepared in later:
+            assert prepared.later is not None
+            due = delayed_messages.due_of(prepared.later, now=now)
+            prepared.later = None
+            if due > now:
+                prepared.due = due
+                prepared.schedule = delayed_messages.schedule(
+                    prepared.outgoing, due, event_type=prepared.event_type, message_id=self._new_message_id()
+                )
 
     def _message_id(self, message: Message, *, when: str = "") -> str:
         return idempotency.message_id(message, when=when) or self._new_message_id()
@@ -372,6 +389,8 @@ class Publisher:
         try:
             for spec in specs.values():
                 await self._provisioner.ensure(spec)
+            if later := [prepared for prepared in chunk if prepared.later]:
+                await self._schedule(later)
             if any(prepared.schedule for prepared in chunk):
                 await self._own_streams.ensure(self._schedules)
         except BackendError as error:

@@ -37,6 +37,7 @@ __all__ = [
     "account",
     "consumer",
     "message",
+    "pause_seconds",
     "rfc3339",
     "snapshot",
     "stream",
@@ -532,6 +533,11 @@ def consumer(answer: Mapping[str, Any]) -> ConsumerInfo:
         cluster=found.cluster or Cluster(),
         answer=answer,
     )
+
+
+def pause_seconds(answer: Mapping[str, Any]) -> float:
+    """Return for how many seconds a consumer is paused, of what a server answers to CONSUMER.PAUSE."""
+    return answer.get("pause_remaining", 0) / SECOND if answer.get("paused") else 0.0
 
 
 def account(answer: Mapping[str, Any]) -> Account:

@@ -7,7 +7,7 @@ consumer says whose it is.
 from __future__ import annotations
 
 from contextlib import aclosing, suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from msgspec import Struct
 
@@ -18,11 +18,14 @@ from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Router
 from aviso_workers.engine import consumer_records
 from aviso_workers.engine.dead_letter_store import RETRIES
-from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
+from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.ops import aviso_admin, deployment
 
 __all__ = ["UNTIL_RESUMED", "AgentConsumer", "Reset", "declared", "find", "pause", "plan_reset", "reset", "resume"]
 
+SKEW_SECONDS = 10.0
+"""By how much the clocks of a cluster's servers may differ, the time of a request included, before a pause of some
+length is said to be another one."""
 UNTIL_RESUMED = datetime(2200, 1, 1, tzinfo=UTC)
 """The end of a pause without end: about as late as a server's nanoseconds allow."""
 
@@ -86,18 +89,28 @@ async def find(admin: Admin, config: Config, owner: str, agent: str) -> AgentCon
     return AgentConsumer(app=owner, agent=agent, stream=found[0])
 
 
-async def pause(admin: Admin, agent: AgentConsumer, *, until: datetime) -> None:
-    """Pause the agent: until then it is delivered nothing, neither events nor retries. Raises `BackendError`."""
-    await _pause(admin, agent, until)
+async def pause(admin: Admin, agent: AgentConsumer, *, seconds: float | None = None) -> datetime:
+    """Pause the agent for so long, by the server's clock, or until it is resumed: it is delivered nothing, neither
+    events nor retries. Return until when.
+
+    Raises `RefusedError` where the server says that it is paused for another time, `BackendError`.
+    """
+    until = await _pause(admin, agent.stream, agent.consumer, seconds)
+    with suppress(NotFoundError):  # made when its first worker starts
+        await _pause(admin, RETRIES, agent.consumer, seconds)
+    return until
 
 
 async def resume(admin: Admin, agent: AgentConsumer) -> None:
     """Resume the agent. Raises `BackendError`."""
-    await _pause(admin, agent, None)
+    await admin.pause_consumer(agent.stream, agent.consumer, until=None)
+    with suppress(NotFoundError):
+        await admin.pause_consumer(RETRIES, agent.consumer, until=None)
 
 
 async def plan_reset(admin: Admin, agent: AgentConsumer, to: Position) -> Reset:
-    """Return what `reset` would do: to a sequence, or to the first notification of a time or later.
+    """Return what `reset` would do: to a sequence, to the first notification of a time or later, or, for a position of
+    neither, behind the last notification.
 
     Raises `InvalidPositionError` beyond the end of the stream, `BackendError`.
     """
@@ -105,7 +118,7 @@ async def plan_reset(admin: Admin, agent: AgentConsumer, to: Position) -> Reset:
     info = await admin.consumer_info(stream, agent.consumer)
     last = (await admin.stream_info(stream)).last_sequence
     filters = info.config.filters
-    sequence = max(1, to.sequence or 0)
+    sequence = last + 1 if to == Position() else max(1, to.sequence or 0)
     if to.time is not None:
         reading = admin.read(stream, filter_subjects=filters, start_time=to.time, last_sequence=last)
         async with aclosing(reading):
@@ -141,7 +154,14 @@ async def _exists(admin: Admin, stream: str, consumer: str) -> bool:
     return True
 
 
-async def _pause(admin: Admin, agent: AgentConsumer, until: datetime | None) -> None:
-    await admin.pause_consumer(agent.stream, agent.consumer, until=until)
-    with suppress(NotFoundError):  # made when its first worker starts
-        await admin.pause_consumer(RETRIES, agent.consumer, until=until)
+async def _pause(admin: Admin, stream: str, consumer: str, seconds: float | None) -> datetime:
+    now = (await admin.consumer_info(stream, consumer)).time
+    until = UNTIL_RESUMED if seconds is None else now + timedelta(seconds=seconds)
+    wanted_seconds = (until - now).total_seconds()
+    paused_seconds = await admin.pause_consumer(stream, consumer, until=until)
+    if not paused_seconds or abs(paused_seconds - wanted_seconds) > SKEW_SECONDS:
+        raise RefusedError(
+            f"consumer {consumer} of stream {stream} is paused for {paused_seconds:.0f} s, and not for "
+            f"{wanted_seconds:.0f} s: the clocks of the servers differ; synchronise them and repeat the command"
+        )
+    return until

@@ -60,13 +60,18 @@ class Progress(Struct, frozen=True, kw_only=True):
 
     @property
     def trouble(self) -> str:
-        """The reason why the agent handles nothing; empty where it does, as far as one snapshot shows."""
+        """The reason why the agent handles nothing or not everything; empty where it does, as far as one snapshot
+        shows.
+        """
         return self.trouble_since(None)
 
     def trouble_since(self, before: Progress | None) -> str:
-        """Return the reason why the agent handles nothing, as `trouble`, judged by an earlier snapshot as well."""
+        """Return the reason, as `trouble`, judged by an earlier snapshot as well."""
         if self.events is None:
             return "" if self.behind is None else "its consumer is gone"
+        if self.retries is not None and self.retries.paused != self.events.paused:
+            paused = "its notifications" if self.events.paused else "its retries"
+            return f"partly paused: only {paused}; pause or resume it again"
         return stuck.why_stuck(self.events, before.events if before else None, self.record)
 
     @property

@@ -1,17 +1,19 @@
 """Retirement of an app, or of one of its agents: its consumers, buckets and retries are removed from the server.
 
 Called by `agents rm`, which first makes a plan of what there is, and then carries it out. The notifications themselves
-and the dead letters stay. Workers that still run would recreate the consumers, and begin at the agents' `start`:
-while there are some, nothing is removed.
+and the dead letters stay. Workers that still run would recreate the consumers: while there are some, nothing is
+removed. The server does not know of a worker that is frozen or cut off from it, whose pull requests have expired. So an
+app that was active lately counts as one whose workers run, unless the operator says that they are stopped.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
+from datetime import timedelta
 
 from msgspec import Struct
 
-from aviso_workers.backends import Admin
+from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.engine import attempts, consumer_records, dead_letter_store, table_store, timer_loops
 from aviso_workers.engine.handlers import windowed
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
@@ -19,7 +21,11 @@ from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops import deployment, inventory
 from aviso_workers.ops.inventory import Listed, T
 
-__all__ = ["Retirement", "plan", "retire"]
+__all__ = ["Retirement", "plan", "retire", "why_active"]
+
+ACTIVE = timedelta(minutes=5)
+"""An agent that was delivered something, or has settled something, within this time may have a worker. A version of an
+agent counts as gone after as long (`engine.shared_filters`)."""
 
 
 class Retirement(Struct, frozen=True, kw_only=True):
@@ -44,11 +50,12 @@ class Retirement(Struct, frozen=True, kw_only=True):
         return not (self.consumers or self.records or self.streams or self.subjects)
 
 
-async def plan(admin: Admin, owner: str, agent: str = "") -> Retirement:
+async def plan(admin: Admin, owner: str, agent: str = "", *, workers_stopped: bool = False) -> Retirement:
     """Return the plan to retire the app named `owner`, or its agent `agent`.
 
-    Raises `NotFoundError` where there is nothing, `RefusedError` where a worker of it asks for notifications,
-    `UnavailableError` where no server answers for something that may be the app's.
+    Raises `NotFoundError` where there is nothing, `RefusedError` where a worker of it asks for notifications or, unless
+    all `workers_stopped`, may hold some or was active lately, `UnavailableError` where no server answers for something
+    that may be the app's.
     """
     streams = _all(await inventory.streams(admin))
     consumers = [
@@ -60,6 +67,11 @@ async def plan(admin: Admin, owner: str, agent: str = "") -> Retirement:
     ]
     if at_work := sorted({consumer.name for consumer in consumers if consumer.num_waiting}):
         raise RefusedError(f"workers ask for notifications of {', '.join(at_work)}: stop them first")
+    if not workers_stopped and (why := [text for consumer in consumers if (text := why_active(consumer))]):
+        raise RefusedError(
+            f"{'; '.join(why)}: a worker that is frozen or cut off from the server may go on later. Make sure that all "
+            "workers are stopped, and say --workers-stopped"
+        )
     dead_letters = await deployment.dead_letters(admin)
     found = Retirement(
         app=owner,
@@ -77,6 +89,16 @@ async def plan(admin: Admin, owner: str, agent: str = "") -> Retirement:
     if found.nothing:
         raise NotFoundError(f"there is nothing of {f'agent {agent} of ' if agent else ''}app {owner} on this server")
     return found
+
+
+def why_active(consumer: ConsumerInfo) -> str:
+    """Return the reason why a worker may have the consumer open, although none asks for anything; empty: none has."""
+    if consumer.num_ack_pending:
+        return f"{consumer.name} of {consumer.stream} has {consumer.num_ack_pending} delivered and not settled"
+    last = max(filter(None, (consumer.last_delivered, consumer.last_settled)), default=None)
+    if last is None or consumer.time - last > ACTIVE:
+        return ""
+    return f"{consumer.name} of {consumer.stream} was active {(consumer.time - last).total_seconds():.0f} s ago"
 
 
 def _all(listed: Listed[T]) -> list[T]:

@@ -278,8 +278,14 @@ def _observe_record(event: ConsumerResumed | ConsumerNotRecorded) -> None:
             stream=event.stream,
             consumer=event.consumer,
             sequence=event.sequence,
-            cure="find out who deleted the consumer; half a minute of notifications may be handled again, and what was "
-            "settled behind an unfinished one",
+            cure=(
+                "find out who deleted the consumer; half a minute of notifications may be handled again, and what was "
+                "settled behind an unfinished one"
+                if event.recorded
+                else "its consumer and the record of it were removed while this worker ran: if `agents rm` was meant, "
+                "stop this worker and repeat it; what others settled since this worker last read the consumer is "
+                "handled again"
+            ),
         )
         return
     log.warning(

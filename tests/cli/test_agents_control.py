@@ -6,7 +6,7 @@ import json
 import re
 import signal
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ import msgspec
 import pytest
 
 from aviso_workers import App
+from aviso_workers.cli import agents_control
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec
+from aviso_workers.ops import agent_control
 from tests.cli.conftest import Ran
 from tests.conftest import Start
 
@@ -132,6 +134,40 @@ def test_a_reset_goes_to_a_date(run: Run, config: Path, worked: Callable[..., li
     assert (done.code, done.lines[-1]) == (0, "index goes on at MARS@2, with 1 notifications ahead of it"), done
     late = run("agents", "reset", "index", "--app", agents, "--to", "2100-01-01T00:00:00Z", "--yes", "--config", config)
     assert late.lines[-1] == "index goes on at MARS@3, with 0 notifications ahead of it"
+
+
+@pytest.fixture
+def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's clock is two hours behind the server's, for whatever of it asks for the time."""
+
+    class Behind(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Behind:
+            return super().now(tz) - timedelta(hours=2)
+
+    for module in (agents_control, agent_control):
+        monkeypatch.setattr(module, "datetime", Behind, raising=False)
+
+
+@pytest.mark.usefixtures("slow_clock")
+def test_a_pause_lasts_as_long_as_was_said_where_the_clock_of_the_command_is_slow(
+    run: Run, config: Path, worked: Callable[..., list[str]]
+) -> None:
+    worked(1)
+    assert run("agents", "pause", "index", "--app", "field", "--for", "10m", "--config", config).code == 0
+    (row,) = (row for row in listed(run, config) if row["agent"] == "index")
+    assert row["paused_until"], "it is not paused"
+    until = datetime.fromisoformat(row["paused_until"])
+    assert timedelta(minutes=9) < until - datetime.now(UTC) < timedelta(minutes=10)
+
+
+@pytest.mark.usefixtures("slow_clock")
+def test_a_reset_to_new_handles_nothing_again_where_the_clock_of_the_command_is_slow(
+    run: Run, config: Path, worked: Callable[..., list[str]]
+) -> None:
+    worked(1, 2)
+    done = run("agents", "reset", "index", "--app", "field", "--to", "new", "--yes", "--config", config)
+    assert (done.code, done.lines[-1]) == (0, "index goes on at MARS@3, with 0 notifications ahead of it")
 
 
 @pytest.mark.parametrize(
@@ -298,17 +334,16 @@ def test_an_app_that_is_retired_leaves_nothing_but_its_notifications(
     run: Run, config: Path, agents: str, worked: Callable[..., list[str]]
 ) -> None:
     worked(1)
+    preview = run("agents", "rm", "field", "--workers-stopped", "--config", config)
     for app in ((agents,), ("--app", agents), ("--app", "field")):
-        same = run("agents", "rm", *app, "--config", config).out
-        assert same == run("agents", "rm", "field", "--config", config).out
-    preview = run("agents", "rm", "field", "--config", config)
+        assert run("agents", "rm", *app, "--workers-stopped", "--config", config).out == preview.out
     assert preview.code == 2
     assert "MARS > field__index" in preview.out
     assert "MARS > field__everything" in preview.out
     assert "say --yes to remove it" in preview.err
     assert len(listed(run, config)) == 2, "nothing was done"
 
-    ran = run("agents", "rm", "field", "--yes", "--config", config)
+    ran = run("agents", "rm", "field", "--workers-stopped", "--yes", "--config", config)
     assert (ran.code, ran.lines[-1]) == (0, "field is gone from the server")
     assert listed(run, config) == []
     again = run("agents", "rm", "field", "--config", config)
@@ -321,7 +356,8 @@ def test_one_agent_is_retired_by_itself_and_begins_at_its_start_when_it_comes_ba
     run: Run, config: Path, worked: Callable[..., list[str]]
 ) -> None:
     assert worked(1, 2) == ["1", "2"]
-    assert run("agents", "rm", "field", "--agent", "index", "--yes", "--config", config).code == 0
+    removed = run("agents", "rm", "field", "--agent", "index", "--workers-stopped", "--yes", "--config", config)
+    assert removed.code == 0
     assert [row["agent"] for row in listed(run, config)] == ["everything"]
     assert worked(3) == ["1", "2", "1", "2", "3"]
 
@@ -332,7 +368,19 @@ def test_an_app_whose_workers_run_is_not_retired(
     worked(1)
     worker = start("worker", agents, "--config", config)
     worker.until("agent.started")
-    ran = run("agents", "rm", "field", "--yes", "--config", config)
-    assert ran.code == 1
-    assert "workers ask for notifications of" in ran.err
+    for said in ((), ("--workers-stopped",)):
+        ran = run("agents", "rm", "field", *said, "--yes", "--config", config)
+        assert ran.code == 1
+        assert "workers ask for notifications of" in ran.err
     assert worker.end(signal.SIGTERM) == 0
+
+
+def test_an_app_that_was_active_lately_is_not_retired_by_itself(
+    run: Run, config: Path, worked: Callable[..., list[str]]
+) -> None:
+    """Its workers may be frozen, or cut off from the server, which knows nothing of them then."""
+    worked(1)
+    ran = run("agents", "rm", "field", "--yes", "--config", config)
+    assert (ran.code, ran.out) == (1, "")
+    assert re.search(r"field__index of MARS was active \d+ s ago.*say --workers-stopped", ran.err), ran.err
+    assert len(listed(run, config)) == 2, "nothing was done"

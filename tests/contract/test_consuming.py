@@ -841,7 +841,7 @@ class TestAPause:
         await ensure()
         until = after(3600)
         async with open_reader(inbox):
-            await backend.pause_consumer("MARS", "agent", until=until)
+            assert 3590 < await backend.pause_consumer("MARS", "agent", until=until) <= 3600
             await publish("mars.0")
             await elapse(ACK_WAIT)
             info = await backend.consumer_info("MARS", "agent")
@@ -849,7 +849,7 @@ class TestAPause:
             assert info.paused_until is not None
             assert abs(info.paused_until - until) < timedelta(milliseconds=1)
 
-            await backend.pause_consumer("MARS", "agent", until=None)
+            assert await backend.pause_consumer("MARS", "agent", until=None) == 0
             assert (await inbox.next()).message.subject == "mars.0"
             assert (await backend.consumer_info("MARS", "agent")).paused_until is None
 
@@ -894,7 +894,7 @@ class TestAPause:
         async with open_reader(inbox):
             await elapse(ACK_WAIT * 2)
             assert inbox.subjects == []
-            await backend.pause_consumer("MARS", "agent", until=after(-1))
+            assert await backend.pause_consumer("MARS", "agent", until=after(-1)) == 0
             assert (await inbox.next()).message.subject == "mars.0"
 
     async def test_holds_back_what_comes_again_and_lets_settle(

@@ -8,10 +8,11 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
 from nats.aio.client import Client, ServerVersion
 
 from aviso_workers import App, Backoff, Notification, Notify
-from aviso_workers.backends import Message
+from aviso_workers.backends import Message, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.engine import delayed_messages
@@ -58,6 +59,32 @@ async def test_it_is_stored_when_it_is_due_and_not_before(app: App, t: Harness) 
     assert (found.identifier, found.payload, found.headers["Nats-Msg-Id"]) == ({"a": "1", "b": "x"}, {"n": 1}, "mine")
     assert not [name for name in found.headers if name.startswith(("Aviso-", "Nats-Schedule"))]
     assert timedelta() <= found.time - due < timedelta(seconds=PATIENCE_SECONDS)
+
+
+async def test_the_time_of_the_server_counts_and_not_that_of_the_publisher(
+    app: App, t: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, skew = app.session.backend, timedelta(hours=1)
+    stream_info = backend.stream_info
+
+    async def ahead(stream: str, **stated: Any) -> StreamInfo:
+        info = await stream_info(stream, **stated)
+        return structs.replace(info, time=info.time + skew)
+
+    monkeypatch.setattr(backend, "stream_info", ahead)
+    waits = await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=600)
+    assert waits.due is not None
+    assert timedelta() <= waits.due - (now(t) + skew + timedelta(seconds=600 - PATIENCE_SECONDS))
+    past = await app.notify("plain", {"a": 2, "b": "x"}, deliver_at=now(t) + skew / 2)
+    assert (past.due, past.sequence) == (None, 1)
+
+
+async def test_it_waits_also_where_the_stream_of_what_waits_was_deleted_meanwhile(app: App, t: Harness) -> None:
+    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=3600)
+    await app.session.admin.delete_stream(delayed_messages.STREAM)
+    again = await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=3600, message_id="mine")
+    assert again.due is not None
+    assert await app.cancel("plain", "mine")
 
 
 async def test_an_agent_sees_it(app: App, url: str | None) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import pytest
 
 from aviso_workers import App, Backoff, Notification
 from aviso_workers.aviso.positions import Position
+from aviso_workers.engine import consumer_records
 from aviso_workers.engine.consumer_records import ConsumerRecorder
 from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.errors import NotFoundError, UnavailableError
-from aviso_workers.events import ConsumerResumed
+from aviso_workers.events import AgentStarted, ConsumerResumed
 from aviso_workers.ops import agent_control, maintenance
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -51,6 +54,25 @@ async def test_it_goes_on_where_it_was_when_it_is_deleted_under_a_worker(t: Harn
     await t.notify("mars", mars(step=3), {})
     await t.settle()
     assert handled == [0, 1, 2, 3]
+
+
+async def test_it_goes_on_where_it_was_when_its_app_is_retired_under_a_worker(
+    t: Harness, handled: list[int], resumed: list[ConsumerResumed]
+) -> None:
+    """As where the worker was frozen, so that `agents rm` did not see it."""
+    await settled_before(t)
+    opened = anyio.Event()
+    t.app.events.listen(lambda fact: opened.set() if fact.stream == "MARS" else None, AgentStarted)
+    await t.start()
+    with anyio.fail_after(PATIENCE_SECONDS):
+        await opened.wait()
+    admin = t.app.session.admin
+    await admin.delete_consumer("MARS", "contract__index")
+    await consumer_records.remove(admin, app="contract", agent="index", stream="MARS")
+    await t.notify("mars", mars(step=3), {})
+    await t.settle()
+    assert handled == [0, 1, 2, 3]
+    assert [(fact.sequence, fact.recorded) for fact in resumed] == [(4, False)]
 
 
 async def test_it_says_so(t: Harness, resumed: list[ConsumerResumed]) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
 from aviso_workers import Notification
 from aviso_workers.aviso.positions import Position
-from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
+from aviso_workers.engine.dead_letter_store import RETRIES
+from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control, agent_report
 from aviso_workers.ops.agent_control import UNTIL_RESUMED, AgentConsumer
@@ -70,7 +71,7 @@ class TestAPause:
         (dead_letter,) = [dead_letter async for dead_letter in stored.select(Selection())]
         handled.clear()
 
-        await agent_control.pause(t.app.session.admin, INDEX, until=UNTIL_RESUMED)
+        await agent_control.pause(t.app.session.admin, INDEX)
         await stored.retry(dead_letter)
         await t.notify("mars", mars(step=6), {})
         await t.advance(0.3)
@@ -82,14 +83,39 @@ class TestAPause:
         (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
         assert (sorted(handled), progress.pending, progress.paused_until) == ([0, 6], 0, "")
 
+    @pytest.mark.parametrize(("stream", "paused"), [("MARS", "its notifications"), (RETRIES, "its retries")])
+    async def test_of_one_half_of_it_is_trouble(
+        self, t: Harness, four: list[datetime], stream: str, paused: str
+    ) -> None:
+        """As where a pause or a resume broke off between the two consumers."""
+        await t.app.session.admin.pause_consumer(stream, INDEX.consumer, until=UNTIL_RESUMED)
+        (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
+        assert progress.trouble == f"partly paused: only {paused}; pause or resume it again"
+        await agent_control.pause(t.app.session.admin, INDEX)
+        (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
+        assert (progress.trouble, progress.paused_until) == ("", "it is resumed")
+
     async def test_has_an_end(self, t: Harness, handled: list[int], four: list[datetime]) -> None:
-        now = datetime.fromtimestamp(t.app.session.backend.clock.time_ns() / 1e9, UTC)
-        await agent_control.pause(t.app.session.admin, INDEX, until=now + timedelta(seconds=1))
+        await agent_control.pause(t.app.session.admin, INDEX, seconds=1)
         await t.notify("mars", mars(step=6), {})
         await t.advance(0.3)
         assert handled == []
         await t.settle()
         assert handled == [6]
+
+    @pytest.mark.parametrize("answered", [0.0, 7000.0])
+    async def test_is_refused_where_the_server_says_that_it_pauses_for_another_time(
+        self, t: Harness, four: list[datetime], monkeypatch: pytest.MonkeyPatch, answered: float
+    ) -> None:
+        """As where the clock of the cluster's leader is not that of the consumer's leader."""
+
+        async def pause_consumer(stream: str, consumer: str, *, until: datetime | None) -> float:
+            return answered
+
+        monkeypatch.setattr(t.app.session.admin, "pause_consumer", pause_consumer)
+        said = rf"contract__index of stream MARS is paused for {answered:.0f} s, and not for 600 s"
+        with pytest.raises(RefusedError, match=said):
+            await agent_control.pause(t.app.session.admin, INDEX, seconds=600)
 
 
 class TestAReset:
@@ -119,7 +145,7 @@ class TestAReset:
         assert (after.sequence, after.again, after.passed_over) == (6, 0, 0)
 
     async def test_forward_passes_over_and_says_so(self, t: Harness, handled: list[int], four: list[datetime]) -> None:
-        await agent_control.pause(t.app.session.admin, INDEX, until=UNTIL_RESUMED)
+        await agent_control.pause(t.app.session.admin, INDEX)
         for step in (6, 7, 8):
             await t.notify("mars", mars(step=step), {})
         plan = await agent_control.plan_reset(t.app.session.admin, INDEX, Position(sequence=8))
@@ -128,6 +154,10 @@ class TestAReset:
         await agent_control.resume(t.app.session.admin, INDEX)
         await t.settle()
         assert handled == [8]
+
+    async def test_behind_the_last_notification_asks_no_clock(self, t: Harness, four: list[datetime]) -> None:
+        plan = await agent_control.plan_reset(t.app.session.admin, INDEX, Position())
+        assert (plan.sequence, plan.again, plan.passed_over) == (6, 0, 0)
 
     async def test_past_what_waits_for_its_next_attempt_tells_of_it(self, t: Harness, four: list[datetime]) -> None:
         t.fail("index", ConnectionError("not now"), times=1)

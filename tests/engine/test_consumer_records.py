@@ -20,6 +20,7 @@ from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.events import ConsumerNotRecorded, ConsumerResumed, Events
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
+from aviso_workers.ops import maintenance
 
 pytestmark = pytest.mark.anyio
 
@@ -169,6 +170,33 @@ async def test_a_record_beyond_the_end_of_its_stream_passes_nothing_over(
     monkeypatch.setattr(place.backend, "stream_info", without_its_end)
     info = await place.worker().ensure(SPEC, None)
     assert info.config["opt_start_seq"] == 4
+
+
+async def test_a_consumer_whose_record_is_gone_as_well_goes_on_after_what_its_worker_has_last_seen(
+    place: Place, clock: VirtualClock
+) -> None:
+    """`agents rm` was called while the worker was frozen."""
+    await place.publish(1)
+    async with place.backend.consume(
+        "MARS", "field__index", deliver=lambda delivery: delivery.ack(), capacity=lambda: 1
+    ):
+        await clock.advance(1)
+        await place.record()
+    await place.backend.delete_consumer("MARS", "field__index")
+    await consumer_records.remove(place.backend, app="field", agent="index", stream="MARS")
+    info = await place.recorder.ensure(SPEC, None)
+    assert info.config["opt_start_seq"] == 2
+    resumed = ConsumerResumed(agent="index", stream="MARS", consumer="field__index", sequence=2, recorded=False)
+    assert place.facts == [resumed]
+
+
+async def test_one_that_an_operator_removed_on_purpose_begins_at_its_start_also_with_a_worker_that_has_seen_it(
+    place: Place, clock: VirtualClock
+) -> None:
+    await place.record()
+    await maintenance.remove_consumer(place.backend, "MARS", "field__index")
+    info = await place.recorder.ensure(SPEC, None)
+    assert (info.config["deliver_policy"], place.facts) == ("all", [])
 
 
 async def test_a_bucket_that_cannot_be_written_is_told_of_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from aviso_workers.events import (
     AgentDisturbed,
     ConnectionChanged,
     ConsumerDiffers,
+    ConsumerResumed,
     DeadLettersRefused,
     FiltersDiffer,
     NotRemoved,
@@ -356,6 +357,17 @@ def ack_wait_of(*, in_effect_seconds: float) -> AckWaitDiffers:
         (
             StreamProvisioned(stream="MARS", action="kept", differences=("max_msgs: 1 -> 2",), refused="no"),
             {"event": "stream.update_refused", "level": "warning", "error": "no"},
+        ),
+        (
+            ConsumerResumed(agent="index", stream="MARS", consumer="app__index", sequence=4, recorded=False),
+            {
+                "event": "consumer.resumed",
+                "level": "warning",
+                "sequence": 4,
+                "cure": "its consumer and the record of it were removed while this worker ran: if `agents rm` was "
+                "meant, stop this worker and repeat it; what others settled since this worker last read the consumer "
+                "is handled again",
+            },
         ),
         (
             ConsumerDiffers(stream="MARS", consumer="app__index", differences=("start: new -> all",)),

@@ -198,9 +198,9 @@ class InMemoryBackend:
         now_ns = self._account.now_ns
         return [durable.info(now_ns=now_ns) for durable in self._account.stream(stream).durables.values()]
 
-    async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> None:
+    async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> float:
         await self.connection.reach()
-        self._dispatcher(stream, consumer).pause(until)
+        return self._dispatcher(stream, consumer).pause(until)
 
     async def reset_consumer(self, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
         await self.connection.reach()

@@ -196,15 +196,17 @@ class Dispatcher:
         self._look_at(now + delay_seconds)
         self.wake()
 
-    def pause(self, until: datetime | None) -> None:
+    def pause(self, until: datetime | None) -> float:
+        """Pause until then, and return for how many seconds; 0 where that is over, so that it goes on."""
         if self._pause is not None:
             self._pause.cancel()
         seconds = (until - EPOCH).total_seconds() - self._clock.time_ns() / 1e9 if until else 0.0
         if seconds <= 0:
             self._resume()
-            return
+            return 0.0
         self.durable.paused_until = until
         self._pause = self._clock.call_at(self._clock.monotonic() + seconds, self._resume)
+        return seconds
 
     def _resume(self) -> None:
         self.durable.paused_until = None

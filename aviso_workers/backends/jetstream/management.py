@@ -153,10 +153,10 @@ class Management:
     async def unpin_consumer(self, stream: str, consumer: str, *, group: str) -> None:
         await self._api(f"CONSUMER.UNPIN.{stream}.{consumer}", {"group": group})
 
-    async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> None:
+    async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> float:
         self._connection.require_server(2, 11, to="pause a consumer")
         request = {"pause_until": until.isoformat()} if until else {}
-        await self._api(f"CONSUMER.PAUSE.{stream}.{consumer}", request)
+        return info.pause_seconds(await self._api(f"CONSUMER.PAUSE.{stream}.{consumer}", request))
 
     async def reset_consumer(self, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
         self._connection.require_server(2, 14, to="reset a consumer")
