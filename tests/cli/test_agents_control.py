@@ -247,7 +247,6 @@ def test_the_list_tells_what_is_left(run: Run, config: Path, worked: Callable[..
         ]
 
 
-@pytest.mark.covers("001-38")
 def test_the_app_of_a_list_is_given_as_elsewhere(
     run: Run, config: Path, worked: Callable[..., list[str]], agents: str
 ) -> None:
@@ -271,6 +270,7 @@ def test_a_removal_needs_an_app(run: Run, unreachable: Path) -> None:
     assert ran == Ran(2, "", "aviso-workers: say which app: its name, or MODULE:APP\n")
 
 
+@pytest.mark.covers("001-38")
 def test_the_list_is_watched_until_ctrl_c(
     run: Run, config: Path, worked: Callable[..., list[str]], start: Start
 ) -> None:
