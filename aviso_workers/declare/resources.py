@@ -49,9 +49,11 @@ __all__ = [
 ]
 
 Scope = Literal["worker", "call"]
+"""How long a resource is open: as long as its worker runs, or for one call of a function that needs it."""
+
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-"""How long a resource is open: as long as its worker runs, or for one call of a function that needs it."""
+"""The kinds of arguments that can be given by position, and by name."""
 
 
 class Resource(Struct, frozen=True, kw_only=True):
