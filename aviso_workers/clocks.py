@@ -12,14 +12,28 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Protocol
 
 import anyio
 from anyio.lowlevel import checkpoint
 
-__all__ = ["Clock", "LoopClock", "Timer", "VirtualClock", "at_rest", "fail_after", "move_on_after", "sleep_until"]
+__all__ = [
+    "SKEW",
+    "Clock",
+    "LoopClock",
+    "Timer",
+    "VirtualClock",
+    "at_rest",
+    "fail_after",
+    "move_on_after",
+    "sleep_until",
+]
+
+SKEW = timedelta(minutes=1)
+"""The clocks of two machines differ by less than this. A stream whose leader changed may have messages whose store
+times are that much out of order."""
 
 SHORT_WORK_TURNS = 10
 NAP_SECONDS = 0.001

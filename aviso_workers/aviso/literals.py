@@ -13,6 +13,7 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from decimal import Decimal, localcontext
 from typing import Self
 
@@ -26,6 +27,7 @@ __all__ = [
     "printable",
     "printable_lines",
     "suggestion",
+    "time_text",
 ]
 
 _FLOAT = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
@@ -189,6 +191,11 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Return a text of several lines with each of them made `printable`."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def time_text(time: datetime) -> str:
+    """Return a time to the second, with its zone, which is `Z` for UTC."""
+    return time.isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:

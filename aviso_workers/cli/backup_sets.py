@@ -74,9 +74,7 @@ async def restore(
 async def prune(admin: Admin, to: Path, stream: str, keep: Keep) -> list[AvisoWorkersError]:
     """Remove old backups of a stream, print which, and return a failure for each that does not count."""
     try:
-        if keep != Keep():
-            await backups.require_same_clock(admin, stream)
-        pruned = backups.prune(to, stream, keep)
+        pruned = await backups.prune_by_server(admin, to, stream, keep)
     except (BackendError, BackupError) as error:
         return [error]
     for gone in pruned.removed:

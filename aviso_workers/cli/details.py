@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from aviso_workers.aviso import literals
 from aviso_workers.cli.output import print_json, print_record
 from aviso_workers.jetstream import fields
 from aviso_workers.jetstream.fields import SECOND
@@ -53,4 +54,4 @@ def replicas(cluster: Cluster) -> Iterator[tuple[str, str]]:
 
 def time_text(time: datetime | None) -> str:
     """Return a time to the second, with its zone; None is `unknown`."""
-    return time.isoformat(timespec="seconds").replace("+00:00", "Z") if time else "unknown"
+    return literals.time_text(time) if time else "unknown"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-__all__ = ["HIDDEN", "Secret", "ServerUrls", "without_user"]
+__all__ = ["HIDDEN", "Secret", "ServerUrls", "with_scheme", "without_user"]
 
 HIDDEN = "***"
 
@@ -60,7 +60,7 @@ class ServerUrls:
     @property
     def addresses(self) -> tuple[tuple[str, int], ...]:
         """The host and the port of each; the port is 4222 where the URL has none, as for every NATS client."""
-        parts = [urlsplit(_with_scheme(url)) for url in self._urls]
+        parts = [urlsplit(with_scheme(url)) for url in self._urls]
         return tuple((each.hostname or "", each.port or 4222) for each in parts)
 
     def reveal(self) -> tuple[str, ...]:
@@ -83,13 +83,14 @@ def _is_server_url(url: str) -> bool:
     if not url.isprintable() or " " in url:
         return False
     try:
-        parts = urlsplit(_with_scheme(url))
+        parts = urlsplit(with_scheme(url))
         return parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
 
 
-def _with_scheme(url: str) -> str:
+def with_scheme(url: str) -> str:
+    """Return the URL of a server, with the scheme that NATS clients assume where it has none."""
     return url if "://" in url else f"nats://{url}"
 
 

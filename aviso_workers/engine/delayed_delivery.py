@@ -17,6 +17,7 @@ from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.codec import Message, store_time
 from aviso_workers.aviso.schema import EventType
 from aviso_workers.backends import Backend, Delivery, Outgoing
+from aviso_workers.clocks import SKEW
 from aviso_workers.config import Config
 from aviso_workers.declare.retry import Backoff
 from aviso_workers.declare.verdicts import Ack, Nak, Settlement
@@ -24,7 +25,6 @@ from aviso_workers.engine import delayed_messages, internal
 from aviso_workers.engine.delayed_messages import DUE, STREAM
 from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.provisioning import Provisioner
-from aviso_workers.engine.replay import SKEW
 from aviso_workers.engine.subscription import Subscription, consumer_spec
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from aviso_workers import clocks
@@ -18,14 +18,11 @@ from aviso_workers.aviso.notifications import Notification
 from aviso_workers.aviso.positions import Position
 from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.backends import Backend, Message, StreamInfo
+from aviso_workers.clocks import SKEW
 from aviso_workers.errors import NotFoundError, UnavailableError, UndecodableError
 from aviso_workers.events import Events, Skipped, StartNotReached, StreamGone, StreamMadeAgain, StreamNotRead
 
-__all__ = ["SKEW", "Replayer", "message_at", "when_created"]
-
-SKEW = timedelta(minutes=1)
-"""The clocks of two servers differ by less than this. A stream whose leader changed may have messages whose store times
-are that much out of order."""
+__all__ = ["Replayer", "message_at", "when_created"]
 
 AGAIN_AFTER_SECONDS = 1.0
 MOST_TIMES_BEHIND = 3

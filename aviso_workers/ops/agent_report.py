@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from datetime import datetime
 from typing import Any
 
 from msgspec import Struct
 
 from aviso_workers.aviso import schema, topics
+from aviso_workers.aviso.literals import time_text
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.declare import agents
@@ -95,7 +95,7 @@ class Progress(Struct, frozen=True, kw_only=True):
     def pinned_since(self) -> str:
         """The time since which one worker of a singleton is pinned, and handles all notifications."""
         since = self.events.pinned_since if self.events else None
-        return _text(since) if since else "no worker is pinned before the first notification"
+        return time_text(since) if since else "no worker is pinned before the first notification"
 
     @property
     def paused_until(self) -> str:
@@ -103,7 +103,7 @@ class Progress(Struct, frozen=True, kw_only=True):
         until = self.events.paused_until if self.events else None
         if until is None:
             return ""
-        return "it is resumed" if until == UNTIL_RESUMED else _text(until)
+        return "it is resumed" if until == UNTIL_RESUMED else time_text(until)
 
 
 class AgentRow(Struct, frozen=True, kw_only=True):
@@ -246,10 +246,6 @@ def differing(config: Config, agent: Agent[Any, Any], consumer: ConsumerConfig) 
     if set(filters) != set(wanted):
         found.append(f"filters {', '.join(filters) or 'none'}, the code says {', '.join(wanted) or 'none'}")
     return "; ".join(found)
-
-
-def _text(time: datetime) -> str:
-    return time.isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def _sum(progress: Progress, field: str) -> int:

@@ -16,7 +16,7 @@ from aviso_workers.ops.backups.encryption import Identities, read_recipients
 from aviso_workers.ops.backups.erasures import Forgotten, forget, of_identifier, of_subject, one_of_each_chain
 from aviso_workers.ops.backups.merging import merge
 from aviso_workers.ops.backups.restoration import Drill, Restored, drill, read_back, restore
-from aviso_workers.ops.backups.retention import Keep, Pruned, prune, require_same_clock
+from aviso_workers.ops.backups.retention import Keep, Pruned, prune, prune_by_server
 from aviso_workers.ops.backups.schedules import Schedule, keep_backing_up
 from aviso_workers.ops.backups.set_creation import MadeSet, create_set
 from aviso_workers.ops.backups.set_restore import GoesOn, RestoredStream, restore_set
@@ -68,9 +68,9 @@ __all__ = [
     "places",
     "plan_cleanse",
     "prune",
+    "prune_by_server",
     "read_back",
     "read_recipients",
-    "require_same_clock",
     "restorable",
     "restore",
     "restore_set",

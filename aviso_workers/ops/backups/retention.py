@@ -7,15 +7,17 @@ from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 from msgspec import Struct
 
 from aviso_workers.backends import Admin
-from aviso_workers.engine.replay import SKEW
+from aviso_workers.clocks import SKEW
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import chains, sets
 from aviso_workers.ops.backups.storage import Backup, damage, find, load, locked_backups, remove
 
-__all__ = ["Keep", "Pruned", "prune", "require_same_clock"]
+__all__ = ["Keep", "Pruned", "prune", "prune_by_server", "require_same_clock"]
 
 
 class Keep(Struct, frozen=True):
@@ -49,6 +51,13 @@ def prune(directory: Path, stream: str, keep: Keep, *, now: datetime | None = No
         return Pruned()
     with locked_backups(directory / stream, alone=True):  # or an increment may be under way after one of them
         return _prune(directory, stream, keep, now or datetime.now(UTC))
+
+
+async def prune_by_server(admin: Admin, directory: Path, stream: str, keep: Keep) -> Pruned:
+    """Prune as `prune` does, if this machine's clock agrees with the server's. Raises `BackupError`, `BackendError`."""
+    if keep != Keep():
+        await require_same_clock(admin, stream)
+    return await anyio.to_thread.run_sync(prune, directory, stream, keep)
 
 
 async def require_same_clock(admin: Admin, stream: str) -> None:

@@ -28,7 +28,7 @@ from aviso_workers.config import Config
 from aviso_workers.errors import BackendError, BackupError
 from aviso_workers.ops.backups import chains, sets
 from aviso_workers.ops.backups.creation import NewBackup, named_streams
-from aviso_workers.ops.backups.retention import Keep, prune, require_same_clock
+from aviso_workers.ops.backups.retention import Keep, prune_by_server
 from aviso_workers.ops.backups.set_creation import MadeSet, create_set
 from aviso_workers.ops.backups.spools import Spool
 from aviso_workers.ops.backups.storage import Backup, exclusive
@@ -180,9 +180,7 @@ def _due_in(made: datetime | None, every_seconds: float) -> float:
 
 async def _prune(admin: Admin, schedule: Schedule, stream: str) -> None:
     """Remove old backups of a stream. Raises `BackupError` and `BackendError`."""
-    if schedule.keep != Keep():
-        await require_same_clock(admin, stream)
-    pruned = await anyio.to_thread.run_sync(prune, schedule.to, stream, schedule.keep)
+    pruned = await prune_by_server(admin, schedule.to, stream, schedule.keep)
     for removed in pruned.removed:
         log.info("backup.removed", stream=stream, directory=str(removed.directory))
     for found in pruned.not_counted:

@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from aviso_workers import files
 from aviso_workers.aviso.codec import UNREADABLE_JSON
-from aviso_workers.engine.replay import SKEW
+from aviso_workers.clocks import SKEW
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import chains
 from aviso_workers.ops.backups.storage import Backup, Moment, load, make_directory, time_of

@@ -18,6 +18,7 @@ from msgspec import Struct, structs
 
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
+from aviso_workers.config.nats_server import LOOPBACK_NAMES
 from aviso_workers.errors import BackendError, ServerProcessError
 from aviso_workers.ops.doctor.answers import Jsz, OwnReplica, Server, UserInfo, Varz
 from aviso_workers.server import store
@@ -26,7 +27,7 @@ __all__ = ["LOOPBACK", "Monitored", "connected_server", "inspect", "own_replicas
 
 ANSWER_SECONDS = 5.0
 NAME_SECONDS = 2.0
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK = (*LOOPBACK_NAMES, "::1")
 EVERY_ADDRESS = ("0.0.0.0", "::")
 NEAR = build_opener(ProxyHandler({}))
 """A monitoring port is near: a proxy that the environment names is for the web."""

@@ -156,9 +156,7 @@ class Eraser:
         unreached += [_lagging(stream, servers) for stream, servers in sorted(self._not_current.items()) if servers]
         if self._wanted.stream not in infos:
             unreached.append(_missing(self._wanted.stream))
-        for stream, subjects in self._given_keys(infos).items():
-            if unknown := len(set(subjects) - self._met):
-                unreached.append(_without_keys(stream, unknown))
+        unreached += [_without_keys(stream, count) async for stream, count in self._keys_not_met(infos)]
         if self._suspects is None:
             self._suspects = tuple(await suspects(self._admin, infos, self._values))
         return Survey(findings=findings, unreached=tuple(unreached), suspects=self._suspects)
@@ -223,9 +221,6 @@ class Eraser:
         for stream, subjects in self._given_keys(infos).items():
             is_one = partial(_is_one_of, frozenset(subjects))
             await self._add_counted(found, stream, "keys that were given", is_one, subjects)
-            for subject in subjects:
-                if subject not in self._met and await self._admin.subject_counts(stream, subject=subject):
-                    self._met.add(subject)
 
     def _given_keys(self, infos: Mapping[str, StreamInfo]) -> dict[str, list[str]]:
         """Return the subjects of the keys, by stream. Raises `NotFoundError`."""
@@ -234,6 +229,15 @@ class Eraser:
             stream, subject = subject_of_key(infos, holder, key)
             given.setdefault(stream, []).append(subject)
         return given
+
+    async def _keys_not_met(self, infos: Mapping[str, StreamInfo]) -> AsyncIterator[tuple[str, int]]:
+        """Yield the streams of given keys that this survey has not found, and none before it, and how many they are."""
+        for stream, subjects in self._given_keys(infos).items():
+            for subject in set(subjects) - self._met:
+                if await self._admin.subject_counts(stream, subject=subject):
+                    self._met.add(subject)
+            if count := len(set(subjects) - self._met):
+                yield stream, count
 
     async def _survey_copies(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
         """Survey the streams that mirror or source a surveyed stream, or the event type's own even if that is gone."""

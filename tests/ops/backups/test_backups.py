@@ -575,10 +575,10 @@ async def test_nothing_is_removed_while_this_clock_differs_from_the_servers(
     site: Site, monkeypatch: pytest.MonkeyPatch, ahead: timedelta, how: str
 ) -> None:
     await site.fill(1)
-    await backups.require_same_clock(site.app.session.admin, "MARS")
+    await retention.require_same_clock(site.app.session.admin, "MARS")
     monkeypatch.setattr(retention, "datetime", clock_ahead(ahead))
     with pytest.raises(BackupError, match=f"no backup of MARS is removed: this machine's clock is .* s {how} the"):
-        await backups.require_same_clock(site.app.session.admin, "MARS")
+        await retention.require_same_clock(site.app.session.admin, "MARS")
 
 
 def clock_ahead(ahead: timedelta) -> SimpleNamespace:

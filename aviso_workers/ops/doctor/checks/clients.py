@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from aviso_workers.config.secrets import with_scheme
 from aviso_workers.declare import outputs
 from aviso_workers.declare.agents import Agent
 from aviso_workers.jetstream.fields import SECOND, readable
@@ -101,7 +102,7 @@ def no_backup(facts: Facts) -> Iterator[Finding]:
 def open_connection(facts: Facts) -> Iterator[Finding]:
     settings = facts.config.notification_backend.jetstream
     for url, shown in zip(settings.servers, settings.masked_servers, strict=True):
-        parts = urlsplit(url if "://" in url else f"nats://{url}")
+        parts = urlsplit(with_scheme(url))
         far = parts.hostname not in LOOPBACK
         certified = settings.tls and settings.tls.cert_file
         named = settings.user or settings.token or settings.nkey_seed_file or settings.credentials_file or certified

@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from statistics import median_high, median_low
 
-from aviso_workers.engine.replay import SKEW
+from aviso_workers.clocks import SKEW
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.ops.doctor import durability
 from aviso_workers.ops.doctor.facts import Facts
