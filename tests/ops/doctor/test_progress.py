@@ -55,7 +55,7 @@ async def set_up(server: Administration) -> None:
     await pull(server, SHARED, "busy", 5)
     await add_consumer(server, SHARED, "failing")
     for reply in await pull(server, SHARED, "failing", 30):
-        server.send(reply, b"-NAK")
+        await server.request(reply, b"-NAK", timeout_seconds=PATIENCE_SECONDS)  # else the next pull may overtake it
     await pull(server, SHARED, "failing", 30)
     await add_consumer(server, SHARED, "measured", ack_wait=SECOND // 200, sample_freq="100")
     await add_consumer(server, SHARED, "quick", ack_wait=600 * SECOND, sample_freq="100")
