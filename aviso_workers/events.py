@@ -29,6 +29,7 @@ __all__ = [
     "Event",
     "Events",
     "FailuresNotStored",
+    "FilterHides",
     "FiltersDiffer",
     "LeadershipChanged",
     "LeadershipHindered",
@@ -375,6 +376,8 @@ class ConsumerResumed(Struct, frozen=True, kw_only=True):
     """The first one of the stream that it is given."""
     recorded: bool = True
     """Whether there was a record of it; `agents rm` removes it with the consumer."""
+    why: Literal["lost", "filter"] = "lost"
+    """Why it was recreated: it was lost, or a worker removed it because its filter had hidden notifications."""
 
 
 class ConsumerNotRecorded(Struct, frozen=True, kw_only=True):
@@ -401,6 +404,22 @@ class FiltersDiffer(Struct, frozen=True, kw_only=True):
     """Filter subjects of each of the other versions."""
     gone: tuple[tuple[str, ...], ...]
     """Of those that were among them until now."""
+
+
+class FilterHides(Struct, frozen=True, kw_only=True):
+    """The filter of an agent's consumer hid notifications that a version of the agent wants, so it is recreated.
+
+    Somebody has edited it, or an update of a worker came late. It begins after what was settled while its filter was
+    complete.
+    """
+
+    agent: str
+    stream: str
+    consumer: str
+    found: tuple[str, ...]
+    """The filter subjects that it had."""
+    wanted: tuple[str, ...]
+    """The filter subjects that it has to have."""
 
 
 class AckWaitDiffers(Struct, frozen=True, kw_only=True):
@@ -479,6 +498,7 @@ Event = (
     | ConsumerResumed
     | ConsumerNotRecorded
     | FiltersDiffer
+    | FilterHides
     | AckWaitDiffers
     | ConnectionChanged
     | ConnectionSlow

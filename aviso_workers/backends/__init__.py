@@ -358,6 +358,9 @@ class Streams(Protocol):
     async def consumer_info(self, stream: str, consumer: str, *, timeout_seconds: float = 5.0) -> ConsumerInfo:
         """Return a consumer's configuration and state."""
 
+    async def delete_consumer(self, stream: str, consumer: str) -> None:
+        """Delete a consumer and its position in the stream, for good."""
+
 
 class Backend(Streams, Protocol):
     """What the engine needs of the place where notifications are stored: publish, consume, read, and ensure that a
@@ -535,9 +538,6 @@ class Management(Streams, Protocol):
         Its single filter may be part of the request's subject, so that permissions can be given by filter. Raises
         `RefusedError` without a server.
         """
-
-    async def delete_consumer(self, stream: str, consumer: str) -> None:
-        """Delete a consumer and its position in the stream, for good."""
 
     async def unpin_consumer(self, stream: str, consumer: str, *, group: str) -> None:
         """Let the server pin another reader of a consumer's priority group. Raises `RefusedError` without a server."""

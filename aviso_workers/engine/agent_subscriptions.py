@@ -38,6 +38,7 @@ from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.singletons import WhileHeld
 from aviso_workers.engine.subscription import Handler, Run, Subscription, consumer_spec
 from aviso_workers.engine.threads import Threads
+from aviso_workers.engine.versions import Versions
 from aviso_workers.events import Events
 from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSpec, StreamSpec
 
@@ -157,10 +158,10 @@ class AgentSubscriptions:
             keeps_reading=policy.singleton,
             shield=shield,
         )
-        shared = self._shared_filter(agent, where, stream, run)
+        shared = self._shared_filter(agent, event_type, where, stream, run)
         return Subscription(
             name=agent.name,
-            feeds=self._feeds(agent, event_type, stream, shared, run, repeats),
+            feeds=self._feeds(agent, stream, shared, run, repeats),
             run=run,
             beside=[shared.keep],
             also=windows.close if windows is not None else None,
@@ -182,16 +183,21 @@ class AgentSubscriptions:
             drain_timeout_seconds=self._config.workers.drain_timeout_seconds,
         )
 
-    def _shared_filter(self, agent: Agent[Any, Any], where: Where, stream: StreamSpec, run: Run) -> SharedFilter:
+    def _shared_filter(
+        self, agent: Agent[Any, Any], event_type: EventType, where: Where, stream: StreamSpec, run: Run
+    ) -> SharedFilter:
         policy = agent.policy
         consumer = consumer_spec(
             agent.durable_name(self._app), topics.filter_subjects(where), policy.ack_wait, start=policy.start
         )
+        everything = topics.filter_subjects(schema.parse_where(agent.event_type, event_type, {}))
         return SharedFilter(
             _served(consumer, singleton=policy.singleton, priority=self._config.workers.priority),
+            everything=everything,
             agent=agent.name,
             stream=stream.name,
             backend=self._backend,
+            registry=Versions(self._backend, app=self._app, agent=agent.name, stream=stream.name),
             recorder=self._recorder(agent, stream.name, self._provisioner),
             retries=self._recorder(agent, dead_letter_store.RETRIES, self._own_streams),
             events=self._events,
@@ -201,7 +207,6 @@ class AgentSubscriptions:
     def _feeds(
         self,
         agent: Agent[Any, Any],
-        event_type: EventType,
         stream: StreamSpec,
         shared: SharedFilter,
         run: Run,
@@ -211,8 +216,7 @@ class AgentSubscriptions:
         policy = agent.policy
         consumer = consumer_spec(shared.consumer.durable_name, (retry_subject(self._app, agent.name),), policy.ack_wait)
         retries_consumer = _served(consumer, singleton=policy.singleton)
-        everything = topics.filter_subjects(schema.parse_where(agent.event_type, event_type, {}))
-        leaves = None if shared.consumer.filter_subjects == everything else shared.leaves
+        leaves = None if shared.wants_everything else shared.leaves
         return [
             Feed(
                 stream=stream,

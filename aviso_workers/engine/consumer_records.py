@@ -15,6 +15,7 @@ A record belongs to one stream. Where the stream was deleted and recreated, its 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import datetime
 
 import msgspec
@@ -32,7 +33,7 @@ from aviso_workers.errors import (
     UnreadableStreamError,
 )
 from aviso_workers.events import ConsumerNotRecorded, ConsumerResumed, Events
-from aviso_workers.jetstream import metadata, specs
+from aviso_workers.jetstream import metadata, plans, specs
 from aviso_workers.jetstream.specs import ConsumerSpec
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "move",
     "remove",
     "stored",
+    "versions_key",
 ]
 
 BUCKET = "aviso_workers_consumers"
@@ -107,6 +109,8 @@ class ConsumerRecorder:
         self._seen: int | None = None
         """The ack floor of the consumer when this worker last read it; None where it has read none of this stream, or
         an operator has removed it on purpose."""
+        self._removed = False
+        """Whether this worker has removed the consumer."""
         self._reported = False
         """Whether it was stated that the record cannot be written."""
 
@@ -117,12 +121,23 @@ class ConsumerRecorder:
         except NotFoundError:
             return None
 
+    async def remove(self) -> None:
+        """Remove the consumer, because its filter has hidden notifications; `ensure` creates it again, and it begins
+        after what is recorded. Raises `BackendError`.
+        """
+        self._removed = True
+        with suppress(NotFoundError):
+            await self._backend.delete_consumer(self._stream, self._consumer)
+
     async def ensure(self, wanted: ConsumerSpec, found: ConsumerInfo | None) -> ConsumerInfo:
         """Bring the consumer that was `found` in line, or create it; where there was one before, after what it settled.
 
-        Raises `UnavailableError` where it is not known whether there was one, and as `Backend.ensure_consumer` does.
+        What it has come to is not recorded yet: that is for the caller to do. Raises `UnavailableError` where it is not
+        known whether there was one, and as `Backend.ensure_consumer` does.
         """
-        settled = await self._settled() if found is None else found.ack_floor
+        if found is not None and not plans.consumer_differences(wanted, found.config):
+            return found
+        settled = await self._settled() if found is None else found.settled
         recorded = self._last is not None
         if found is None and settled is not None:
             found = await self.found()  # another worker may have created it since, and it is recorded only after that
@@ -137,9 +152,10 @@ class ConsumerRecorder:
                     consumer=info.name,
                     sequence=settled + 1,
                     recorded=recorded,
+                    why="filter" if self._removed else "lost",
                 )
             )
-        await self.record(info)
+        self._removed = False
         return info
 
     async def refresh(self) -> None:
@@ -150,9 +166,9 @@ class ConsumerRecorder:
         """Store what is new about the consumer. Where that fails, it is stated once."""
         found = (consumer.created, metadata.resets_of(consumer.config))
         try:
-            if self._last is None or found != self._known or consumer.ack_floor < self._last.ack_floor:
+            if self._last is None or found != self._known or consumer.settled < self._last.ack_floor:
                 await self._read()  # it was reset, or the stream is another one than before
-            self._known, self._seen = found, consumer.ack_floor
+            self._known, self._seen = found, consumer.settled
             await self._store(consumer)
         except BackendError as error:
             if not self._reported:
@@ -199,11 +215,11 @@ class ConsumerRecorder:
 
     def _of(self, consumer: ConsumerInfo, stream_created: datetime) -> ConsumerRecord:
         has_work = (consumer.num_pending or consumer.num_ack_pending) and not consumer.paused
-        stands = self._last is not None and self._last.ack_floor == consumer.ack_floor
+        stands = self._last is not None and self._last.ack_floor == consumer.settled
         before = self._last.unfinished_since if self._last and stands else None
         return ConsumerRecord(
             stream_created=stream_created,
-            ack_floor=consumer.ack_floor,
+            ack_floor=consumer.settled,
             filter_subjects=tuple(consumer.config.filters),
             time=consumer.time,
             unfinished_since=(before or consumer.time) if has_work else None,
@@ -262,9 +278,12 @@ async def mark_removed(backend: Backend, *, app: str, agent: str, stream: str, c
 
 async def remove(backend: Backend, *, app: str, agent: str, stream: str) -> None:
     """Forget that there was a consumer, because its agent is retired. Raises `BackendError`."""
-    key = _key(app, agent, stream)
-    if await _one(backend, key) is not None:
-        await (await backend.key_value(BUCKET)).delete(key)
+    if not await _exists(backend):
+        return
+    bucket = await backend.key_value(BUCKET)
+    for key in (_key(app, agent, stream), versions_key(app, agent, stream)):
+        if await bucket.get(key) is not None:
+            await bucket.delete(key)
 
 
 async def move(backend: Backend, *, app: str, agent: str, stream: str, ack_floor: int) -> None:
@@ -291,6 +310,11 @@ async def _one(backend: Backend, key: str) -> ConsumerRecord | None:
         return None
     entry = await (await backend.key_value(BUCKET)).get(key)
     return _read(entry.value) if entry else None
+
+
+def versions_key(app: str, agent: str, stream: str) -> str:
+    """Return the key under which `versions` are registered in `BUCKET`."""
+    return f"{_key(app, agent, stream)}/versions"
 
 
 def _key(app: str, agent: str, stream: str) -> str:

@@ -1,7 +1,7 @@
 """What a subscription reads, and what a delivery goes through between its consumer and the buffer.
 
-Most go straight into the buffer. Settled here is what never gets there: what another version of the agent wants, what
-was settled before and comes again, and a dead letter that is tried again whose sequence is taken.
+Most go straight into the buffer. What never gets there is what another version of the agent wants (`shared_filters`),
+what was settled before and comes again, and a dead letter that is tried again whose sequence is taken.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
-from aviso_workers.declare.verdicts import Nak, Settlement
+from aviso_workers.declare.verdicts import Nak
 from aviso_workers.engine import acknowledging, parts
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.provisioning import Provisioner
@@ -45,8 +45,8 @@ class Feed(Struct, frozen=True, kw_only=True):
     """See `Backend.consume`."""
     ensure: Callable[[], Awaitable[ConsumerInfo]] | None = None
     """Creates the consumer or brings it in line; None where `consumer` says all that is wanted of it."""
-    leaves: Callable[[Delivery], Settlement | None] | None = None
-    """Says how a delivery is settled that the agent is not to have. None: it has all."""
+    leaves: Callable[[Delivery], bool] | None = None
+    """Takes a delivery that the agent is not to have, and returns whether it did. None: the agent has all."""
     repeats: Repeats | None = None
     """What was settled lately of the stream; None where what comes again is always handled again."""
 
@@ -60,10 +60,8 @@ def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGro
     put = buffer.put if feed.repeats is None else _passing_over(feed.repeats, buffer.put, joining)
 
     def take(delivery: Delivery) -> None:
-        if leaves is None or (settlement := leaves(delivery)) is None:
+        if leaves is None or not leaves(delivery):
             put(delivery)
-        else:
-            acknowledging.settle(delivery, settlement)
 
     def take_unwrapped(delivery: Delivery) -> None:
         """Take an unwrapped delivery, unless the buffer holds the agent's own message of the same sequence.

@@ -1,24 +1,27 @@
 """The filter and the `ack_wait` of a durable consumer while workers of several versions of an agent read it.
 
-This is so in a deploy.
+This is so in a deploy. A `where` that was changed makes another version of the agent, and all of them read one
+consumer. While their filters are equal, that filter is the consumer's. While they differ, the consumer lets through
+everything of the event type, and each worker leaves to the others what its own version does not want.
 
-A `where` that was changed makes another version of the agent, and all of them read one consumer. Its filter is the
-union of what its versions want, and its metadata names them. A worker that opens the consumer only adds its own
-version: it cannot know whether another one, newer or older than itself, still runs. While there are several versions,
-the workers of each count up a number in the metadata, as a heartbeat. A version whose number has not changed for
-`GONE_SECONDS`, by the clock of the worker that reads it, is taken out, and the filter with it.
+No notification is hidden from a version that reads, whatever happens at the same time:
 
-So a worker is also given what lies outside its own filter. It gives that back with a delay until it comes to a worker
-that wants it: this is not a failure, and the agent never sees it. It acks it only where it knows that no other version
-wants it, because it has read the consumer since the notification was stored. A version that is widened later
-begins with what is stored from then on.
+* Each worker registers its version by compare-and-set (`versions`) before it reads. It does not know whether another
+  version is older or newer, and removes none but one whose workers have said nothing for `GONE_SECONDS`.
+* JetStream has no conditional update of a consumer, so the last update wins. All updates that widen the filter are
+  equal. One that narrows it is made when only one version is registered; then the registered versions are read again.
+* Where the consumer lacks what a version wants that is registered and reads, such as after an update that was late, or
+  an edit by hand, the consumer is removed. It is created again and begins after what was recorded as settled. That is
+  recorded only after the filter was found to be complete: some notifications are handled twice then, and none is
+  missed.
+
+A worker that is given what its version does not want asks which versions there are. It gives the notification back with
+a delay where another version wants it: this is not a failure, and the agent never sees it. Else it acks it. A version
+that is new begins with what is stored after the consumer lets it through.
 
 The `ack_wait` of the consumer is the longest that one of its versions wants, so that each of them reports often enough
 what it holds. What the server really has is read each time: where somebody has made it shorter, the worker reports
-as often as that needs, sets it right, and says so.
-
-Its `max_ack_pending` is the largest as well: where a worker of another version has started with a smaller one, it is
-set again.
+as often as that needs, sets it right, and says so. Its `max_ack_pending` is the largest as well.
 
 A server filters by subjects only. What an agent leaves out of its own subjects, such as all numbers beyond a range, it
 acks whatever other versions want: see `acknowledging.Settler.ack_unmatched`.
@@ -26,20 +29,22 @@ acks whatever other versions want: see `acknowledging.Settler.ack_unmatched`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import anyio
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers import clocks
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.declare.retry import Backoff
-from aviso_workers.declare.verdicts import Ack, Nak, Settlement
-from aviso_workers.engine.consumer_records import ConsumerRecorder
-from aviso_workers.errors import BackendError
-from aviso_workers.events import AckWaitDiffers, Events, FiltersDiffer
-from aviso_workers.jetstream import metadata, specs, subjects
+from aviso_workers.declare.verdicts import Ack, Nak
+from aviso_workers.engine import acknowledging, versions
+from aviso_workers.engine.consumer_records import BUCKET, ConsumerRecorder
+from aviso_workers.engine.versions import Registered, Versions
+from aviso_workers.errors import BackendError, UnavailableError
+from aviso_workers.events import AckWaitDiffers, ConsumerNotRecorded, Events, FilterHides, FiltersDiffer
+from aviso_workers.jetstream import metadata, plans, specs, subjects
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.metadata import Version
 from aviso_workers.jetstream.specs import ConsumerSpec
@@ -47,15 +52,16 @@ from aviso_workers.jetstream.specs import ConsumerSpec
 __all__ = ["SharedFilter"]
 
 CHECK_SECONDS = 30.0
-"""How often a worker reads which versions there are."""
+"""How often a worker looks at the consumer and the versions."""
 CHECK_AGAIN_SECONDS = 1.0
-"""How soon it does so where it has just opened the consumer, or was given what it does not want."""
+"""How soon it does so where it has just opened the consumer and there are several versions."""
 GONE_SECONDS = 300.0
 """A version without a heartbeat for so long has no worker. This is longer than a network is usually interrupted: what
 only workers want that are cut off for longer is not delivered to them."""
 LAST_RECORD_SECONDS = 2.0
-GIVEN_BACK = Backoff(first=0.1, factor=2.0, max=5.0, jitter=0.0)
-"""When what is given back comes again, by how often it was delivered."""
+GIVEN_BACK = Backoff(first=0.05, factor=1.3, max=5.0, jitter=0.5)
+"""When a notification that was given back comes again, by how often it was delivered: about fifteen times in the first
+ten seconds, because a server gives it to any worker. At equal intervals, it could be the same worker each time."""
 
 Filters = tuple[str, ...]
 """Filter subjects; none means everything."""
@@ -69,25 +75,31 @@ class _Seen(Struct, frozen=True):
 
 
 class SharedFilter:
-    """What one worker knows of the versions of its agent; `consumer` states what its own version wants."""
+    """The consumer of one worker's agent; `consumer` states what its own version wants."""
 
     def __init__(
         self,
         consumer: ConsumerSpec,
         *,
+        everything: Filters,
         agent: str,
         stream: str,
         backend: Backend,
+        registry: Versions,
         recorder: ConsumerRecorder,
         retries: ConsumerRecorder,
         events: Events,
         on_ack_wait: Callable[[float], None],
     ) -> None:
-        """`on_ack_wait` is called with the seconds within which the worker has to report what it holds."""
+        """`everything` is the filter of all notifications of the event type. `on_ack_wait` is called with the seconds
+        within which the worker has to report what it holds.
+        """
         self.consumer = consumer
+        self._everything = tuple(sorted(everything))
         self._agent = agent
         self._stream = stream
         self._backend = backend
+        self._registry = registry
         self._recorder = recorder
         self._retries = retries
         self._events = events
@@ -101,30 +113,32 @@ class SharedFilter:
         self._others: dict[Filters, Callable[[str], object]] = {}
         """The other filters, and what of a subject they want."""
         self._seen: dict[Version, _Seen] = {}
-        self._given_back = 0
-        """The newest sequence that was given back."""
-        self._known_up_to = 0
-        """Up to this sequence, notifications were stored before the consumer was read last."""
         self._checked_at = 0.0
-        self._reported = False
-        """Whether it was reported that what no version wants any more is acked."""
         self._check_soon = anyio.Event()
+        self._undecided: list[Delivery] = []
+        """Deliveries that this version does not want, until it is known whether another one does."""
+        self._decide_soon = anyio.Event()
+
+    @property
+    def wants_everything(self) -> bool:
+        """Whether this version wants all notifications of the event type."""
+        return self._own.filter_subjects == self._everything
 
     async def ensure(self) -> ConsumerInfo:
-        """Create the consumer, or bring it in line so that this version is among those that it serves.
+        """Create the consumer, or bring it in line so that it lets through what this version wants.
 
         One that was deleted is recreated, and begins after what it had settled as far as that was recorded. Raises
         `UnavailableError` where that cannot be known, and as `Backend.ensure_consumer` does.
         """
         found = await self._recorder.found()
-        versions = self._versions(found)
-        self._given_back = self._known_up_to = 0  # the stream may be another one now, and count from 1 again
-        info = await self._recorder.ensure(metadata.shared(self.consumer, versions), found)
+        known = await self._register(found)
+        info, registered = await (self._alone(found) if known is None else self._beside(found, *known))
+        await self._recorder.record(info)
         self._granted = info.config.max_ack_pending
         self._follow(info)
-        self._note(versions)
-        if len(versions) > 1:
-            self._check_soon.set()  # two that open it at once may have overwritten each other
+        self._note(registered)
+        if self._others:
+            self._check_soon.set()
         return info
 
     async def ensure_retries(self, consumer: ConsumerSpec) -> ConsumerInfo:
@@ -132,94 +146,215 @@ class SharedFilter:
 
         Raises as `ensure` does.
         """
-        longest = max(version.ack_wait for version in self._versions(await self._recorder.found()))
+        longest = self._own.ack_wait
+        with suppress(BackendError):
+            longest = max([longest, *(each.version.ack_wait for each in await self._registry.read())])
         wanted = specs.with_ack_wait(consumer, longest)
-        return await self._retries.ensure(wanted, await self._retries.found())
+        info = await self._retries.ensure(wanted, await self._retries.found())
+        await self._retries.record(info)
+        return info
 
-    def _versions(self, found: ConsumerInfo | None) -> dict[Version, int]:
-        """Return those that are noted in the consumer, and this one."""
-        return {self._own: 0} | (metadata.noted_versions(found.config) if found else {})
-
-    def leaves(self, delivery: Delivery) -> Settlement | None:
-        """Return how a delivery is settled that this version does not want; None for one that it wants.
-
-        It is given back to the other versions, or acked where none of them wants it.
+    def leaves(self, delivery: Delivery) -> bool:
+        """Return whether this version does not want a delivery. It is settled soon: given back where another version
+        wants it, acked where none does.
         """
         if self._wants(delivery.message.subject):
-            return None
-        message = delivery.message
-        known = message.sequence <= self._known_up_to
-        if known and not any(wants(message.subject) for wants in self._others.values()):
-            if not self._reported:
-                self._state(gone=())
-            return Ack()
-        if not known:
-            self._given_back = max(self._given_back, message.sequence)
-            self._check_soon.set()
-        return Nak(GIVEN_BACK.delay_seconds(delivery.num_delivered))
+            return False
+        self._undecided.append(delivery)
+        self._decide_soon.set()
+        return True
 
     async def keep(self) -> None:
-        """Read which versions there are, again and again, and take out those that are gone."""
+        """Look at the consumer and the versions again and again, and settle what this version leaves."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._keep_checking)
+            tasks.start_soon(self._keep_deciding)
+
+    async def record_last(self) -> None:
+        """Record how far the consumer has come when the worker stops, where the server answers soon."""
+        with clocks.move_on_after(self._backend.clock, LAST_RECORD_SECONDS), suppress(BackendError):
+            found = await self._backend.consumer_info(self._stream, self.consumer.durable_name)
+            if not self._hides(found, await self._registry.read()):
+                await self._recorder.record(found)
+            await self._retries.refresh()
+
+    async def _alone(self, found: ConsumerInfo | None) -> tuple[ConsumerInfo, tuple[Registered, ...]]:
+        """Create the consumer, or bring it in line, where no version can be registered."""
+        own = versions.including((), self._own)
+        return await self._recorder.ensure(self._shared(own), found), own
+
+    async def _beside(
+        self, found: ConsumerInfo | None, before: tuple[Registered, ...], registered: tuple[Registered, ...]
+    ) -> tuple[ConsumerInfo, tuple[Registered, ...]]:
+        """Create the consumer, or bring it in line, so that it lets through what each registered version wants."""
+        removed = found is not None and await self._removed(found, (each for each in before if each.reads))
+        while True:
+            found = None if removed else found
+            wanted = self._shared(registered)
+            changes = found is None or bool(plans.consumer_differences(wanted, found.config))
+            info = await self._recorder.ensure(wanted, found)
+            if not changes:
+                break
+            registered = versions.including(await self._registry.read(), self._own)
+            if not (removed := await self._removed(info, registered)):
+                break
+        await self._note_reading()
+        return info, registered
+
+    async def _register(
+        self, found: ConsumerInfo | None
+    ) -> tuple[tuple[Registered, ...], tuple[Registered, ...]] | None:
+        """Register this version, and return those from before and from now.
+
+        Return None where that is not possible, and the consumer has the filter of this version alone, or does not
+        exist. Raises `UnavailableError` where it has another one.
+        """
+
+        def register(known: tuple[Registered, ...]) -> tuple[Registered, ...]:
+            if not known and found is not None:  # created by somebody who registers no versions
+                known = tuple(Registered(version=each, reads=True) for each in metadata.noted_versions(found.config))
+            return versions.with_heartbeat(known, self._own)
+
+        try:
+            return await self._registry.change(register)
+        except BackendError as error:
+            if found is not None and tuple(sorted(found.config.filters)) != self._own.filter_subjects:
+                raise UnavailableError(
+                    f"the version of agent {self._agent} cannot be registered in bucket {BUCKET}, and without that its "
+                    f"consumer {self.consumer.durable_name} could hide notifications from it: {error}"
+                ) from error
+            self._events.emit(ConsumerNotRecorded(agent=self._agent, bucket=BUCKET, error=error))
+            return None
+
+    async def _note_reading(self) -> None:
+        """Register that the consumer lets through from now on what this version wants."""
+
+        def note(known: tuple[Registered, ...]) -> tuple[Registered, ...]:
+            return tuple(
+                structs.replace(each, reads=True) if each.version == self._own else each
+                for each in versions.including(known, self._own)
+            )
+
+        with suppress(BackendError):  # the next check does it
+            await self._registry.change(note)
+
+    def _shared(self, registered: Iterable[Registered]) -> ConsumerSpec:
+        return metadata.shared(self.consumer, (each.version for each in registered), everything=self._everything)
+
+    def _hides(self, consumer: ConsumerInfo, registered: Iterable[Registered]) -> bool:
+        """Return whether the consumer's filter hides something that one of these versions wants."""
+        filters = consumer.config.filters
+        return not all(subjects.within(each.version.filter_subjects, filters) for each in registered)
+
+    async def _removed(self, found: ConsumerInfo, registered: Iterable[Registered]) -> bool:
+        """Remove the consumer where its filter hides something that one of these versions wants, and return whether it
+        does: all workers open it again, and it begins after what is recorded.
+        """
+        registered = tuple(registered)
+        if not self._hides(found, registered):
+            return False
+        now = await self._recorder.found()  # the version may have widened it since
+        if now is None or not self._hides(now, registered):
+            return False
+        self._events.emit(
+            FilterHides(
+                agent=self._agent,
+                stream=self._stream,
+                consumer=self.consumer.durable_name,
+                found=tuple(now.config.filters),
+                wanted=self._shared(registered).filter_subjects,
+            )
+        )
+        await self._recorder.remove()
+        return True
+
+    async def _keep_checking(self) -> None:
         while True:
             with clocks.move_on_after(self._backend.clock, CHECK_SECONDS):
                 await self._check_soon.wait()
             await self._backend.clock.sleep(CHECK_AGAIN_SECONDS)
             self._check_soon = anyio.Event()
-            await self._check()
-
-    async def record_last(self) -> None:
-        """Record how far the consumer has come when the worker stops, where the server answers soon."""
-        with clocks.move_on_after(self._backend.clock, LAST_RECORD_SECONDS), suppress(BackendError):
-            await self._recorder.refresh()
-            await self._retries.refresh()
+            with suppress(BackendError):
+                await self._check()
 
     async def _check(self) -> None:
-        stored_before = self._given_back
-        try:
-            found = await self._backend.consumer_info(self._stream, self.consumer.durable_name)
-            self._follow(found)
-            noted = metadata.noted_versions(found.config)
-            versions = self._still_there(noted)
-            wanted = specs.beginning_after(metadata.shared(self.consumer, versions), found.ack_floor)
-            if versions != noted or not _is_as(wanted, found) or found.config.max_ack_pending < self._granted:
-                self._follow(await self._backend.ensure_consumer(self._stream, wanted))
-        except BackendError:
+        found = await self._backend.consumer_info(self._stream, self.consumer.durable_name)
+        self._follow(found)
+        before, registered = await self._registry.change(self._still_there)
+        if await self._removed(found, (each for each in before if each.reads)):
             return
-        self._note(versions)
-        self._known_up_to = max(self._known_up_to, stored_before)
-        await self._recorder.record(found)
+        wanted = specs.beginning_after(self._shared(registered), found.settled)
+        if not _is_as(wanted, found) or found.config.max_ack_pending < self._granted:
+            found = await self._backend.ensure_consumer(self._stream, wanted)
+            self._follow(found)
+            registered = versions.including(await self._registry.read(), self._own)
+            if await self._removed(found, registered):
+                return
+        if not self._hides(found, registered):
+            await self._note_reading()
+            await self._recorder.record(found)
+        self._note(registered)
         with suppress(BackendError):
             await self._retries.refresh()
 
-    def _still_there(self, noted: Mapping[Version, int]) -> dict[Version, int]:
+    def _still_there(self, known: tuple[Registered, ...]) -> tuple[Registered, ...]:
         """Return the versions that live, this one among them, and count up its number where there are several."""
         now = self._backend.clock.monotonic()
         if now - self._checked_at > 2 * CHECK_SECONDS + CHECK_AGAIN_SECONDS:
             self._seen.clear()  # without an answer for so long, the others may have been cut off as well
         self._checked_at = now
-        self._seen = {version: self._last_seen(version, number, now) for version, number in noted.items()}
-        versions = {
-            version: number
-            for version, number in noted.items()
-            if version == self._own or now - self._seen[version].since < GONE_SECONDS
-        }
+        self._seen = {each.version: self._last_seen(each, now) for each in known}
+        living = tuple(
+            each
+            for each in versions.including(known, self._own)
+            if each.version == self._own or now - self._seen[each.version].since < GONE_SECONDS
+        )
         own = self._seen.get(self._own)
-        if own is None:
-            versions[self._own] = 0  # another worker's update overwrote ours, or has taken us for gone
-        elif len(versions) > 1 and now - own.since >= CHECK_SECONDS:
-            versions[self._own] += 1
-        return versions
+        if own is not None and (len(living) == 1 or now - own.since < CHECK_SECONDS):
+            return living
+        return versions.with_heartbeat(living, self._own)
 
-    def _last_seen(self, version: Version, number: int, now: float) -> _Seen:
-        before = self._seen.get(version)
-        return before if before is not None and before.number == number else _Seen(number, now)
+    def _last_seen(self, known: Registered, now: float) -> _Seen:
+        before = self._seen.get(known.version)
+        return before if before is not None and before.number == known.heard else _Seen(known.heard, now)
 
-    def _note(self, versions: Mapping[Version, int]) -> None:
+    async def _keep_deciding(self) -> None:
+        while True:
+            await self._decide_soon.wait()
+            self._decide_soon = anyio.Event()
+            await self._decide()
+
+    async def _decide(self) -> None:
+        """Settle what this version leaves, by the versions that are registered after it came."""
+        undecided, self._undecided = self._undecided, []
+        try:
+            self._note(await self._registry.read())
+        except BackendError:
+            for delivery in undecided:
+                acknowledging.settle(delivery, Nak(GIVEN_BACK.delay_seconds(delivery.num_delivered)))
+            return
+        for delivery in undecided:
+            if any(wants(delivery.message.subject) for wants in self._others.values()):
+                acknowledging.settle(delivery, Nak(GIVEN_BACK.delay_seconds(delivery.num_delivered)))
+            else:
+                acknowledging.settle(delivery, Ack())
+
+    def _note(self, registered: Iterable[Registered]) -> None:
         before = self._others.keys()
-        others = {version.filter_subjects for version in versions} - {self._own.filter_subjects}
+        others = {each.version.filter_subjects for each in registered} - {self._own.filter_subjects}
+        if others == before:
+            return
         self._others = {filters: subjects.matcher(filters) for filters in sorted(others)}
-        if self._others.keys() != before:
-            self._state(gone=tuple(before - self._others.keys()))
+        self._events.emit(
+            FiltersDiffer(
+                agent=self._agent,
+                stream=self._stream,
+                consumer=self.consumer.durable_name,
+                own=self._own.filter_subjects,
+                others=tuple(self._others),
+                gone=tuple(before - others),
+            )
+        )
 
     def _follow(self, consumer: ConsumerInfo) -> None:
         """Let the worker report what it holds often enough for the `ack_wait` that the server has now."""
@@ -236,19 +371,6 @@ class SharedFilter:
                 consumer=self.consumer.durable_name,
                 own_seconds=own_seconds,
                 in_effect_seconds=in_effect_seconds,
-            )
-        )
-
-    def _state(self, *, gone: tuple[Filters, ...]) -> None:
-        self._reported = not self._others
-        self._events.emit(
-            FiltersDiffer(
-                agent=self._agent,
-                stream=self._stream,
-                consumer=self.consumer.durable_name,
-                own=self._own.filter_subjects,
-                others=tuple(self._others),
-                gone=gone,
             )
         )
 

@@ -387,6 +387,15 @@ class ConsumerInfo(Struct, frozen=True, kw_only=True):
         return str(self.answer["created"])
 
     @property
+    def settled(self) -> int:
+        """The stream sequence up to which everything is settled, or was passed over when the consumer was created.
+
+        A cluster says that the ack floor of a consumer that begins at a sequence is 0, until its first ack.
+        """
+        begins_after = int(self.config.get("opt_start_seq") or 1) - 1
+        return max(self.ack_floor, begins_after, 0 if self.num_ack_pending else self.position)
+
+    @property
     def paused(self) -> bool:
         return self.paused_until is not None
 

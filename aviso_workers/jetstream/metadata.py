@@ -6,15 +6,14 @@ stream's, that it is fenced or not whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct, structs
 
-from aviso_workers.jetstream import specs, subjects
+from aviso_workers.jetstream import specs
 from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.jetstream.specs import ConsumerSpec
 
@@ -23,6 +22,7 @@ __all__ = [
     "OF_SET",
     "START",
     "UNFINISHED",
+    "NotedVersions",
     "Version",
     "after_reset",
     "is_of_agent",
@@ -31,6 +31,7 @@ __all__ = [
     "noted_versions",
     "resets_of",
     "shared",
+    "shared_filters",
     "starting",
     "version_of",
 ]
@@ -39,14 +40,12 @@ START = "aviso-workers-start"
 RESETS = "aviso-workers-resets"
 VERSIONS = "aviso-workers-versions"
 """The metadata of a durable consumer that says which versions of an agent read it: see `noted_versions`."""
-ACK_WAIT = "ack_wait="
-"""What the name of a version in the metadata begins with, before its nanoseconds and its filter subjects."""
 LONGEST_ACK_WAIT = 2**63 - 1
 """In nanoseconds: a server counts them in 64 bits."""
-MOST_HEARD = 2**32
-"""More often than a version is heard of while it lives."""
 MOST_NOTED = 200
-"""Words of all versions that are noted in one consumer. A version has up to nine; to unite many takes long."""
+"""Filter subjects of all versions that are noted in one place. A version has up to nine."""
+FILTER_SUBJECT = r"^[^\s.]+(\.[^\s.]+)*$"
+"""A subject of one or more tokens."""
 MOST_DIGITS = 19
 """As many as a number of 64 bits has."""
 FENCED = "aviso-workers-fenced"
@@ -60,10 +59,13 @@ OF_SET = "of set "
 class Version(Struct, frozen=True, order=True):
     """What one version of an agent wants of the consumer that it shares with others."""
 
-    filter_subjects: tuple[str, ...]
+    filter_subjects: tuple[Annotated[str, Meta(pattern=FILTER_SUBJECT)], ...]
     """Sorted; none means everything."""
-    ack_wait: int
+    ack_wait: Annotated[int, Meta(gt=0, le=LONGEST_ACK_WAIT)]
     """Nanoseconds."""
+
+
+NotedVersions = Annotated[tuple[Version, ...], Meta(max_length=MOST_NOTED)]
 
 
 def is_of_agent(consumer_config: ConsumerConfig) -> bool:
@@ -113,55 +115,43 @@ def version_of(spec: ConsumerSpec) -> Version:
     return Version(tuple(sorted(spec.filter_subjects)), spec.ack_wait)
 
 
-def noted_versions(consumer: Mapping[str, Any]) -> dict[Version, int]:
-    """Return each version of an agent that reads the consumer, as a server reports that, and how often it was heard of.
+def noted_versions(consumer: Mapping[str, Any]) -> tuple[Version, ...]:
+    """Return the versions of an agent that read the consumer, as a server reports that.
 
     A consumer that no version has noted itself in is taken for that of one version, whose fields it has; so is one in
     which somebody else has noted what cannot be read.
     """
-    ack_wait = int(consumer.get("ack_wait") or 0)
     noted = (consumer.get("metadata") or {}).get(VERSIONS)
     with suppress(ValueError):
         if noted:
-            heard = msgspec.json.decode(noted, type=dict[str, Annotated[int, Meta(ge=0, le=MOST_HEARD)]])
-            if sum(len(name.split()) for name in heard) <= MOST_NOTED:
-                return {_version_named(name, ack_wait): number for name, number in heard.items()}
-    return {Version(tuple(sorted(ConsumerConfig(consumer).filters)), ack_wait): 0}
+            found = msgspec.json.decode(noted, type=NotedVersions)
+            if found and sum(len(version.filter_subjects) for version in found) <= MOST_NOTED:
+                return found
+    return (Version(tuple(sorted(ConsumerConfig(consumer).filters)), int(consumer.get("ack_wait") or 0)),)
 
 
-def shared(spec: ConsumerSpec, versions: Mapping[Version, int]) -> ConsumerSpec:
-    """Return the consumer with these versions noted.
+def shared(spec: ConsumerSpec, versions: Iterable[Version], *, everything: tuple[str, ...]) -> ConsumerSpec:
+    """Return the consumer as these versions share it, with the versions noted.
 
-    Its filter lets through what any of them wants, and its `ack_wait` is the longest: so each of them says often enough
-    what it is still working on.
+    Its filter is that of the versions, or `everything` where they differ. Its `ack_wait` is the longest: so each of
+    them reports often enough what it is still working on.
     """
-    noted = msgspec.json.encode({_name_of(version): heard for version, heard in sorted(versions.items())}).decode()
-    filters = [version.filter_subjects for version in versions]
-    everything = not all(filters)
+    known = sorted({*versions})
     return structs.replace(
-        specs.with_ack_wait(spec, max((version.ack_wait for version in versions), default=spec.ack_wait)),
-        filter_subjects=() if everything else subjects.union(chain.from_iterable(filters)),
-        metadata={**(spec.metadata or {}), VERSIONS: noted},
+        specs.with_ack_wait(spec, max((version.ack_wait for version in known), default=spec.ack_wait)),
+        filter_subjects=shared_filters(known, everything=everything),
+        metadata={**(spec.metadata or {}), VERSIONS: msgspec.json.encode(known).decode()},
     )
 
 
-def _name_of(version: Version) -> str:
-    return " ".join((f"{ACK_WAIT}{version.ack_wait}", *version.filter_subjects))
+def shared_filters(versions: Iterable[Version], *, everything: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the filter subjects of the consumer that these versions share: `everything` where they differ.
 
-
-def _version_named(name: str, ack_wait: int) -> Version:
-    """Workers of before noted the filter subjects alone: then it is that of the consumer. Raises ValueError where it is
-    the name of no version.
+    JetStream has no conditional update of a consumer: of two updates at once, each of which adds what its own version
+    wants, the later one would undo the other. All updates to `everything` are the same.
     """
-    filters = name.split()
-    if filters and filters[0].startswith(ACK_WAIT):
-        ack_wait = _digits(filters.pop(0).removeprefix(ACK_WAIT))
-    if not 0 < ack_wait <= LONGEST_ACK_WAIT:
-        raise ValueError(f"no consumer has an ack_wait of {ack_wait} ns")
-    for each in filters:
-        if not each.isprintable() or "" in each.split("."):
-            raise ValueError(f"{each!r} is not a filter subject")
-    return Version(tuple(filters), ack_wait)
+    filters = {version.filter_subjects for version in versions}
+    return filters.pop() if len(filters) == 1 else everything
 
 
 def _digits(text: str) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
-__all__ = ["is_one_word", "matcher", "overlap", "pattern", "union"]
+__all__ = ["is_one_word", "matcher", "overlap", "pattern", "within"]
 
 _BREAKS = re.compile(r"[ \t\r\n]")
 # A filter matches a narrower filter as it matches a subject; but `*` is not as wide as `>`.
@@ -43,14 +43,9 @@ def overlap(left: str, right: str) -> bool:
     return True
 
 
-def union(filters: Iterable[str]) -> tuple[str, ...]:
-    """Return the filters without those that lie within another one, which a server refuses beside it; sorted."""
-    distinct = sorted(set(filters))
-    return tuple(
-        narrow
-        for narrow in distinct
-        if not any(wide != narrow and pattern([wide]).fullmatch(narrow) for wide in distinct)
-    )
+def within(narrow: Iterable[str], wide: Sequence[str]) -> bool:
+    """Return whether each subject that one of the `narrow` filters takes is taken by one of the `wide` ones."""
+    return all(pattern(wide).fullmatch(each) for each in tuple(narrow) or (">",))
 
 
 def _expression(subject: str) -> str:

@@ -239,11 +239,12 @@ def differing(config: Config, agent: Agent[Any, Any], consumer: ConsumerConfig) 
     found = []
     if consumer.ack_wait != int(agent.policy.ack_wait * SECOND):
         found.append(f"ack wait {consumer.ack_wait / SECOND:g} s, the code says {agent.policy.ack_wait:g} s")
-    wanted = topics.filter_subjects(
-        schema.parse_where(agent.event_type, config.notification_schema[agent.event_type], agent.where)
+    event_type = config.notification_schema[agent.event_type]
+    wanted, everything = (
+        topics.filter_subjects(schema.parse_where(agent.event_type, event_type, where)) for where in (agent.where, {})
     )
     filters = consumer.filters
-    if set(filters) != set(wanted):
+    if set(filters) not in ({*wanted}, {*everything}):
         found.append(f"filters {', '.join(filters) or 'none'}, the code says {', '.join(wanted) or 'none'}")
     return "; ".join(found)
 

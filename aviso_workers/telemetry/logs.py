@@ -30,6 +30,7 @@ from aviso_workers.events import (
     DeadLettersStored,
     Event,
     FailuresNotStored,
+    FilterHides,
     FiltersDiffer,
     LeadershipChanged,
     LeadershipHindered,
@@ -155,7 +156,7 @@ def _write_traceback(target: TextIO, raised: structlog.typing.ExcInfo) -> None:
 def observe(event: Event) -> None:
     """Log an event of the engine; the observer of those that are `OBSERVED`."""
     match event:
-        case ConsumerDiffers() | FiltersDiffer() | AckWaitDiffers():
+        case ConsumerDiffers() | FiltersDiffer() | FilterHides() | AckWaitDiffers():
             _observe_consumer(event)
         case ConsumerResumed() | ConsumerNotRecorded():
             _observe_record(event)
@@ -242,7 +243,7 @@ def _observe_stream(event: StreamProvisioned | StreamGone | StreamMadeAgain | St
             )
 
 
-def _observe_consumer(event: ConsumerDiffers | FiltersDiffer | AckWaitDiffers) -> None:
+def _observe_consumer(event: ConsumerDiffers | FiltersDiffer | FilterHides | AckWaitDiffers) -> None:
     if isinstance(event, ConsumerDiffers):
         log.warning(
             "consumer.differs",
@@ -263,6 +264,18 @@ def _observe_consumer(event: ConsumerDiffers | FiltersDiffer | AckWaitDiffers) -
             in_effect_seconds=event.in_effect_seconds,
         )
         return
+    if isinstance(event, FilterHides):
+        log.warning(
+            "consumer.filter_hides",
+            agent=event.agent,
+            stream=event.stream,
+            consumer=event.consumer,
+            found=" ".join(event.found),
+            wanted=" ".join(event.wanted),
+            cure="the consumer is recreated, and half a minute of notifications may be handled again; do not edit the "
+            "filter of an agent's consumer, but the where of the agent",
+        )
+        return
     of = {"agent": event.agent, "stream": event.stream, "consumer": event.consumer, "own": " ".join(event.own)}
     if event.others:
         log.warning("consumer.filters_differ", **of, others=_spelled(event.others))
@@ -279,8 +292,10 @@ def _observe_record(event: ConsumerResumed | ConsumerNotRecorded) -> None:
             consumer=event.consumer,
             sequence=event.sequence,
             cure=(
-                "find out who deleted the consumer; half a minute of notifications may be handled again, and what was "
-                "settled behind an unfinished one"
+                "see consumer.filter_hides, which says why the worker has recreated it"
+                if event.why == "filter"
+                else "find out who deleted the consumer; half a minute of notifications may be handled again, and what "
+                "was settled behind an unfinished one"
                 if event.recorded
                 else "its consumer and the record of it were removed while this worker ran: if `agents rm` was meant, "
                 "stop this worker and repeat it; what others settled since this worker last read the consumer is "

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
 import pytest
 
-from aviso_workers import Agent, App, Notification, Router
+from aviso_workers import Agent, App, Backoff, Notification, Router
 from aviso_workers.backends import Backend, ConsumerInfo, Message, PubAck
 from aviso_workers.engine import parts, shared_filters
 from aviso_workers.engine.dead_letter_store import RETRIES, retry_subject
 from aviso_workers.engine.replay import message_at
-from aviso_workers.errors import RefusedError
-from aviso_workers.events import AckWaitDiffers, AgentStarted, FiltersDiffer
+from aviso_workers.errors import NotFoundError, RefusedError
+from aviso_workers.events import AckWaitDiffers, AgentStarted, FilterHides, FiltersDiffer
 from aviso_workers.jetstream.fields import SECOND
-from aviso_workers.jetstream.metadata import Version, shared
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
@@ -25,6 +24,7 @@ from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
+EVERYTHING = ("mars.>",)
 NARROW = ("mars.od.>",)
 WIDE = ("mars.od.>", "mars.rd.>")
 
@@ -38,6 +38,8 @@ class Deployment:
         """Version, class and step."""
         self.stated: list[FiltersDiffer] = []
         t.app.events.listen(self.stated.append, FiltersDiffer)
+        self.hidden: list[FilterHides] = []
+        t.app.events.listen(self.hidden.append, FilterHides)
         self.ack_waits: list[tuple[float, float]] = []
         """Its own and that in effect, of each worker that said that they differ, or do so no more."""
         t.app.events.listen(
@@ -65,6 +67,18 @@ class Deployment:
             await started.wait()
             yield
             stop.set()
+
+    async def edit_filter(self, *filters: str) -> None:
+        """Edit the filter of the consumer as another program does, and nothing else."""
+        found = await self.info()
+        spec = ConsumerSpec(
+            durable_name=found.name,
+            filter_subjects=filters,
+            ack_wait=found.config.ack_wait,
+            max_ack_pending=found.config.max_ack_pending,
+        )
+        await self.backend.ensure_consumer("MARS", spec)
+        assert tuple((await self.info()).config.filters) == filters
 
     async def publish(self, *classes: str, steps: range) -> None:
         for step in steps:
@@ -98,9 +112,13 @@ class Deployment:
         return await self.backend.consumer_info("MARS", "contract__index")
 
     async def until(self, expected: Callable[[ConsumerInfo], bool], *, seconds: float = 60.0) -> None:
-        """Let time pass until the consumer is as expected."""
+        """Let time pass until the consumer is as expected; meanwhile it may be recreated."""
         passed = 0.0
-        while not expected(info := await self.info()):
+        info: ConsumerInfo | None = None
+        while True:
+            with suppress(NotFoundError):
+                if expected(info := await self.info()):
+                    return
             assert passed < seconds, f"after {passed:.1f} s the consumer is still {info}"
             await self.t.advance(0.1)
             passed += 0.1
@@ -142,7 +160,10 @@ async def test_a_deploy_that_widens_a_filter_loses_nothing(deployment: Deploymen
     assert {(event.own, event.others) for event in deployment.stated} == {(NARROW, (WIDE,)), (WIDE, (NARROW,))}
 
 
-async def test_what_another_version_gave_back_is_handled_side_by_side(deployment: Deployment) -> None:
+async def test_what_another_version_gave_back_is_handled_side_by_side(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_filters, "GIVEN_BACK", Backoff(first=0.1, max=0.2, jitter=0.0))  # all come at once
     count, running, most = 4, 0, 0
     gather = Router("deployed").agent
 
@@ -193,7 +214,7 @@ async def test_what_only_a_version_that_is_gone_has_wanted_is_passed_over_after_
     async with deployment.worker("od"):
         await deployment.publish("od", steps=range(5))
         await deployment.until(lambda info: info.num_ack_pending == 5)
-        assert tuple((await deployment.info()).config["filter_subjects"]) == WIDE
+        assert tuple((await deployment.info()).config["filter_subjects"]) == EVERYTHING
 
         await deployment.until(lambda info: tuple(info.config["filter_subjects"]) == NARROW)
         await deployment.settled()
@@ -248,22 +269,60 @@ async def test_a_smaller_max_ack_pending_of_an_older_worker_does_not_stay(deploy
         await deployment.until(lambda info: info.config["max_ack_pending"] == found.config["max_ack_pending"])
 
 
-async def test_an_update_that_overwrites_another_is_mended(deployment: Deployment) -> None:
+async def test_an_edit_of_the_filter_hides_nothing_from_a_running_agent(deployment: Deployment) -> None:
     async with deployment.worker("od", "rd"):
-        found = await deployment.info()
-        spec = ConsumerSpec(
-            durable_name=found.name,
-            filter_subjects=NARROW,
-            ack_wait=found.config["ack_wait"],
-            max_ack_pending=found.config["max_ack_pending"],
-            max_deliver=found.config["max_deliver"],
-        )
-        await deployment.t.app.session.backend.ensure_consumer(
-            "MARS", shared(spec, {Version(NARROW, spec.ack_wait): 0})
-        )
-        assert tuple((await deployment.info()).config["filter_subjects"]) == NARROW
+        await deployment.publish("od", "rd", steps=range(3))
+        await deployment.settled()
+        await deployment.edit_filter(*NARROW)
+        await deployment.publish("od", "rd", steps=range(3, 20))
+        await deployment.until(lambda info: tuple(info.config.filters) == WIDE)
+        await deployment.settled()
 
-        await deployment.until(lambda info: tuple(info.config["filter_subjects"]) == WIDE)
+    assert deployment.by("od rd") == each("od", "rd", steps=range(20))
+    assert [(event.found, event.wanted) for event in deployment.hidden] == [(NARROW, WIDE)]
+    assert deployment.t.dead_letters == []
+
+
+async def test_an_edit_of_the_filter_while_no_worker_runs_hides_nothing(deployment: Deployment) -> None:
+    async with deployment.worker("od", "rd"):
+        pass
+    await deployment.edit_filter(*NARROW)
+    await deployment.publish("rd", steps=range(5))
+    async with deployment.worker("od", "rd"):
+        await deployment.settled()
+
+    assert deployment.by("od rd") == each("rd", steps=range(5))
+
+
+@pytest.mark.parametrize("exists", [False, True], ids=["without a consumer", "with a consumer"])
+async def test_an_update_of_another_version_that_comes_late_hides_nothing(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, *, exists: bool
+) -> None:
+    """The old version has read the consumer, and updates it when the new version reads already."""
+    held, late = anyio.Event(), anyio.Event()
+    ensure_consumer = deployment.backend.ensure_consumer
+
+    async def ensure_late(stream: str, spec: ConsumerSpec) -> ConsumerInfo:
+        if spec.filter_subjects == NARROW and not held.is_set():
+            held.set()
+            await late.wait()
+        return await ensure_consumer(stream, spec)
+
+    if exists:
+        async with deployment.worker("od", ack_wait=2.0):
+            pass
+    monkeypatch.setattr(deployment.backend, "ensure_consumer", ensure_late)
+    stop = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        old = deployment.version("od", ack_wait=20.0, seconds=0.0)
+        tasks.start_soon(deployment.t.app.session.run_agent, old, stop)
+        await held.wait()
+        async with deployment.worker("rd"):
+            late.set()
+            await deployment.publish("od", "rd", steps=range(20))
+            await deployment.until(lambda _: deployment.by("rd") == each("rd", steps=range(20)))
+            await deployment.until(lambda _: deployment.by("od") == each("od", steps=range(20)))
+        stop.set()
 
 
 async def test_the_longest_ack_wait_of_several_versions_is_in_effect(deployment: Deployment) -> None:

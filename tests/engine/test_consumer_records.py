@@ -143,7 +143,7 @@ async def test_a_worker_that_begins_beside_another_one_does_not_say_that_the_con
     place = Place(backend)
     other = place.worker()
     found = await place.recorder.found()
-    await other.ensure(SPEC, await other.found())
+    await other.record(await other.ensure(SPEC, await other.found()))
     await place.recorder.ensure(SPEC, found)
     assert found is None
     assert place.facts == []
@@ -220,7 +220,8 @@ async def test_a_record_of_another_stream_of_that_name_says_nothing(place: Place
     before = await place.record()
     await place.backend.delete_stream("MARS")
     await place.backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
-    await place.worker().ensure(SPEC, None)
+    info = await place.worker().ensure(SPEC, None)
+    await place.recorder.record(info)
     after = (await consumer_records.stored(place.backend))["field", "index", "MARS"]
     assert after.stream_created > before.stream_created
     assert (await place.info()).config["deliver_policy"] == "all"
@@ -234,8 +235,9 @@ async def test_who_may_not_make_the_bucket_begins_where_nobody_has_made_it(
 
     monkeypatch.setattr(place.backend, "key_value", refuse)
     await place.backend.delete_consumer("MARS", "field__index")
-    await place.recorder.ensure(SPEC, None)
-    assert (await place.info()).config["deliver_policy"] == "all"
+    info = await place.recorder.ensure(SPEC, None)
+    await place.recorder.record(info)
+    assert info.config["deliver_policy"] == "all"
     assert len(place.facts) == 1
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import pytest
 from msgspec import structs
 
-from aviso_workers.backends import Backend, ConsumerInfo, Message
+from aviso_workers.backends import Backend, Delivery, KeyValue, Message
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.engine import acknowledging
-from aviso_workers.engine.consumer_records import ConsumerRecorder
+from aviso_workers.engine.consumer_records import BUCKET, ConsumerRecorder, versions_key
 from aviso_workers.engine.provisioning import Provisioner
-from aviso_workers.engine.shared_filters import CHECK_AGAIN_SECONDS, CHECK_SECONDS, GONE_SECONDS, SharedFilter
-from aviso_workers.errors import UnavailableError
-from aviso_workers.events import Events, FiltersDiffer
-from aviso_workers.jetstream.metadata import RESETS, VERSIONS, Version, shared
+from aviso_workers.engine.shared_filters import CHECK_SECONDS, GONE_SECONDS, SharedFilter
+from aviso_workers.engine.versions import Versions
+from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
+from aviso_workers.events import ConsumerNotRecorded, Events, FilterHides, FiltersDiffer
+from aviso_workers.jetstream.metadata import RESETS, VERSIONS
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from tests.deliveries import UnsettledDelivery
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.anyio
 
 NARROW = ("mars.od.>",)
 WIDE = ("mars.od.>", "mars.rd.>")
+EVERYTHING = ("mars.>",)
 
 
 def spec(filters: tuple[str, ...]) -> ConsumerSpec:
@@ -39,14 +41,17 @@ def recorder(backend: Backend, stream: str, events: Events) -> ConsumerRecorder:
     )
 
 
-def worker(backend: Backend, filters: tuple[str, ...], stated: list[FiltersDiffer]) -> SharedFilter:
+def worker(backend: Backend, filters: tuple[str, ...], stated: list[Any]) -> SharedFilter:
     events = Events()
-    events.listen(stated.append, FiltersDiffer)
+    for fact in (FiltersDiffer, FilterHides, ConsumerNotRecorded):
+        events.listen(stated.append, fact)
     return SharedFilter(
         spec(filters),
+        everything=EVERYTHING,
         agent="agent",
         stream="MARS",
         backend=backend,
+        registry=Versions(backend, app="app", agent="agent", stream="MARS"),
         recorder=recorder(backend, "MARS", events),
         retries=recorder(backend, "RETRIES", events),
         events=events,
@@ -83,7 +88,7 @@ async def test_one_that_nobody_runs_is_gone_and_one_that_somebody_runs_is_not(ba
             async with anyio.create_task_group() as other:
                 other.start_soon(wide.keep)
                 await backend.clock.sleep(10 * GONE_SECONDS)
-                assert await filters_of(backend) == WIDE
+                assert await filters_of(backend) == EVERYTHING
                 wide_runs.cancel()
 
         await backend.clock.sleep(2 * GONE_SECONDS)
@@ -110,7 +115,7 @@ async def test_one_that_was_cut_off_together_with_who_looks_is_not_gone(backend:
         await backend.clock.sleep(3 * GONE_SECONDS)
         tasks.cancel_scope.cancel()
 
-    assert await filters_of(backend) == WIDE
+    assert await filters_of(backend) == EVERYTHING
     assert [event.gone for event in stated if event.gone] == []
 
 
@@ -122,60 +127,121 @@ async def test_the_only_version_changes_nothing_again_and_again(backend: InMemor
         assert (await backend.consumer_info("MARS", "app__agent")).config == opened.config
 
 
-async def test_a_filter_that_lacks_what_a_version_wants_is_mended(backend: InMemoryBackend) -> None:
-    wide = worker(backend, WIDE, [])
+async def edit(backend: Backend, *filters: str) -> None:
+    """Edit the filter of the consumer as another program does."""
+    await backend.ensure_consumer("MARS", spec(filters))
+
+
+async def registered(backend: Backend) -> KeyValue:
+    return await backend.key_value(BUCKET)
+
+
+async def test_what_a_foreign_edit_of_the_filter_has_hidden_is_delivered_all_the_same(backend: InMemoryBackend) -> None:
+    stated: list[Any] = []
+    wide = worker(backend, WIDE, stated)
     await wide.ensure()
     async with keeping(wide):
-        await backend.ensure_consumer(
-            "MARS", structs.replace(shared(spec(WIDE), {Version(WIDE, 10**9): 0}), filter_subjects=NARROW)
-        )
+        await publish(backend, "mars.rd.1")
         await backend.clock.sleep(2 * CHECK_SECONDS)
-        assert await filters_of(backend) == WIDE
+        assert await handled(backend) == ["mars.rd.1"]
+        await backend.clock.sleep(2 * CHECK_SECONDS)
+        await edit(backend, *NARROW)
+        await publish(backend, "mars.rd.2", "mars.od.2")
+        assert await handled(backend) == ["mars.od.2"]
+        await backend.clock.sleep(2 * CHECK_SECONDS)
+        with pytest.raises(NotFoundError):
+            await backend.consumer_info("MARS", "app__agent")
+        await wide.ensure()
+        assert await handled(backend) == ["mars.rd.2", "mars.od.2"]
+    assert [(fact.found, fact.wanted) for fact in stated] == [(NARROW, WIDE)]
+
+
+async def test_what_an_edit_has_hidden_while_no_worker_ran_is_delivered_when_one_starts(
+    backend: InMemoryBackend,
+) -> None:
+    await worker(backend, WIDE, []).ensure()
+    await edit(backend, *NARROW)
+    await publish(backend, "mars.rd.1", "mars.od.1")
+    assert await handled(backend) == ["mars.od.1"]
+    await worker(backend, WIDE, []).ensure()
+    assert await handled(backend) == ["mars.rd.1", "mars.od.1"]
+
+
+async def test_a_wider_filter_than_wanted_hides_nothing_and_is_narrowed(backend: InMemoryBackend) -> None:
+    stated: list[Any] = []
+    narrow = worker(backend, NARROW, stated)
+    created = (await narrow.ensure()).created
+    await edit(backend, *EVERYTHING)
+    async with keeping(narrow):
+        await backend.clock.sleep(2 * CHECK_SECONDS)
+    assert await filters_of(backend) == NARROW
+    assert (await backend.consumer_info("MARS", "app__agent")).created == created
+    assert stated == []
 
 
 FORGED = {
-    "no JSON": "x",
-    "no versions": "[1]",
-    "no number": '{"mars.>": "1"}',
-    "a negative number": '{"mars.>": -1}',
-    "a long number": f'{{"mars.>": {10**30}}}',
-    "no ack_wait": '{"ack_wait=x mars.>": 0}',
-    "a negative ack_wait": '{"ack_wait=-1 mars.>": 0}',
-    "a long ack_wait": f'{{"ack_wait={"9" * 5000} mars.>": 0}}',
-    "no filter subject": '{"ack_wait=1 mars..>": 0}',
-    "many filter subjects": json.dumps({f"ack_wait=1 mars.{number}.>": 0 for number in range(2000)}),
+    "no JSON": b"x",
+    "no versions": b"{}",
+    "no number": b'[{"version": {"filter_subjects": [], "ack_wait": 1}, "heard": "1"}]',
+    "a negative number": b'[{"version": {"filter_subjects": [], "ack_wait": 1}, "heard": -1}]',
+    "a long number": b'[{"version": {"filter_subjects": [], "ack_wait": 1}, "heard": 1%s}]' % (b"0" * 5000),
+    "no ack_wait": b'[{"version": {"filter_subjects": []}}]',
+    "a negative ack_wait": b'[{"version": {"filter_subjects": [], "ack_wait": -1}}]',
+    "a long ack_wait": b'[{"version": {"filter_subjects": [], "ack_wait": 1%s}}]' % (b"0" * 20),
+    "no filter subject": b'[{"version": {"filter_subjects": ["mars..>"], "ack_wait": 1}}]',
+    "many filter subjects": json.dumps(
+        [{"version": {"filter_subjects": [f"mars.{number}.>"], "ack_wait": 1}} for number in range(2000)]
+    ).encode(),
 }
 
 
-@pytest.mark.parametrize("noted", FORGED.values(), ids=FORGED)
-async def test_versions_that_somebody_else_has_noted_count_as_none(backend: InMemoryBackend, noted: str) -> None:
+@pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
+async def test_versions_that_somebody_else_has_registered_count_as_none(
+    backend: InMemoryBackend, forged: bytes
+) -> None:
+    await (await registered(backend)).put(versions_key("app", "agent", "MARS"), forged)
     narrow = worker(backend, NARROW, [])
-    opened = await narrow.ensure()
-    forged = structs.replace(spec(WIDE), metadata={VERSIONS: noted, RESETS: "9" * 5000})
-    async with keeping(narrow):
-        await backend.ensure_consumer("MARS", forged)
-        await backend.clock.sleep(2 * CHECK_SECONDS)
-        assert await filters_of(backend) == WIDE, "as for an older version without notes, until that is gone"
-        await backend.clock.sleep(2 * GONE_SECONDS)
-    assert (await backend.consumer_info("MARS", "app__agent")).config["filter_subjects"] == list(NARROW)
-    await backend.ensure_consumer("MARS", forged)
-    assert (await narrow.ensure()).name == opened.name
-
-
-async def test_of_two_that_open_it_at_once_the_one_that_was_overwritten_soon_mends_it(backend: InMemoryBackend) -> None:
-    narrow, wide = worker(backend, NARROW, []), worker(backend, WIDE, [])
     await narrow.ensure()
-    await wide.ensure()
-    await backend.ensure_consumer("MARS", shared(spec(NARROW), {Version(NARROW, 10**9): 0}))
-    async with keeping(wide):
-        await backend.clock.sleep(2 * CHECK_AGAIN_SECONDS)
+    assert await filters_of(backend) == NARROW
+
+
+@pytest.mark.parametrize("noted", ["x", "[1]", '[{"filter_subjects": [], "ack_wait": -1}]', '{"mars.>": 0}'])
+async def test_metadata_that_nobody_of_ours_has_written_counts_as_none(backend: InMemoryBackend, noted: str) -> None:
+    forged = structs.replace(spec(WIDE), metadata={VERSIONS: noted, RESETS: "9" * 5000})
+    await backend.ensure_consumer("MARS", forged)
+    narrow = worker(backend, NARROW, [])
+    await narrow.ensure()
+    assert await filters_of(backend) == EVERYTHING, "as for a version with its filter, until that is gone"
+    async with keeping(narrow):
+        await backend.clock.sleep(2 * GONE_SECONDS)
+    assert await filters_of(backend) == NARROW
+
+
+class TestWithoutTheRightToRegister:
+    @pytest.fixture(autouse=True)
+    def denied(self, backend: InMemoryBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def refuse(*args: object, **options: object) -> KeyValue:
+            raise RefusedError("permission denied")
+
+        monkeypatch.setattr(backend, "key_value", refuse)
+
+    async def test_a_consumer_with_its_filter_can_be_read(self, backend: InMemoryBackend) -> None:
+        stated: list[Any] = []
+        await edit(backend, *NARROW)
+        await worker(backend, NARROW, stated).ensure()
+        assert {type(fact) for fact in stated} == {ConsumerNotRecorded}
+
+    async def test_one_with_another_filter_cannot(self, backend: InMemoryBackend) -> None:
+        await edit(backend, *WIDE)
+        with pytest.raises(UnavailableError, match=r"cannot be registered.*permission denied"):
+            await worker(backend, NARROW, []).ensure()
         assert await filters_of(backend) == WIDE
 
 
 class Delivered(UnsettledDelivery):
     """A delivery that notes how it was settled."""
 
-    def __init__(self, subject: str, *, sequence: int) -> None:
+    def __init__(self, subject: str, *, sequence: int = 1) -> None:
         self.message = Message(subject=subject, data=b"", sequence=sequence, timestamp_ns=sequence)
         self.settled = ""
 
@@ -183,68 +249,54 @@ class Delivered(UnsettledDelivery):
         self.settled = "acked"
 
     def nak(self, *, delay_seconds: float = 0.0) -> None:
-        self.settled = "given back"
+        self.settled = "given back" if delay_seconds <= 0.15 else "given back for long"
 
 
-class TestWhatNoVersionIsKnownToWant:
-    """It is acked only after a look that began when it was stored."""
-
-    def leave(self, filters: SharedFilter, sequence: int) -> str:
-        delivery = Delivered("mars.rd", sequence=sequence)
-        settlement = filters.leaves(delivery)
-        assert settlement is not None
-        acknowledging.settle(delivery, settlement)
+class TestWhatThisVersionDoesNotWant:
+    async def leave(self, filters: SharedFilter, subject: str) -> str:
+        delivery = Delivered(subject)
+        assert filters.leaves(delivery)
+        assert delivery.settled == "", "before it is known which versions there are"
+        async with keeping(filters):
+            await anyio.wait_all_tasks_blocked()
         return delivery.settled
 
-    async def test_is_given_back_before_that_look(
-        self, backend: InMemoryBackend, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_is_acked_where_no_version_wants_it(self, backend: InMemoryBackend) -> None:
         narrow = worker(backend, NARROW, [])
         await narrow.ensure()
-        consumer_info = backend.consumer_info
-        arrived: list[str] = []
+        assert await self.leave(narrow, "mars.rd.1") == "acked"
 
-        async def one_arrives_meanwhile(stream: str, consumer: str) -> ConsumerInfo:
-            found = await consumer_info(stream, consumer)
-            if not arrived:
-                arrived.append(self.leave(narrow, 2))
-            return found
-
-        monkeypatch.setattr(backend, "consumer_info", one_arrives_meanwhile)
-        assert self.leave(narrow, 1) == "given back"
-        async with keeping(narrow):
-            await backend.clock.sleep(1.5 * CHECK_AGAIN_SECONDS)
-            assert arrived == ["given back"]
-            assert [self.leave(narrow, sequence) for sequence in (1, 2)] == ["acked", "given back"]
-            await backend.clock.sleep(CHECK_AGAIN_SECONDS)
-            assert self.leave(narrow, 2) == "acked"
-
-    async def test_is_given_back_where_the_look_fails(
-        self, backend: InMemoryBackend, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The consumer was read, and could not be updated."""
+    async def test_is_given_back_where_another_version_wants_it_that_came_later(self, backend: InMemoryBackend) -> None:
         narrow = worker(backend, NARROW, [])
         await narrow.ensure()
-        await backend.ensure_consumer("MARS", shared(spec(WIDE), {}))
+        await worker(backend, WIDE, []).ensure()
+        assert await self.leave(narrow, "mars.rd.1") == "given back"
+        assert await self.leave(narrow, "mars.xx.1") == "acked"
 
-        async def refuse(stream: str, spec: ConsumerSpec) -> ConsumerInfo:
-            raise UnavailableError("no answer")
-
-        monkeypatch.setattr(backend, "ensure_consumer", refuse)
-        async with keeping(narrow):
-            for _ in range(3):
-                assert self.leave(narrow, 1) == "given back"
-                await backend.clock.sleep(2 * CHECK_AGAIN_SECONDS)
-
-    async def test_is_given_back_in_a_stream_that_was_made_anew(self, backend: InMemoryBackend) -> None:
+    async def test_is_given_back_where_the_versions_cannot_be_read(self, backend: InMemoryBackend) -> None:
         narrow = worker(backend, NARROW, [])
         await narrow.ensure()
-        assert self.leave(narrow, 5) == "given back"
-        async with keeping(narrow):
-            await backend.clock.sleep(2 * CHECK_AGAIN_SECONDS)
-        assert self.leave(narrow, 5) == "acked"
+        backend.disconnect()
+        assert await self.leave(narrow, "mars.rd.1") == "given back"
 
-        await backend.delete_stream("MARS")
-        await backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
-        await narrow.ensure()
-        assert self.leave(narrow, 1) == "given back"
+    async def test_is_nothing_that_it_wants(self, backend: InMemoryBackend) -> None:
+        assert not worker(backend, NARROW, []).leaves(Delivered("mars.od.1"))
+
+
+async def publish(backend: Backend, *subjects: str) -> None:
+    for subject in subjects:
+        message = Message(subject=subject, data=b"")
+        await backend.publish(message, message_id=subject, stream="MARS", timeout_seconds=1)
+
+
+async def handled(backend: InMemoryBackend) -> list[str]:
+    """Read the consumer for a moment, ack what comes, and return its subjects."""
+    deliveries: list[Delivery] = []
+
+    def deliver(delivery: Delivery) -> None:
+        deliveries.append(delivery)
+        delivery.ack()
+
+    async with backend.consume("MARS", "app__agent", deliver=deliver, capacity=lambda: 10):
+        await backend.clock.sleep(0.1)
+    return [delivery.message.subject for delivery in deliveries]

@@ -102,7 +102,9 @@ class Durable:
         self._outstanding.clear()
         self._due.clear()
         self.last_delivered_ns = self.last_settled_ns = 0
-        self._configure({"metadata": metadata.after_reset(self.config.get("metadata"))})
+        begins = {"deliver_policy": "by_start_sequence", "opt_start_seq": sequence}  # as a server's, which is recreated
+        earlier = sequence < (self.config.get("opt_start_seq") or 1)
+        self._configure({"metadata": metadata.after_reset(self.config.get("metadata"))} | (begins if earlier else {}))
 
     def offer(self, message: Message) -> None:
         """Note a message that the stream has stored, to be delivered where the filter takes it."""

@@ -1,0 +1,109 @@
+"""The versions of an agent whose workers read one durable consumer, registered in a bucket by compare-and-set.
+
+A version is what one program wants of the consumer: its filter and its `ack_wait`. Each worker registers its own
+before it reads (`shared_filters`), and says again and again that it lives, by counting up the number of its version.
+A version whose number has not changed for `GONE_SECONDS`, by the clock of the worker that looks, has no worker any
+more, and is taken out.
+
+All changes are conditional, so none is lost, whoever makes one at the same time: JetStream's consumers know no such
+condition, and so they are not where the versions are noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct, structs
+
+from aviso_workers.aviso.codec import read_json
+from aviso_workers.backends import Backend, KeyValue
+from aviso_workers.engine import consumer_records
+from aviso_workers.errors import ConflictError, NotFoundError, UndecodableError
+from aviso_workers.jetstream.metadata import MOST_NOTED, Version
+
+__all__ = ["Registered", "Versions", "including", "with_heartbeat"]
+
+MOST_HEARD = 2**32
+"""More often than a version says that it lives."""
+
+
+class Registered(Struct, frozen=True, kw_only=True):
+    """A version, and what its workers have said of themselves."""
+
+    version: Version
+    heard: Annotated[int, Meta(ge=0, le=MOST_HEARD)] = 0
+    """How often its workers have said that they live."""
+    reads: bool = False
+    """Whether the consumer has let through what it wants since it was registered."""
+
+
+class Versions:
+    """The registered versions of one agent on one stream."""
+
+    def __init__(self, backend: Backend, *, app: str, agent: str, stream: str) -> None:
+        self._backend = backend
+        self._key = consumer_records.versions_key(app, agent, stream)
+        self._bucket: KeyValue | None = None
+
+    async def read(self) -> tuple[Registered, ...]:
+        """Return the registered versions. Raises `BackendError`."""
+        try:
+            entry = await (await self._opened()).get(self._key)
+        except NotFoundError:
+            self._bucket = None  # it was deleted
+            return ()
+        return _read(entry.value) if entry else ()
+
+    async def change(
+        self, change: Callable[[tuple[Registered, ...]], Iterable[Registered]]
+    ) -> tuple[tuple[Registered, ...], tuple[Registered, ...]]:
+        """Change the versions, and return those from before and from now. Raises `BackendError`.
+
+        `change` is called again with what is registered then, where somebody else has changed it meanwhile.
+        """
+        while True:
+            try:
+                bucket = await self._opened()
+                entry = await bucket.get(self._key)
+            except NotFoundError:
+                self._bucket = None  # it was deleted
+                raise
+            before = _read(entry.value) if entry else ()
+            after = tuple(sorted(change(before), key=lambda each: each.version))
+            if after == before:
+                return before, after
+            try:
+                await bucket.put(self._key, msgspec.json.encode(after), revision=entry.revision if entry else 0)
+            except ConflictError:
+                continue
+            return before, after
+
+    async def _opened(self) -> KeyValue:
+        if self._bucket is None:
+            self._bucket = await self._backend.key_value(consumer_records.BUCKET)
+        return self._bucket
+
+
+def including(versions: Iterable[Registered], own: Version) -> tuple[Registered, ...]:
+    """Return the versions, and this one where it is not among them."""
+    known = tuple(versions)
+    return known if any(each.version == own for each in known) else (*known, Registered(version=own))
+
+
+def with_heartbeat(versions: Iterable[Registered], own: Version) -> tuple[Registered, ...]:
+    """Return the versions, this one among them, which says once more that it lives."""
+    return tuple(
+        structs.replace(each, heard=(each.heard + 1) % MOST_HEARD) if each.version == own else each
+        for each in including(versions, own)
+    )
+
+
+def _read(value: bytes) -> tuple[Registered, ...]:
+    """Return the versions of an entry; none where they cannot be read, or are more than agents have."""
+    try:
+        found = read_json(value, tuple[Registered, ...])
+    except UndecodableError:
+        return ()
+    return found if sum(1 + len(each.version.filter_subjects) for each in found) <= MOST_NOTED else ()
