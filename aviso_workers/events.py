@@ -31,6 +31,7 @@ __all__ = [
     "FailuresNotStored",
     "FilterHides",
     "FiltersDiffer",
+    "FunctionsDiffer",
     "LeadershipChanged",
     "LeadershipHindered",
     "LeadershipUnhindered",
@@ -406,6 +407,22 @@ class FiltersDiffer(Struct, frozen=True, kw_only=True):
     """Of those that were among them until now."""
 
 
+class FunctionsDiffer(Struct, frozen=True, kw_only=True):
+    """Which other functions share the notifications of an agent is not what it was before.
+
+    In a deploy that renames or moves the function, these are the old and the new one. Otherwise, two programs have an
+    app and an agent of the same name, and each is given a part of the notifications.
+    """
+
+    agent: str
+    stream: str
+    consumer: str
+    own: str
+    """Module and qualified name of this worker's function."""
+    others: tuple[str, ...]
+    """Those of the other workers; empty where there are no others any more."""
+
+
 class FilterHides(Struct, frozen=True, kw_only=True):
     """The filter of an agent's consumer hid notifications that a version of the agent wants, so it is recreated.
 
@@ -499,6 +516,7 @@ Event = (
     | ConsumerNotRecorded
     | FiltersDiffer
     | FilterHides
+    | FunctionsDiffer
     | AckWaitDiffers
     | ConnectionChanged
     | ConnectionSlow

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import permutations
 from typing import Any
 
 import anyio
@@ -24,7 +23,7 @@ from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.errors import RefusedError, UnavailableError
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-from aviso_workers.jetstream.subjects import matcher, overlap, pattern, union
+from aviso_workers.jetstream.subjects import matcher, overlap, pattern, within
 from tests.waits import PATIENCE_SECONDS
 
 SECOND = 1_000_000_000
@@ -321,13 +320,20 @@ class TestSubjects:
         written, subject = [".".join(each) for each in filter_lists], ".".join(subject_tokens)
         assert bool(matcher(written)(subject)) == (pattern(written).fullmatch(subject) is not None)
 
-    @given(st.lists(filters, min_size=1, max_size=4), subjects)
-    def test_a_union_takes_what_one_of_its_filters_takes_and_a_server_takes_it(
-        self, filter_lists: list[list[str]], subject_tokens: list[str]
+    @given(st.lists(filters, min_size=1, max_size=4), st.lists(filters, min_size=1, max_size=4), subjects)
+    def test_filters_within_others_take_no_subject_that_those_do_not(
+        self, narrow: list[list[str]], wide: list[list[str]], subject_tokens: list[str]
     ) -> None:
-        united, subject = union(".".join(each) for each in filter_lists), ".".join(subject_tokens)
-        assert bool(matcher(united)(subject)) == any(takes(each, subject_tokens) for each in filter_lists)
-        assert not any(pattern([wide]).fullmatch(narrow) for wide, narrow in permutations(united, 2))
+        all_within = within([".".join(each) for each in narrow], [".".join(each) for each in wide])
+        taken = any(takes(each, subject_tokens) for each in narrow)
+        assert not (all_within and taken) or any(takes(each, subject_tokens) for each in wide)
+
+    @given(st.lists(filters, min_size=1, max_size=4), st.lists(filters, max_size=4))
+    def test_filters_are_within_themselves_and_more(self, narrow: list[list[str]], others: list[list[str]]) -> None:
+        own = [".".join(each) for each in narrow]
+        assert within(own, [*own, *(".".join(each) for each in others)])
+        assert within(own, ())
+        assert within((), [">"])
 
     @given(filters, filters, subjects)
     def test_filters_overlap_where_both_take_a_subject(

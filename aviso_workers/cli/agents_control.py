@@ -1,4 +1,4 @@
-"""`agents pause|resume|reset|rm`: control of agents on the server, whether their workers run or not."""
+"""`agents pause|resume|reset|rename|rm`: control of agents on the server, whether their workers run or not."""
 
 from __future__ import annotations
 
@@ -105,6 +105,48 @@ def reset(
         typer.echo(f"{agent} goes on at {target.stream}@{plan.sequence}, with {ahead} notifications ahead of it")
 
     _control(agent, app, config, run)
+
+
+@agents.command()
+def rename(
+    app: Annotated[
+        str, typer.Argument(metavar="APP", autocompletion=completion.apps, help="Name of the app, or MODULE:APP.")
+    ],
+    agent: Annotated[
+        str, typer.Argument(metavar="OLD", autocompletion=completion.agents, help="Name that the agent has had.")
+    ],
+    to: Annotated[str, typer.Argument(metavar="NEW", help="Name that the code gives it now.")],
+    workers_stopped: Annotated[
+        bool,
+        typer.Option(
+            "--workers-stopped",
+            help="All workers with the old name are stopped, also those that are frozen or cut off from the server. "
+            "Without this, it is refused where the agent was active in the last 5 minutes or has not settled "
+            "everything.",
+        ),
+    ] = False,
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Rename an agent on the server: under its new name, it goes on where it is. Stop the workers with the old name
+    first. Its dead letters stay under the old name.
+
+    Example: aviso-workers agents rename field-index index index_field
+    """
+    name, config = named_app(app, config)
+    assert name is not None
+
+    async def run(server: Opened) -> None:
+        plan = await agent_control.plan_rename(server.admin, name, agent, to, workers_stopped=workers_stopped)
+        rows = [(stream, str(record.ack_floor + 1)) for stream, record in plan.records.items()]
+        print_table(("stream", "goes on at"), rows, none="")
+        if plan.unsettled:
+            typer.echo(f"{plan.unsettled} notifications begin with their first attempt again")
+        confirm(yes, to="rename it")
+        await agent_control.rename(server.admin, plan)
+        typer.echo(f"{agent} of {name} is {to} now")
+
+    connected(config, run)
 
 
 @agents.command("rm")

@@ -71,6 +71,8 @@ class Policy(Struct, frozen=True, kw_only=True):
     batch: Batching = Batching()
     window: Windowing[Any, Any] | None = None
     start: str = "all"
+    states_start: bool = False
+    """Whether the author has stated `start`."""
     singleton: bool = False
 
 
@@ -273,7 +275,7 @@ class Router:
         order_by: Sequence[str] = (),
         batch: Batching | None = None,
         window: Windowing[Any, Any] | None = None,
-        start: int | str | datetime = "all",
+        start: int | str | datetime | None = None,
         singleton: bool = False,
         decode: Callable[[bytes], Any] | None = None,
     ) -> Callable[[Callable[P, R]], Agent[P, R]]:
@@ -299,7 +301,8 @@ class Router:
         - `batch`: how the notifications of a `Batch` are collected. Default: `Batching()`.
         - `window`: how the notifications of a `Window` are gathered, which that type needs.
         - `start`: where an agent begins that has never run: `all` (the first stored notification), `new` (those that
-          are published from then on), a sequence or a time.
+          are published from then on), a sequence or a time. Default: `all`, unless the agent may be a renamed one:
+          then it does not begin before it is said which.
         - `singleton`: let one worker of all that run the app handle everything, one notification at a time and in
           order. If it dies, another one takes over within `ack_wait`.
         - `decode`: a function that makes the payload of the bytes of a body, such as a protobuf message's `FromString`,
@@ -325,7 +328,8 @@ class Router:
                 order_by=fields,
                 batch=Batching() if batch is None else batch,
                 window=window,
-                start=_start(name or _name_of(itself), start),
+                start="all" if start is None else _start(name or _name_of(itself), start),
+                states_start=start is not None,
                 singleton=singleton,
             )
             agent = Agent(itself, event_type=event_type, where=filtered, name=name, policy=policy, decode=decode)

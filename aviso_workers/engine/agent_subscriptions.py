@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import structs
@@ -28,6 +29,7 @@ from aviso_workers.engine.handlers.outputs import Outputs
 from aviso_workers.engine.handlers.stream import AsStream
 from aviso_workers.engine.handlers.windowed import AsWindows
 from aviso_workers.engine.isolation import Isolation
+from aviso_workers.engine.known_agents import KnownAgents
 from aviso_workers.engine.prefetch import MOST_PREFETCH, Prefetch
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publisher import Publisher
@@ -79,7 +81,9 @@ class AgentSubscriptions:
         self._events = events
         self._isolation = Isolation(backend.clock)
 
-    def subscription(self, agent: Agent[Any, Any], event_type: EventType) -> Subscription:
+    def subscription(
+        self, agent: Agent[Any, Any], event_type: EventType, known_agents: KnownAgents | None = None
+    ) -> Subscription:
         """Return the agent's subscription. Raises as `parse_where` does."""
         where = schema.parse_where(agent.event_type, event_type, agent.where)
         stream = streams.event_stream(agent.event_type, event_type, self._config)
@@ -158,7 +162,7 @@ class AgentSubscriptions:
             keeps_reading=policy.singleton,
             shield=shield,
         )
-        shared = self._shared_filter(agent, event_type, where, stream, run)
+        shared = self._shared_filter(agent, event_type, where, stream, run, known_agents)
         return Subscription(
             name=agent.name,
             feeds=self._feeds(agent, stream, shared, run, repeats),
@@ -184,7 +188,13 @@ class AgentSubscriptions:
         )
 
     def _shared_filter(
-        self, agent: Agent[Any, Any], event_type: EventType, where: Where, stream: StreamSpec, run: Run
+        self,
+        agent: Agent[Any, Any],
+        event_type: EventType,
+        where: Where,
+        stream: StreamSpec,
+        run: Run,
+        known_agents: KnownAgents | None,
     ) -> SharedFilter:
         policy = agent.policy
         consumer = consumer_spec(
@@ -202,6 +212,9 @@ class AgentSubscriptions:
             retries=self._recorder(agent, dead_letter_store.RETRIES, self._own_streams),
             events=self._events,
             on_ack_wait=lambda seconds: run.keep_within(_reported_within(agent, seconds)),
+            function=_name_of(agent.function),
+            known_agents=known_agents,
+            states_start=policy.states_start,
         )
 
     def _feeds(
@@ -251,6 +264,14 @@ class AgentSubscriptions:
             longest_seconds=consumer_records.longest_seconds(agent.policy),
             events=self._events,
         )
+
+
+def _name_of(function: Any) -> str:
+    """Return the module and the qualified name of a function; empty for an object that has none."""
+    while isinstance(function, partial):
+        function = function.func
+    name = getattr(function, "__qualname__", "")
+    return f"{function.__module__}:{name}" if name else ""
 
 
 def _reported_within(agent: Agent[Any, Any], ack_wait_seconds: float) -> float:

@@ -41,11 +41,14 @@ __all__ = [
     "STUCK_SECONDS",
     "ConsumerRecord",
     "ConsumerRecorder",
+    "alive",
     "create_bucket",
+    "exists",
     "longest_seconds",
     "mark_removed",
     "move",
     "remove",
+    "rename",
     "stored",
     "versions_key",
 ]
@@ -158,6 +161,10 @@ class ConsumerRecorder:
         self._removed = False
         return info
 
+    async def is_known(self) -> bool:
+        """Return whether there was a consumer before, or an operator has removed it. Raises `BackendError`."""
+        return self._seen is not None or await _one(self._backend, self._key) is not None
+
     async def refresh(self) -> None:
         """Ask for the consumer, and record what is new about it. Raises `BackendError` where it does not answer."""
         await self.record(await self._backend.consumer_info(self._stream, self._consumer))
@@ -256,11 +263,20 @@ async def create_bucket(backend: Backend) -> None:
 
 async def stored(backend: Backend) -> dict[tuple[str, str, str], ConsumerRecord]:
     """Return all records, by app, agent and stream. Raises `BackendError`."""
-    if not await _exists(backend):
+    if not await exists(backend):
         return {}
     entries = await (await backend.key_value(BUCKET)).entries()
     found = [(entry.key.split("/"), _read(entry.value)) for entry in entries]
     return {(key[0], key[1], key[2]): record for key, record in found if record and len(key) == 3}
+
+
+async def alive(backend: Backend, *, app: str, agent: str, stream: str) -> ConsumerRecord | None:
+    """Return the record of an agent's consumer; None where there is none, it is of another stream of that name, or an
+    operator has removed the consumer. Raises `BackendError`.
+    """
+    record = await _one(backend, _key(app, agent, stream))
+    info = await backend.stream_info(stream)
+    return record if record and record.holds_for(info.created or info.time) else None
 
 
 async def mark_removed(backend: Backend, *, app: str, agent: str, stream: str, consumer: ConsumerInfo) -> None:
@@ -278,12 +294,17 @@ async def mark_removed(backend: Backend, *, app: str, agent: str, stream: str, c
 
 async def remove(backend: Backend, *, app: str, agent: str, stream: str) -> None:
     """Forget that there was a consumer, because its agent is retired. Raises `BackendError`."""
-    if not await _exists(backend):
+    if not await exists(backend):
         return
     bucket = await backend.key_value(BUCKET)
     for key in (_key(app, agent, stream), versions_key(app, agent, stream)):
         if await bucket.get(key) is not None:
             await bucket.delete(key)
+
+
+async def rename(backend: Backend, record: ConsumerRecord, *, app: str, agent: str, stream: str) -> None:
+    """Record for an agent how far the consumer of another one had come. Raises `BackendError`."""
+    await (await backend.key_value(BUCKET)).put(_key(app, agent, stream), msgspec.json.encode(record))
 
 
 async def move(backend: Backend, *, app: str, agent: str, stream: str, ack_floor: int) -> None:
@@ -295,8 +316,8 @@ async def move(backend: Backend, *, app: str, agent: str, stream: str, ack_floor
         await (await backend.key_value(BUCKET)).put(key, msgspec.json.encode(moved))
 
 
-async def _exists(backend: Backend) -> bool:
-    """Return whether there is the bucket: who only reads makes none."""
+async def exists(backend: Backend) -> bool:
+    """Return whether there is the bucket: who only reads makes none. Raises `BackendError`."""
     try:
         await backend.stream_info(f"KV_{BUCKET}")
     except NotFoundError:
@@ -306,7 +327,7 @@ async def _exists(backend: Backend) -> bool:
 
 async def _one(backend: Backend, key: str) -> ConsumerRecord | None:
     """Return the record of this key; None where there is none."""
-    if not await _exists(backend):
+    if not await exists(backend):
         return None
     entry = await (await backend.key_value(BUCKET)).get(key)
     return _read(entry.value) if entry else None

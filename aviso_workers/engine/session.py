@@ -31,6 +31,7 @@ from aviso_workers.engine.agent_subscriptions import AgentSubscriptions
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.handlers import windowed
 from aviso_workers.engine.key_value import retried
+from aviso_workers.engine.known_agents import KnownAgents
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.replay import Replayer
@@ -224,6 +225,7 @@ class Session:
             wanted = replicas.configured(self._config, buckets)
             await replicas.raise_to(wanted, provisioner=self.own_streams, clock=self.backend.clock)
 
+        known_agents = KnownAgents(self.backend, app=self._app, declared={agent.name for agent in app.agents})
         async with anyio.create_task_group() as watching:
             async with anyio.create_task_group() as work:
                 watching.start_soon(watch_backend, work.cancel_scope)
@@ -231,7 +233,7 @@ class Session:
                 if begun is not None:
                     watching.start_soon(self._tell_begun, agents, begun)  # first, so that it hears of all of them
                 for agent in agents:
-                    work.start_soon(self.run_agent, agent, stop)
+                    work.start_soon(self.run_agent, agent, stop, known_agents)
                 if agents:
                     work.start_soon(self.run_max_deliveries, app.agents, stop)
                 work.start_soon(self.run_delayed_delivery, stop)
@@ -258,9 +260,13 @@ class Session:
                 await heard.wait()
         begun.set()
 
-    async def run_agent(self, agent: Agent[Any, Any], stop: anyio.Event) -> None:
-        """Run the agent until `stop`, then let it finish."""
-        subscription = self._agents.subscription(agent, self._event_type(agent.event_type))
+    async def run_agent(
+        self, agent: Agent[Any, Any], stop: anyio.Event, known_agents: KnownAgents | None = None
+    ) -> None:
+        """Run the agent until `stop`, then let it finish. Beside `known_agents`, one that may be a renamed one does not
+        begin.
+        """
+        subscription = self._agents.subscription(agent, self._event_type(agent.event_type), known_agents)
         self.runs[agent.name] = subscription.run
         await self._keep_running(subscription, stop)
 

@@ -41,9 +41,17 @@ from aviso_workers.declare.retry import Backoff
 from aviso_workers.declare.verdicts import Ack, Nak
 from aviso_workers.engine import acknowledging, versions
 from aviso_workers.engine.consumer_records import BUCKET, ConsumerRecorder
+from aviso_workers.engine.known_agents import KnownAgents
 from aviso_workers.engine.versions import Registered, Versions
 from aviso_workers.errors import BackendError, UnavailableError
-from aviso_workers.events import AckWaitDiffers, ConsumerNotRecorded, Events, FilterHides, FiltersDiffer
+from aviso_workers.events import (
+    AckWaitDiffers,
+    ConsumerNotRecorded,
+    Events,
+    FilterHides,
+    FiltersDiffer,
+    FunctionsDiffer,
+)
 from aviso_workers.jetstream import metadata, plans, specs, subjects
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.metadata import Version
@@ -90,9 +98,13 @@ class SharedFilter:
         retries: ConsumerRecorder,
         events: Events,
         on_ack_wait: Callable[[float], None],
+        function: str = "",
+        known_agents: KnownAgents | None = None,
+        states_start: bool = False,
     ) -> None:
         """`everything` is the filter of all notifications of the event type. `on_ack_wait` is called with the seconds
-        within which the worker has to report what it holds.
+        within which the worker has to report what it holds. `function` names the agent's function. Beside
+        `known_agents`, a new agent begins only where it is not a renamed one, or the author `states_start`.
         """
         self.consumer = consumer
         self._everything = tuple(sorted(everything))
@@ -104,7 +116,9 @@ class SharedFilter:
         self._retries = retries
         self._events = events
         self._on_ack_wait = on_ack_wait
-        self._own = metadata.version_of(consumer)
+        self._known_agents = known_agents
+        self._states_start = states_start
+        self._own = metadata.version_of(consumer, function)
         self._wants = subjects.matcher(self._own.filter_subjects)
         self._in_effect = self._own.ack_wait
         """The `ack_wait` that the server has."""
@@ -112,6 +126,8 @@ class SharedFilter:
         """The `max_ack_pending` that the server has given; an account may allow less than what is wanted."""
         self._others: dict[Filters, Callable[[str], object]] = {}
         """The other filters, and what of a subject they want."""
+        self._other_functions: tuple[str, ...] = ()
+        """The functions of the other versions."""
         self._seen: dict[Version, _Seen] = {}
         self._checked_at = 0.0
         self._check_soon = anyio.Event()
@@ -128,16 +144,21 @@ class SharedFilter:
         """Create the consumer, or bring it in line so that it lets through what this version wants.
 
         One that was deleted is recreated, and begins after what it had settled as far as that was recorded. Raises
-        `UnavailableError` where that cannot be known, and as `Backend.ensure_consumer` does.
+        `UnavailableError` where that cannot be known, `RefusedError` where the agent may be a renamed one, and as
+        `Backend.ensure_consumer` does.
         """
         found = await self._recorder.found()
+        if found is None and self._known_agents and not self._states_start and not await self._recorder.is_known():
+            await self._known_agents.require_new(self._agent, self._stream, self._own.filter_subjects)
         known = await self._register(found)
         info, registered = await (self._alone(found) if known is None else self._beside(found, *known))
         await self._recorder.record(info)
+        if self._known_agents:
+            await self._known_agents.note(self._agent, self._stream, self._own.filter_subjects)
         self._granted = info.config.max_ack_pending
         self._follow(info)
         self._note(registered)
-        if self._others:
+        if len(registered) > 1:
             self._check_soon.set()
         return info
 
@@ -340,6 +361,19 @@ class SharedFilter:
                 acknowledging.settle(delivery, Ack())
 
     def _note(self, registered: Iterable[Registered]) -> None:
+        registered = tuple(registered)
+        functions = tuple(sorted({each.version.function for each in registered} - {self._own.function, ""}))
+        if self._own.function and functions != self._other_functions:
+            self._other_functions = functions
+            self._events.emit(
+                FunctionsDiffer(
+                    agent=self._agent,
+                    stream=self._stream,
+                    consumer=self.consumer.durable_name,
+                    own=self._own.function,
+                    others=functions,
+                )
+            )
         before = self._others.keys()
         others = {each.version.filter_subjects for each in registered} - {self._own.filter_subjects}
         if others == before:

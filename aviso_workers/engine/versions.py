@@ -23,7 +23,7 @@ from aviso_workers.engine import consumer_records
 from aviso_workers.errors import ConflictError, NotFoundError, UndecodableError
 from aviso_workers.jetstream.metadata import MOST_NOTED, Version
 
-__all__ = ["Registered", "Versions", "including", "with_heartbeat"]
+__all__ = ["Registered", "Versions", "including", "stored", "with_heartbeat"]
 
 MOST_HEARD = 2**32
 """More often than a version says that it lives."""
@@ -98,6 +98,15 @@ def with_heartbeat(versions: Iterable[Registered], own: Version) -> tuple[Regist
         structs.replace(each, heard=(each.heard + 1) % MOST_HEARD) if each.version == own else each
         for each in including(versions, own)
     )
+
+
+async def stored(backend: Backend) -> dict[tuple[str, str, str], tuple[Registered, ...]]:
+    """Return the registered versions of all agents, by app, agent and stream. Raises `BackendError`."""
+    if not await consumer_records.exists(backend):
+        return {}
+    entries = await (await backend.key_value(consumer_records.BUCKET)).entries()
+    found = [(entry.key.split("/"), _read(entry.value)) for entry in entries if entry.key.endswith("/versions")]
+    return {(key[0], key[1], key[2]): versions for key, versions in found if versions and len(key) == 4}
 
 
 def _read(value: bytes) -> tuple[Registered, ...]:

@@ -42,6 +42,8 @@ VERSIONS = "aviso-workers-versions"
 """The metadata of a durable consumer that says which versions of an agent read it: see `noted_versions`."""
 LONGEST_ACK_WAIT = 2**63 - 1
 """In nanoseconds: a server counts them in 64 bits."""
+MOST_FUNCTION = 500
+"""Characters of the name of a function."""
 MOST_NOTED = 200
 """Filter subjects of all versions that are noted in one place. A version has up to nine."""
 FILTER_SUBJECT = r"^[^\s.]+(\.[^\s.]+)*$"
@@ -63,6 +65,8 @@ class Version(Struct, frozen=True, order=True):
     """Sorted; none means everything."""
     ack_wait: Annotated[int, Meta(gt=0, le=LONGEST_ACK_WAIT)]
     """Nanoseconds."""
+    function: Annotated[str, Meta(max_length=MOST_FUNCTION)] = ""
+    """Module and qualified name of the agent's function."""
 
 
 NotedVersions = Annotated[tuple[Version, ...], Meta(max_length=MOST_NOTED)]
@@ -110,9 +114,9 @@ def resets_of(consumer: Mapping[str, Any]) -> int:
     return 0
 
 
-def version_of(spec: ConsumerSpec) -> Version:
+def version_of(spec: ConsumerSpec, function: str = "") -> Version:
     """Return the version of an agent whose consumer would be that, if there were no other."""
-    return Version(tuple(sorted(spec.filter_subjects)), spec.ack_wait)
+    return Version(tuple(sorted(spec.filter_subjects)), spec.ack_wait, function[:MOST_FUNCTION])
 
 
 def noted_versions(consumer: Mapping[str, Any]) -> tuple[Version, ...]:

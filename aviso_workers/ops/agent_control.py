@@ -1,15 +1,16 @@
 """Control of agents from outside of their workers: pause, resume and reset of their consumers on the server.
 
-Called by the commands `agents pause|resume|reset`. An agent needs no code to be found: the name of its durable
+Called by the commands `agents pause|resume|reset|rename`. An agent needs no code to be found: the name of its durable
 consumer says whose it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime, timedelta
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso.positions import Position
 from aviso_workers.backends import Admin
@@ -17,11 +18,26 @@ from aviso_workers.config import Config
 from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Router
 from aviso_workers.engine import consumer_records
+from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.engine.dead_letter_store import RETRIES
+from aviso_workers.engine.handlers import windowed
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
-from aviso_workers.ops import aviso_admin, deployment
+from aviso_workers.ops import aviso_admin, deployment, retirement
 
-__all__ = ["UNTIL_RESUMED", "AgentConsumer", "Reset", "declared", "find", "pause", "plan_reset", "reset", "resume"]
+__all__ = [
+    "UNTIL_RESUMED",
+    "AgentConsumer",
+    "Rename",
+    "Reset",
+    "declared",
+    "find",
+    "pause",
+    "plan_rename",
+    "plan_reset",
+    "rename",
+    "reset",
+    "resume",
+]
 
 SKEW_SECONDS = 10.0
 """By how much the clocks of a cluster's servers may differ, the time of a request included, before a pause of some
@@ -56,6 +72,18 @@ class Reset(Struct, frozen=True, kw_only=True):
     unsettled: int
     """Notifications before `sequence` that may be in its hands now, or wait for their next attempt: at most so many,
     which would not be tried again."""
+
+
+class Rename(Struct, frozen=True, kw_only=True):
+    """The plan of a rename: from where the agent would go on under its new name."""
+
+    app: str
+    agent: str
+    to: str
+    records: Mapping[str, ConsumerRecord]
+    """By stream, up to where the agent has settled everything."""
+    unsettled: int
+    """Notifications that were delivered and not settled: they are handled from their first attempt again."""
 
 
 def declared(app: Router, config: Config, agent: str) -> AgentConsumer:
@@ -144,6 +172,70 @@ async def reset(admin: Admin, plan: Reset) -> int:
         admin, app=agent.app, agent=agent.agent, stream=agent.stream, ack_floor=plan.sequence - 1
     )
     return info.num_pending + info.num_ack_pending  # a worker that waits is given some at once
+
+
+async def plan_rename(admin: Admin, owner: str, agent: str, to: str, *, workers_stopped: bool = False) -> Rename:
+    """Return the plan to let the agent `to` of the app named `owner` go on where `agent` is.
+
+    Raises `NotFoundError` where `agent` is not known, `DeclarationError` for a name that no agent may have,
+    `RefusedError` where `to` has run, `agent` has retries or windows that would stay behind, or where it may have a
+    worker.
+    """
+    agents.check_name("agent", to)
+    records = {
+        stream: record
+        for (by, of, stream), record in (await consumer_records.stored(admin)).items()
+        if (by, of) == (owner, agent) and not record.removed
+    }
+    if not records:
+        raise NotFoundError(f"no worker of app {owner} has recorded an agent {agent}")
+    if await _exists_bucket(admin, windowed.bucket_of(owner, agent)):
+        raise RefusedError(
+            f"agent {agent} keeps windows under its name: let them close, then run `aviso-workers agents rm {owner} "
+            f"--agent {agent}`, and declare {to} with start='new'"
+        )
+    for stream in (*records, RETRIES):
+        if await _exists(admin, stream, agents.durable_name(owner, to)):
+            raise RefusedError(f"agent {to} of app {owner} has run: it has a consumer on stream {stream}")
+    consumers = []
+    for stream in (*records, RETRIES):
+        with suppress(NotFoundError):
+            info = await admin.consumer_info(stream, agents.durable_name(owner, agent))
+            consumers.append(info)
+            why = "workers ask for its notifications" if info.num_waiting else retirement.why_active(info)
+            if info.num_waiting or (why and not workers_stopped):
+                raise RefusedError(
+                    f"{why}: stop the workers of {agent} first"
+                    + ("" if info.num_waiting else ", and say --workers-stopped")
+                )
+            if stream == RETRIES and info.num_pending + info.num_ack_pending:
+                raise RefusedError(f"agent {agent} has dead letters that are tried again: let its workers finish them")
+            if stream in records:
+                records[stream] = structs.replace(records[stream], ack_floor=info.settled)
+    return Rename(
+        app=owner, agent=agent, to=to, records=records, unsettled=sum(each.num_ack_pending for each in consumers)
+    )
+
+
+async def rename(admin: Admin, plan: Rename) -> None:
+    """Rename the agent as planned: its position is recorded for the new name, and its consumers are removed. Raises
+    `BackendError`; it can be repeated then.
+    """
+    for stream, record in plan.records.items():
+        await consumer_records.rename(admin, record, app=plan.app, agent=plan.to, stream=stream)
+    for stream in (*plan.records, RETRIES):
+        with suppress(NotFoundError):
+            await admin.delete_consumer(stream, agents.durable_name(plan.app, plan.agent))
+    for stream in plan.records:
+        await consumer_records.remove(admin, app=plan.app, agent=plan.agent, stream=stream)
+
+
+async def _exists_bucket(admin: Admin, bucket: str) -> bool:
+    try:
+        await admin.stream_info(f"KV_{bucket}")
+    except NotFoundError:
+        return False
+    return True
 
 
 async def _exists(admin: Admin, stream: str, consumer: str) -> bool:

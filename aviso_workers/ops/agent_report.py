@@ -47,6 +47,8 @@ class Progress(Struct, frozen=True, kw_only=True):
     None."""
     dead_letters: int = 0
     """Dead letters of this agent, of all streams."""
+    functions: tuple[str, ...] = ()
+    """The functions that its workers run, where these are several."""
 
     @property
     def lag(self) -> int:
@@ -72,6 +74,8 @@ class Progress(Struct, frozen=True, kw_only=True):
         if self.retries is not None and self.retries.paused != self.events.paused:
             paused = "its notifications" if self.events.paused else "its retries"
             return f"partly paused: only {paused}; pause or resume it again"
+        if self.functions:
+            return f"two programs share it: {', '.join(self.functions)}"
         return stuck.why_stuck(self.events, before.events if before else None, self.record)
 
     @property
@@ -136,6 +140,8 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
     """Notifications after the recorded ack floor, where the consumer is gone, by app, agent and stream."""
     dead_letters: dict[tuple[str, ...], int]
     """By app and agent."""
+    functions: dict[tuple[str, str], tuple[str, ...]]
+    """The functions of agents whose workers run several, by stream and consumer."""
 
     def progress(self, app: str, agent: str, stream: str) -> Progress:
         return Progress(
@@ -147,6 +153,7 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
             record=self.records.get((stream, agents.durable_name(app, agent))),
             behind=self.behind.get((app, agent, stream)),
             dead_letters=self.dead_letters.get((app, agent), 0),
+            functions=self.functions.get((stream, agents.durable_name(app, agent)), ()),
         )
 
 
@@ -197,7 +204,14 @@ async def _snapshot(admin: Admin, streams: Iterable[str]) -> _Snapshot:
             behind[owner, agent, stream] = await _behind(admin, stream, record)
     retries = await deployment.agents(admin, RETRIES)
     dead_letters = await deployment.dead_letters(admin)
-    return _Snapshot(consumers=consumers, retries=retries, records=records, behind=behind, dead_letters=dead_letters)
+    return _Snapshot(
+        consumers=consumers,
+        retries=retries,
+        records=records,
+        behind=behind,
+        dead_letters=dead_letters,
+        functions=await deployment.functions(admin),
+    )
 
 
 async def _behind(admin: Admin, stream: str, record: ConsumerRecord) -> int:

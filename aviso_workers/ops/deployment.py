@@ -14,7 +14,14 @@ from msgspec import Struct
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config, streams
 from aviso_workers.declare import agents as agents_
-from aviso_workers.engine import attempts, consumer_records, dead_letter_store, delayed_messages, max_deliveries
+from aviso_workers.engine import (
+    attempts,
+    consumer_records,
+    dead_letter_store,
+    delayed_messages,
+    max_deliveries,
+    versions,
+)
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import NotFoundError, UndecodableError
 
@@ -26,6 +33,7 @@ __all__ = [
     "agent_of",
     "agents",
     "dead_letters",
+    "functions",
     "max_deliveries_exceeded",
     "missing",
     "part_used",
@@ -73,6 +81,17 @@ async def records(admin: Admin) -> dict[tuple[str, str], ConsumerRecord]:
     """Return the records that workers keep of agents' consumers, by stream and consumer. Raises `BackendError`."""
     stored = await consumer_records.stored(admin)
     return {(stream, agents_.durable_name(owner, agent)): record for (owner, agent, stream), record in stored.items()}
+
+
+async def functions(admin: Admin) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Return the functions of agents whose workers run several, by stream and consumer: module and qualified name of
+    each. Raises `BackendError`.
+    """
+    found = {
+        (stream, agents_.durable_name(owner, agent)): tuple(sorted({each.version.function for each in registered}))
+        for (owner, agent, stream), registered in (await versions.stored(admin)).items()
+    }
+    return {key: names for key, names in found.items() if len(names) > 1}
 
 
 async def missing(

@@ -32,6 +32,7 @@ from aviso_workers.events import (
     FailuresNotStored,
     FilterHides,
     FiltersDiffer,
+    FunctionsDiffer,
     LeadershipChanged,
     LeadershipHindered,
     LeadershipUnhindered,
@@ -156,7 +157,7 @@ def _write_traceback(target: TextIO, raised: structlog.typing.ExcInfo) -> None:
 def observe(event: Event) -> None:
     """Log an event of the engine; the observer of those that are `OBSERVED`."""
     match event:
-        case ConsumerDiffers() | FiltersDiffer() | FilterHides() | AckWaitDiffers():
+        case ConsumerDiffers() | FiltersDiffer() | FilterHides() | FunctionsDiffer() | AckWaitDiffers():
             _observe_consumer(event)
         case ConsumerResumed() | ConsumerNotRecorded():
             _observe_record(event)
@@ -243,7 +244,9 @@ def _observe_stream(event: StreamProvisioned | StreamGone | StreamMadeAgain | St
             )
 
 
-def _observe_consumer(event: ConsumerDiffers | FiltersDiffer | FilterHides | AckWaitDiffers) -> None:
+def _observe_consumer(
+    event: ConsumerDiffers | FiltersDiffer | FilterHides | FunctionsDiffer | AckWaitDiffers,
+) -> None:
     if isinstance(event, ConsumerDiffers):
         log.warning(
             "consumer.differs",
@@ -262,6 +265,19 @@ def _observe_consumer(event: ConsumerDiffers | FiltersDiffer | FilterHides | Ack
             consumer=event.consumer,
             own_seconds=event.own_seconds,
             in_effect_seconds=event.in_effect_seconds,
+        )
+        return
+    if isinstance(event, FunctionsDiffer):
+        names = {"agent": event.agent, "stream": event.stream, "consumer": event.consumer, "own": event.own}
+        if not event.others:
+            log.info("consumer.functions_are_one", **names)
+            return
+        log.warning(
+            "consumer.functions_differ",
+            **names,
+            others=list(event.others),
+            cure="outside of a deploy, give one of the apps or agents another name: each of them handles only a part "
+            "of the notifications",
         )
         return
     if isinstance(event, FilterHides):

@@ -299,6 +299,7 @@ async def test_an_update_of_another_version_that_comes_late_hides_nothing(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, *, exists: bool
 ) -> None:
     """The old version has read the consumer, and updates it when the new version reads already."""
+    monkeypatch.setattr(shared_filters, "GONE_SECONDS", 300.0)
     held, late = anyio.Event(), anyio.Event()
     ensure_consumer = deployment.backend.ensure_consumer
 

@@ -48,10 +48,10 @@ class LosingBackend(InMemoryBackend):
             self.diary.append("stream looked at")
         return await super().stream_info(stream, **stated)
 
-    async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
+    async def consumer_info(self, stream: str, consumer: str, **stated: Any) -> ConsumerInfo:
         if self.closed is not None and stream == "MARS":
             raise self.closed
-        return await super().ensure_consumer(stream, spec)
+        return await super().consumer_info(stream, consumer, **stated)
 
     @asynccontextmanager
     async def consume(

@@ -108,6 +108,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     """Messages that exceeded max_deliver within the last days, by app, agent and stream."""
     records: Mapping[tuple[str, str], ConsumerRecord]
     """What workers recorded of agents' consumers, by stream and consumer."""
+    functions: Mapping[tuple[str, str], tuple[str, ...]]
+    """The functions of agents whose workers run several, by stream and consumer."""
     run_alone: tuple[RunAlone, ...]
     """Notifications that are run alone, because a worker process ended while they ran."""
     monitored: tuple[Monitored, ...]
@@ -185,6 +187,7 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
         dead_letters=once.dead_letters,
         max_deliveries_exceeded=once.max_deliveries_exceeded,
         records=once.records,
+        functions=once.functions,
         run_alone=once.run_alone,
         monitored=once.monitored,
         unreachable=once.unreachable,
@@ -203,6 +206,7 @@ class _UnsampledFacts(Struct):
     dead_letters: Mapping[tuple[str, ...], int] = {}
     max_deliveries_exceeded: Mapping[tuple[str, ...], int] = {}
     records: Mapping[tuple[str, str], ConsumerRecord] = {}
+    functions: Mapping[tuple[str, str], tuple[str, ...]] = {}
     run_alone: tuple[RunAlone, ...] = ()
     links: tuple[Link, ...] = ()
     monitored: tuple[Monitored, ...] = ()
@@ -229,6 +233,9 @@ async def _unsampled_facts(
     async def records() -> None:
         found.records = await requests.ask("records", lambda: deployment.records(admin)) or {}
 
+    async def functions() -> None:
+        found.functions = await requests.ask("records", lambda: deployment.functions(admin)) or {}
+
     async def run_alone() -> None:
         found.run_alone = tuple(await requests.ask("records", lambda: deployment.run_alone(admin, after.streams)) or ())
 
@@ -243,7 +250,7 @@ async def _unsampled_facts(
             found.looks = await divergence.look_twice(monitors, server.account)
 
     async with anyio.create_task_group() as tasks:
-        for request in (dead_letters, max_deliveries_exceeded, records, run_alone, links, monitored):
+        for request in (dead_letters, max_deliveries_exceeded, records, functions, run_alone, links, monitored):
             tasks.start_soon(request)
     return found
 

@@ -240,6 +240,19 @@ def ends_workers(facts: Facts) -> Iterator[Finding]:
         yield Finding(stream=stream, consumer=consumer, found=found)
 
 
+@declare(
+    "JS074",
+    "The workers of an agent run the same function",
+    why="Two programs have an app and an agent of the same name: each of them is given a part of the notifications.",
+    cure="During a deploy that renames or moves the function, wait five minutes after the last old worker has stopped. "
+    "Otherwise give one of the apps, or one of the agents, another name.",
+    needs=("records",),
+)
+def other_functions(facts: Facts) -> Iterator[Finding]:
+    for (stream, consumer), functions in facts.functions.items():
+        yield Finding(stream=stream, consumer=consumer, found=f"its workers run {', '.join(functions)}")
+
+
 def _of_work_queue(stream: StreamInfo) -> str:
     """Return the sentence that a work queue takes one consumer for each subject; empty where the stream is none."""
     if stream.config.retention != "workqueue":

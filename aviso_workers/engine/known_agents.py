@@ -1,0 +1,97 @@
+"""The agents that an app has run, so that a renamed one is not taken for a new one.
+
+An agent is known to the server by its name alone. One that is renamed, or given a prefix, has no consumer, and would
+handle its whole stream again. So workers record which agents of the app they have run (`note`). A new agent does not
+begin while an agent that the code does not declare any more has settled notifications of the same stream and filter:
+its author, or an operator, says first which of the two it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import anyio
+import msgspec
+from msgspec import Struct
+
+from aviso_workers.aviso.codec import read_json
+from aviso_workers.backends import Backend
+from aviso_workers.engine import consumer_records
+from aviso_workers.errors import BackendError, ConflictError, RefusedError, UndecodableError
+
+__all__ = ["KnownAgents"]
+
+
+class _Known(Struct, frozen=True, order=True):
+    agent: str
+    stream: str
+    filter_subjects: tuple[str, ...]
+
+
+class KnownAgents:
+    """The agents of one app, as its workers have recorded them."""
+
+    def __init__(self, backend: Backend, *, app: str, declared: Collection[str]) -> None:
+        """`declared` are the names of all agents that the code of the app has."""
+        self._backend = backend
+        self._app = app
+        self._declared = declared
+        self._noted: set[_Known] = set()
+        self._lock = anyio.Lock()
+
+    async def require_new(self, agent: str, stream: str, filter_subjects: tuple[str, ...]) -> None:
+        """Raise `RefusedError` where an agent without a consumer may be a renamed one. Raises `BackendError`."""
+        known, _ = await self._read()
+        for each in known:
+            if each.agent in self._declared or (each.stream, each.filter_subjects) != (stream, filter_subjects):
+                continue
+            record = await consumer_records.alive(self._backend, app=self._app, agent=each.agent, stream=stream)
+            if record is not None:
+                raise RefusedError(
+                    f"agent {agent} has never run, and agent {each.agent}, which the code does not declare any more, "
+                    f"has settled stream {stream} with the same filter up to sequence {record.ack_floor}. If {agent} "
+                    f"is {each.agent} renamed, give it name={each.agent!r} or run `aviso-workers agents rename "
+                    f"{self._app} {each.agent} {agent}`; if it is another agent, give it start='new' or start='all', "
+                    f"or run `aviso-workers agents rm {self._app} --agent {each.agent}`"
+                )
+
+    async def note(self, agent: str, stream: str, filter_subjects: tuple[str, ...]) -> None:
+        """Record that the app runs the agent. Where that fails, the next start does it."""
+        wanted = _Known(agent, stream, filter_subjects)
+        if wanted in self._noted:
+            return
+        try:
+            async with self._lock:
+                await self._store(wanted)
+        except BackendError:
+            return
+        self._noted.add(wanted)
+
+    async def _store(self, wanted: _Known) -> None:
+        while True:
+            known, revision = await self._read()
+            if wanted in known:
+                return
+            others = (each for each in known if (each.agent, each.stream) != (wanted.agent, wanted.stream))
+            value = msgspec.json.encode(sorted([*others, wanted]))
+            try:
+                await (await self._backend.key_value(consumer_records.BUCKET)).put(self._key, value, revision=revision)
+            except ConflictError:
+                continue
+            return
+
+    async def _read(self) -> tuple[tuple[_Known, ...], int]:
+        """Return the known agents, and the revision of their entry; none where it cannot be read as such."""
+        if not await consumer_records.exists(self._backend):
+            return (), 0
+        entry = await (await self._backend.key_value(consumer_records.BUCKET)).get(self._key)
+        if entry is None:
+            return (), 0
+        try:
+            return read_json(entry.value, tuple[_Known, ...]), entry.revision
+        except UndecodableError:
+            return (), entry.revision
+
+    @property
+    def _key(self) -> str:
+        return f"{self._app}/agents"

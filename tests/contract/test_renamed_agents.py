@@ -1,0 +1,171 @@
+"""An agent that was renamed is not taken for a new one, and does not handle its stream again, on either backend."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import Agent, App, Notification, Router
+from aviso_workers.engine import consumer_records
+from aviso_workers.engine.known_agents import KnownAgents
+from aviso_workers.errors import NotFoundError, RefusedError
+from aviso_workers.events import AgentDisturbed, AgentStarted, FunctionsDiffer
+from aviso_workers.ops import agent_control
+from aviso_workers.ops import deployment as deployment_
+from aviso_workers.testing import Harness, harness
+from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+
+class Deployment:
+    """An app whose code changes: each of its workers is given the agents that its code has."""
+
+    def __init__(self, t: Harness) -> None:
+        self.t = t
+        self.handled: list[tuple[str, str]] = []
+        """Agent and step."""
+        self.disturbed: list[AgentDisturbed] = []
+        self.functions: list[FunctionsDiffer] = []
+        t.app.events.listen(self.disturbed.append, AgentDisturbed)
+        t.app.events.listen(self.functions.append, FunctionsDiffer)
+
+    def agent(self, name: str, **options: Any) -> Agent[Any, Any]:
+        async def handle(notification: Notification[Any]) -> None:
+            self.handled.append((name, notification.identifier["step"]))
+
+        return Router("deployed").agent("mars", name=name, **options)(handle)
+
+    @asynccontextmanager
+    async def worker(self, agent: Agent[Any, Any], *others: str) -> AsyncIterator[None]:
+        """A worker that runs the agent, of code that declares others beside it, until the block is left."""
+        session, stop = self.t.app.session, anyio.Event()
+        known = KnownAgents(session.backend, app="contract", declared={agent.name, *others})
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(session.run_agent, agent, stop, known)
+            yield
+            stop.set()
+
+    async def run(self, agent: Agent[Any, Any], *others: str) -> None:
+        """Run a worker until the agent has handled everything."""
+        started = anyio.Event()
+        with self.t.app.events.heard_by(lambda event: started.set() if event.stream == "MARS" else None, AgentStarted):
+            async with self.worker(agent, *others):
+                with anyio.fail_after(PATIENCE_SECONDS):
+                    await started.wait()
+                    while (info := await self.t.app.session.consumer_info(agent)).num_pending or info.num_ack_pending:
+                        await self.t.advance(0.05)
+
+    async def refusal(self, agent: Agent[Any, Any], *others: str) -> str:
+        """Run a worker until the agent says why it does not begin."""
+        self.disturbed.clear()
+        async with self.worker(agent, *others):
+            with anyio.fail_after(PATIENCE_SECONDS):
+                while not any(event.stream == "MARS" for event in self.disturbed):
+                    await self.t.advance(0.05)
+        return next(str(event.error) for event in self.disturbed if event.stream == "MARS")
+
+    async def publish(self, *steps: int) -> None:
+        for step in steps:
+            await self.t.notify("mars", mars(step=step), {})
+
+
+@pytest.fixture
+async def deployment(app: App, nats_url: str) -> AsyncIterator[Deployment]:
+    async with harness(app, server=nats_url or None) as t:
+        deployment = Deployment(t)
+        await deployment.publish(0, 1)
+        await deployment.run(deployment.agent("index"))
+        assert deployment.handled == [("index", "0"), ("index", "1")]
+        deployment.handled.clear()
+        yield deployment
+
+
+async def test_an_agent_that_may_be_a_renamed_one_does_not_begin(deployment: Deployment) -> None:
+    refusal = await deployment.refusal(deployment.agent("index_field"))
+    assert "agent index_field has never run, and agent index, which the code does not declare any more" in refusal
+    assert "settled stream MARS with the same filter up to sequence 2" in refusal
+    assert "name='index'" in refusal
+    assert "`aviso-workers agents rename contract index index_field`" in refusal
+    assert "`aviso-workers agents rm contract --agent index`" in refusal
+    assert deployment.handled == []
+
+
+async def test_it_goes_on_under_its_former_name(deployment: Deployment) -> None:
+    await deployment.refusal(deployment.agent("index_field"))
+    await deployment.publish(2)
+    await deployment.run(deployment.agent("index"))
+    assert deployment.handled == [("index", "2")]
+
+
+@pytest.mark.parametrize(("start", "steps"), [("new", []), ("all", ["0", "1", "2"]), (3, ["2"])])
+async def test_it_begins_where_its_author_says(deployment: Deployment, start: str | int, steps: list[str]) -> None:
+    await deployment.publish(2)
+    await deployment.run(deployment.agent("index_field", start=start))
+    assert deployment.handled == [("index_field", step) for step in steps]
+
+
+async def test_it_begins_beside_an_agent_that_the_code_still_declares(deployment: Deployment) -> None:
+    await deployment.run(deployment.agent("archive"), "index")
+    assert deployment.handled == [("archive", "0"), ("archive", "1")]
+
+
+async def test_it_begins_where_the_other_agent_had_another_filter(deployment: Deployment) -> None:
+    await deployment.run(deployment.agent("archive", where={"class": "od"}))
+    assert deployment.handled == [("archive", "0"), ("archive", "1")]
+
+
+async def test_it_begins_when_the_other_agent_is_removed(deployment: Deployment) -> None:
+    admin = deployment.t.app.session.admin
+    await admin.delete_consumer("MARS", "contract__index")  # as `agents rm` does
+    await consumer_records.remove(admin, app="contract", agent="index", stream="MARS")
+    await deployment.run(deployment.agent("index_field"))
+    assert deployment.handled == [("index_field", "0"), ("index_field", "1")]
+
+
+async def test_it_goes_on_where_the_other_agent_was_when_that_is_renamed(deployment: Deployment) -> None:
+    admin = deployment.t.app.session.admin
+    await deployment.publish(2)
+    plan = await agent_control.plan_rename(admin, "contract", "index", "index_field", workers_stopped=True)
+    await agent_control.rename(admin, plan)
+    await agent_control.rename(admin, plan)  # as after a first attempt that was killed
+    await deployment.run(deployment.agent("index_field"))
+    assert deployment.handled == [("index_field", "2")]
+    with pytest.raises(NotFoundError):
+        await admin.consumer_info("MARS", "contract__index")
+
+
+async def test_an_agent_that_works_is_not_renamed(deployment: Deployment) -> None:
+    admin = deployment.t.app.session.admin
+    with pytest.raises(RefusedError, match=r"active .* say --workers-stopped"):
+        await agent_control.plan_rename(admin, "contract", "index", "index_field")
+    await deployment.run(deployment.agent("index_field"), "index")
+    with pytest.raises(RefusedError, match="agent index_field of app contract has run"):
+        await agent_control.plan_rename(admin, "contract", "index", "index_field", workers_stopped=True)
+    with pytest.raises(NotFoundError, match="no worker of app contract has recorded an agent indx"):
+        await agent_control.plan_rename(admin, "contract", "indx", "index_field")
+
+
+async def test_two_programs_that_share_an_agent_say_so(deployment: Deployment) -> None:
+    router = Router("other")
+
+    @router.agent("mars", name="index")
+    async def of_another_program(notification: Notification[Any]) -> None: ...
+
+    async with deployment.worker(deployment.agent("index")), deployment.worker(of_another_program):
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not deployment.functions:
+                await deployment.t.advance(0.05)
+    told = {(name_of(event.own), *map(name_of, event.others)) for event in deployment.functions}
+    assert told <= {("of_another_program", "handle"), ("handle", "of_another_program")}
+    (functions,) = (await deployment_.functions(deployment.t.app.session.admin)).values()
+    assert [name_of(each) for each in functions] == ["handle", "of_another_program"]
+
+
+def name_of(function: str) -> str:
+    return function.rpartition(".")[2]
