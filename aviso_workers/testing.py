@@ -2,8 +2,9 @@
 
 Authors use `harness`, and so do our own tests of the engine. The agents run as in a worker process, on a session of
 their own; the app has another one, by which the test and the agents publish. Both are clients of one in-memory
-backend. Its time stands still, and `settle` jumps from one wait to the next; the author's own code runs in real time,
-and `settle` waits for it. With `server` all of it happens on a real nats-server, in real time.
+backend. Its time stands still while nothing needs it. `settle` jumps from one wait to the next, and so does a call of
+the app in which the test itself waits. While the author's own code runs, time passes as in reality, so that a timeout
+ends what takes too long. With `server` all of it happens on a real nats-server, in real time.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
+    AbstractContextManager,
     AsyncExitStack,
+    ExitStack,
     aclosing,
     asynccontextmanager,
     contextmanager,
     suppress,
 )
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, cast
 
@@ -50,6 +54,7 @@ from aviso_workers.backends import (
 )
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import Clock, VirtualClock, at_rest
+from aviso_workers.clocks import Timer as ClockTimer
 from aviso_workers.config import Config, JetStream, streams
 from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
@@ -86,7 +91,7 @@ __all__ = ["Harness", "harness"]
 VIRTUAL_PATIENCE_SECONDS = 3600.0
 REAL_PATIENCE_SECONDS = 30.0
 CODE_PATIENCE_SECONDS = 10.0
-"""How long, in real time, one call of the author's code may take while time stands still for it."""
+"""How long, in real time, one call of the author's code may take."""
 ELSEWHERE = (
     *("token", "user", "password", "nkey_seed_file", "credentials_file", "tls", "domain"),
     *("replicas", "retention_policy", "stream_management"),
@@ -97,10 +102,17 @@ MOST_TURNS = 20
 """Of the event loop, which a request of one of several workers may take longer than another."""
 CHECK_SECONDS = 0.05
 _WITHIN_CODE: ContextVar[bool] = ContextVar("within_code", default=False)
+_IN_HARNESS: ContextVar[bool] = ContextVar("in_harness", default=False)
+"""Whether a worker or the app's own connection runs this, and not the test."""
 
 
 def harness(
-    app: App, *, server: str | None = None, workers: int = 1, resources: Mapping[Any, Any] | None = None
+    app: App,
+    *,
+    server: str | None = None,
+    workers: int = 1,
+    resources: Mapping[Any, Any] | None = None,
+    start: datetime | None = None,
 ) -> Harness:
     """Return the app with its agents at work: `async with harness(app) as t:`.
 
@@ -109,19 +121,26 @@ def harness(
     `resources` has values for types that resources of the app give, as in `{AsyncClient: fake}`: these resources are
     not opened. Of the app's configuration everything counts but where and how safely streams are stored.
 
-    Raises `DeclarationError` where no resource of the app gives such a type.
+    `start` is the time, with a time zone, at which virtual time begins (default: now, so that it agrees with
+    `datetime.now` until the test moves it). On a server, time is real and `start` has no effect.
+
+    Raises `DeclarationError` where no resource of the app gives such a type, or `start` has no time zone.
     """
+    if start is not None and start.utcoffset() is None:
+        raise DeclarationError(f"harness: start={start!r} has no time zone: add one, as in tzinfo=UTC")
     declared = [resource.gives for resource in app.resources]
     for each in resources or {}:
         if each not in declared:
             raise DeclarationError(f"harness: no resource of app {app.name!r} gives {spelled(each)}")
-    return Harness(app, server=server, workers=workers, resources=resources or {})
+    return Harness(app, server=server, workers=workers, resources=resources or {}, start=start)
 
 
 class Harness:
     """See `harness`. Times are in seconds."""
 
-    def __init__(self, app: App, *, server: str | None, workers: int, resources: Mapping[Any, Any]) -> None:
+    def __init__(
+        self, app: App, *, server: str | None, workers: int, resources: Mapping[Any, Any], start: datetime | None
+    ) -> None:
         self.app = app
         self._resources = resources
         self.published: list[Notify] = []
@@ -133,7 +152,7 @@ class Harness:
         self._first_parts: dict[int, bytes] = {}
         """By sequence, of dead letters that are stored as two."""
         self._code = _Code()
-        self._clock = None if server else _Clock(self._code)
+        self._clock = None if server else _Clock(self._code, start=start or datetime.now(UTC))
         self._server = server
         self._config: Config
         self._watch: Admin
@@ -294,6 +313,7 @@ class Harness:
         return handled
 
     async def _live(self, before: Config) -> None:
+        _IN_HARNESS.set(True)
         async with AsyncExitStack() as stack:
             self._watch = await stack.enter_async_context(self._opening())
             if self._server:
@@ -302,6 +322,8 @@ class Harness:
             stack.callback(self.app.configure, before)
             await stack.enter_async_context(self.app)
             async with self._tasks:
+                if self._clock:
+                    self._tasks.start_soon(self._clock.keep)
                 await self.start()
                 self._open_now.set()
                 await self._over.wait()
@@ -509,7 +531,7 @@ class Harness:
         if agent in self._disturbed:
             yield f"reading was disturbed: {self._disturbed[agent]}"
         if any(name == agent for name, _ in self._code.running.values()):
-            yield "its code runs, in real time; `advance` lets time pass meanwhile"
+            yield "its code runs, in real time; `advance` lets more time pass meanwhile"
 
 
 def _text(error: BaseException | None) -> str:
@@ -542,6 +564,7 @@ class _Worker:
         try:
             with self._life:
                 PROCESS.set(self)
+                _IN_HARNESS.set(True)
                 async with (
                     open_session(app=app.name, config=config, events=events, opening=opening) as session,
                     session.connect(app.tables),
@@ -567,15 +590,65 @@ class _Worker:
 
 
 class _Clock(VirtualClock):
-    """Time that also passes where the author's code waits for it, as in a publish that is tried again."""
+    """Time that also passes where the author's code waits for it, as in a publish that is tried again, and where the
+    test itself does. While the author's code runs, it passes as in reality.
+    """
 
-    def __init__(self, code: _Code) -> None:
-        super().__init__()
+    def __init__(self, code: _Code, *, start: datetime) -> None:
+        super().__init__(start=start)
         self._code = code
+        self._awaited_by_test = 0
 
     async def sleep(self, seconds: float) -> None:
-        with self._code.asleep():
+        with self._awaited():
             await super().sleep(seconds)
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> ClockTimer:
+        timer = super().call_at(when, callback)
+        # What ends a scope is waited for, as by `clocks.move_on_after`. Other calls are due without anybody there.
+        if isinstance(getattr(callback, "__self__", None), anyio.CancelScope):
+            return _Wait(timer, self._awaited())
+        return timer
+
+    async def keep(self) -> None:
+        """Let time pass beside code that runs, and where the test waits for it and nobody else moves it. Never returns.
+
+        One call a turn, with a nap in between: the test may have done something, or have got what it waited for.
+        """
+        while True:
+            real, virtual = time.monotonic(), self.monotonic()
+            await anyio.sleep(NAP_SECONDS)
+            if (seconds := self._code.seconds) is not None:
+                await self.advance(min(seconds, time.monotonic() - real))
+            elif self._awaited_by_test and self.monotonic() == virtual:
+                await at_rest()
+                await self.advance_to_next_call(until=math.inf)
+
+    @contextmanager
+    def _awaited(self) -> Iterator[None]:
+        by_test = not _IN_HARNESS.get()
+        self._awaited_by_test += by_test
+        try:
+            with self._code.asleep():
+                yield
+        finally:
+            self._awaited_by_test -= by_test
+
+
+class _Wait:
+    """A call for which somebody waits until it is cancelled, also where it was made before."""
+
+    def __init__(self, timer: ClockTimer, awaited: AbstractContextManager[None]) -> None:
+        self._timer = timer
+        self._stack = ExitStack()
+        self._stack.enter_context(awaited)
+
+    def when(self) -> float:
+        return self._timer.when()
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+        self._stack.close()
 
 
 class _Recorder:
