@@ -31,6 +31,7 @@ from aviso_workers import (
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
+from aviso_workers.engine import dead_letter_store
 from aviso_workers.errors import (
     AvisoWorkersError,
     BackendError,
@@ -925,3 +926,302 @@ async def test_a_dead_letter_whose_first_acknowledgement_was_lost_is_listed_once
 
         assert lost == ["aviso_workers_dead_letters"]
         assert [dead_letter.reason for dead_letter in t.dead_letters] == ["rejected"]
+
+
+class TestDeadLetters:
+    async def test_are_handed_back_and_tried_anew(self, app: App, server: str | None) -> None:
+        @app.agent("mars", retry=Backoff(attempts=1))
+        async def index(notification: Notification[Any]) -> None: ...
+
+        async with harness(app, server=server) as t:
+            t.fail(index, ConnectionError("no database"), times=2)
+            await notify(t, 1, 2)
+            await t.settle()
+            first, second = t.dead_letters
+            assert await t.retry_dead_letters() == [first, second]
+            assert t.dead_letters == []
+            await t.settle()
+            assert t.outcomes(index) == ["dead_lettered", "dead_lettered", "acked", "acked"]
+            assert await stored(t, dead_letter_store.STREAM) == 0
+
+    async def test_those_that_the_test_chooses_are_handed_back(self, app: App, server: str | None) -> None:
+        @app.agent("mars", retry=Backoff(attempts=1))
+        async def index(notification: Notification[Any]) -> None: ...
+
+        async with harness(app, server=server) as t:
+            t.fail(index, ConnectionError("no database"), times=2)
+            await notify(t, 1, 2)
+            await t.settle()
+            first, second = t.dead_letters
+            await t.retry_dead_letters(second)
+            await t.settle()
+            assert t.dead_letters == [first]
+            assert t.settled(index)[-1].outcome == "acked"
+            assert await stored(t, dead_letter_store.STREAM) == 1
+            with pytest.raises(ValueError, match="is not the sequence of one of the dead letters"):
+                await t.retry_dead_letters(second)
+
+    async def test_fail_again_where_the_cause_is_there_still(self, app: App, server: str | None) -> None:
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None:
+            raise Reject("too old")
+
+        async with harness(app, server=server) as t:
+            await notify(t, 1)
+            await t.settle()
+            (before,) = t.dead_letters
+            await t.retry_dead_letters()
+            await t.settle()
+            (after,) = t.dead_letters
+            assert (after.original.data, after.sequence > before.sequence) == (before.original.data, True)
+
+    async def test_none_are_handed_back_where_there_are_none(self, app: App, server: str | None) -> None:
+        async with harness(app, server=server) as t:
+            assert await t.retry_dead_letters() == []
+
+
+class TestPaused:
+    async def test_an_agent_is_given_nothing_until_it_is_resumed(self, app: App, server: str | None) -> None:
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None: ...
+
+        @app.agent("mars")
+        async def other(notification: Notification[Any]) -> None: ...
+
+        async with harness(app, server=server) as t:
+            await t.pause(index)
+            await notify(t, 1)
+            await t.settle()
+            assert (t.outcomes(index), t.outcomes(other)) == ([], ["acked"])
+            await t.resume("index")
+            await t.settle()
+            assert t.outcomes(index) == ["acked"]
+
+    async def test_neither_are_its_retries_nor_after_a_deploy(self, app: App, server: str | None) -> None:
+        @app.agent("mars", retry=Backoff(attempts=1))
+        async def index(notification: Notification[Any]) -> None: ...
+
+        async with harness(app, server=server) as t:
+            t.fail(index, ConnectionError("no database"))
+            await notify(t, 1)
+            await t.settle()
+            await t.pause(index)
+            await t.retry_dead_letters()
+            await t.stop()
+            await t.start()
+            await t.settle()
+            assert t.outcomes(index) == ["dead_lettered"]
+            await t.resume(index)
+            await t.settle()
+            assert t.outcomes(index) == ["dead_lettered", "acked"]
+
+    async def test_for_some_seconds_it_goes_on_by_itself(self, app: App, server: str | None) -> None:
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None: ...
+
+        async with harness(app, server=server) as t:
+            await t.pause(index, seconds=0.5)
+            await notify(t, 1)
+            if server is None:
+                await t.settle()
+                assert t.outcomes(index) == []
+            await t.advance(1)
+            await t.settle()
+            assert t.outcomes(index) == ["acked"]
+
+    async def test_is_none_that_does_not_exist(self, app: App) -> None:
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None: ...
+
+        async with harness(app) as t:
+            with pytest.raises(ValueError, match="no agent 'indices' in app 'tested', which has: index"):
+                await t.pause("indices")
+
+    async def test_is_none_that_was_never_at_work(self, app: App) -> None:
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None: ...
+
+        async with harness(app, workers=0) as t:
+            with pytest.raises(AssertionError, match="agent index was never at work"):
+                await t.pause(index)
+
+
+class TestVersions:
+    """A second version of the code, after the first or beside it."""
+
+    @pytest.fixture
+    def new(self, app: App) -> App:
+        return App("tested", config=app.config)
+
+    @staticmethod
+    def agent_of(app: App, told: list[str], *, says: str) -> Any:
+        @app.agent("mars", retry=SOON)
+        async def index(notification: Notification[Any]) -> None:
+            told.append(f"{says} {step_of(notification)}")
+
+        return index
+
+    async def test_the_new_one_goes_on_where_the_old_one_has_stopped(
+        self, app: App, new: App, server: str | None, told: list[str]
+    ) -> None:
+        old_index, new_index = (self.agent_of(each, told, says=name) for each, name in ((app, "old"), (new, "new")))
+        async with harness(app, server=server, workers=2) as t:
+            await notify(t, 1)
+            await t.settle()
+            await t.stop()
+            await notify(t, 2)
+            await t.deploy(new)
+            assert t.app is new
+            await t.settle()
+            await notify(t, 3)
+            await t.settle()
+            assert sorted(told) == ["new 2", "new 3", "old 1"]
+            assert t.outcomes(old_index) == t.outcomes(new_index) == ["acked"] * 3
+
+    async def test_what_the_old_one_has_begun_is_finished_first(
+        self, app: App, new: App, server: str | None, told: list[str]
+    ) -> None:
+        begun = anyio.Event()
+
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None:
+            begun.set()
+            await anyio.sleep(0.1)
+            told.append("old")
+
+        self.agent_of(new, told, says="new")
+        async with harness(app, server=server) as t:
+            await notify(t, 1)
+            await begun.wait()
+            await t.deploy(new)
+            assert told == ["old"]
+            await t.settle()
+            assert (t.outcomes(index), told) == (["acked"], ["old"])
+
+    async def test_both_work_side_by_side_until_the_old_one_is_replaced(
+        self, app: App, new: App, server: str | None, told: list[str]
+    ) -> None:
+        for each, name in ((app, "old"), (new, "new")):
+            self.agent_of(each, told, says=name)
+        async with harness(app, server=server) as t:
+            await t.deploy(new, beside=True)
+            for step in range(200):
+                await notify(t, step)
+            await t.settle()
+            assert {text.partition(" ")[0] for text in told} == {"old", "new"}
+            assert sorted(int(text.partition(" ")[2]) for text in told) == list(range(200))
+            told.clear()
+            await t.deploy(new)
+            await notify(t, *range(20))
+            await t.settle()
+            assert sorted(told) == sorted(f"new {step}" for step in range(20))
+
+    async def test_the_old_one_comes_back(self, app: App, new: App, server: str | None, told: list[str]) -> None:
+        for each, name in ((app, "old"), (new, "new")):
+            self.agent_of(each, told, says=name)
+        async with harness(app, server=server) as t:
+            await t.deploy(new)
+            await t.deploy(app)
+            await notify(t, 1)
+            await t.settle()
+            assert told == ["old 1"]
+
+    async def test_a_crash_and_a_start_bring_the_version_back(
+        self, app: App, new: App, server: str | None, told: list[str]
+    ) -> None:
+        for each, name in ((app, "old"), (new, "new")):
+            self.agent_of(each, told, says=name)
+        async with harness(app, server=server) as t:
+            await t.deploy(new, beside=True)
+            await t.crash(0)  # the old one
+            await t.stop()
+            await t.start()
+            await notify(t, 1)
+            await t.settle()
+            assert told == ["new 1"]
+
+    async def test_an_agent_that_the_new_one_does_not_have_is_not_waited_for(
+        self, app: App, new: App, server: str | None, told: list[str]
+    ) -> None:
+        self.agent_of(app, told, says="old")
+
+        @new.agent("mars")
+        async def count(notification: Notification[Any]) -> None: ...
+
+        async with harness(app, server=server) as t:
+            await t.deploy(new)
+            await notify(t, 1)
+            await t.settle()
+            assert (t.outcomes("index"), t.outcomes(count)) == ([], ["acked"])
+
+    async def test_the_new_one_brings_event_types_tables_and_resources(
+        self, app: App, server: str | None, told: list[str]
+    ) -> None:
+        self.agent_of(app, told, says="old")
+        new = App("tested", config=app.config)
+        new.event_type("alert", key=["id"], storage_policy={"allow_duplicates": True})
+        alerts = new.table("alerts", int, default=0)
+
+        @new.resource
+        async def client() -> AsyncIterator[Client]:
+            yield Client("real")
+
+        @new.agent("alert")
+        async def alert(notification: Notification[Any], client: Client) -> None:
+            await alerts.update(client.name, lambda count: count + 1)
+
+        async with harness(app, server=server) as t:
+            await t.deploy(new)
+            await t.notify("alert", {"id": 1})
+            await t.settle()
+            assert t.outcomes(alert) == ["acked"]
+            assert await alerts.get("real") == 1
+            assert [one.event_type for one in t.published] == ["alert"]
+
+    async def test_both_may_include_the_same_router(self, app: App, new: App, server: str | None) -> None:
+        router = Router("shared")
+        counts = router.table("counts", int, default=0)
+
+        @router.agent("mars")
+        async def index(notification: Notification[Any]) -> None:
+            await counts.update("all", lambda count: count + 1)
+
+        app.include(router)
+        new.include(router)
+        async with harness(app, server=server) as t:
+            await notify(t, 1)
+            await t.settle()
+            await t.deploy(new, beside=True)
+            assert await counts.get("all") == 1
+            await notify(t, 2)
+            await t.settle()
+            assert await counts.get("all") == 2
+            assert t.outcomes(index) == ["acked", "acked"]
+
+    async def test_one_with_mistakes_is_refused_and_the_old_one_goes_on(
+        self, app: App, new: App, server: str | None, told: list[str]
+    ) -> None:
+        self.agent_of(app, told, says="old")
+
+        @new.agent("marsh")
+        async def index(notification: Notification[Any]) -> None: ...
+
+        async with harness(app, server=server) as t:
+            with pytest.raises(ConfigError, match="'marsh'"):
+                await t.deploy(new)
+            await notify(t, 1)
+            await t.settle()
+            assert told == ["old 1"]
+
+    async def test_is_left_as_it_was(self, app: App, new: App, server: str | None) -> None:
+        before = new.config
+        async with harness(app, server=server) as t:
+            await t.deploy(new)
+            assert new.config is not before
+        assert new.config is before
+        with pytest.raises(DeclarationError, match="is not connected"):
+            new.session  # noqa: B018 - asking raises
+
+
+async def stored(t: Harness, stream: str) -> int:
+    return (await t.app.session.admin.stream_info(stream)).messages
