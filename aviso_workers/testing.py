@@ -25,6 +25,7 @@ from contextlib import (
     aclosing,
     asynccontextmanager,
     contextmanager,
+    nullcontext,
     suppress,
 )
 from contextvars import ContextVar
@@ -211,16 +212,18 @@ class Harness:
         if within_seconds is not None:
             patience = within_seconds
         deadline = self.clock.monotonic() + patience
-        while await self._is_unsettled():
-            self._raise_failure()
-            if not await self._let_time_pass(deadline):
-                raise AssertionError("\n  ".join([f"not settled within {patience:g} s:", *await self._left()]))
+        with self._moving():
+            while await self._is_unsettled():
+                self._raise_failure()
+                if not await self._let_time_pass(deadline):
+                    raise AssertionError("\n  ".join([f"not settled within {patience:g} s:", *await self._left()]))
         if self._clock is None:
             await self._catch_up()
 
     async def advance(self, seconds: float) -> None:
         """Let so much time pass. On a server this is a sleep."""
-        await (self._clock.advance(seconds) if self._clock else anyio.sleep(seconds))
+        with self._moving():
+            await (self._clock.advance(seconds) if self._clock else anyio.sleep(seconds))
 
     def fail(self, agent: Agent[Any, Any] | str, error: Exception, *, times: int = 1) -> None:
         """Let the agent's next calls raise this instead of calling its function (of a Stream: its next turns)."""
@@ -321,15 +324,17 @@ class Harness:
             await self._tasks.start(worker.run, self._open, agents, version.given(self._resources))
             self._workers.append(worker)
         if self._clock:
-            await at_rest()  # they read by now
+            with self._moving():
+                await at_rest()  # they read by now
 
     async def _stop(self, stopping: list[_Worker]) -> None:
         self._workers = [worker for worker in self._workers if worker not in stopping]
         for worker in stopping:
             worker.stop.set()
-        while self._clock and not all(worker.ended.is_set() for worker in stopping):
-            if not await self._let_time_pass(math.inf):
-                await self._clock.advance_to_next_call(until=math.inf)  # the drain timeout is for code that hangs
+        with self._moving():
+            while self._clock and not all(worker.ended.is_set() for worker in stopping):
+                if not await self._let_time_pass(math.inf):
+                    await self._clock.advance_to_next_call(until=math.inf)  # the drain timeout is for code that hangs
         for worker in stopping:
             await worker.ended.wait()
 
@@ -555,15 +560,20 @@ class Harness:
     async def _until_read(self, consumer: AgentConsumer) -> None:
         """Wait until the agent's consumers are made, which its worker does soon after its start."""
         deadline = self.clock.monotonic() + REAL_PATIENCE_SECONDS
-        for stream in (consumer.stream, dead_letter_store.RETRIES):
-            while True:
-                try:
-                    await self._watch.consumer_info(stream, consumer.consumer)
-                    break
-                except NotFoundError as error:
+        with self._moving():
+            for stream in (consumer.stream, dead_letter_store.RETRIES):
+                while missing := await self._not_read(stream, consumer.consumer):
                     self._raise_failure()
                     if not self._workers or not await self._let_time_pass(deadline):
-                        raise AssertionError(f"agent {consumer.agent} was never at work: {error}") from error
+                        raise AssertionError(f"agent {consumer.agent} was never at work: {missing}")
+
+    async def _not_read(self, stream: str, durable: str) -> str:
+        """Return why the consumer cannot be asked; empty where it exists."""
+        try:
+            await self._watch.consumer_info(stream, durable)
+        except NotFoundError as error:
+            return f"not read yet ({error})"
+        return ""
 
     def _known(self, kind: str, name: str, declared: Sequence[Agent[Any, Any]] | Sequence[Timer[Any, Any]]) -> str:
         names = dict.fromkeys(each.name for each in declared)
@@ -578,6 +588,9 @@ class Harness:
         clients = [each.session.backend for each in workers]
         return [*clients, *(each.app.session.backend for each in self._versions)] if worker is None else clients
 
+    def _moving(self) -> AbstractContextManager[None]:
+        return self._clock.moved_by_test() if self._clock else nullcontext()
+
     async def _let_time_pass(self, deadline: float) -> bool:
         """False where that does not help, or no time is left."""
         if self._clock is None:
@@ -586,7 +599,7 @@ class Harness:
         await at_rest()  # nothing may happen between this and the next call: code that ends now needs no time
         if (seconds := self._code.seconds) is None:
             return await self._clock.advance_to_next_call(until=deadline)
-        await anyio.sleep(NAP_SECONDS)
+        await self._clock.pass_as_in_reality()
         return seconds < CODE_PATIENCE_SECONDS
 
     async def _is_unsettled(self) -> bool:
@@ -762,6 +775,7 @@ class _Clock(VirtualClock):
         super().__init__(start=start)
         self._code = code
         self._awaited_by_test = 0
+        self._moved_by_test = 0
 
     async def sleep(self, seconds: float) -> None:
         with self._awaited():
@@ -780,13 +794,36 @@ class _Clock(VirtualClock):
         One call a turn, with a nap in between: the test may have done something, or have got what it waited for.
         """
         while True:
-            real, virtual = time.monotonic(), self.monotonic()
-            await anyio.sleep(NAP_SECONDS)
-            if (seconds := self._code.seconds) is not None:
-                await self.advance(min(seconds, time.monotonic() - real))
-            elif self._awaited_by_test and self.monotonic() == virtual:
-                await at_rest()
-                await self.advance_to_next_call(until=math.inf)
+            if self._moved_by_test:
+                await anyio.sleep(NAP_SECONDS)  # two that wait until nothing runs would keep each other waiting
+            elif self._code.seconds is not None:
+                await self.pass_as_in_reality()
+            else:
+                await anyio.sleep(NAP_SECONDS)
+                if self._is_awaited():
+                    await at_rest()
+                if self._is_awaited():
+                    await self.advance_to_next_call(until=math.inf)
+
+    async def pass_as_in_reality(self) -> None:
+        """Let as much time pass as a nap takes."""
+        began = time.monotonic()
+        await anyio.sleep(NAP_SECONDS)
+        if (seconds := self._code.seconds) is not None:
+            await self.advance(min(seconds, time.monotonic() - began))
+
+    def _is_awaited(self) -> bool:
+        """Return whether the test waits in a call, and nothing else lets time pass."""
+        return bool(self._awaited_by_test) and not self._moved_by_test and self._code.seconds is None
+
+    @contextmanager
+    def moved_by_test(self) -> Iterator[None]:
+        """The test lets time pass by itself meanwhile."""
+        self._moved_by_test += 1
+        try:
+            yield
+        finally:
+            self._moved_by_test -= 1
 
     @contextmanager
     def _awaited(self) -> Iterator[None]:
