@@ -203,7 +203,8 @@ class Harness:
         """Return when every notification of every agent is settled, none waits and none is held, and every window is
         done that is over by the time of the notifications.
 
-        What is to be delivered later and is not due yet does not count.
+        What is to be delivered later and is not due yet does not count, nor does what waits for an agent that is paused
+        until `resume`.
 
         Time passes as far as needed, at most `within_seconds` (default: an hour; on a server, where it is real time,
         30 s). Raises `AssertionError`, which tells what is not settled and why.
@@ -265,7 +266,8 @@ class Harness:
 
     async def pause(self, agent: Agent[Any, Any] | str, *, seconds: float | None = None) -> None:
         """Pause the agent, as the command `agents pause` does: for so long, or (None) until `resume`. It is given
-        neither notifications nor retries, and `settle` does not wait for what waits meanwhile.
+        neither notifications nor retries. `settle` waits for the end of a pause that has one, and else leaves out what
+        waits for the agent.
 
         Raises `BackendError`, and `AssertionError` where no worker has ever read the agent's stream.
         """
@@ -326,6 +328,9 @@ class Harness:
         if self._clock:
             with self._moving():
                 await at_rest()  # they read by now
+        else:
+            for worker in self._workers:
+                await worker.begun.wait()
 
     async def _stop(self, stopping: list[_Worker]) -> None:
         self._workers = [worker for worker in self._workers if worker not in stopping]
@@ -339,8 +344,12 @@ class Harness:
             await worker.ended.wait()
 
     async def crash(self, worker: int = 0) -> None:
-        """End a worker as `kill -9` does, so that it gives nothing back, and start another in its place."""
-        killed = self._workers.pop(worker)
+        """End a worker as `kill -9` does, so that it gives nothing back, and start another in its place.
+
+        Workers are counted from 0. Raises `ValueError` where there is none of this number.
+        """
+        killed = self._numbered(worker)
+        self._workers.remove(killed)
         await killed.kill()
         await self._start(killed.version, count=1)
 
@@ -581,10 +590,15 @@ class Harness:
             raise ValueError(f"no {kind} {name!r} in app {self.app.name!r}, which has: {', '.join(names) or 'none'}")
         return name
 
+    def _numbered(self, worker: int) -> _Worker:
+        if not -len(self._workers) <= worker < len(self._workers):
+            raise ValueError(f"there is no worker {worker}: {len(self._workers)} run, counted from 0")
+        return self._workers[worker]
+
     def _clients(self, worker: int | None) -> list[Any]:
         if self._clock is None:
             raise AvisoWorkersError("the connection to a real server cannot be taken away: stop the server instead")
-        workers = self._workers if worker is None else [self._workers[worker]]
+        workers = self._workers if worker is None else [self._numbered(worker)]
         clients = [each.session.backend for each in workers]
         return [*clients, *(each.app.session.backend for each in self._versions)] if worker is None else clients
 
@@ -654,7 +668,9 @@ class Harness:
             info = await self._watch.consumer_info(stream, durable)
         except NotFoundError as error:
             return f"not read yet ({error})"
-        if info.paused_until is not None or not info.num_pending + info.num_ack_pending:
+        if not info.num_pending + info.num_ack_pending:
+            return ""
+        if info.paused_until is not None and info.paused_until >= agent_control.UNTIL_RESUMED:
             return ""
         return f"{stream}: {info.num_pending} waiting, {info.num_ack_pending} delivered and not settled"
 
@@ -721,6 +737,8 @@ class _Worker:
     ) -> None:
         self.version = version
         self.stop = anyio.Event()
+        self.begun = anyio.Event()
+        """Set when each agent reads its stream, or has stated why it cannot."""
         self.ended = anyio.Event()
         self.session: Session
         self._failed = failed
@@ -749,10 +767,11 @@ class _Worker:
                     self.session = session
                     task_status.started()
                     try:
-                        await session.work(app, self.stop, agents=agents, given=given)
+                        await session.work(app, self.stop, agents=agents, given=given, begun=self.begun)
                     except Exception as error:
                         self._failed(error)
         finally:
+            self.begun.set()
             self.ended.set()
 
     async def kill(self) -> None:

@@ -662,6 +662,26 @@ class TestInVirtualTime:
             with anyio.fail_after(PATIENCE_SECONDS), pytest.raises(UnavailableError):
                 await notify(t, 1)
 
+    async def test_passes_as_far_as_the_test_moves_it_although_a_watch_waits_for_it_too(self, app: App) -> None:
+        @app.every("1s")
+        async def look() -> None: ...
+
+        async def watch() -> None:
+            async for _ in app.watch("mars"):  # whose stream does not exist, so that it asks again each second
+                seen.set()
+
+        seen = anyio.Event()
+        async with harness(app) as t, anyio.create_task_group() as watching:
+            watching.start_soon(watch)
+            await t.advance(0)
+            began = t.clock.monotonic()
+            await t.advance(60)
+            assert t.clock.monotonic() - began == pytest.approx(60, abs=0.001)
+            await notify(t, 1)
+            with anyio.fail_after(PATIENCE_SECONDS):
+                await seen.wait()
+            watching.cancel_scope.cancel()
+
     async def test_a_plain_function_that_takes_it_runs_on_and_is_not_called_again_meanwhile(self, app: App) -> None:
         begun: list[float] = []
 
@@ -928,6 +948,24 @@ async def test_a_dead_letter_whose_first_acknowledgement_was_lost_is_listed_once
         assert [dead_letter.reason for dead_letter in t.dead_letters] == ["rejected"]
 
 
+class TestStarting:
+    async def test_agents_read_when_the_block_begins(self, app: App, server: str | None) -> None:
+        @app.agent("mars", start="new")
+        async def index(notification: Notification[Any]) -> None: ...
+
+        async with harness(app, server=server, workers=2) as t:
+            await notify(t, 1)
+            await t.settle()
+            assert t.outcomes(index) == ["acked"]
+
+    async def test_a_worker_that_does_not_exist_is_named(self, app: App) -> None:
+        async with harness(app, workers=2) as t:
+            with pytest.raises(ValueError, match="there is no worker 2: 2 run, counted from 0"):
+                await t.crash(2)
+            with pytest.raises(ValueError, match="there is no worker -3: 2 run"):
+                t.disconnect(-3)
+
+
 class TestDeadLetters:
     async def test_are_handed_back_and_tried_anew(self, app: App, server: str | None) -> None:
         @app.agent("mars", retry=Backoff(attempts=1))
@@ -1020,14 +1058,12 @@ class TestPaused:
         async def index(notification: Notification[Any]) -> None: ...
 
         async with harness(app, server=server) as t:
+            began = t.clock.monotonic()
             await t.pause(index, seconds=0.5)
             await notify(t, 1)
-            if server is None:
-                await t.settle()
-                assert t.outcomes(index) == []
-            await t.advance(1)
             await t.settle()
             assert t.outcomes(index) == ["acked"]
+            assert t.clock.monotonic() - began >= 0.5
 
     async def test_is_none_that_does_not_exist(self, app: App) -> None:
         @app.agent("mars")

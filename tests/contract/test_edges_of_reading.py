@@ -1,4 +1,4 @@
-"""What `replay` and `watch` give at the edges of a stream: one table of calls, and each backend's answers to it.
+"""What `replay`, `watch` and agents get at the edges of a stream: tables of calls, with the answers of each backend.
 
 The app is one in the harness, whose virtual time has to pass where a call waits, as it does on a server.
 """
@@ -152,6 +152,37 @@ async def test_a_watch_gives_on_each_backend_what_the_table_says(app: App, url: 
             await until(lambda: seen == both)
             assert seen == both
             watching.cancel_scope.cancel()
+
+
+STARTS: list[tuple[Any, list[int]]] = [
+    # where an agent starts, and what it is given of `HELD` and of one that is stored when it reads
+    ("all", [*HELD, NEXT]),
+    ("new", [NEXT]),
+    (GONE, [*HELD, NEXT]),
+    (LAST, [6, NEXT]),
+    (LAST + 1, [NEXT]),
+    (LAST + 2, []),
+    (LAST + 99, []),
+    (PAST, [*HELD, NEXT]),
+]
+
+
+async def test_an_agent_starts_on_each_backend_where_the_table_says(app: App, url: str | None) -> None:
+    with_agents = App(app.name, config=app.config)
+    for number, (start, _) in enumerate(STARTS):
+
+        @with_agents.agent("mars", name=f"agent_{number}", start=start)
+        async def index(notification: Notification[Any]) -> None: ...
+
+    async with harness(app, server=url) as t:
+        await store(app)
+        await t.deploy(with_agents)
+        await t.notify("mars", mars(step=NEXT), {})
+        await t.settle()
+        given = {
+            start: sorted(each.sequence for each in t.settled(f"agent_{n}")) for n, (start, _) in enumerate(STARTS)
+        }
+    assert given == dict(STARTS)
 
 
 async def until(holds: Callable[[], bool]) -> None:
