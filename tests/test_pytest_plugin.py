@@ -123,6 +123,17 @@ class TestPlugin:
         run().assert_outcomes(passed=1)
         run("--aviso-server", "nats://127.0.0.1:4222").assert_outcomes(passed=1)
 
+    def test_time_begins_where_the_test_says(self, pytester: pytest.Pytester, run: Run) -> None:
+        pytester.makepyfile("""
+            from datetime import UTC, datetime
+            from fields import app
+
+            async def test_start(aviso_harness):
+                async with aviso_harness(app, start=datetime(2026, 11, 20, tzinfo=UTC)) as t:
+                    assert datetime.fromtimestamp(t.clock.time_ns() / 1e9, UTC) == datetime(2026, 11, 20, tzinfo=UTC)
+        """)
+        run().assert_outcomes(passed=1)
+
 
 FIELD = """
     from fields import app, index_field

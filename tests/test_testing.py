@@ -666,11 +666,12 @@ class TestInVirtualTime:
         @app.every("1s")
         async def look() -> None: ...
 
+        shown = anyio.Event()
+
         async def watch() -> None:
             async for _ in app.watch("mars"):  # whose stream does not exist, so that it asks again each second
-                seen.set()
+                shown.set()
 
-        seen = anyio.Event()
         async with harness(app) as t, anyio.create_task_group() as watching:
             watching.start_soon(watch)
             await t.advance(0)
@@ -679,7 +680,7 @@ class TestInVirtualTime:
             assert t.clock.monotonic() - began == pytest.approx(60, abs=0.001)
             await notify(t, 1)
             with anyio.fail_after(PATIENCE_SECONDS):
-                await seen.wait()
+                await shown.wait()
             watching.cancel_scope.cancel()
 
     async def test_a_plain_function_that_takes_it_runs_on_and_is_not_called_again_meanwhile(self, app: App) -> None:
