@@ -35,6 +35,7 @@ SKEW = timedelta(minutes=1)
 """The clocks of two machines differ by less than this. A stream whose leader changed may have messages whose store
 times are that much out of order."""
 
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 SHORT_WORK_TURNS = 10
 NAP_SECONDS = 0.001
 
@@ -108,7 +109,7 @@ class VirtualClock:
     """Time that stands still until `advance` moves it."""
 
     def __init__(self, *, start: datetime = datetime(2026, 1, 1, tzinfo=UTC)) -> None:
-        self._start_ns = int(start.timestamp()) * 1_000_000_000
+        self._start_ns = (start - EPOCH) // timedelta(microseconds=1) * 1000
         self._now = 0.0
         self._timers: list[tuple[float, int, VirtualTimer]] = []
         self._count = itertools.count()
@@ -140,7 +141,7 @@ class VirtualClock:
         await at_rest()
         while await self.advance_to_next_call(until=until):
             pass
-        self._now = until
+        self._now = max(self._now, until)  # another caller may have let more time pass meanwhile
 
     async def advance_to_next_call(self, *, until: float) -> bool:
         """Let time pass until the next call falls due, and make it; False where none does by `until`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
@@ -22,7 +23,14 @@ __all__ = ["AvisoHarness"]
 class AvisoHarness(Protocol):
     """What the fixture `aviso_harness` is."""
 
-    def __call__(self, app: App, *, workers: int = 1, resources: Mapping[Any, Any] | None = None) -> Harness: ...
+    def __call__(
+        self,
+        app: App,
+        *,
+        workers: int = 1,
+        resources: Mapping[Any, Any] | None = None,
+        start: datetime | None = None,
+    ) -> Harness: ...
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,8 +53,14 @@ def aviso_harness(aviso_server: str | None) -> AvisoHarness:
     """`async with aviso_harness(app) as t:` the app with its agents at work; see `aviso_workers.testing.harness`."""
     from aviso_workers.testing import harness
 
-    def aviso_harness(app: App, *, workers: int = 1, resources: Mapping[Any, Any] | None = None) -> Harness:
-        return harness(app, server=aviso_server, workers=workers, resources=resources)
+    def aviso_harness(
+        app: App,
+        *,
+        workers: int = 1,
+        resources: Mapping[Any, Any] | None = None,
+        start: datetime | None = None,
+    ) -> Harness:
+        return harness(app, server=aviso_server, workers=workers, resources=resources, start=start)
 
     return aviso_harness
 

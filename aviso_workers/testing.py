@@ -2,8 +2,9 @@
 
 Authors use `harness`, and so do our own tests of the engine. The agents run as in a worker process, on a session of
 their own; the app has another one, by which the test and the agents publish. Both are clients of one in-memory
-backend. Its time stands still, and `settle` jumps from one wait to the next; the author's own code runs in real time,
-and `settle` waits for it. With `server` all of it happens on a real nats-server, in real time.
+backend. Its time stands still while nothing needs it. `settle` jumps from one wait to the next, and so does a call of
+the app in which the test itself waits. While the author's own code runs, time passes as in reality, so that a timeout
+ends what takes too long. With `server` all of it happens on a real nats-server, in real time.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
+    AbstractContextManager,
     AsyncExitStack,
+    ExitStack,
     aclosing,
     asynccontextmanager,
     contextmanager,
+    nullcontext,
     suppress,
 )
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, cast
 
@@ -43,6 +48,7 @@ from aviso_workers.backends import (
     Consumer,
     Delivery,
     KeyValue,
+    Opening,
     Outgoing,
     PubAck,
     StreamInfo,
@@ -50,6 +56,7 @@ from aviso_workers.backends import (
 )
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import Clock, VirtualClock, at_rest
+from aviso_workers.clocks import Timer as ClockTimer
 from aviso_workers.config import Config, JetStream, streams
 from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
@@ -80,13 +87,16 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import AgentDisturbed, Event, Events, Settled, Ticked, WindowDone
 from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.ops import agent_control
+from aviso_workers.ops.agent_control import AgentConsumer
+from aviso_workers.ops.dead_letters import StoredDeadLetters
 
-__all__ = ["Harness", "harness"]
+__all__ = ["DeadLetter", "Harness", "harness"]
 
 VIRTUAL_PATIENCE_SECONDS = 3600.0
 REAL_PATIENCE_SECONDS = 30.0
 CODE_PATIENCE_SECONDS = 10.0
-"""How long, in real time, one call of the author's code may take while time stands still for it."""
+"""How long, in real time, one call of the author's code may take."""
 ELSEWHERE = (
     *("token", "user", "password", "nkey_seed_file", "credentials_file", "tls", "domain"),
     *("replicas", "retention_policy", "stream_management"),
@@ -97,10 +107,17 @@ MOST_TURNS = 20
 """Of the event loop, which a request of one of several workers may take longer than another."""
 CHECK_SECONDS = 0.05
 _WITHIN_CODE: ContextVar[bool] = ContextVar("within_code", default=False)
+_IN_HARNESS: ContextVar[bool] = ContextVar("in_harness", default=False)
+"""Whether a worker or the app's own connection runs this, and not the test."""
 
 
 def harness(
-    app: App, *, server: str | None = None, workers: int = 1, resources: Mapping[Any, Any] | None = None
+    app: App,
+    *,
+    server: str | None = None,
+    workers: int = 1,
+    resources: Mapping[Any, Any] | None = None,
+    start: datetime | None = None,
 ) -> Harness:
     """Return the app with its agents at work: `async with harness(app) as t:`.
 
@@ -109,38 +126,45 @@ def harness(
     `resources` has values for types that resources of the app give, as in `{AsyncClient: fake}`: these resources are
     not opened. Of the app's configuration everything counts but where and how safely streams are stored.
 
-    Raises `DeclarationError` where no resource of the app gives such a type.
+    `start` is the time, with a time zone, at which virtual time begins (default: now, so that it agrees with
+    `datetime.now` until the test moves it). On a server, time is real and `start` has no effect.
+
+    Raises `DeclarationError` where no resource of the app gives such a type, or `start` has no time zone.
     """
+    if start is not None and start.utcoffset() is None:
+        raise DeclarationError(f"harness: start={start!r} has no time zone: add one, as in tzinfo=UTC")
     declared = [resource.gives for resource in app.resources]
     for each in resources or {}:
         if each not in declared:
             raise DeclarationError(f"harness: no resource of app {app.name!r} gives {spelled(each)}")
-    return Harness(app, server=server, workers=workers, resources=resources or {})
+    return Harness(app, server=server, workers=workers, resources=resources or {}, start=start)
 
 
 class Harness:
     """See `harness`. Times are in seconds."""
 
-    def __init__(self, app: App, *, server: str | None, workers: int, resources: Mapping[Any, Any]) -> None:
+    def __init__(
+        self, app: App, *, server: str | None, workers: int, resources: Mapping[Any, Any], start: datetime | None
+    ) -> None:
         self.app = app
+        """The app, or what was deployed last."""
         self._resources = resources
         self.published: list[Notify] = []
         """What the agents and the test have published, in order, with canonical identifiers."""
         self.dead_letters: list[DeadLetter] = []
-        """The dead letters, in order."""
+        """The dead letters, in order, without those that `retry_dead_letters` has handed back."""
         self._dead_lettered: set[int] = set()
         """The sequences of what is stored as dead letters."""
         self._first_parts: dict[int, bytes] = {}
         """By sequence, of dead letters that are stored as two."""
         self._code = _Code()
-        self._clock = None if server else _Clock(self._code)
+        self._clock = None if server else _Clock(self._code, start=start or datetime.now(UTC))
         self._server = server
-        self._config: Config
+        self._versions: list[_Version] = []
+        """What runs or has run; the last is `app`."""
         self._watch: Admin
         """A client that no `disconnect` concerns."""
-        self._streams: dict[str, str]
-        """The names of the streams of the events, by event type."""
-        self._readers: dict[str, NotificationReader]
+        self._readers: dict[str, NotificationReader] = {}
         """By stream."""
         self._made: set[str] = set()
         """Streams that the app has made, or may have."""
@@ -153,10 +177,13 @@ class Harness:
         """The same in each run, so that a test in virtual time ends as it has ended before."""
         self._workers: list[_Worker] = []
         self._tasks = anyio.create_task_group()
+        self._connections = anyio.create_task_group()
+        """Those of apps that were deployed, which end after the workers."""
         self._life: asyncio.Task[None]
         """Owns all that is open. A plugin of pytest may enter and leave the harness in two tasks, as a fixture."""
         self._open_now = anyio.Event()
         self._over = anyio.Event()
+        self._no_workers = anyio.Event()
         self._entered_in: asyncio.Task[Any] | None = None
         self._block = anyio.CancelScope()
         """The test's own block, as far as it is in one task."""
@@ -176,7 +203,8 @@ class Harness:
         """Return when every notification of every agent is settled, none waits and none is held, and every window is
         done that is over by the time of the notifications.
 
-        What is to be delivered later and is not due yet does not count.
+        What is to be delivered later and is not due yet does not count, nor does what waits for an agent that is paused
+        until `resume`.
 
         Time passes as far as needed, at most `within_seconds` (default: an hour; on a server, where it is real time,
         30 s). Raises `AssertionError`, which tells what is not settled and why.
@@ -185,16 +213,18 @@ class Harness:
         if within_seconds is not None:
             patience = within_seconds
         deadline = self.clock.monotonic() + patience
-        while await self._is_unsettled():
-            self._raise_failure()
-            if not await self._let_time_pass(deadline):
-                raise AssertionError("\n  ".join([f"not settled within {patience:g} s:", *await self._left()]))
+        with self._moving():
+            while await self._is_unsettled():
+                self._raise_failure()
+                if not await self._let_time_pass(deadline):
+                    raise AssertionError("\n  ".join([f"not settled within {patience:g} s:", *await self._left()]))
         if self._clock is None:
             await self._catch_up()
 
     async def advance(self, seconds: float) -> None:
         """Let so much time pass. On a server this is a sleep."""
-        await (self._clock.advance(seconds) if self._clock else anyio.sleep(seconds))
+        with self._moving():
+            await (self._clock.advance(seconds) if self._clock else anyio.sleep(seconds))
 
     def fail(self, agent: Agent[Any, Any] | str, error: Exception, *, times: int = 1) -> None:
         """Let the agent's next calls raise this instead of calling its function (of a Stream: its next turns)."""
@@ -216,38 +246,112 @@ class Harness:
 
     def windows(self, agent: Agent[Any, Any] | str) -> list[WindowDone]:
         """Return how the agent's runs for windows that are over ended, in order."""
-        windowed_agents = [each for each in self.app.agents if each.form is Window]
+        windowed_agents = [each for each in self._agents() if each.form is Window]
         name = self._known("agent of a Window", self._name(agent), windowed_agents)
         return [fact for fact in self._windows if fact.agent == name]
 
+    async def retry_dead_letters(self, *dead_letters: DeadLetter) -> list[DeadLetter]:
+        """Hand these dead letters (default: all) back to their agents, as the command `dead-letters retry` does, and
+        return them. They are tried anew, and are in `dead_letters` no more.
+
+        Raises `ValueError` for one that is not in `dead_letters`, `BackendError`.
+        """
+        for each in dead_letters:
+            if each not in self.dead_letters:
+                raise ValueError(f"{each.sequence} is not the sequence of one of the dead letters")
+        handed_back = list(dead_letters or self.dead_letters)
+        await StoredDeadLetters(self._watch, self._versions[-1].config, events=Events()).retry(*handed_back)
+        self.dead_letters[:] = [each for each in self.dead_letters if each not in handed_back]
+        return handed_back
+
+    async def pause(self, agent: Agent[Any, Any] | str, *, seconds: float | None = None) -> None:
+        """Pause the agent, as the command `agents pause` does: for so long, or (None) until `resume`. It is given
+        neither notifications nor retries. `settle` waits for the end of a pause that has one, and else leaves out what
+        waits for the agent.
+
+        Raises `BackendError`, and `AssertionError` where no worker has ever read the agent's stream.
+        """
+        consumer = self._consumer(agent)
+        await self._until_read(consumer)
+        await agent_control.pause(self._watch, consumer, seconds=seconds)
+
+    async def resume(self, agent: Agent[Any, Any] | str) -> None:
+        """Resume the agent, as the command `agents resume` does. Raises as `pause` does."""
+        consumer = self._consumer(agent)
+        await self._until_read(consumer)
+        await agent_control.resume(self._watch, consumer)
+
+    async def deploy(self, app: App, *, beside: bool = False) -> None:
+        """Replace the workers by workers of another version of the app: the old ones are stopped in order, then as
+        many of the new one are started as there were at the beginning. With `beside`, the old ones go on beside them,
+        as in a rolling deploy, until `deploy` is called without it.
+
+        `app` is another `App` that is declared with the same name, or one that was deployed before. From now on,
+        `notify` publishes by its schema, and `start` starts its workers.
+
+        Raises `ConfigError` with every mistake of the app, and `DeclarationError` where it is connected elsewhere.
+        """
+        version = next((each for each in self._versions if each.app is app), None)
+        if version is None:
+            version = _Version(app, self._server)
+            await self._connections.start(self._keep_connected, version)
+        else:
+            self._versions.remove(version)
+        self._versions.append(version)
+        self.app = app
+        self._readers |= version.readers
+        if not beside:
+            await self._stop([worker for worker in self._workers if worker.version is not version])
+        await self._start(version)
+
     async def start(self) -> None:
         """Start workers, until there are as many as there were at the beginning."""
-        while len(self._workers) < self._count:
-            worker = _Worker(self._failed, self._hear, self.app.events.emit)
-            agents = [self._code.watched(agent) for agent in self.app.agents_at_work()]
-            await self._tasks.start(worker.run, self.app, self._config, self._open, agents, self._resources)
-            self._workers.append(worker)
-        if self._clock:
-            await at_rest()  # they read by now
+        if len(self._workers) < self._count:
+            await self._start(self._versions[-1], count=self._count - len(self._workers))
 
     async def stop(self) -> None:
         """Stop the workers in order, as a deploy does; what runs may take until the drain timeout is over.
 
         Time passes as far as that needs.
         """
-        stopping, self._workers = self._workers, []
+        await self._stop(self._workers)
+
+    async def _start(self, version: _Version, *, count: int | None = None) -> None:
+        """Start so many workers of a version, or (None) as many as are missing to those of the beginning."""
+        if count is None:
+            count = self._count - sum(worker.version is version for worker in self._workers)
+        for _ in range(count):
+            worker = _Worker(version, self._failed, self._hear, version.app.events.emit)
+            agents = [self._code.watched(agent) for agent in version.app.agents_at_work()]
+            await self._tasks.start(worker.run, self._open, agents, version.given(self._resources))
+            self._workers.append(worker)
+        if self._clock:
+            with self._moving():
+                await at_rest()  # they read by now
+        else:
+            for worker in self._workers:
+                await worker.begun.wait()
+
+    async def _stop(self, stopping: list[_Worker]) -> None:
+        self._workers = [worker for worker in self._workers if worker not in stopping]
         for worker in stopping:
             worker.stop.set()
-        while self._clock and not all(worker.ended.is_set() for worker in stopping):
-            if not await self._let_time_pass(math.inf):
-                await self._clock.advance_to_next_call(until=math.inf)  # the drain timeout is for code that hangs
+        with self._moving():
+            while self._clock and not all(worker.ended.is_set() for worker in stopping):
+                if not await self._let_time_pass(math.inf):
+                    await self._clock.advance_to_next_call(until=math.inf)  # the drain timeout is for code that hangs
         for worker in stopping:
             await worker.ended.wait()
 
     async def crash(self, worker: int = 0) -> None:
-        """End a worker as `kill -9` does, so that it gives nothing back, and start another in its place."""
-        await self._workers.pop(worker).kill()
-        await self.start()
+        """End a worker as `kill -9` does, so that it gives nothing back, and start another in its place.
+
+        Workers are counted from 0. Raises `ValueError` where there is none of this number.
+        """
+        killed = self._numbered(worker)
+        self._workers.remove(killed)
+        await killed.kill()
+        await self._start(killed.version, count=1)
 
     def disconnect(self, worker: int | None = None) -> None:
         """Take the connection away from one worker, or (None) from all and from the app. Not with a server."""
@@ -260,15 +364,11 @@ class Harness:
             client.reconnect()
 
     async def __aenter__(self) -> Harness:
-        if mistakes := self.app.mistakes():
-            raise ConfigError(mistakes)
-        before = self.app.config
-        self._config = _config(before, self._server)
-        schema = self._config.notification_schema
-        self._streams = {name: streams.event_stream(name, schema[name], self._config).name for name in schema}
-        self._readers = {self._streams[name]: NotificationReader(name, schema[name]) for name in schema}
+        version = _Version(self.app, self._server)
+        self._versions.append(version)
+        self._readers |= version.readers
         self._entered_in = asyncio.current_task()
-        self._life = asyncio.create_task(self._live(before))
+        self._life = asyncio.create_task(self._live(version))
         self._life.add_done_callback(lambda _: self._open_now.set())
         try:
             await self._open_now.wait()
@@ -293,19 +393,35 @@ class Harness:
         self._life.result()
         return handled
 
-    async def _live(self, before: Config) -> None:
+    async def _live(self, version: _Version) -> None:
+        _IN_HARNESS.set(True)
         async with AsyncExitStack() as stack:
-            self._watch = await stack.enter_async_context(self._opening())
+            self._watch = await stack.enter_async_context(self._opening(version.config))
             if self._server:
                 await stack.enter_async_context(self._own_streams_removed())
-            self.app.configure(self._config, opening=self._open)
-            stack.callback(self.app.configure, before)
-            await stack.enter_async_context(self.app)
-            async with self._tasks:
-                await self.start()
-                self._open_now.set()
-                await self._over.wait()
-                self._tasks.cancel_scope.cancel()
+            await stack.enter_async_context(version.connected(self._open))
+            async with self._connections:
+                try:
+                    async with self._tasks:
+                        if self._clock:
+                            self._tasks.start_soon(self._clock.keep)
+                        await self.start()
+                        self._open_now.set()
+                        await self._over.wait()
+                        self._tasks.cancel_scope.cancel()
+                finally:
+                    self._no_workers.set()
+
+    async def _keep_connected(self, version: _Version, *, task_status: TaskStatus[None]) -> None:
+        _IN_HARNESS.set(True)
+        PROCESS.set(None)
+        known = [table for each in self._versions for table in each.app.tables.values()]
+        for table in version.app.tables.values():
+            if table in known:
+                table.disconnect()  # the test's calls mean the newest; workers have connections of their own
+        async with version.connected(self._open):
+            task_status.started()
+            await self._no_workers.wait()
 
     async def _ended(self) -> None:
         with anyio.CancelScope(shield=True):
@@ -315,17 +431,19 @@ class Harness:
         if self._failure is not None:
             raise self._failure
 
-    def _opening(self, on_connection: ConnectionListener | None = None) -> AbstractAsyncContextManager[Admin]:
+    def _opening(
+        self, config: Config, on_connection: ConnectionListener | None = None
+    ) -> AbstractAsyncContextManager[Admin]:
         """Another client of the streams that all of them share."""
         if self._clock is None:
-            return open_backend(self._config, on_connection=on_connection)
+            return open_backend(config, on_connection=on_connection)
         if not hasattr(self, "_watch"):
-            return InMemoryBackend(self._config.notification_backend.in_memory, clock=self._clock)
+            return InMemoryBackend(config.notification_backend.in_memory, clock=self._clock)
         return cast(InMemoryBackend, self._watch).peer(on_connection=on_connection)
 
     @asynccontextmanager
     async def _open(self, config: Config, *, on_connection: ConnectionListener | None = None) -> AsyncIterator[Admin]:
-        async with self._opening(on_connection) as backend:
+        async with self._opening(config, on_connection) as backend:
             yield cast(Admin, _Recorder(backend, self._note, self._made.add, self._take_turns))
 
     @asynccontextmanager
@@ -383,7 +501,7 @@ class Harness:
         """Let a request of one of several workers take longer than another's: in a loop that they share, and without a
         network, they would go on in step, and each come first in its turn.
         """
-        if self._count == 1 or PROCESS.get() is None:
+        if max(self._count, len(self._workers)) == 1 or PROCESS.get() is None:
             return
         turns = self._random.randrange(MOST_TURNS)
         if self._clock is None:
@@ -407,29 +525,85 @@ class Harness:
             self._block.cancel()
 
     def _name(self, agent: Agent[Any, Any] | str) -> str:
-        name = agent if isinstance(agent, str) else (included(agent, self.app.agents) or agent).name
-        return self._known("agent", name, self.app.agents)
+        if isinstance(agent, str):
+            name = agent
+        else:
+            found = (included(agent, version.app.agents) for version in reversed(self._versions))
+            name = next(filter(None, found), agent).name
+        return self._known("agent", name, self._agents())
 
     def _timer_name(self, timer: Timer[Any, Any] | str) -> str:
         if isinstance(timer, Timer):
-            same = [
-                each for each in self.app.timers if (each.function, each.schedule) == (timer.function, timer.schedule)
-            ]
-            timer = same[0] if len(same) == 1 else timer
-        return self._known("timer", timer if isinstance(timer, str) else timer.name, self.app.timers)
+            for version in reversed(self._versions):
+                same = [
+                    each
+                    for each in version.app.timers
+                    if (each.function, each.schedule) == (timer.function, timer.schedule)
+                ]
+                if len(same) == 1:
+                    (timer,) = same
+                    break
+        return self._known("timer", timer if isinstance(timer, str) else timer.name, self._timers())
+
+    def _agents(self) -> list[Agent[Any, Any]]:
+        """Return the agents of all versions, those of the newest first."""
+        return [agent for version in reversed(self._versions) for agent in version.app.agents]
+
+    def _timers(self) -> list[Timer[Any, Any]]:
+        return [timer for version in reversed(self._versions) for timer in version.app.timers]
+
+    def _at_work(self) -> list[_Version]:
+        """Return the versions that workers run, the newest first; the newest of all where there is no worker."""
+        running = [worker.version for worker in self._workers] or self._versions[-1:]
+        return [version for version in reversed(self._versions) if version in running]
+
+    def _consumer(self, agent: Agent[Any, Any] | str) -> AgentConsumer:
+        name = self._name(agent)
+        return next(
+            AgentConsumer(app=version.app.name, agent=name, stream=version.streams[each.event_type])
+            for version in reversed(self._versions)
+            for each in version.app.agents
+            if each.name == name
+        )
+
+    async def _until_read(self, consumer: AgentConsumer) -> None:
+        """Wait until the agent's consumers are made, which its worker does soon after its start."""
+        deadline = self.clock.monotonic() + REAL_PATIENCE_SECONDS
+        with self._moving():
+            for stream in (consumer.stream, dead_letter_store.RETRIES):
+                while missing := await self._not_read(stream, consumer.consumer):
+                    self._raise_failure()
+                    if not self._workers or not await self._let_time_pass(deadline):
+                        raise AssertionError(f"agent {consumer.agent} was never at work: {missing}")
+
+    async def _not_read(self, stream: str, durable: str) -> str:
+        """Return why the consumer cannot be asked; empty where it exists."""
+        try:
+            await self._watch.consumer_info(stream, durable)
+        except NotFoundError as error:
+            return f"not read yet ({error})"
+        return ""
 
     def _known(self, kind: str, name: str, declared: Sequence[Agent[Any, Any]] | Sequence[Timer[Any, Any]]) -> str:
-        names = [each.name for each in declared]
+        names = dict.fromkeys(each.name for each in declared)
         if name not in names:
             raise ValueError(f"no {kind} {name!r} in app {self.app.name!r}, which has: {', '.join(names) or 'none'}")
         return name
 
+    def _numbered(self, worker: int) -> _Worker:
+        if not -len(self._workers) <= worker < len(self._workers):
+            raise ValueError(f"there is no worker {worker}: {len(self._workers)} run, counted from 0")
+        return self._workers[worker]
+
     def _clients(self, worker: int | None) -> list[Any]:
         if self._clock is None:
             raise AvisoWorkersError("the connection to a real server cannot be taken away: stop the server instead")
-        workers = self._workers if worker is None else [self._workers[worker]]
+        workers = self._workers if worker is None else [self._numbered(worker)]
         clients = [each.session.backend for each in workers]
-        return [*clients, self.app.session.backend] if worker is None else clients
+        return [*clients, *(each.app.session.backend for each in self._versions)] if worker is None else clients
+
+    def _moving(self) -> AbstractContextManager[None]:
+        return self._clock.moved_by_test() if self._clock else nullcontext()
 
     async def _let_time_pass(self, deadline: float) -> bool:
         """False where that does not help, or no time is left."""
@@ -439,7 +613,7 @@ class Harness:
         await at_rest()  # nothing may happen between this and the next call: code that ends now needs no time
         if (seconds := self._code.seconds) is None:
             return await self._clock.advance_to_next_call(until=deadline)
-        await anyio.sleep(NAP_SECONDS)
+        await self._clock.pass_as_in_reality()
         return seconds < CODE_PATIENCE_SECONDS
 
     async def _is_unsettled(self) -> bool:
@@ -449,7 +623,7 @@ class Harness:
         """
         if self._clock:
             await at_rest()
-        if any(buffer for agent in self.app.agents for buffer in self._buffers(agent)):
+        if any(run.buffer for worker in self._workers for run in worker.session.runs.values()):
             return True
         left = await self._left()
         if not left and not self._clock:
@@ -459,24 +633,30 @@ class Harness:
 
     def _buffers(self, agent: Agent[Any, Any]) -> list[Buffer]:
         """Return what each worker holds for the agent."""
-        return [worker.session.runs[agent.name].buffer for worker in self._workers if worker.session.runs]
+        runs = [worker.session.runs.get(agent.name) for worker in self._workers]
+        return [run.buffer for run in runs if run]
 
     async def _left(self) -> list[str]:
         left = []
-        for agent in self.app.agents:
-            durable = agent.durable_name(self.app.name)
-            buffers = self._buffers(agent)
-            read = (self._streams[agent.event_type], dead_letter_store.RETRIES)
-            facts = [await self._left_of(stream, durable) for stream in read]
-            if held := sum(map(len, buffers)):
-                facts.append(f"{held} held by workers, {sum(buffer.running for buffer in buffers)} of them running")
-            if over := await self._windows_over(agent):
-                facts.append(f"{over} windows over and not done")
-            if any(facts):
-                left.append(f"{agent.name}: {'; '.join([*filter(None, facts), *self._reasons(agent.name)])}")
-        reader = durable_name(self.app.name, max_deliveries.NAME)
-        if self.app.agents and (exceeded := await self._left_of(max_deliveries.STREAM, reader)):
-            left.append(f"{max_deliveries.NAME}: {exceeded}")
+        asked = set()
+        for version in self._at_work():
+            app = version.app.name
+            for agent in version.app.agents:
+                stream, durable = version.streams[agent.event_type], agent.durable_name(app)
+                if (stream, durable) in asked:
+                    continue  # two versions share its consumer
+                asked.add((stream, durable))
+                buffers = self._buffers(agent)
+                facts = [await self._left_of(read, durable) for read in (stream, dead_letter_store.RETRIES)]
+                if held := sum(map(len, buffers)):
+                    facts.append(f"{held} held by workers, {sum(buffer.running for buffer in buffers)} of them running")
+                if over := await self._windows_over(agent, app):
+                    facts.append(f"{over} windows over and not done")
+                if any(facts):
+                    left.append(f"{agent.name}: {'; '.join([*filter(None, facts), *self._reasons(agent.name)])}")
+            reader = durable_name(app, max_deliveries.NAME)
+            if version.app.agents and (exceeded := await self._left_of(max_deliveries.STREAM, reader)):
+                left.append(f"{max_deliveries.NAME}: {exceeded}")
         if delayed_messages.STREAM in self._made and (
             due := await self._left_of(delayed_messages.STREAM, delayed_delivery.DURABLE)
         ):
@@ -490,12 +670,14 @@ class Harness:
             return f"not read yet ({error})"
         if not info.num_pending + info.num_ack_pending:
             return ""
+        if info.paused_until is not None and info.paused_until >= agent_control.UNTIL_RESUMED:
+            return ""
         return f"{stream}: {info.num_pending} waiting, {info.num_ack_pending} delivered and not settled"
 
-    async def _windows_over(self, agent: Agent[Any, Any]) -> int:
+    async def _windows_over(self, agent: Agent[Any, Any], app: str) -> int:
         if (window := agent.policy.window) is None:
             return 0
-        return await windowed.unfinished(agent, window, self._watch, app=self.app.name)
+        return await windowed.unfinished(agent, window, self._watch, app=app)
 
     def _reasons(self, agent: str) -> Iterator[str]:
         if not self._workers:
@@ -509,18 +691,54 @@ class Harness:
         if agent in self._disturbed:
             yield f"reading was disturbed: {self._disturbed[agent]}"
         if any(name == agent for name, _ in self._code.running.values()):
-            yield "its code runs, in real time; `advance` lets time pass meanwhile"
+            yield "its code runs, in real time; `advance` lets more time pass meanwhile"
 
 
 def _text(error: BaseException | None) -> str:
     return text_of(error) if error else "no error"
 
 
+class _Version:
+    """One version of the app's code. Raises `ConfigError` with its mistakes."""
+
+    def __init__(self, app: App, server: str | None) -> None:
+        if mistakes := app.mistakes():
+            raise ConfigError(mistakes)
+        self.app = app
+        self.config = _config(app.config, server)
+        schema = self.config.notification_schema
+        self.streams = {name: streams.event_stream(name, schema[name], self.config).name for name in schema}
+        """The names of the streams of the events, by event type."""
+        self.readers = {self.streams[name]: NotificationReader(name, schema[name]) for name in schema}
+        """By stream."""
+
+    @asynccontextmanager
+    async def connected(self, opening: Opening) -> AsyncIterator[None]:
+        """Connect the app, as the test and the handlers use it, and leave it as it was."""
+        before = self.app.config
+        self.app.configure(self.config, opening=opening)
+        try:
+            async with self.app:
+                yield
+        finally:
+            self.app.configure(before)
+
+    def given(self, resources: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        """Return those of the test's resources that the app declares."""
+        declared = [resource.gives for resource in self.app.resources]
+        return {kind: value for kind, value in resources.items() if kind in declared}
+
+
 class _Worker:
     """The agents of an app at work, as in a process of their own."""
 
-    def __init__(self, failed: Callable[[Exception], None], *listeners: Callable[[Event], None]) -> None:
+    def __init__(
+        self, version: _Version, failed: Callable[[Exception], None], *listeners: Callable[[Event], None]
+    ) -> None:
+        self.version = version
         self.stop = anyio.Event()
+        self.begun = anyio.Event()
+        """Set when each agent reads its stream, or has stated why it cannot."""
         self.ended = anyio.Event()
         self.session: Session
         self._failed = failed
@@ -529,19 +747,19 @@ class _Worker:
 
     async def run(
         self,
-        app: App,
-        config: Config,
         opening: Any,
         agents: list[Agent[Any, Any]],
         given: Mapping[Any, Any],
         *,
         task_status: TaskStatus[None],
     ) -> None:
+        app, config = self.version.app, self.version.config
         events = Events()
         events.listen(self._tell)
         try:
             with self._life:
                 PROCESS.set(self)
+                _IN_HARNESS.set(True)
                 async with (
                     open_session(app=app.name, config=config, events=events, opening=opening) as session,
                     session.connect(app.tables),
@@ -549,10 +767,11 @@ class _Worker:
                     self.session = session
                     task_status.started()
                     try:
-                        await session.work(app, self.stop, agents=agents, given=given)
+                        await session.work(app, self.stop, agents=agents, given=given, begun=self.begun)
                     except Exception as error:
                         self._failed(error)
         finally:
+            self.begun.set()
             self.ended.set()
 
     async def kill(self) -> None:
@@ -567,15 +786,89 @@ class _Worker:
 
 
 class _Clock(VirtualClock):
-    """Time that also passes where the author's code waits for it, as in a publish that is tried again."""
+    """Time that also passes where the author's code waits for it, as in a publish that is tried again, and where the
+    test itself does. While the author's code runs, it passes as in reality.
+    """
 
-    def __init__(self, code: _Code) -> None:
-        super().__init__()
+    def __init__(self, code: _Code, *, start: datetime) -> None:
+        super().__init__(start=start)
         self._code = code
+        self._awaited_by_test = 0
+        self._moved_by_test = 0
 
     async def sleep(self, seconds: float) -> None:
-        with self._code.asleep():
+        with self._awaited():
             await super().sleep(seconds)
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> ClockTimer:
+        timer = super().call_at(when, callback)
+        # What ends a scope is waited for, as by `clocks.move_on_after`. Other calls are due without anybody there.
+        if isinstance(getattr(callback, "__self__", None), anyio.CancelScope):
+            return _Wait(timer, self._awaited())
+        return timer
+
+    async def keep(self) -> None:
+        """Let time pass beside code that runs, and where the test waits for it and nobody else moves it. Never returns.
+
+        One call a turn, with a nap in between: the test may have done something, or have got what it waited for.
+        """
+        while True:
+            if self._moved_by_test:
+                await anyio.sleep(NAP_SECONDS)  # two that wait until nothing runs would keep each other waiting
+            elif self._code.seconds is not None:
+                await self.pass_as_in_reality()
+            else:
+                await anyio.sleep(NAP_SECONDS)
+                if self._is_awaited():
+                    await at_rest()
+                if self._is_awaited():
+                    await self.advance_to_next_call(until=math.inf)
+
+    async def pass_as_in_reality(self) -> None:
+        """Let as much time pass as a nap takes."""
+        began = time.monotonic()
+        await anyio.sleep(NAP_SECONDS)
+        if (seconds := self._code.seconds) is not None:
+            await self.advance(min(seconds, time.monotonic() - began))
+
+    def _is_awaited(self) -> bool:
+        """Return whether the test waits in a call, and nothing else lets time pass."""
+        return bool(self._awaited_by_test) and not self._moved_by_test and self._code.seconds is None
+
+    @contextmanager
+    def moved_by_test(self) -> Iterator[None]:
+        """The test lets time pass by itself meanwhile."""
+        self._moved_by_test += 1
+        try:
+            yield
+        finally:
+            self._moved_by_test -= 1
+
+    @contextmanager
+    def _awaited(self) -> Iterator[None]:
+        by_test = not _IN_HARNESS.get()
+        self._awaited_by_test += by_test
+        try:
+            with self._code.asleep():
+                yield
+        finally:
+            self._awaited_by_test -= by_test
+
+
+class _Wait:
+    """A call for which somebody waits until it is cancelled, also where it was made before."""
+
+    def __init__(self, timer: ClockTimer, awaited: AbstractContextManager[None]) -> None:
+        self._timer = timer
+        self._stack = ExitStack()
+        self._stack.enter_context(awaited)
+
+    def when(self) -> float:
+        return self._timer.when()
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+        self._stack.close()
 
 
 class _Recorder:

@@ -67,7 +67,7 @@ RUN_BY: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("docs/streams.md", "python"): (1, (EXAMPLES,)),
     ("docs/tables.md", "python"): (1, (EXAMPLES,)),
     ("docs/testing.md", "bash"): (1, (PLUGIN,)),
-    ("docs/testing.md", "python"): (5, (PLUGIN,)),
+    ("docs/testing.md", "python"): (9, (PLUGIN,)),
     ("docs/timers.md", "python"): (1, (EXAMPLES,)),
     ("docs/tutorial.md", "bash"): (6, (COMMANDS,)),
     ("docs/tutorial.md", "python"): (2, (PLUGIN,)),

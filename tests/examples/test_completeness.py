@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from types import ModuleType
 
 import pytest
@@ -12,7 +12,8 @@ from tests.examples.conftest import Load
 pytestmark = pytest.mark.anyio
 
 MIDNIGHT = {"class": "od", "date": "2026-01-01", "time": "0000"}
-"""The cycle that begins when the harness's clock does."""
+START = datetime(2026, 1, 1, tzinfo=UTC)
+"""When this cycle begins, and the harness's clock."""
 EARLIER = "20251231T1200"
 DUE_SECONDS = 60.0
 
@@ -37,7 +38,7 @@ async def publish(t: Harness, *steps: int) -> None:
 
 
 async def test_complete_cycle_is_announced_once_by_its_last_step(example: ModuleType) -> None:
-    async with harness(example.app) as t:
+    async with harness(example.app, start=START) as t:
         await publish(t, 24, 6, 18, 12, 3)
         assert announced(t) == []
 
@@ -51,7 +52,7 @@ async def test_complete_cycle_is_announced_once_by_its_last_step(example: Module
 
 
 async def test_late_cycle_is_announced_once_with_what_is_missing(example: ModuleType) -> None:
-    async with harness(example.app) as t:
+    async with harness(example.app, start=START) as t:
         await publish(t, 0, 6, 18)
         await t.advance(5 * DUE_SECONDS)
         (late,) = announced(t)
@@ -64,7 +65,7 @@ async def test_late_cycle_is_announced_once_with_what_is_missing(example: Module
 
 
 async def test_cycle_of_which_nothing_came_is_late(example: ModuleType) -> None:
-    async with harness(example.app) as t:
+    async with harness(example.app, start=START) as t:
         await t.advance(2 * DUE_SECONDS)
 
         (late,) = (each for each in t.published if each.identifier["cycle"] == EARLIER)
@@ -72,7 +73,7 @@ async def test_cycle_of_which_nothing_came_is_late(example: ModuleType) -> None:
 
 
 async def test_cycle_that_was_stored_in_time_is_not_late_although_the_agent_is_behind(example: ModuleType) -> None:
-    async with harness(example.app) as t:
+    async with harness(example.app, start=START) as t:
         t.fail(example.note, ConnectionError("no server"), times=3)
         for step in sorted(example.STEPS):
             await t.notify("field", MIDNIGHT | {"step": step})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from typing import Any, assert_type
 
 import msgspec
 
 from aviso_workers import App, Change, Counter, KeyValue, Notification, Notify, Receipt, Table, Tick, Timer
-from aviso_workers.testing import Harness, harness
+from aviso_workers.pytest_plugin import AvisoHarness
+from aviso_workers.testing import DeadLetter, Harness, harness
 
 
 class Row(msgspec.Struct):
@@ -116,6 +118,20 @@ async def try_out() -> None:
         assert_type(t.published, list[Notify])
         assert_type([dead_letter.reason for dead_letter in t.dead_letters], list[str])
         assert_type(t.ticks(tidy)[0].timer, str)
+        assert_type(await t.retry_dead_letters(), list[DeadLetter])
+        assert_type(await t.retry_dead_letters(*t.dead_letters), list[DeadLetter])
+        assert_type(await t.pause("index"), None)
+        assert_type(await t.pause("index", seconds=60), None)
+        assert_type(await t.resume("index"), None)
+        assert_type(await t.deploy(App("fields")), None)
+        assert_type(await t.deploy(App("fields"), beside=True), None)
+    async with harness(app, start=datetime(2026, 11, 20, tzinfo=UTC)) as t:
+        assert_type(t.clock.time_ns(), int)
+
+
+async def try_the_fixture(aviso_harness: AvisoHarness) -> None:
+    async with aviso_harness(app, workers=2, start=datetime(2026, 11, 20, tzinfo=UTC)) as t:
+        assert_type(t, Harness)
 
 
 assert_type(report.name, str)
