@@ -12,11 +12,11 @@ from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.codec import NotificationReader
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.aviso.schema import EventType, Where
-from aviso_workers.backends import Backend
+from aviso_workers.backends import Backend, ConsumerInfo
 from aviso_workers.config import Config, streams
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.batches import Batch, Stream
-from aviso_workers.engine import consumer_records, dead_letter_store
+from aviso_workers.engine import consumer_records, dead_letter_store, key_orders
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.buffer import Buffer
@@ -165,7 +165,7 @@ class AgentSubscriptions:
         shared = self._shared_filter(agent, event_type, where, stream, run, known_agents)
         return Subscription(
             name=agent.name,
-            feeds=self._feeds(agent, stream, shared, run, repeats),
+            feeds=self._feeds(agent, event_type, stream, shared, run, repeats),
             run=run,
             beside=[shared.keep],
             also=windows.close if windows is not None else None,
@@ -220,6 +220,7 @@ class AgentSubscriptions:
     def _feeds(
         self,
         agent: Agent[Any, Any],
+        event_type: EventType,
         stream: StreamSpec,
         shared: SharedFilter,
         run: Run,
@@ -230,11 +231,17 @@ class AgentSubscriptions:
         consumer = consumer_spec(shared.consumer.durable_name, (retry_subject(self._app, agent.name),), policy.ack_wait)
         retries_consumer = _served(consumer, singleton=policy.singleton)
         leaves = None if shared.wants_everything else shared.leaves
+
+        async def ensure() -> ConsumerInfo:
+            topic = schema.topic_of(agent.event_type, event_type)
+            await key_orders.require_same(self._backend, stream.name, agent.event_type, tuple(topic.key_order))
+            return await shared.ensure()
+
         return [
             Feed(
                 stream=stream,
                 consumer=shared.consumer,
-                ensure=shared.ensure,
+                ensure=ensure,
                 leaves=leaves,
                 repeats=repeats,
                 provisioner=self._provisioner,

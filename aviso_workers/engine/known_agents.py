@@ -46,7 +46,7 @@ class KnownAgents:
             if each.agent in self._declared or (each.stream, each.filter_subjects) != (stream, filter_subjects):
                 continue
             record = await consumer_records.alive(self._backend, app=self._app, agent=each.agent, stream=stream)
-            if record is not None:
+            if record is not None and record.ack_floor:
                 raise RefusedError(
                     f"agent {agent} has never run, and agent {each.agent}, which the code does not declare any more, "
                     f"has settled stream {stream} with the same filter up to sequence {record.ack_floor}. If {agent} "

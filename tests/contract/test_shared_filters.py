@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -14,6 +14,7 @@ from aviso_workers.backends import Backend, ConsumerInfo, Message, PubAck
 from aviso_workers.engine import parts, shared_filters
 from aviso_workers.engine.dead_letter_store import RETRIES, retry_subject
 from aviso_workers.engine.replay import message_at
+from aviso_workers.engine.session import open_session
 from aviso_workers.errors import NotFoundError, RefusedError
 from aviso_workers.events import AckWaitDiffers, AgentStarted, FilterHides, FiltersDiffer
 from aviso_workers.jetstream.fields import SECOND
@@ -296,12 +297,11 @@ async def test_an_edit_of_the_filter_while_no_worker_runs_hides_nothing(deployme
 
 @pytest.mark.parametrize("exists", [False, True], ids=["without a consumer", "with a consumer"])
 async def test_an_update_of_another_version_that_comes_late_hides_nothing(
-    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, *, exists: bool
+    deployment: Deployment, nats_url: str, monkeypatch: pytest.MonkeyPatch, *, exists: bool
 ) -> None:
     """The old version has read the consumer, and updates it when the new version reads already."""
     monkeypatch.setattr(shared_filters, "GONE_SECONDS", 300.0)
-    held, late = anyio.Event(), anyio.Event()
-    ensure_consumer = deployment.backend.ensure_consumer
+    held, late, stop = anyio.Event(), anyio.Event(), anyio.Event()
 
     async def ensure_late(stream: str, spec: ConsumerSpec) -> ConsumerInfo:
         if spec.filter_subjects == NARROW and not held.is_set():
@@ -312,11 +312,16 @@ async def test_an_update_of_another_version_that_comes_late_hides_nothing(
     if exists:
         async with deployment.worker("od", ack_wait=2.0):
             pass
-    monkeypatch.setattr(deployment.backend, "ensure_consumer", ensure_late)
-    stop = anyio.Event()
-    async with anyio.create_task_group() as tasks:
-        old = deployment.version("od", ack_wait=20.0, seconds=0.0)
-        tasks.start_soon(deployment.t.app.session.run_agent, old, stop)
+    async with AsyncExitStack() as stack:
+        session = deployment.t.app.session
+        if nats_url:  # a connection of its own, as each worker has
+            session = await stack.enter_async_context(
+                open_session(app="contract", config=deployment.t.app.config, events=deployment.t.app.events)
+            )
+        ensure_consumer = session.backend.ensure_consumer
+        monkeypatch.setattr(session.backend, "ensure_consumer", ensure_late)
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        tasks.start_soon(session.run_agent, deployment.version("od", ack_wait=20.0, seconds=0.0), stop)
         await held.wait()
         async with deployment.worker("rd"):
             late.set()

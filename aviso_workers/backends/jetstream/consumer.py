@@ -297,7 +297,8 @@ class PullConsumer:
                 self._outbox.repeat()
                 self._ask()
         except NotFoundError as error:
-            self._made.pop(self._consumer, None)
+            if self._same():  # else another reader has opened the one that was created in its place
+                del self._made[self._consumer]
             self._error = error
         except BackendError as error:
             self._error = error
