@@ -56,6 +56,7 @@ __all__ = [
     "Ticked",
     "Unreadable",
     "WindowDone",
+    "WindowsResized",
 ]
 
 
@@ -269,6 +270,22 @@ class WindowDone(Struct, frozen=True, kw_only=True):
     again_in_seconds: float = 0.0
     dead_lettered: str = ""
     """The reason of the dead letter; empty where there is none."""
+
+
+class WindowsResized(Struct, frozen=True, kw_only=True):
+    """The code of the worker that closes an agent's windows states another size than that by which they are opened.
+
+    Windows that start at `since` or later have the new size. Those that start before keep the size that they have.
+    """
+
+    agent: str
+    size_seconds: int
+    every_seconds: int
+    """How often windows begin, from `since` on."""
+    before_size_seconds: int
+    before_every_seconds: int
+    since: int
+    """In seconds since 1970 UTC: the first moment, after all that was counted, at which windows of both sizes begin."""
 
 
 class LeadershipChanged(Struct, frozen=True, kw_only=True):
@@ -485,6 +502,7 @@ Event = (
     | PermissionDenied
     | Measured
     | WindowDone
+    | WindowsResized
 )
 
 WARNINGS = (

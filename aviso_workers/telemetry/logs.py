@@ -10,11 +10,12 @@ import logging
 import sys
 import traceback
 from collections.abc import Iterable, MutableMapping
+from datetime import UTC, datetime
 from typing import Any, Literal, TextIO, get_args
 
 import structlog
 
-from aviso_workers.aviso.literals import printable
+from aviso_workers.aviso.literals import Duration, printable
 from aviso_workers.config import Logging
 from aviso_workers.events import (
     AckWaitDiffers,
@@ -53,6 +54,7 @@ from aviso_workers.events import (
     Ticked,
     Unreadable,
     WindowDone,
+    WindowsResized,
 )
 from aviso_workers.telemetry.tracebacks import loggable
 
@@ -184,6 +186,7 @@ def observe(event: Event) -> None:
             | TaskFailed()
             | Ticked()
             | WindowDone()
+            | WindowsResized()
             | Unreadable()
         ):
             _observe_beside(event)
@@ -417,6 +420,28 @@ def _observe_beside(event: Event) -> None:
                 **({"reason": event.dead_lettered} if event.dead_lettered else becomes),
                 exc_info=error,
             )
+
+
+        case WindowsResized():
+            log.warning(
+                "windows.resized",
+                agent=event.agent,
+                **_lengths(event.size_seconds, event.every_seconds),
+                **_lengths(event.before_size_seconds, event.before_every_seconds, prefix="before_"),
+                since=_day(event.since),
+                cure="windows that start before keep their size; to have the new size at once, give the agent another "
+                "name and a start",
+            )
+
+
+def _lengths(size_seconds: int, every_seconds: int, *, prefix: str = "") -> dict[str, str]:
+    """Return the size of windows, and how often they begin where they overlap."""
+    lengths = {f"{prefix}size": str(Duration(size_seconds))}
+    return lengths if every_seconds == size_seconds else lengths | {f"{prefix}every": str(Duration(every_seconds))}
+
+
+def _day(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def _observe_leadership(event: LeadershipChanged | LeadershipHindered | LeadershipUnhindered) -> None:

@@ -34,6 +34,11 @@ def notification(sequence: int, *, payload: int = 1, stored: float | None = None
     return Notification(event_type="mars", identifier={}, payload=payload, sequence=sequence, time=time)
 
 
+def begun(window: Windowing[Any, Any] | None = None) -> State[Any]:
+    """The state of a new key."""
+    return State(sizings=((window or windowing()).sizing,))
+
+
 def counted(state: State[int], *times: float, window: Windowing[int, int]) -> State[int]:
     """The state after notifications of these times, of sequences that follow those before."""
     for time in times:
@@ -59,7 +64,7 @@ class TestStarts:
     def test_are_those_of_the_windows_that_a_time_is_in(
         self, stated: dict[str, str], time: float, starts: list[int]
     ) -> None:
-        assert windowing(**stated).starts(time) == starts
+        assert windows.starts((windowing(**stated).sizing,), time) == starts
 
     @given(
         st.floats(-1e10, 1e10),
@@ -67,7 +72,7 @@ class TestStarts:
     )
     def test_leave_no_window_out(self, time: float, lengths: tuple[int, int]) -> None:
         size, every = lengths
-        starts = windowing(size=f"{size}s", every=f"{every}s").starts(time)
+        starts = windows.starts((windowing(size=f"{size}s", every=f"{every}s").sizing,), time)
         assert starts, "it is in no window"
         assert all(start % every == 0 and start <= time < start + size for start in starts)
         assert not min(starts) - every <= time < min(starts) - every + size
@@ -95,16 +100,16 @@ def test_windows_that_make_no_sense_are_refused(stated: dict[str, Any], complain
 
 class TestAState:
     def test_has_a_value_for_each_open_window(self) -> None:
-        state = counted(State(), 1, 2, 11, window=windowing())
+        state = counted(begun(), 1, 2, 11, window=windowing())
         assert (state.open, state.time) == ({0: 2, 10: 1}, 11)
 
     def test_counts_what_comes_again_once(self) -> None:
         one = notification(7)
-        state = windows.add(State(), one, windowing(), time=1)
+        state = windows.add(begun(), one, windowing(), time=1)
         assert windows.add(state, one, windowing(), time=1) is state
 
     def test_counts_what_has_the_sequence_of_another_stream(self) -> None:
-        state = windows.add(State(), notification(7, stored=7), windowing(), time=1)
+        state = windows.add(begun(), notification(7, stored=7), windowing(), time=1)
         assert windows.add(state, notification(7, stored=8), windowing(), time=1).open == {0: 2}
 
     def test_does_not_share_what_it_began_with(self) -> None:
@@ -113,22 +118,22 @@ class TestAState:
             return found
 
         gathering: Windowing[list[int], int] = Windowing(size="10s", every="5s", fold=gather, initial=[])
-        state: State[list[int]] = windows.add(State(), notification(1), gathering, time=7)
+        state: State[list[int]] = windows.add(begun(gathering), notification(1), gathering, time=7)
         assert (state.open, gathering.initial) == ({5: [1], 0: [1]}, [])
 
     def test_closes_windows_that_are_over(self) -> None:
-        state = counted(State(), 1, 11, 21, window=windowing())
-        closed = windows.close(state, 20.5, windowing())
-        assert (windows.due(closed, windowing()), closed.closed) == ([0, 10], 20)
-        assert windows.close(closed, 20.5, windowing()) is closed
+        state = counted(begun(), 1, 11, 21, window=windowing())
+        closed = windows.close(state, 20.5)
+        assert (windows.due(closed), closed.closed) == ([0, 10], 20)
+        assert windows.close(closed, 20.5) is closed
 
     def test_closes_nothing_where_nothing_is_over(self) -> None:
-        state = counted(State(), 11, window=windowing())
-        assert windows.close(state, 19.9, windowing()) is state
-        assert windows.close(State(), 100, windowing()) == State()
+        state = counted(begun(), 11, window=windowing())
+        assert windows.close(state, 19.9) is state
+        assert windows.close(begun(), 100) == begun()
 
     def test_takes_nothing_for_windows_that_have_closed(self) -> None:
-        state = windows.close(counted(State(), 1, 11, window=windowing()), 10, windowing())
+        state = windows.close(counted(begun(), 1, 11, window=windowing()), 10)
         with pytest.raises(FinalError) as raised:
             windows.add(state, notification(9), windowing(), time=2)
         assert isinstance(raised.value.error, LateError)
@@ -141,7 +146,7 @@ class TestAState:
 
     def test_remembers_who_was_late_for_some_of_its_windows(self) -> None:
         hopping = windowing(every="5s")
-        state = windows.close(counted(State(), 1, window=hopping), 5, hopping)
+        state = windows.close(counted(begun(hopping), 1, window=hopping), 5)
         late = notification(9)
         state = windows.add(state, late, hopping, time=2)
         assert (state.open, windows.has_missed(state, late)) == ({-5: 1, 0: 2}, True)
@@ -149,22 +154,22 @@ class TestAState:
         assert not windows.has_missed(state, notification(9, stored=10))
 
     def test_leaves_out_what_is_settled(self) -> None:
-        state = counted(State(), 1, 2, 3, window=windowing())
+        state = counted(begun(), 1, 2, 3, window=windowing())
         pruned = windows.prune(state, Settled(sequence=2, time=9))
         assert (set(pruned.counted), pruned.left_out) == ({3}, (2, 2.0))
         assert [windows.is_older(pruned, sequence, sequence) for sequence in (1, 2, 3, 4)] == [True, True, False, False]
         assert not windows.is_older(pruned, 1, 10), "of a new stream"
 
     def test_keeps_what_was_stored_after_the_server_said_what_is_settled(self) -> None:
-        state = counted(State(), 1, 2, 3, window=windowing())
+        state = counted(begun(), 1, 2, 3, window=windowing())
         assert windows.prune(state, Settled(sequence=3, time=0.5)) is state, "those sequences were of another stream"
 
     def test_leaves_out_the_older_half_where_it_lists_too_many(self) -> None:
-        state = counted(State(), 1, 2, 3, 4, window=windowing())
+        state = counted(begun(), 1, 2, 3, 4, window=windowing())
         assert windows.oldest(state) == {1: 1.0, 2: 2.0}
 
     def test_counts_a_dead_letter_that_is_tried_again_once(self) -> None:
-        state = windows.prune(counted(State(), 1, 2, window=windowing()), Settled(sequence=2, time=9))
+        state = windows.prune(counted(begun(), 1, 2, window=windowing()), Settled(sequence=2, time=9))
         late_letter = notification(1)
         state = windows.add(state, late_letter, windowing(), time=1, retry="letter")
         assert state.open == {0: 3}
@@ -172,7 +177,7 @@ class TestAState:
 
     def test_knows_which_notification_is_the_newest(self) -> None:
         window = windowing()
-        states = [counted(State(), 5, 31, 7, window=window), counted(State(), 30, window=window)]
+        states = [counted(begun(), 5, 31, 7, window=window), counted(begun(), 30, window=window)]
         assert windows.newest(states) == (31, 2)
         assert windows.newest([]) == (windows.NEVER, 0)
 
@@ -206,7 +211,8 @@ def test_whatever_comes_again_every_window_has_what_was_counted_in_it(
     deliveries: list[tuple[int, int]], until: int
 ) -> None:
     """Deliveries in any order, some of them again, some after windows have closed."""
-    window, state = windowing(every="5s"), State[int]()
+    window = windowing(every="5s")
+    state = begun(window)
     happened = dict(deliveries)
     expected: dict[int, set[int]] = {}
     for turn, (sequence, _) in enumerate(deliveries):
@@ -215,11 +221,11 @@ def test_whatever_comes_again_every_window_has_what_was_counted_in_it(
         try:
             state = windows.add(state, notification(sequence), window, time=time)
         except FinalError:
-            assert all(start + 10 <= state.closed for start in window.starts(time))
+            assert all(start + 10 <= state.closed for start in windows.starts(state.sizings, time))
         else:
-            for start in window.starts(time):
+            for start in windows.starts(state.sizings, time):
                 if not known and start + 10 > state.closed:
                     expected.setdefault(start, set()).add(sequence)
         if turn == len(deliveries) // 2:
-            state = windows.close(state, until, window)
+            state = windows.close(state, until)
     assert state.open == {start: len(members) for start, members in expected.items()}

@@ -42,7 +42,7 @@ from aviso_workers.engine.handlers.one import HandlerContext, OneByOne
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue
 from aviso_workers.engine.timer_loops import Lease, drained
 from aviso_workers.errors import BackendError, ConflictError, NotFoundError, UndecodableError
-from aviso_workers.events import Events, Unreadable, WindowDone
+from aviso_workers.events import Events, Unreadable, WindowDone, WindowsResized
 from aviso_workers.jetstream.key_value import Entry
 
 __all__ = ["AsWindows", "bucket_of", "is_bucket", "is_window", "open_windows", "put_back", "unfinished"]
@@ -141,6 +141,7 @@ class AsWindows:
                 entry = await self._bucket.get(spelled)
                 progress = await self._progress()
                 state = windows.adopted(self._states.read(entry) if entry else State())
+                state = windows.sized(state, progress.sizings, passed=progress.closed)
                 state = await self._counted.shortened(state, progress.settled)
                 changed = await change(state, progress)
                 if changed is state:
@@ -165,7 +166,12 @@ class AsWindows:
         return await self._change(_spelled(key), changed)
 
     async def _progress(self) -> Progress:
-        return counted.read_progress(await self._bucket.get(PROGRESS))
+        """Return what is known for all keys. The first worker of all stores by which sizings windows are opened."""
+        progress = counted.read_progress(await self._bucket.get(PROGRESS))
+        return progress if progress.sizings else await self._advance(self._with_sizings)
+
+    def _with_sizings(self, progress: Progress) -> Progress:
+        return _sized(progress, self._windowing)
 
     async def _advance(self, change: Callable[[Progress], Progress]) -> Progress:
         """Change what is known for all keys, as `_change` does."""
@@ -192,6 +198,7 @@ class AsWindows:
 
     async def _close_due(self, stop: anyio.Event) -> None:
         held = await self._read()
+        await self._resize(held)
         if held.first_end == math.inf:
             return
         info = await self._backend.consumer_info(self._stream, self._durable)
@@ -201,19 +208,49 @@ class AsWindows:
         if passed < held.first_end and not idle:
             return
         for key, state in held.states.items():
-            until = max(state.open) + self._windowing.size_seconds if idle and state.open else passed
+            until = windows.last_end(state) if idle and state.open else passed
             if stop.is_set():
                 return
-            if windows.due(windows.close(state, until, self._windowing), self._windowing):
+            if windows.due(windows.close(state, until)):
                 await self._close(key, until)
 
     async def _read(self) -> _Held:
         """Return what the bucket holds. It is read again only where it has changed, because there may be many keys."""
         version = self._bucket.version
         if version is None or self._held is None or version != self._held.version:
+            progress = await self._progress()
             entries = await self._bucket.entries()
-            self._held = _Held(version, entries, self._states.by_key(entries), self._windowing)
+            self._held = _Held(version, entries, self._states.by_key(entries, progress), progress)
         return self._held
+
+    async def _resize(self, held: _Held) -> None:
+        """Have windows opened as this worker's code says, as soon as that can be.
+
+        Only the worker that closes windows does this, so that the workers of two versions of a deploy do not do it in
+        turns, and the last of them that stays has its way.
+        """
+        wanted, (newest, _) = self._windowing.sizing, held.newest
+
+        def resized(progress: Progress) -> Progress:
+            before = progress.sizings or held.sizings
+            return structs.replace(
+                progress, sizings=windows.resized(before, wanted, counted=newest, closed=progress.closed)
+            )
+
+        if held.sizings[-1].is_as(wanted):
+            return
+        progress = await self._advance(resized)
+        if progress.sizings != held.sizings:
+            self._events.emit(
+                WindowsResized(
+                    agent=self._agent.name,
+                    size_seconds=wanted.size,
+                    every_seconds=wanted.every,
+                    before_size_seconds=held.sizings[-1].size,
+                    before_every_seconds=held.sizings[-1].every,
+                    since=progress.sizings[-1].since,
+                )
+            )
 
     def _report_unreadable(self, entry: Entry, error: UndecodableError) -> None:
         stream = f"KV_{bucket_of(self._app, self._agent.name)}"
@@ -242,9 +279,15 @@ class AsWindows:
             return known
         self._awaited = None
         passed = int((time - self._windowing.lateness_seconds) // 1)
-        if self._windowing.ended(passed) <= self._windowing.ended(known):
+        if windows.ended(held.sizings, passed) <= windows.ended(held.sizings, known):
             return known
-        await self._advance(lambda progress: structs.replace(progress, closed=max(progress.closed, passed)))
+
+        def advance(progress: Progress) -> Progress:
+            closed = max(progress.closed, passed)
+            needed = windows.still_needed(progress.sizings, closed=closed)
+            return structs.replace(progress, closed=closed, sizings=needed)
+
+        await self._advance(advance)
         return passed
 
     def _is_idle(self, info: ConsumerInfo, held: _Held) -> bool:
@@ -255,10 +298,10 @@ class AsWindows:
         return info.time.timestamp() - max(held.stored, delivered) >= self._windowing.idle_seconds
 
     async def _close(self, key: str, until: float) -> None:
-        state = await self._update(key, lambda state: windows.close(state, until, self._windowing))
-        for start in windows.due(state, self._windowing):
+        state = await self._update(key, lambda state: windows.close(state, until))
+        for start in windows.due(state):
             if self._again_at.get((key, start), -math.inf) <= self._context.clock.monotonic():
-                await self._finish(self._windowing.window(key, start, state.open[start]), start)
+                await self._finish(windows.window(state, key, start), start)
 
     async def _finish(self, window: Window[Any], start: int) -> None:
         """Run the function, publish, and forget the window; or see to it that it is run again."""
@@ -340,7 +383,12 @@ async def put_back(backend: Backend, dead_letter: Message, *, app: str, agent: s
     while True:
         entry = await bucket.get(key)
         state: State[Any] = read_json(entry.value, State[Any]) if entry else State()
-        state = structs.replace(state, open={**state.open, kept.start: kept.value}, closed=max(state.closed, kept.end))
+        state = structs.replace(
+            state,
+            open={**state.open, kept.start: kept.value},
+            ends={**state.ends, kept.start: kept.end},  # the agent's windows may have another size by now
+            closed=max(state.closed, kept.end),
+        )
         try:
             await bucket.put(key, msgspec.json.encode(state), revision=entry.revision if entry else 0)
         except ConflictError:
@@ -356,7 +404,7 @@ class _Held:
         version: int | None,
         entries: Sequence[Entry],
         states: Mapping[str, State[Any]],
-        windowing: Windowing[Any, Any],
+        progress: Progress,
     ) -> None:
         self.version = version
         """See `CachedKeyValue.version`."""
@@ -366,7 +414,9 @@ class _Held:
         self.newest = windows.newest(states.values())
         self.stored = max((state.stored for state in states.values()), default=windows.NEVER)
         """When the last was stored that was counted."""
-        self.first_end = min((windows.first_end(state, windowing) for state in states.values()), default=math.inf)
+        self.first_end = min(map(windows.first_end, states.values()), default=math.inf)
+        self.sizings = progress.sizings
+        """Of all keys."""
 
 
 class _States:
@@ -393,11 +443,13 @@ class _States:
                 f"what windows of agent {self._agent.name!r} hold is not a {self._agent.argument_type}: {error}; "
                 "after such a change, give the agent another name"
             ) from error
-        if not all(EARLIEST <= start <= LATEST for start in state.open):
+        longest = max((sizing.size for sizing in state.sizings), default=0)
+        times = (*state.open, *(start + longest for start in state.open), *state.ends.values())
+        if not all(EARLIEST <= time <= LATEST for time in times):
             raise UndecodableError(f"what windows of agent {self._agent.name!r} hold has a window of no time")
         return state
 
-    def by_key(self, entries: Iterable[Entry]) -> dict[str, State[Any]]:
+    def by_key(self, entries: Iterable[Entry], progress: Progress) -> dict[str, State[Any]]:
         """Return the states that can be read. Who counts for a key whose state cannot be read, fails, and is heard."""
         known, self._known = self._known, {}
         for entry in entries:
@@ -405,7 +457,9 @@ class _States:
                 found = known.get(entry.key)
                 self._known[entry.key] = found if found and found[0] is entry else (entry, self._readable(entry))
         return {
-            "" if spelled == NO_KEY else decode_key(spelled): state
+            "" if spelled == NO_KEY else decode_key(spelled): windows.sized(
+                state, progress.sizings, passed=progress.closed
+            )
             for spelled, (_, state) in self._known.items()
             if state is not None
         }
@@ -435,10 +489,11 @@ async def unfinished(agent: Agent[Any, Any], windowing: Windowing[Any, Any], bac
     bucket = await _existing_bucket(agent, backend, app=app)
     if bucket is None:
         return 0
+    progress = _sized(counted.read_progress(await bucket.get(PROGRESS)), windowing)
     entries = await bucket.entries()
-    states = _States(agent, on_unreadable=_refuse).by_key(entries).values()
+    states = _States(agent, on_unreadable=_refuse).by_key(entries, progress).values()
     until = windows.newest(states)[0] - windowing.lateness_seconds
-    return sum(len(windows.due(windows.close(state, until, windowing), windowing)) for state in states)
+    return sum(len(windows.due(windows.close(state, until))) for state in states)
 
 
 async def open_windows(
@@ -453,11 +508,10 @@ async def open_windows(
     entry = None if bucket is None else await bucket.get(spelled)
     if bucket is None or entry is None:
         return []
+    progress = _sized(counted.read_progress(await bucket.get(PROGRESS)), windowing)
     state = _States(agent, on_unreadable=_refuse).read(entry)
-    passed = counted.read_progress(await bucket.get(PROGRESS)).closed
-    return [
-        windowing.window(key, start, state.open[start]) for start in windows.still_open(state, windowing, passed=passed)
-    ]
+    state = windows.sized(state, progress.sizings, passed=progress.closed)
+    return [windows.window(state, key, start) for start in windows.still_open(state, passed=progress.closed)]
 
 
 async def _existing_bucket(agent: Agent[Any, Any], backend: Backend, *, app: str) -> KeyValue | None:
@@ -468,6 +522,11 @@ async def _existing_bucket(agent: Agent[Any, Any], backend: Backend, *, app: str
     except NotFoundError:
         return None
     return await backend.key_value(name)
+
+
+def _sized(progress: Progress, windowing: Windowing[Any, Any]) -> Progress:
+    """Return what is known for all keys, with the code's own sizing where none was stored."""
+    return progress if progress.sizings else structs.replace(progress, sizings=(windowing.sizing,))
 
 
 def _refuse(_: Entry, error: UndecodableError) -> None:
