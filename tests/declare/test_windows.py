@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -9,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from aviso_workers import Notification, Windowing
 from aviso_workers.declare import windows
@@ -229,3 +232,128 @@ def test_whatever_comes_again_every_window_has_what_was_counted_in_it(
         if turn == len(deliveries) // 2:
             state = windows.close(state, until)
     assert state.open == {start: len(members) for start, members in expected.items()}
+
+
+class Versions:
+    """One key that workers of several versions count, whose code states different sizes, and that know late of it."""
+
+    def __init__(self, first: Windowing[Any, Any]) -> None:
+        self.state: State[Any] = State()
+        self.known = [windows.Progress(sizings=(first.sizing,))]
+        """What is known for all keys, as it was after each change of it."""
+        self.closed: dict[tuple[int, int], int] = {}
+        """The values of windows by their start and end, in the order in which they closed."""
+        self.counted: list[float] = []
+        self._sequence = 0
+
+    def count(self, time: float, *, behind: int) -> None:
+        """Count a notification of this time, by a worker that does not know of so many changes yet."""
+        progress = self.known[max(0, len(self.known) - 1 - behind)]
+        state = windows.sized(self.state, progress.sizings, passed=progress.closed)
+        self._sequence += 1
+        with suppress(FinalError):
+            self.state = windows.add(
+                state, notification(self._sequence), windowing(), time=time, passed=progress.closed
+            )
+            self.counted.append(time)
+
+    def deploy(self, windowing: Windowing[Any, Any]) -> None:
+        """Let a worker close windows whose code states these."""
+        progress = self.known[-1]
+        sizings = windows.resized(progress.sizings, windowing.sizing, counted=self.state.time, closed=progress.closed)
+        self.known.append(structs.replace(progress, sizings=sizings))
+
+    def close(self, until: float) -> None:
+        progress = self.known[-1]
+        passed = max(progress.closed, int(until))
+        needed = windows.still_needed(progress.sizings, closed=passed)
+        self.known.append(structs.replace(progress, closed=passed, sizings=needed))
+        state = windows.close(windows.sized(self.state, needed, passed=passed), until)
+        for start in windows.due(state):
+            place = start, windows.end(state, start)
+            assert place not in self.closed, "it was closed before"
+            self.closed[place] = state.open[start]
+            state = windows.without(state, start)
+        self.state = state
+
+
+SIZES = st.sampled_from([("4s", None), ("6s", None), ("12s", None), ("5s", None), ("12s", "3s"), ("6s", "4s")])
+STEP = st.one_of(
+    st.tuples(st.just("count"), st.floats(0, 9), st.integers(0, 3)),
+    st.tuples(st.just("deploy"), SIZES, st.just(0)),
+    st.tuples(st.just("close"), st.floats(0, 6), st.just(0)),
+)
+
+
+@given(SIZES, st.lists(STEP, max_size=60))
+def test_each_window_has_all_of_its_time_whatever_sizes_are_deployed(
+    first: tuple[str, str | None], steps: list[tuple[Any, Any, Any]]
+) -> None:
+    versions, now = Versions(windowing(size=first[0], every=first[1])), 1000.0
+    for what, value, behind in steps:
+        if what == "count":
+            now += value
+            versions.count(now, behind=behind)
+        elif what == "deploy":
+            versions.deploy(windowing(size=value[0], every=value[1]))
+        else:
+            versions.close(now - value)
+    versions.close(windows.last_end(versions.state))
+    assert not versions.state.open
+    assert len(versions.counted) == sum(step[0] == "count" for step in steps), "none was late"
+    for (start, end), value in versions.closed.items():
+        assert value == sum(start <= time < end for time in versions.counted), f"{start} to {end}"
+    for time in versions.counted:
+        assert any(start <= time < end for start, end in versions.closed), f"{time} is in no window"
+
+
+@given(
+    st.lists(st.sampled_from(["4s", "6s", "12s", "5s"]), min_size=1, max_size=5),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 3), st.integers(0, 9)), max_size=60),
+)
+def test_each_notification_is_in_one_tumbling_window_whatever_sizes_are_deployed(
+    sizes: list[str], steps: list[tuple[int, int, int]]
+) -> None:
+    """In any order, so that some are late."""
+    versions, deployed = Versions(windowing(size=sizes[0])), iter(sizes)
+    for time, behind, what in steps:
+        versions.count(time, behind=behind)
+        if what == 0:
+            versions.deploy(windowing(size=next(deployed, sizes[-1])))
+        elif what < 3:
+            versions.close(versions.state.time - time / 10)
+    versions.close(windows.last_end(versions.state))
+    places = sorted(versions.closed)
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(places)), f"they overlap: {places}"
+    assert sum(versions.closed.values()) == len(versions.counted)
+    for (start, end), value in versions.closed.items():
+        assert value == sum(start <= time < end for time in versions.counted), f"{start} to {end}"
+
+
+def test_a_window_that_was_a_dead_letter_has_the_end_that_it_had() -> None:
+    state = begun(windowing(size="60s"))
+    back = structs.replace(state, open={0: 7}, ends={0: 10}, closed=10)
+    assert (windows.due(back), windows.window(back, "", 0).end) == ([0], datetime.fromtimestamp(10, UTC))
+    assert windows.without(back, 0) == structs.replace(state, closed=10)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "counted", "closed", "since"),
+    [
+        ("10m", "1h", 25 * 60, 20 * 60, 3600),
+        ("1h", "10m", 3599.9, 0, 3600),
+        ("1h", "10m", 3600, 0, 7200),
+        ("1h", "10m", 3599, 3600, 3600),
+        ("1h", "1d", 3600, 0, 86400),
+        ("4s", "6s", 13, 0, 24),
+        ("9000000000s", "8999999999s", 0, 0, windows.LAST_SINCE),
+    ],
+)
+def test_a_new_size_holds_when_windows_of_both_begin(
+    before: str, after: str, counted: float, closed: int, since: int
+) -> None:
+    sizings = (windowing(size=before).sizing,)
+    resized = windows.resized(sizings, windowing(size=after).sizing, counted=counted, closed=closed)
+    assert [each.since for each in resized] == [windows.NEVER, since]
+    back = windows.resized(resized, windowing(size=before).sizing, counted=counted, closed=closed)
+    assert back == sizings, "it was taken back before it held"
