@@ -357,3 +357,55 @@ def test_a_new_size_holds_when_windows_of_both_begin(
     assert [each.since for each in resized] == [windows.NEVER, since]
     back = windows.resized(resized, windowing(size=before).sizing, counted=counted, closed=closed)
     assert back == sizings, "it was taken back before it held"
+
+
+HOUR, DAY = 3600, 86_400
+
+
+def sizing(size: int, every: int = 0, *, since: int = windows.NEVER) -> windows.Sizing:
+    return windows.Sizing(since, size, every or size)
+
+
+@pytest.mark.parametrize(
+    ("sizings", "first_closed"),
+    [
+        ((sizing(60), sizing(10, since=600)), 600),
+        ((sizing(60, 20), sizing(10, since=600)), 640),
+        ((sizing(10), sizing(60, 20, since=600)), 640),
+    ],
+)
+def test_a_sizing_is_needed_until_no_window_of_before_the_next_takes_anything(
+    sizings: windows.Sizings, first_closed: int
+) -> None:
+    """No window of the old size, and none of the new size that would have begun too early to have all of its time."""
+    assert windows.still_needed(sizings, closed=first_closed - 1) == sizings
+    assert windows.still_needed(sizings, closed=first_closed) == (structs.replace(sizings[1], since=windows.NEVER),)
+    assert windows.still_needed(sizings, closed=first_closed, first_start=599) == sizings
+
+
+@pytest.mark.parametrize(
+    ("state", "passed", "of_all", "since"),
+    [
+        pytest.param({}, 0, DAY, DAY, id="a quiet key changes with all"),
+        pytest.param({"time": DAY + 1.0}, 0, DAY, 2 * DAY, id="what was counted by the old size stays so"),
+        pytest.param({"closed": DAY + 1}, 0, DAY, 2 * DAY, id="nothing begins before what is closed"),
+        pytest.param({}, DAY + 1, DAY, 2 * DAY, id="nor before what is closed for all keys"),
+        pytest.param({}, 1, HOUR + 1, DAY, id="of a key whose windows begin at other moments"),
+    ],
+)
+def test_a_key_takes_the_new_size_when_that_changes_none_of_its_windows(
+    state: dict[str, float], passed: int, of_all: int, since: int
+) -> None:
+    counted = State(sizings=(sizing(HOUR),), **state)  # type: ignore[arg-type]
+    found = windows.sized(counted, (sizing(HOUR), sizing(DAY, since=of_all)), passed=passed)
+    assert found.sizings == (sizing(HOUR), sizing(DAY, since=since))
+
+
+def test_windows_of_each_size_are_looked_for() -> None:
+    sizings = (sizing(10), sizing(60, since=600))
+    assert [windows.ended(sizings, time) > windows.ended(sizings, time - 1) for time in (570, 575, 600, 660)] == [
+        True,
+        False,
+        True,
+        True,
+    ]
