@@ -252,6 +252,8 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     settled: Settled = Settled()
     sizings: Sizings = ()
     """By which new states are begun. Empty until the first worker of this version counts or closes."""
+    values: str = ""
+    """The fingerprint of the type of the windows' values; only workers whose type has it count and close."""
 
 
 class Page(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"counted": "bits", "missed": "missed_bits"}):

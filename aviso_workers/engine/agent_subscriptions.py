@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import structs
@@ -11,7 +12,7 @@ from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.codec import NotificationReader
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.aviso.schema import EventType, Where
-from aviso_workers.backends import Backend
+from aviso_workers.backends import Backend, ConsumerInfo
 from aviso_workers.config import Config, streams
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.batches import Batch, Stream
@@ -160,7 +161,7 @@ class AgentSubscriptions:
         shared = self._shared_filter(agent, where, stream, run)
         return Subscription(
             name=agent.name,
-            feeds=self._feeds(agent, event_type, stream, shared, run, repeats),
+            feeds=self._feeds(agent, event_type, stream, shared, run, repeats, windows),
             run=run,
             beside=[shared.keep],
             also=windows.close if windows is not None else None,
@@ -206,6 +207,7 @@ class AgentSubscriptions:
         shared: SharedFilter,
         run: Run,
         repeats: Repeats,
+        windows: AsWindows | None,
     ) -> Sequence[Feed]:
         """Return the stream of the event type, and what is tried again of the agent's dead letters."""
         policy = agent.policy
@@ -217,7 +219,8 @@ class AgentSubscriptions:
             Feed(
                 stream=stream,
                 consumer=shared.consumer,
-                ensure=shared.ensure,
+                ensure=shared.ensure if windows is None else partial(_ensure_for_windows, windows, shared),
+                interrupted=windows.until_refused if windows is not None else None,
                 leaves=leaves,
                 repeats=repeats,
                 provisioner=self._provisioner,
@@ -247,6 +250,12 @@ class AgentSubscriptions:
             longest_seconds=consumer_records.longest_seconds(agent.policy),
             events=self._events,
         )
+
+
+async def _ensure_for_windows(windows: AsWindows, shared: SharedFilter) -> ConsumerInfo:
+    """Make the consumer where this worker may count in the windows that are open. Raises `RefusedError` else."""
+    await windows.require_values()
+    return await shared.ensure()
 
 
 def _reported_within(agent: Agent[Any, Any], ack_wait_seconds: float) -> float:

@@ -41,7 +41,7 @@ from aviso_workers.events import (
 )
 from aviso_workers.jetstream.key_value import Entry
 
-__all__ = ["LEASE_SECONDS", "Lease", "buckets_of", "drained", "is_bucket", "run_timers"]
+__all__ = ["LEASE_SECONDS", "OVERDUE_SECONDS", "Lease", "buckets_of", "drained", "is_bucket", "run_timers"]
 
 LEASES, CLAIMS = "_leases", "_timers"
 LEASE_SECONDS = 10.0

@@ -421,7 +421,6 @@ def _observe_beside(event: Event) -> None:
                 exc_info=error,
             )
 
-
         case WindowsResized():
             log.warning(
                 "windows.resized",

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
+import msgspec
 import pytest
 from anyio.abc import TaskGroup
 
 from aviso_workers import App, Notification, Window, Windowing
 from aviso_workers.engine import timer_loops
 from aviso_workers.engine.handlers import windowed
-from aviso_workers.events import Event, WindowsResized
+from aviso_workers.events import AgentDisturbed, Event, Settled, WindowsResized
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 
@@ -214,3 +215,104 @@ async def test_windows_keep_the_size_that_they_were_opened_with(
     [told] = deploy.stated(after.app, WindowsResized)
     assert datetime.fromtimestamp(told.since, UTC) == SIX + timedelta(hours=1)
     await deploy.stop_all(after.app)
+
+
+class Count(msgspec.Struct, frozen=True):
+    n: int = 0
+
+
+class CountAndLast(msgspec.Struct, frozen=True):
+    n: int = 0
+    last: float = 0.0
+
+
+class Renamed(msgspec.Struct, frozen=True):
+    number: int = 0
+
+
+def into_count(count: Count, notification: Notification[Any]) -> Count:
+    return Count(count.n + 1)
+
+
+def into_count_and_last(count: CountAndLast, notification: Notification[Any]) -> CountAndLast:
+    return CountAndLast(count.n + 1, max(count.last, notification.payload["minute"]))
+
+
+def into_renamed(count: Renamed, notification: Notification[Any]) -> Renamed:
+    return Renamed(count.number + 1)
+
+
+def of_values(published: dict[str, list[Any]], value: type[Any], fold: Callable[..., Any]) -> App:
+    """A version of the app whose windows have values of this type."""
+    app = App("contract")
+
+    async def sums(window: Any) -> None:
+        published.setdefault(f"{window.start:%H:%M}", []).append(window.value)
+
+    sums.__annotations__["window"] = Window[value]
+    window: Windowing[Any, Any] = Windowing(size="1h", fold=fold, initial=value(), time=happened)
+    app.agent("mars", name="sums", where={"class": "od"}, start="new", window=window)(sums)
+    return app
+
+
+@row("the type of a window's values")
+@pytest.mark.parametrize(
+    ("value", "fold"),
+    [
+        pytest.param(int, counted, id="another"),
+        pytest.param(Renamed, into_renamed, id="renamed"),
+    ],
+)
+async def test_values_that_the_new_type_cannot_have_are_left_to_the_old_version(
+    deploy: Deploy, value: type[Any], fold: Callable[..., Any]
+) -> None:
+    found: dict[str, list[Any]] = {}
+    before, after = of_values(found, Count, into_count), of_values(found, value, fold)
+    await deploy.start(before)
+    await notify(deploy, range(0, 30, 5))
+    await deploy.until_handled("sums")
+    await deploy.replace(before, after)
+    [error, *_] = [str(disturbed.error) for disturbed in deploy.stated(after, AgentDisturbed)]
+    assert "what windows of agent 'sums' hold is not a" in error
+    assert "let the version that opened them close them, or give the agent another name" in error
+    await notify(deploy, range(30, 65, 5))
+    if not deploy.rolling:
+        await deploy.t.advance(1.0)
+        assert not deploy.stated(after, Settled), "what comes waits"
+        await deploy.start(before)
+    await deploy.until_handled("sums")
+    await deploy.until(lambda: found == {"06:00": [Count(12)]})
+    await deploy.stop_all(before, after)
+
+
+@row("the type of a window's values")
+async def test_a_type_that_has_all_values_takes_them_over(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, list[Any]] = {}
+    before, after = of_values(found, Count, into_count), of_values(found, CountAndLast, into_count_and_last)
+    await deploy.start(before)
+    await notify(deploy, range(0, 30, 5))
+    await deploy.until_handled("sums")
+    await deploy.replace(before, after)
+    await notify(deploy, range(30, 65, 5))
+    await deploy.until_handled("sums")
+    await deploy.until(lambda: found == {"06:00": [CountAndLast(12, 55)]})
+    await deploy.finish(before)
+    await deploy.stop_all(after)
+
+
+@row("the type of a window's values")
+async def test_the_version_that_stays_counts_in_the_end(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windowed, "GIVEN_WAY_SECONDS", 0.5)
+    found: dict[str, list[Any]] = {}
+    stays, goes = of_values(found, CountAndLast, into_count_and_last), of_values(found, Count, into_count)
+    await deploy.start(stays)
+    await deploy.replace(stays, goes)
+    await notify(deploy, range(0, 30, 5))
+    await deploy.until_handled("sums")
+    await deploy.stop(goes)
+    if not deploy.rolling:
+        await deploy.start(stays)
+    await notify(deploy, range(30, 65, 5))
+    await deploy.until_handled("sums")
+    await deploy.until(lambda: found == {"06:00": [CountAndLast(12, 55)]})
+    await deploy.stop_all(stays)

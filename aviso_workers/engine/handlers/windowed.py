@@ -14,6 +14,7 @@ into the bucket, closed, and whoever closes windows runs the function for it.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +33,7 @@ from aviso_workers.backends import Backend, ConsumerInfo, KeyValue
 from aviso_workers.declare import windows
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.tables import decode_key, encode_key
-from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, Verdict
+from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, OtherVersionError, Verdict
 from aviso_workers.declare.windows import Progress, Settled, State, Window, Windowing
 from aviso_workers.engine import calls
 from aviso_workers.engine.dead_letter_store import RETRIED
@@ -40,8 +41,8 @@ from aviso_workers.engine.handlers import counted
 from aviso_workers.engine.handlers.counted import PROGRESS, Counted
 from aviso_workers.engine.handlers.one import HandlerContext, OneByOne
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue
-from aviso_workers.engine.timer_loops import Lease, drained
-from aviso_workers.errors import BackendError, ConflictError, NotFoundError, UndecodableError
+from aviso_workers.engine.timer_loops import OVERDUE_SECONDS, Lease, drained
+from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Events, Unreadable, WindowDone, WindowsResized
 from aviso_workers.jetstream.key_value import Entry
 
@@ -52,6 +53,8 @@ _Change = Callable[[State[Any], Progress], Awaitable[State[Any]]]
 OF_WINDOWS = "_windows_"
 CHECK_SECONDS = 1.0
 """How often windows are checked for whether they are over."""
+GIVEN_WAY_SECONDS = 2 * OVERDUE_SECONDS
+"""For how long a worker leaves the lease to workers of another version, which count from now on."""
 FORGOTTEN_AFTER_SECONDS = 86400.0
 """A key of which no window is open is forgotten after this: by then no counted notification is redelivered, and
 a worker that was paused while it counted has lost its deliveries."""
@@ -100,6 +103,34 @@ class AsWindows:
         self._failures: dict[tuple[str, int], int] = {}
         """By key and start of a window, how often the function failed for it."""
         self._again_at: dict[tuple[str, int], float] = {}
+        self._refused = anyio.Event()
+        """Set while this worker must not count, because the windows have values of another type than its own."""
+        self._gives_way = False
+        """Whether that is because a worker of another version has begun since, which counts now."""
+
+    async def require_values(self) -> None:
+        """Say for all workers that values are of this worker's type from now on, where those of open windows can be.
+
+        Workers with another type cease to count, and begin again when no worker with this type closes windows any more.
+        So while two versions run, the one counts that was started last, and the one that stays counts in the end.
+        Raises `RefusedError` where a value would lose a part of itself, or this worker has ceased so; `BackendError`.
+        """
+        if self._gives_way:
+            raise RefusedError(self._states.other_type)
+        try:
+            for entry in await self._bucket.entries():
+                if not counted.is_own(entry):
+                    self._states.read_whole(entry)
+        except UndecodableError as error:
+            self._refused.set()
+            raise RefusedError(str(error)) from error
+        own = self._states.fingerprint
+        await self._advance(lambda progress: structs.replace(progress, values=own))
+        self._refused = anyio.Event()
+
+    async def until_refused(self) -> None:
+        """Wait until the windows have values of another type, so that `require_values` has to be asked."""
+        await self._refused.wait()
 
     async def work(self) -> None:
         """Count notifications in their windows; see `subscription.Handler`."""
@@ -110,9 +141,16 @@ class AsWindows:
         in_time = drained(stop, clock=self._context.clock, timeout_seconds=self._drain_timeout_seconds)
         async with in_time, anyio.create_task_group() as keeping:
             keeping.start_soon(self._bucket.keep)
-            while await self._lease.take(stop):
-                async with self._lease.renewed():
-                    await self._keep_closing(stop)
+            while not stop.is_set():
+                if self._refused.is_set():
+                    seconds = GIVEN_WAY_SECONDS if self._gives_way else CHECK_SECONDS
+                    await clocks.sleep_until(self._context.clock, seconds, stop)
+                    if not self._gives_way:
+                        continue
+                if await self._lease.take(stop):
+                    self._gives_way = False  # else a worker of the other version would have it
+                    async with self._lease.renewed():
+                        await self._keep_closing(stop)
             keeping.cancel_scope.cancel()
 
     async def _count(self, notification: Notification[Any]) -> None:
@@ -135,12 +173,15 @@ class AsWindows:
             raise windows.late("one of its windows had closed; it was counted in the others")
 
     async def _change(self, spelled: str, change: _Change) -> State[Any]:
-        """Change the state of a key by compare-and-set. Nothing is stored where `change` returns what it is given."""
+        """Change the state of a key by compare-and-set. Nothing is stored where `change` returns what it is given.
+
+        Raises `OtherVersionError` where the windows have values of another type.
+        """
         async with self._locks.setdefault(spelled, anyio.Lock()):
             while True:
                 entry = await self._bucket.get(spelled)
                 progress = await self._progress()
-                state = windows.adopted(self._states.read(entry) if entry else State())
+                state = windows.adopted(self._read_own(entry) if entry else State())
                 state = windows.sized(state, progress.sizings, passed=progress.closed)
                 state = await self._counted.shortened(state, progress.settled)
                 changed = await change(state, progress)
@@ -168,7 +209,19 @@ class AsWindows:
     async def _progress(self) -> Progress:
         """Return what is known for all keys. The first worker of all stores by which sizings windows are opened."""
         progress = counted.read_progress(await self._bucket.get(PROGRESS))
+        if progress.values not in ("", self._states.fingerprint):
+            self._gives_way = True
+            self._refused.set()
+            raise OtherVersionError(UndecodableError(self._states.other_type))
         return progress if progress.sizings else await self._advance(self._with_sizings)
+
+    def _read_own(self, entry: Entry) -> State[Any]:
+        """Return the state of an entry. Raises `OtherVersionError` where its values are of another type."""
+        try:
+            return self._states.read(entry)
+        except UndecodableError as error:
+            self._refused.set()
+            raise OtherVersionError(error) from error
 
     def _with_sizings(self, progress: Progress) -> Progress:
         return _sized(progress, self._windowing)
@@ -191,8 +244,8 @@ class AsWindows:
         self._awaited = None
         self._failures.clear()
         self._again_at.clear()
-        while not stop.is_set():
-            with suppress(BackendError, UndecodableError):  # who counts runs into the same, and is heard
+        while not (stop.is_set() or self._refused.is_set()):
+            with suppress(BackendError, UndecodableError, OtherVersionError):  # who counts runs into them, and is heard
                 await self._close_due(stop)
             await clocks.sleep_until(self._context.clock, CHECK_SECONDS, stop)
 
@@ -428,6 +481,12 @@ class _States:
         self._on_unreadable = on_unreadable
         kept: Any = State
         self._read: Callable[[bytes], State[Any]] = payloads.json_reader(kept[agent.argument_type])
+        self.fingerprint = _fingerprint(agent.argument_type)
+        """Of the type of the values, the same in all workers that have it."""
+        self.other_type = (
+            f"the values of the windows of agent {agent.name!r} are not {agent.argument_type} any more: a worker of "
+            "another version was started later, and counts in them until no such worker runs"
+        )
         self._known: dict[str, tuple[Entry, State[Any] | None]] = {}
         """What `by_key` has read, so that it reads only what has changed since."""
 
@@ -439,15 +498,25 @@ class _States:
         try:
             state = self._read(entry.value)
         except UNREADABLE_JSON as error:
-            raise UndecodableError(
-                f"what windows of agent {self._agent.name!r} hold is not a {self._agent.argument_type}: {error}; "
-                "after such a change, give the agent another name"
-            ) from error
+            raise self._unfit(error) from error
         longest = max((sizing.size for sizing in state.sizings), default=0)
         times = (*state.open, *(start + longest for start in state.open), *state.ends.values())
         if not all(EARLIEST <= time <= LATEST for time in times):
             raise UndecodableError(f"what windows of agent {self._agent.name!r} hold has a window of no time")
         return state
+
+    def read_whole(self, entry: Entry) -> None:
+        """Read the state that an entry stores. Raises as `read`, also where a value would lose a part of itself."""
+        kept = msgspec.json.decode(payloads.to_json(self.read(entry)))
+        if not _has_all(kept.get("open", {}), msgspec.json.decode(entry.value).get("open", {})):
+            raise self._unfit("it has not all that is stored")
+
+    def _unfit(self, problem: object) -> UndecodableError:
+        agent = self._agent
+        return UndecodableError(
+            f"what windows of agent {agent.name!r} hold is not a {agent.argument_type}: {problem}; let the version "
+            "that opened them close them, or give the agent another name"
+        )
 
     def by_key(self, entries: Iterable[Entry], progress: Progress) -> dict[str, State[Any]]:
         """Return the states that can be read. Who counts for a key whose state cannot be read, fails, and is heard."""
@@ -479,6 +548,24 @@ class _States:
         data = payloads.to_json(state)
         self._read(data)
         return data
+
+
+def _fingerprint(kind: Any) -> str:
+    try:
+        spelled = msgspec.json.encode(msgspec.json.schema(kind), order="deterministic")
+    except TypeError:  # a type that msgspec does not know, as a model of pydantic
+        spelled = repr(kind).encode()
+    return hashlib.sha256(spelled).hexdigest()[:16]
+
+
+def _has_all(value: Any, stored: Any) -> bool:
+    """Return whether a value has each part of the one that is stored, however it is spelled."""
+    match stored, value:
+        case dict(), dict():
+            return all(key in value and _has_all(value[key], each) for key, each in stored.items())
+        case list(), list():
+            return len(value) == len(stored) and all(map(_has_all, value, stored))
+    return not isinstance(stored, dict | list)
 
 
 async def unfinished(agent: Agent[Any, Any], windowing: Windowing[Any, Any], backend: Backend, *, app: str) -> int:
