@@ -54,6 +54,7 @@ __all__ = [
     "ThreadsFreed",
     "ThreadsStuck",
     "Ticked",
+    "TimerRescheduled",
     "Unreadable",
     "WindowDone",
     "WindowsResized",
@@ -252,6 +253,15 @@ class Ticked(Struct, frozen=True, kw_only=True):
     seconds: float
     """How long it took."""
     error: BaseException | None = None
+
+
+class TimerRescheduled(Struct, frozen=True, kw_only=True):
+    """A timer with `leader=True` has another schedule than that by which its last tick was run, and begins by it."""
+
+    timer: str
+    schedule: str
+    """As `Schedule.text`, and so is `before`."""
+    before: str
 
 
 class WindowDone(Struct, frozen=True, kw_only=True):
@@ -482,6 +492,7 @@ Event = (
     | AgentStopped
     | TaskFailed
     | Ticked
+    | TimerRescheduled
     | LeadershipChanged
     | LeadershipHindered
     | LeadershipUnhindered

@@ -52,6 +52,7 @@ from aviso_workers.events import (
     ThreadsFreed,
     ThreadsStuck,
     Ticked,
+    TimerRescheduled,
     Unreadable,
     WindowDone,
     WindowsResized,
@@ -186,11 +187,12 @@ def observe(event: Event) -> None:
             | TaskFailed()
             | Ticked()
             | WindowDone()
-            | WindowsResized()
             | Unreadable()
         ):
             _observe_beside(event)
-        case LeadershipChanged() | LeadershipHindered() | LeadershipUnhindered():
+        case (
+            LeadershipChanged() | LeadershipHindered() | LeadershipUnhindered() | TimerRescheduled() | WindowsResized()
+        ):
             _observe_leadership(event)
         case Skipped():
             log.warning(
@@ -421,17 +423,6 @@ def _observe_beside(event: Event) -> None:
                 exc_info=error,
             )
 
-        case WindowsResized():
-            log.warning(
-                "windows.resized",
-                agent=event.agent,
-                **_lengths(event.size_seconds, event.every_seconds),
-                **_lengths(event.before_size_seconds, event.before_every_seconds, prefix="before_"),
-                since=_day(event.since),
-                cure="windows that start before keep their size; to have the new size at once, give the agent another "
-                "name and a start",
-            )
-
 
 def _lengths(size_seconds: int, every_seconds: int, *, prefix: str = "") -> dict[str, str]:
     """Return the size of windows, and how often they begin where they overlap."""
@@ -443,7 +434,9 @@ def _day(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _observe_leadership(event: LeadershipChanged | LeadershipHindered | LeadershipUnhindered) -> None:
+def _observe_leadership(
+    event: LeadershipChanged | LeadershipHindered | LeadershipUnhindered | TimerRescheduled | WindowsResized,
+) -> None:
     match event:
         case LeadershipChanged():
             log.info("leader.began" if event.leads else "leader.ceased", token=event.token)
@@ -457,3 +450,15 @@ def _observe_leadership(event: LeadershipChanged | LeadershipHindered | Leadersh
             )
         case LeadershipUnhindered():
             log.info("leader.unhindered", bucket=event.bucket)
+        case TimerRescheduled():
+            log.warning("timer.rescheduled", timer=event.timer, schedule=event.schedule, before=event.before)
+        case WindowsResized():
+            log.warning(
+                "windows.resized",
+                agent=event.agent,
+                **_lengths(event.size_seconds, event.every_seconds),
+                **_lengths(event.before_size_seconds, event.before_every_seconds, prefix="before_"),
+                since=_day(event.since),
+                cure="windows that start before keep their size; to have the new size at once, give the agent another "
+                "name and a start",
+            )
