@@ -18,10 +18,21 @@ import msgspec
 import pytest
 from anyio.abc import TaskGroup
 
-from aviso_workers import App, Notification, Window, Windowing
+from aviso_workers import App, Backoff, Batch, Batching, Notification, Tick, Window, Windowing
+from aviso_workers.config import Config
+from aviso_workers.declare import timers
 from aviso_workers.engine import timer_loops
 from aviso_workers.engine.handlers import windowed
-from aviso_workers.events import AgentDisturbed, Event, Settled, WindowsResized
+from aviso_workers.errors import InvalidNotificationError, UndecodableError
+from aviso_workers.events import (
+    AgentDisturbed,
+    ConsumerDiffers,
+    Event,
+    Settled,
+    StreamProvisioned,
+    TimerRescheduled,
+    WindowsResized,
+)
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 
@@ -37,6 +48,8 @@ STEPS = itertools.count()
 ELSEWHERE = {
     "`where` of an agent": "tests/contract/test_shared_filters.py",
     "`ack_wait` of an agent": "tests/contract/test_shared_filters.py",
+    "`storage_policy` of an event type": "tests/engine/test_provisioning.py",
+    "`singleton` of an agent": "tests/test_singletons.py",
 }
 """Rows of the table that another module tests."""
 HERE: set[str] = set()
@@ -73,10 +86,10 @@ class Deploy:
         self._tasks = tasks
         self._stops: dict[int, tuple[anyio.Event, anyio.Event]] = {}
 
-    async def start(self, version: App) -> None:
+    async def start(self, version: App, *, config: Config | None = None) -> None:
         """Start a worker of this version; return when its agents read, or have said why they do not."""
         stop, begun, ended = anyio.Event(), anyio.Event(), anyio.Event()
-        version.configure(self.t.app.config, opening=self.t.app._opening)
+        version.configure(config or self.t.app.config, opening=self.t.app._opening)
         version.events.listen(lambda event: self.events.append((version, event)))
 
         async def run() -> None:
@@ -316,3 +329,286 @@ async def test_the_version_that_stays_counts_in_the_end(deploy: Deploy, monkeypa
     await deploy.until_handled("sums")
     await deploy.until(lambda: found == {"06:00": [CountAndLast(12, 55)]})
     await deploy.stop_all(stays)
+
+
+@row("`lateness`, `idle` of a `Windowing`")
+async def test_the_version_that_closes_windows_waits_as_it_says(deploy: Deploy) -> None:
+    found: dict[str, list[int]] = {}
+    before, after = Hours(found, lateness="5h"), Hours(found, lateness="10m")
+    await deploy.start(before.app)
+    await notify(deploy, range(50, 80, 5))
+    await deploy.until_handled("sums")
+    assert not found
+    await deploy.replace(before.app, after.app)
+    await deploy.finish(before.app)
+    await deploy.until(lambda: found == {"06:00-07:00": [2]})
+    await deploy.stop_all(after.app)
+
+
+@row("`fold`, `initial`, `key`, `time` of a `Windowing`")
+async def test_what_an_open_window_has_counted_stays_in_it(deploy: Deploy) -> None:
+    found: dict[str, list[int]] = {}
+    before = Hours(found)
+    after = Hours(
+        found, fold=lambda count, notification: count + 100, key=lambda notification: notification.identifier["class"]
+    )
+    await deploy.start(before.app)
+    await notify(deploy, range(0, 30, 5))
+    await deploy.until_handled("sums")
+    await deploy.replace(before.app, after.app)
+    await deploy.finish(before.app)
+    await notify(deploy, range(30, 65, 5))
+    await deploy.until_handled("sums")
+    await deploy.until(lambda: found == {"06:00-07:00": [6], "od06:00-07:00": [600]})
+    await deploy.stop_all(after.app)
+
+
+def of_agent(handled: list[tuple[str, int]], version: str, fails: int = 0, **policy: Any) -> App:
+    """A version of the app whose agent `index` says so where it handles a step, and fails so often for each first."""
+    app = App("contract")
+
+    @app.agent("mars", where={"class": "od"}, **{"start": "new", **policy})
+    async def index(notification: Notification[Any]) -> None:
+        handled.append((version, int(notification.identifier["step"])))
+        if sum(step == handled[-1][1] for _, step in handled) <= fails:
+            raise ConnectionError("not yet")
+
+    return app
+
+
+async def publish(deploy: Deploy, *steps: int) -> None:
+    for step in steps:
+        await deploy.t.notify("mars", mars(step=step, **{"class": "od"}), {"minute": 0})
+
+
+@row("`retry` of an agent")
+async def test_attempts_of_the_old_version_count_by_the_policy_of_the_new_one(deploy: Deploy) -> None:
+    handled: list[tuple[str, int]] = []
+    before = of_agent(handled, "old", fails=9, retry=Backoff(first=1.0, factor=1, jitter=0, attempts=9))
+    after = of_agent(handled, "new", fails=9, retry=Backoff(first=0.1, factor=1, jitter=0, attempts=3))
+    await deploy.start(before)
+    await publish(deploy, 1)
+    await deploy.until(lambda: len(handled) == 2)
+    await deploy.replace(before, after)
+    await deploy.finish(before)
+    await deploy.until(lambda: deploy.t.dead_letters != [])
+    assert [step for _, step in handled] == [1, 1, 1]
+    await deploy.stop_all(after)
+
+
+@row("`concurrency`, `rate_limit`, `timeout`, `order_by` of an agent")
+async def test_settings_of_a_worker_hold_for_what_it_handles(deploy: Deploy) -> None:
+    handled: list[tuple[str, int]] = []
+    before = of_agent(handled, "old", concurrency=4)
+    after = of_agent(handled, "new", rate_limit=1000, timeout=60, order_by=["class"])
+    await deploy.start(before)
+    await publish(deploy, *range(10))
+    await deploy.until_handled("index")
+    await deploy.replace(before, after)
+    await publish(deploy, *range(10, 20))
+    await deploy.until_handled("index")
+    await deploy.finish(before)
+    await publish(deploy, *range(20, 30))
+    await deploy.until_handled("index")
+    assert sorted(step for _, step in handled) == [*range(30)]
+    by_new = [step for version, step in handled if version == "new"]
+    assert by_new == sorted(by_new)
+    await deploy.stop_all(after)
+
+
+@row("`start` of an agent")
+async def test_an_agent_that_has_run_goes_on_where_it_is(deploy: Deploy) -> None:
+    handled: list[tuple[str, int]] = []
+    before, after = of_agent(handled, "old"), of_agent(handled, "new", start="all")
+    await deploy.start(before)
+    await publish(deploy, 1)
+    await deploy.until_handled("index")
+    await deploy.replace(before, after)
+    await publish(deploy, 2)
+    await deploy.until_handled("index")
+    assert sorted(step for _, step in handled) == [1, 2]
+    [told, *_] = deploy.stated(after, ConsumerDiffers)
+    assert told.differences == ("start: new -> all",)
+    await deploy.finish(before)
+    await deploy.stop_all(after)
+
+
+@row("the type of a payload, `decode`, the kind of function of an agent")
+async def test_what_waits_is_read_by_the_version_that_handles_it(deploy: Deploy) -> None:
+    handled: list[tuple[str, int]] = []
+
+    class Minute(msgspec.Struct):
+        minute: int
+
+    after, gathered = App("contract"), list[int]()
+
+    async def index(batch: Any) -> None:
+        gathered.extend(notification.payload.minute for notification in batch)
+
+    index.__annotations__["batch"] = Batch[Minute]
+    after.agent("mars", where={"class": "od"}, start="new", batch=Batching(size=2, within=0.1))(index)
+    before = of_agent(handled, "old", fails=99, retry=Backoff(first=2.0, jitter=0))
+    await deploy.start(before)
+    await publish(deploy, 1)
+    await deploy.t.notify("mars", mars(step=2, **{"class": "od"}), "no struct")
+    await deploy.until(lambda: len(handled) >= 2)
+    await deploy.replace(before, after)
+    await deploy.finish(before)
+    await deploy.until(lambda: gathered == [0] and deploy.t.dead_letters != [])
+    assert [dead_letter.reason for dead_letter in deploy.t.dead_letters] == ["undecodable"]
+    await deploy.stop_all(after)
+
+
+@row("the type of a table's values")
+async def test_a_value_is_read_by_the_type_of_the_version_that_asks(deploy: Deploy) -> None:
+    before, after = App("contract"), App("contract")
+    numbers, counts = before.table("t", int), after.table("t", Count | int)  # type: ignore[arg-type]
+    other: Any = (third := App("contract")).table("t", Count)
+    await deploy.start(before)
+    await numbers.put("a", 3)
+    await deploy.replace(before, after)
+    assert await counts.get("a") == 3
+    await counts.put("b", Count(4))
+    if deploy.rolling:
+        with pytest.raises(
+            UndecodableError, match=r"key 'b': what is stored does not fit: .*give the table another name"
+        ):
+            await numbers.get("b")
+    await deploy.finish(before)
+    await deploy.start(third)
+    with pytest.raises(UndecodableError, match="key 'a': what is stored does not fit"):
+        await other.update("a", lambda found: found)
+    assert await counts.get("a") == 3, "nothing was changed"
+    await other.put("a", Count(3))
+    assert [found async for found in other.items()] == [("b", Count(4)), ("a", Count(3))]
+    await deploy.stop_all(after, third)
+
+
+@row("`history` of a table")
+async def test_a_table_keeps_the_longest_history_that_a_version_wants(deploy: Deploy) -> None:
+    before, after, back = App("contract"), App("contract"), App("contract")
+    short, long = before.table("t", int), after.table("t", int, history=3)
+    shorter = back.table("t", int)
+    await deploy.start(before)
+    await short.put("a", 1)
+    await deploy.replace(before, after)
+    await deploy.until(lambda: deploy.stated(after, StreamProvisioned) != [])
+    [told] = deploy.stated(after, StreamProvisioned)
+    assert (told.stream, told.action) == ("KV_contract__t", "updated")
+    assert "max_msgs_per_subject: 1 -> 3" in told.differences
+    await long.put("a", 2)
+    await deploy.finish(before)
+    await long.put("a", 3)
+    await deploy.replace(after, back)
+    await shorter.put("a", 4)
+    await deploy.finish(after)
+    assert [change.value for change in await shorter.history("a")] == [2, 3, 4]
+    await deploy.stop_all(back)
+
+
+@row("`default`, `cached` of a table")
+async def test_nothing_is_stored_of_a_default(deploy: Deploy) -> None:
+    before, after = App("contract"), App("contract")
+    plain, cached = before.table("t", int, default=1), after.table("t", int, default=2, cached=True)
+    await deploy.start(before)
+    await plain.update("a", lambda value: value + 10)
+    await deploy.replace(before, after)
+    assert (await cached.get("a"), await cached.get("b")) == (11, 2)
+    assert await cached.update("b", lambda value: value + 10) == 12
+    if deploy.rolling:
+        assert await plain.get("b") == 12
+    await deploy.finish(before)
+    await deploy.stop_all(after)
+
+
+@row("the name of a table or counter, the prefix of a router, the name of the app")
+async def test_another_name_begins_with_nothing(deploy: Deploy) -> None:
+    before, after, back = App("contract"), App("contract"), App("contract")
+    old, new, again = before.counter("jobs"), after.counter("tasks"), back.counter("jobs")
+    await deploy.start(before)
+    await old.add("a", 3)
+    await deploy.replace(before, after)
+    assert await new.add("a", 1) == 1
+    await deploy.finish(before)
+    await deploy.replace(after, back)
+    assert await again.get("a") == 3
+    await deploy.finish(after)
+    await deploy.stop_all(back)
+
+
+def of_timer(ticks: list[tuple[str, datetime]], version: str, interval: str, **stated: Any) -> App:
+    app = App("contract")
+
+    @app.every(interval, **{"leader": True, "catch_up": True, **stated})
+    async def look(tick: Tick) -> None:
+        ticks.append((version, tick.time))
+
+    return app
+
+
+@row("the schedule, `catch_up` of a timer")
+async def test_a_new_schedule_begins_when_its_first_worker_leads(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timers, "LATE_SECONDS", 0.5)
+    ticks: list[tuple[str, datetime]] = []
+    before, after = of_timer(ticks, "old", "1000d"), of_timer(ticks, "new", "1s")
+    await deploy.start(before)
+    bucket = await deploy.t.app.key_value("contract_timers")
+    claim: list[Any] = []
+    while not claim:
+        await deploy.t.advance(0.1)
+        claim = await bucket.keys()
+    await deploy.t.advance(4.0)
+    began = datetime.fromtimestamp(deploy.t.clock.time_ns() / 1e9, UTC)
+    await deploy.replace(before, after)
+    await deploy.finish(before)
+    await deploy.until(lambda: len(ticks) == 3)
+    assert {version for version, _ in ticks} == {"new"}
+    assert min(time for _, time in ticks) > began - timedelta(seconds=1), (
+        "what was no tick of the old one is not missed"
+    )
+    assert len({time for _, time in ticks}) == 3, "a tick was run twice"
+    [told] = deploy.stated(after, TimerRescheduled)
+    assert (told.before, told.schedule) == ("every 86400000s", "every 1s")
+    await deploy.stop_all(after)
+
+
+@row("`leader` of a timer")
+async def test_a_tick_is_run_once_as_soon_as_no_worker_runs_its_own(deploy: Deploy) -> None:
+    ticks: list[tuple[str, datetime]] = []
+    before, after = of_timer(ticks, "old", "1s", leader=False, catch_up=False), of_timer(ticks, "new", "1s")
+    await deploy.start(before)
+    await deploy.until(lambda: ticks != [])
+    await deploy.replace(before, after)
+    await deploy.finish(before)
+    ticks.clear()
+    await deploy.until(lambda: len(ticks) == 3)
+    assert len({time for _, time in ticks}) == 3
+    await deploy.stop_all(after)
+
+
+@row("`identifier`, `payload` of an event type")
+async def test_what_is_stored_and_refused_by_new_rules_is_a_dead_letter(deploy: Deploy) -> None:
+    handled: list[tuple[str, int]] = []
+    before = of_agent(handled, "old", fails=1, retry=Backoff(first=1.0, jitter=0))
+    after = of_agent(handled, "new", fails=1)
+    await deploy.start(before)
+    await publish(deploy, 500)
+    await deploy.until(lambda: len(handled) == 1)
+    if not deploy.rolling:
+        await deploy.stop(before)
+    schema = dict(deploy.t.app.config.notification_schema)
+    rules = {
+        **schema["mars"].identifier,
+        "step": msgspec.structs.replace(schema["mars"].identifier["step"], range=(0, 9)),
+    }
+    schema["mars"] = msgspec.structs.replace(schema["mars"], identifier=rules)
+    await deploy.start(after, config=msgspec.structs.replace(deploy.t.app.config, notification_schema=schema))
+    await deploy.finish(before)
+    await deploy.until_handled("index")
+    assert [dead_letter.reason for dead_letter in deploy.t.dead_letters] == ["undecodable"]
+    assert "'step' must be within [0, 9], not 500" in deploy.t.dead_letters[0].error
+    with pytest.raises(InvalidNotificationError, match="step"):
+        await after.notify("mars", mars(step=500), {})
+    await deploy.stop_all(after)
