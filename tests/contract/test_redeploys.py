@@ -262,7 +262,8 @@ def of_values(published: dict[str, list[Any]], value: type[Any], fold: Callable[
     async def sums(window: Any) -> None:
         published.setdefault(f"{window.start:%H:%M}", []).append(window.value)
 
-    sums.__annotations__["window"] = Window[value]
+    window_of: Any = Window
+    sums.__annotations__["window"] = window_of[value]
     window: Windowing[Any, Any] = Windowing(size="1h", fold=fold, initial=value(), time=happened)
     app.agent("mars", name="sums", where={"class": "od"}, start="new", window=window)(sums)
     return app
@@ -462,7 +463,8 @@ async def test_what_waits_is_read_by_the_version_that_handles_it(deploy: Deploy)
 @row("the type of a table's values")
 async def test_a_value_is_read_by_the_type_of_the_version_that_asks(deploy: Deploy) -> None:
     before, after = App("contract"), App("contract")
-    numbers, counts = before.table("t", int), after.table("t", Count | int)  # type: ignore[arg-type]
+    numbers: Any = before.table("t", int)
+    counts: Any = after.table("t", Count | int)  # type: ignore[arg-type]
     other: Any = (third := App("contract")).table("t", Count)
     await deploy.start(before)
     await numbers.put("a", 3)
