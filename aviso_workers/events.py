@@ -57,6 +57,7 @@ __all__ = [
     "TimerRescheduled",
     "Unreadable",
     "WindowDone",
+    "WindowFunctionsChanged",
     "WindowsResized",
 ]
 
@@ -280,6 +281,17 @@ class WindowDone(Struct, frozen=True, kw_only=True):
     again_in_seconds: float = 0.0
     dead_lettered: str = ""
     """The reason of the dead letter; empty where there is none."""
+
+
+class WindowFunctionsChanged(Struct, frozen=True, kw_only=True):
+    """The code of the worker that closes an agent's windows has other functions than that of the worker before.
+
+    An open window keeps what was counted in it, and what comes is counted by the new functions.
+    """
+
+    agent: str
+    functions: tuple[str, ...]
+    """Which of `fold`, `key` and `time`."""
 
 
 class WindowsResized(Struct, frozen=True, kw_only=True):
@@ -513,6 +525,7 @@ Event = (
     | PermissionDenied
     | Measured
     | WindowDone
+    | WindowFunctionsChanged
     | WindowsResized
 )
 

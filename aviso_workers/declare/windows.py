@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
+from types import CodeType
 from typing import Annotated, Any, Generic
 
 from msgspec import Meta, Struct, structs
@@ -200,6 +202,15 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
         """How long these windows are, and how often they begin."""
         return Sizing(NEVER, int(self.size_seconds), int(self.every_seconds))
 
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """The fingerprints of `fold`, `key` and `time`, which tell other workers that a function was changed.
+
+        They are of a function's name and of the names and values in its code. A function of the same name that was
+        changed in another way has the same one.
+        """
+        return {name: _fingerprint(getattr(self, name)) for name in ("fold", "key", "time")}
+
 
 class State(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True):
     """What is known of a key."""
@@ -252,6 +263,8 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     settled: Settled = Settled()
     sizings: Sizings = ()
     """By which new states are begun. Empty until the first worker of this version counts or closes."""
+    functions: dict[str, str] = {}
+    """The `Windowing.fingerprints` of the worker that closes windows."""
     values: str = ""
     """The fingerprint of the type of the windows' values; only workers whose type has it count and close."""
 
@@ -540,6 +553,21 @@ def _with_bits(bits: bytes, sequences: Iterable[int]) -> bytes:
         byte, bit = divmod(sequence % PAGE_SEQUENCES, 8)
         changed[byte] |= 1 << bit
     return bytes(changed).rstrip(b"\0")
+
+
+def _fingerprint(function: Callable[..., Any] | None) -> str:
+    code = getattr(function, "__code__", None)
+    named = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return named if code is None else f"{named} {hashlib.sha256(_content(code).encode()).hexdigest()[:12]}"
+
+
+def _content(constant: object) -> str:
+    """Return the names and values of a function's code, spelled alike in all processes and versions of Python."""
+    if isinstance(constant, CodeType):
+        return f"{constant.co_names} {[_content(each) for each in constant.co_consts if each is not None]}"
+    if isinstance(constant, frozenset):
+        return f"{sorted(map(_content, constant))}"
+    return repr(constant)
 
 
 @functools.cache

@@ -55,6 +55,7 @@ from aviso_workers.events import (
     TimerRescheduled,
     Unreadable,
     WindowDone,
+    WindowFunctionsChanged,
     WindowsResized,
 )
 from aviso_workers.telemetry.tracebacks import loggable
@@ -191,7 +192,12 @@ def observe(event: Event) -> None:
         ):
             _observe_beside(event)
         case (
-            LeadershipChanged() | LeadershipHindered() | LeadershipUnhindered() | TimerRescheduled() | WindowsResized()
+            LeadershipChanged()
+            | LeadershipHindered()
+            | LeadershipUnhindered()
+            | TimerRescheduled()
+            | WindowsResized()
+            | WindowFunctionsChanged()
         ):
             _observe_leadership(event)
         case Skipped():
@@ -435,7 +441,12 @@ def _day(seconds: int) -> str:
 
 
 def _observe_leadership(
-    event: LeadershipChanged | LeadershipHindered | LeadershipUnhindered | TimerRescheduled | WindowsResized,
+    event: LeadershipChanged
+    | LeadershipHindered
+    | LeadershipUnhindered
+    | TimerRescheduled
+    | WindowsResized
+    | WindowFunctionsChanged,
 ) -> None:
     match event:
         case LeadershipChanged():
@@ -452,6 +463,14 @@ def _observe_leadership(
             log.info("leader.unhindered", bucket=event.bucket)
         case TimerRescheduled():
             log.warning("timer.rescheduled", timer=event.timer, schedule=event.schedule, before=event.before)
+        case WindowFunctionsChanged():
+            log.warning(
+                "windows.functions_changed",
+                agent=event.agent,
+                functions=list(event.functions),
+                cure="open windows keep what was counted in them by the earlier functions; to count everything anew, "
+                "give the agent another name and a start",
+            )
         case WindowsResized():
             log.warning(
                 "windows.resized",

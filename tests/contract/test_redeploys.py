@@ -31,6 +31,7 @@ from aviso_workers.events import (
     Settled,
     StreamProvisioned,
     TimerRescheduled,
+    WindowFunctionsChanged,
     WindowsResized,
 )
 from aviso_workers.testing import Harness, harness
@@ -361,6 +362,8 @@ async def test_what_an_open_window_has_counted_stays_in_it(deploy: Deploy) -> No
     await notify(deploy, range(30, 65, 5))
     await deploy.until_handled("sums")
     await deploy.until(lambda: found == {"06:00-07:00": [6], "od06:00-07:00": [600]})
+    assert [told.functions for told in deploy.stated(after.app, WindowFunctionsChanged)] == [("fold", "key")]
+    assert deploy.stated(before.app, WindowFunctionsChanged) == []
     await deploy.stop_all(after.app)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -409,3 +411,27 @@ def test_windows_of_each_size_are_looked_for() -> None:
         True,
         True,
     ]
+
+
+class TestFingerprints:
+    def test_tell_another_function(self) -> None:
+        one = windowing(key=lambda found: found.identifier["a"])
+        other = windowing(key=lambda found: found.identifier["b"])
+        none = windowing()
+        assert len({each.fingerprints["key"] for each in (one, other, none)}) == 3
+        assert one.fingerprints["fold"] == other.fingerprints["fold"]
+
+    def test_are_the_same_in_another_process(self) -> None:
+        """Where a set is spelled in another order."""
+        code = (
+            "from aviso_workers import Windowing\n"
+            "key = lambda found: 'x' if found.identifier['a'] in {'b', 'c', 'd'} else 'y'\n"
+            "print(Windowing(size='1h', fold=min, initial=0, key=key).fingerprints)\n"
+        )
+        said = {
+            subprocess.run(
+                [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+            ).stdout
+            for seed in "123"
+        }
+        assert len(said) == 1

@@ -43,7 +43,7 @@ from aviso_workers.engine.handlers.one import HandlerContext, OneByOne
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue
 from aviso_workers.engine.timer_loops import OVERDUE_SECONDS, Lease, drained
 from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError, UndecodableError
-from aviso_workers.events import Events, Unreadable, WindowDone, WindowsResized
+from aviso_workers.events import Events, Unreadable, WindowDone, WindowFunctionsChanged, WindowsResized
 from aviso_workers.jetstream.key_value import Entry
 
 __all__ = ["AsWindows", "bucket_of", "is_bucket", "is_window", "open_windows", "put_back", "unfinished"]
@@ -88,6 +88,7 @@ class AsWindows:
         self._durable = agent.durable_name(app)
         self._drain_timeout_seconds = drain_timeout_seconds
         self._events = events
+        self._functions = windowing.fingerprints
         self._states = _States(agent, on_unreadable=self._report_unreadable)
         bucket = bucket_of(app, agent.name)
         self._bucket = CachedKeyValue(backend, bucket, patience_seconds=patience_seconds)
@@ -252,6 +253,7 @@ class AsWindows:
     async def _close_due(self, stop: anyio.Event) -> None:
         held = await self._read()
         await self._resize(held)
+        await self._note_functions(held)
         if held.first_end == math.inf:
             return
         info = await self._backend.consumer_info(self._stream, self._durable)
@@ -304,6 +306,19 @@ class AsWindows:
                     since=progress.sizings[-1].since,
                 )
             )
+
+    async def _note_functions(self, held: _Held) -> None:
+        """State which of the functions that make windows are others than those of the worker that closed them before.
+
+        What they have made of the open windows stays, because only the code of an older version could make it anew.
+        """
+        before, own = held.functions, self._functions
+        if before == own:
+            return
+        await self._advance(lambda progress: structs.replace(progress, functions=own))
+        if before:
+            changed = tuple(name for name in own if own[name] != before.get(name))
+            self._events.emit(WindowFunctionsChanged(agent=self._agent.name, functions=changed))
 
     def _report_unreadable(self, entry: Entry, error: UndecodableError) -> None:
         stream = f"KV_{bucket_of(self._app, self._agent.name)}"
@@ -470,6 +485,7 @@ class _Held:
         self.first_end = min(map(windows.first_end, states.values()), default=math.inf)
         self.sizings = progress.sizings
         """Of all keys."""
+        self.functions = progress.functions
 
 
 class _States:
