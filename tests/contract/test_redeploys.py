@@ -18,12 +18,13 @@ import msgspec
 import pytest
 from anyio.abc import TaskGroup
 
-from aviso_workers import App, Backoff, Batch, Batching, Notification, Tick, Window, Windowing
+from aviso_workers import App, Backoff, Batch, Batching, Notification, Reject, Tick, Window, Windowing
 from aviso_workers.config import Config
 from aviso_workers.declare import timers
 from aviso_workers.engine import timer_loops
+from aviso_workers.engine.dead_letter_store import DeadLetter
 from aviso_workers.engine.handlers import windowed
-from aviso_workers.errors import InvalidNotificationError, UndecodableError
+from aviso_workers.errors import InvalidNotificationError, RefusedError, UndecodableError
 from aviso_workers.events import (
     AgentDisturbed,
     ConsumerDiffers,
@@ -34,6 +35,7 @@ from aviso_workers.events import (
     WindowFunctionsChanged,
     WindowsResized,
 )
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 
@@ -617,3 +619,56 @@ async def test_what_is_stored_and_refused_by_new_rules_is_a_dead_letter(deploy: 
     with pytest.raises(InvalidNotificationError, match="step"):
         await after.notify("mars", mars(step=500), {})
     await deploy.stop_all(after)
+
+
+class TestADeadLetterOfAWindow:
+    @row("`size`, `every` of a `Windowing`")
+    async def test_keeps_its_end(self, deploy: Deploy) -> None:
+        found: dict[str, list[int]] = {}
+        before, after = failing(), Hours(found, size="10m").app
+        [dead_letter] = await self.stored(deploy, before)
+        await deploy.replace(before, after)
+        await deploy.finish(before)
+        await deploy.until(lambda: deploy.stated(after, WindowsResized) != [])
+        await self.retry(deploy, dead_letter)
+        await deploy.until(lambda: found.get("06:00-07:00") == [12])
+        await deploy.stop_all(after)
+
+    @row("the type of a window's values")
+    async def test_of_another_type_stops_no_agent(self, deploy: Deploy) -> None:
+        before, after = failing(), of_values({}, Count, into_count)
+        [dead_letter] = await self.stored(deploy, before)
+        await deploy.stop(before)
+        bucket = await deploy.t.app.key_value("contract_windows_sums")
+        await bucket.delete("=")  # as a key is forgotten that has no open window
+        await deploy.start(after)
+        with pytest.raises(RefusedError, match="another type than its windows have now: retry its dead letter while"):
+            await self.retry(deploy, dead_letter)
+        assert deploy.stated(after, AgentDisturbed) == []
+        await deploy.stop_all(after)
+
+    async def stored(self, deploy: Deploy, version: App) -> list[DeadLetter]:
+        """The dead letters after a window that failed in this version."""
+        await deploy.start(version)
+        await notify(deploy, range(0, 65, 5))
+        await deploy.until(lambda: deploy.t.dead_letters != [])
+        return [dead_letter async for dead_letter in self.letters(deploy).select(Selection())]
+
+    async def retry(self, deploy: Deploy, dead_letter: DeadLetter) -> None:
+        await self.letters(deploy).retry(dead_letter)
+
+    def letters(self, deploy: Deploy) -> StoredDeadLetters:
+        app = deploy.t.app
+        return StoredDeadLetters(app.session.admin, app.config, events=app.events)
+
+
+def failing() -> App:
+    """A version of the app whose hours all become dead letters."""
+    app = App("contract")
+    window: Windowing[int, Any] = Windowing(size="1h", fold=counted, initial=0, time=happened)
+
+    @app.agent("mars", where={"class": "od"}, start="new", window=window)
+    async def sums(window: Window[int]) -> None:
+        raise Reject("no database")
+
+    return app

@@ -479,7 +479,8 @@ async def test_a_window_that_fails_as_often_as_it_may_is_a_dead_letter_that_can_
         assert (dead_letter.agent, dead_letter.reason, dead_letter.attempts) == ("totals", "attempts_exhausted", 2)
         assert dead_letter.error == "ConnectionError: no database"
         start = int(SIX.timestamp())
-        assert msgspec.json.decode(dead_letter.original.data) == {"start": start, "end": start + 3600, "value": 3}
+        kept = msgspec.json.decode(dead_letter.original.data)
+        assert (kept["start"], kept["end"], kept["value"]) == (start, start + 3600, 3)
         assert [done.dead_lettered for done in t.windows(totals) if done.key == "rd"] == ["", "attempts_exhausted"]
 
         broken = False

@@ -14,7 +14,6 @@ into the bucket, closed, and whoever closes windows runs the function for it.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -401,7 +400,7 @@ class AsWindows:
         """Return what becomes of a window for which the function has failed; its dead letter is stored."""
         end = int(window.end.timestamp())
         bucket, spelled = bucket_of(self._app, self._agent.name), _spelled(window.key)
-        kept = KeptWindow(start=start, end=end, value=window.value)
+        kept = KeptWindow(start=start, end=end, value=window.value, values=self._states.fingerprint)
         message = Message(
             subject=f"$KV.{bucket}.{spelled}",
             data=payloads.to_json(kept),
@@ -431,6 +430,8 @@ class KeptWindow(Struct, frozen=True, kw_only=True):
     """Seconds since 1970 UTC, as the end."""
     end: Annotated[int, Meta(ge=EARLIEST, le=LATEST)]
     value: Any
+    values: str = ""
+    """As `Progress.values`; empty where an older version stored the dead letter."""
 
 
 def is_window(stream: str, *, app: str, agent: str) -> bool:
@@ -443,10 +444,17 @@ def is_window(stream: str, *, app: str, agent: str) -> bool:
 async def put_back(backend: Backend, dead_letter: Message, *, app: str, agent: str) -> None:
     """Put the window of a dead letter back, so that the function is run for it; `dead_letter` is what was stored of it.
 
-    Raises `UndecodableError`, `BackendError`.
+    Raises `UndecodableError`; `RefusedError` where the agent's windows have values of another type by now, so that it
+    could not go on with this one; `BackendError`.
     """
     kept = read_json(dead_letter.data, KeptWindow)
     bucket = await backend.key_value(bucket_of(app, agent))
+    values = counted.read_progress(await bucket.get(PROGRESS)).values
+    if kept.values and values not in ("", kept.values):
+        raise RefusedError(
+            f"a window of agent {agent} has a value of another type than its windows have now: retry its dead letter "
+            "while a version with that type runs, or handle its body (`aviso-workers dead-letters show`) yourself"
+        )
     key = dead_letter.subject.removeprefix(f"$KV.{bucket_of(app, agent)}.")
     while True:
         entry = await bucket.get(key)
@@ -497,7 +505,7 @@ class _States:
         self._on_unreadable = on_unreadable
         kept: Any = State
         self._read: Callable[[bytes], State[Any]] = payloads.json_reader(kept[agent.argument_type])
-        self.fingerprint = _fingerprint(agent.argument_type)
+        self.fingerprint = payloads.fingerprint(agent.argument_type)
         """Of the type of the values, the same in all workers that have it."""
         self.other_type = (
             f"the values of the windows of agent {agent.name!r} are not {agent.argument_type} any more: a worker of "
@@ -564,14 +572,6 @@ class _States:
         data = payloads.to_json(state)
         self._read(data)
         return data
-
-
-def _fingerprint(kind: Any) -> str:
-    try:
-        spelled = msgspec.json.encode(msgspec.json.schema(kind), order="deterministic")
-    except TypeError:  # a type that msgspec does not know, as a model of pydantic
-        spelled = repr(kind).encode()
-    return hashlib.sha256(spelled).hexdigest()[:16]
 
 
 def _has_all(value: Any, stored: Any) -> bool:
