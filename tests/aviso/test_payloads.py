@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import Struct
 from pydantic import BaseModel, Field, RootModel, field_validator
