@@ -110,7 +110,7 @@ async def open_numbers(backend: Backend, app: str, event: str) -> set[int]:
 
     async def nothing(_: str, __: Notification[Any]) -> None: ...
 
-    declare(router, VERSIONS["new"], event, do=nothing, write_window=str)
+    declare(router, VERSIONS["new"], event, do=nothing, write_window=lambda _: None)
     (agent,) = (agent for agent in router.agents if agent.name == WINDOWS)
     assert agent.policy.window is not None
     found = await windowed.open_windows(agent, agent.policy.window, backend, app=app, key="")

@@ -178,7 +178,7 @@ class TestAnAuthorsDecoder:
 
 class TestFingerprint:
     def test_is_another_one_for_other_fields(self) -> None:
-        one, two = (msgspec.defstruct("Found", fields) for fields in (["a"], ["a", ("b", int, 0)]))
+        one, two = msgspec.defstruct("Found", ["a"]), msgspec.defstruct("Found", ["a", ("b", int, 0)])
         kinds = [int, float, dict[str, int], one, two, list[one], list[two]]  # type: ignore[valid-type]
         assert len({payloads.fingerprint(kind) for kind in kinds}) == len(kinds)
         again = msgspec.defstruct("Found", ["a"])
