@@ -289,9 +289,10 @@ async def test_values_that_the_new_type_cannot_have_are_left_to_the_old_version(
     await notify(deploy, range(0, 30, 5))
     await deploy.until_handled("sums")
     await deploy.replace(before, after)
-    [error, *_] = [str(disturbed.error) for disturbed in deploy.stated(after, AgentDisturbed)]
-    assert "what windows of agent 'sums' hold is not a" in error
-    assert "let the version that opened them close them, or give the agent another name" in error
+    await deploy.until(lambda: len(deploy.stated(after, AgentDisturbed)) > 2)
+    for disturbed in deploy.stated(after, AgentDisturbed):
+        assert "what windows of agent 'sums' hold is not a" in str(disturbed.error)
+        assert "let the version that opened them close them, or give the agent another name" in str(disturbed.error)
     await notify(deploy, range(30, 65, 5))
     if not deploy.rolling:
         await deploy.t.advance(1.0)

@@ -104,7 +104,9 @@ class AsWindows:
         """By key and start of a window, how often the function failed for it."""
         self._again_at: dict[tuple[str, int], float] = {}
         self._refused = anyio.Event()
-        """Set while this worker must not count, because the windows have values of another type than its own."""
+        """Set while this worker must not count, because the windows have values of another type than its own, or
+        `require_values` has not said yet that they have not."""
+        self._refused.set()
         self._gives_way = False
         """Whether that is because a worker of another version has begun since, which counts now."""
 
