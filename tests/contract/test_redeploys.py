@@ -504,6 +504,7 @@ async def test_a_table_keeps_the_longest_history_that_a_version_wants(deploy: De
     [told] = deploy.stated(after, StreamProvisioned)
     assert (told.stream, told.action) == ("KV_contract__t", "updated")
     assert "max_msgs_per_subject: 1 -> 3" in told.differences
+    assert any(each.startswith("subject_delete_marker_ttl: ") for each in told.differences)
     await long.put("a", 2)
     await deploy.finish(before)
     await long.put("a", 3)
@@ -631,6 +632,8 @@ class TestADeadLetterOfAWindow:
         await deploy.replace(before, after)
         await deploy.finish(before)
         await deploy.until(lambda: deploy.stated(after, WindowsResized) != [])
+        await notify(deploy, range(115, 165, 5))
+        await deploy.until(lambda: "08:30-08:40" in found)  # no hour is open any more
         await self.retry(deploy, dead_letter)
         await deploy.until(lambda: found.get("06:00-07:00") == [12])
         await deploy.stop_all(after)
