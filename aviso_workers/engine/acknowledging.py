@@ -222,7 +222,7 @@ class Settler:
 
     async def _settle_failed(self, delivery: Delivery, failure: Failure, *, emit: Callable[[_Outcome], None]) -> None:
         if failure.other_version:
-            await self._failures.clear(delivery)  # or its next delivery would look like one that ended its worker
+            await self._failures.clear(delivery)  # or its next delivery would be handled alone
             delay = OTHER_VERSION.delay_seconds(delivery.num_delivered)
             delivery.nak(delay_seconds=delay)
             self._buffer.done(delivery)

@@ -21,9 +21,11 @@ from anyio.abc import TaskGroup
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Reject, Tick, Window, Windowing
 from aviso_workers.config import Config
 from aviso_workers.declare import timers
-from aviso_workers.engine import timer_loops
+from aviso_workers.declare.verdicts import OtherVersionError
+from aviso_workers.engine import acknowledging, timer_loops
 from aviso_workers.engine.dead_letter_store import DeadLetter
 from aviso_workers.engine.handlers import windowed
+from aviso_workers.engine.isolation import Isolation
 from aviso_workers.errors import InvalidNotificationError, RefusedError, UndecodableError
 from aviso_workers.events import (
     AgentDisturbed,
@@ -676,3 +678,27 @@ def failing() -> App:
         raise Reject("no database")
 
     return app
+
+
+async def test_what_is_given_back_to_another_version_is_no_failed_attempt(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often: neither as a failure, nor as what may end its worker, which is handled alone."""
+    app, turns, alone = App("contract"), list[int](), list[Any]()
+    of = Isolation.of
+    monkeypatch.setattr(Isolation, "of", lambda isolation, delivery: alone.append(delivery) or of(isolation, delivery))
+
+    @app.agent("mars", where={"class": "od"}, start="new", retry=Backoff(attempts=2))
+    async def index(notification: Notification[Any]) -> None:
+        turns.append(notification.num_delivered)
+        if len(turns) < 7:
+            raise OtherVersionError(UndecodableError("of another type"))
+
+    monkeypatch.setattr(acknowledging, "OTHER_VERSION", Backoff(first=0.05, factor=1.0, jitter=0.0))
+    await deploy.start(app)
+    await publish(deploy, 1)
+    await deploy.until_handled("index")
+    assert turns == [1, 2, 3, 4, 5, 6, 7]
+    assert [settled.reason for settled in deploy.stated(app, Settled)] == ["other_version"] * 6 + [""]
+    assert (deploy.t.dead_letters, alone) == ([], [])
+    await deploy.stop_all(app)
