@@ -686,7 +686,12 @@ async def test_what_is_given_back_to_another_version_is_no_failed_attempt(
     """However often: neither as a failure, nor as what may end its worker, which is handled alone."""
     app, turns, alone = App("contract"), list[int](), list[Any]()
     of = Isolation.of
-    monkeypatch.setattr(Isolation, "of", lambda isolation, delivery: alone.append(delivery) or of(isolation, delivery))
+
+    def note(isolation: Isolation, delivery: Any) -> Any:
+        alone.append(delivery)
+        return of(isolation, delivery)
+
+    monkeypatch.setattr(Isolation, "of", note)
 
     @app.agent("mars", where={"class": "od"}, start="new", retry=Backoff(attempts=2))
     async def index(notification: Notification[Any]) -> None:

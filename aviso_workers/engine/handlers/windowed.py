@@ -103,10 +103,9 @@ class AsWindows:
         self._failures: dict[tuple[str, int], int] = {}
         """By key and start of a window, how often the function failed for it."""
         self._again_at: dict[tuple[str, int], float] = {}
-        self._refused = anyio.Event()
+        self._refused = _set_event()
         """Set while this worker must not count, because the windows have values of another type than its own, or
         `require_values` has not said yet that they have not."""
-        self._refused.set()
         self._gives_way = False
         """Whether that is because a worker of another version has begun since, which counts now."""
 
@@ -632,6 +631,12 @@ async def _existing_bucket(agent: Agent[Any, Any], backend: Backend, *, app: str
 def _sized(progress: Progress, windowing: Windowing[Any, Any]) -> Progress:
     """Return what is known for all keys, with the code's own sizing where none was stored."""
     return progress if progress.sizings else structs.replace(progress, sizings=(windowing.sizing,))
+
+
+def _set_event() -> anyio.Event:
+    event = anyio.Event()
+    event.set()
+    return event
 
 
 def _refuse(_: Entry, error: UndecodableError) -> None:
