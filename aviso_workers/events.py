@@ -56,8 +56,11 @@ __all__ = [
     "ThreadsFreed",
     "ThreadsStuck",
     "Ticked",
+    "TimerRescheduled",
     "Unreadable",
     "WindowDone",
+    "WindowFunctionsChanged",
+    "WindowsResized",
 ]
 
 
@@ -255,6 +258,15 @@ class Ticked(Struct, frozen=True, kw_only=True):
     error: BaseException | None = None
 
 
+class TimerRescheduled(Struct, frozen=True, kw_only=True):
+    """A timer with `leader=True` has another schedule than that by which its last tick was run, and begins by it."""
+
+    timer: str
+    schedule: str
+    """As `Schedule.text`, and so is `before`."""
+    before: str
+
+
 class WindowDone(Struct, frozen=True, kw_only=True):
     """An agent was run for a window that is over, well or (with an error) ill.
 
@@ -271,6 +283,33 @@ class WindowDone(Struct, frozen=True, kw_only=True):
     again_in_seconds: float = 0.0
     dead_lettered: str = ""
     """The reason of the dead letter; empty where there is none."""
+
+
+class WindowFunctionsChanged(Struct, frozen=True, kw_only=True):
+    """The code of the worker that closes an agent's windows has other functions than that of the worker before.
+
+    An open window keeps what was counted in it, and what comes is counted by the new functions.
+    """
+
+    agent: str
+    functions: tuple[str, ...]
+    """Which of `fold`, `key` and `time`."""
+
+
+class WindowsResized(Struct, frozen=True, kw_only=True):
+    """The code of the worker that closes an agent's windows states another size than that by which they are opened.
+
+    Windows that start at `since` or later have the new size. Those that start before keep the size that they have.
+    """
+
+    agent: str
+    size_seconds: int
+    every_seconds: int
+    """How often windows begin, from `since` on."""
+    before_size_seconds: int
+    before_every_seconds: int
+    since: int
+    """In seconds since 1970 UTC: the first moment, after all that was counted, at which windows of both sizes begin."""
 
 
 class LeadershipChanged(Struct, frozen=True, kw_only=True):
@@ -501,6 +540,7 @@ Event = (
     | AgentStopped
     | TaskFailed
     | Ticked
+    | TimerRescheduled
     | LeadershipChanged
     | LeadershipHindered
     | LeadershipUnhindered
@@ -523,6 +563,8 @@ Event = (
     | PermissionDenied
     | Measured
     | WindowDone
+    | WindowFunctionsChanged
+    | WindowsResized
 )
 
 WARNINGS = (

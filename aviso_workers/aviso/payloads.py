@@ -7,6 +7,7 @@ is imported only when an author's type is such a model. A payload of `bytes` is 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import typing
@@ -17,7 +18,17 @@ import msgspec
 
 from aviso_workers.errors import InvalidPayloadError, UndecodableError, describe
 
-__all__ = ["decoded_by", "decoder", "encode", "encode_texts", "is_json", "json_reader", "to_json", "value_of"]
+__all__ = [
+    "decoded_by",
+    "decoder",
+    "encode",
+    "encode_texts",
+    "fingerprint",
+    "is_json",
+    "json_reader",
+    "to_json",
+    "value_of",
+]
 
 MOST_EXTREME = 2000
 """A payload may have at most so many numbers with an exponent of three digits. To read a number near the limits of a
@@ -149,6 +160,29 @@ def json_reader(kind: Any) -> Callable[[bytes], Any]:
             raise _as_msgspecs(error) from error
 
     return read
+
+
+def fingerprint(kind: Any) -> str:
+    """Return a text that is the same in all processes for a type, and another one where its fields are others."""
+    schema: object
+    try:
+        schema = _schema(kind)
+    except (TypeError, ValueError, NameError):  # of a type that has none, such as one that decodes in its own way
+        schema = re.sub(" at 0x[0-9a-f]+", "", repr(kind))
+    return hashlib.sha256(msgspec.json.encode(schema, order="deterministic")).hexdigest()[:16]
+
+
+def _schema(kind: Any) -> dict[str, Any]:
+    """Return the JSON Schema of a type. Raises TypeError, ValueError, NameError where there is none."""
+    if not _holds_pydantic(kind):
+        return msgspec.json.schema(kind)
+    import pydantic
+
+    try:
+        adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(kind)
+        return adapter.json_schema()
+    except pydantic.PydanticUserError as error:
+        raise TypeError(str(error)) from error
 
 
 def _read_text(read: Callable[[bytes], Any], text: str, *, otherwise: bytes | None) -> Any:

@@ -249,7 +249,10 @@ class Table(Generic[T]):
             return None if data is None else self._read(data)
         except msgspec.DecodeError as error:
             key = decode_key(entry.key) if entry else ""
-            raise UndecodableError(f"table {self.name!r}, key {key!r}: what is stored does not fit: {error}") from error
+            raise UndecodableError(
+                f"table {self.name!r}, key {key!r}: what is stored does not fit: {error}; put another value, or give "
+                "the table another name or a type that fits both, such as `Old | New`"
+            ) from error
 
     def _change(self, entry: Entry) -> Change[T]:
         value = None if entry.deleted else self._value(entry)

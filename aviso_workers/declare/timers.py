@@ -42,6 +42,10 @@ class Tick(Struct, frozen=True, kw_only=True):
 
 
 class Schedule(Protocol):
+    @property
+    def text(self) -> str:
+        """The schedule as it is stored and logged; two schedules with the same text have the same ticks."""
+
     def after(self, time: datetime) -> datetime:
         """Return the first tick after this time, UTC."""
 
@@ -50,6 +54,10 @@ class Every(Struct, frozen=True):
     """A schedule at whole multiples of an interval since 1970 UTC."""
 
     interval: Duration
+
+    @property
+    def text(self) -> str:
+        return f"every {int(self.interval)}s"
 
     def after(self, time: datetime) -> datetime:
         interval = timedelta(seconds=self.interval)
@@ -64,6 +72,10 @@ class Cron(Struct, frozen=True):
 
     expression: str
     timezone: ZoneInfo
+
+    @property
+    def text(self) -> str:
+        return f"cron {self.expression} {self.timezone.key}"
 
     def after(self, time: datetime) -> datetime:
         for found in CronSim(self.expression, time.astimezone(self.timezone)):

@@ -25,6 +25,7 @@ __all__ = [
     "FinalError",
     "FinalReason",
     "Nak",
+    "OtherVersionError",
     "Record",
     "Reject",
     "Retry",
@@ -144,6 +145,8 @@ class Failure(Struct, frozen=True):
     something else than its notification."""
     worker_died: bool = False
     """No handler has raised it: the worker ended while the handler ran."""
+    other_version: bool = False
+    """The notification is given back to a worker of another version of the app, and this is no failed attempt."""
 
 
 class FinalError(Exception):
@@ -153,6 +156,14 @@ class FinalError(Exception):
         self.error = error
         self.reason: FinalReason = reason
         super().__init__(reason)
+
+
+class OtherVersionError(Exception):
+    """Raised by a step of ours to have a worker of another version of the app handle a notification."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        super().__init__(str(error))
 
 
 def before_handling(

@@ -3,6 +3,11 @@
 Pure. What is known of a key is one `State`, and each step that it takes is a function here: a notification is counted,
 windows are closed, one is done. What is known for all keys is a `Progress`, and a `Page` says with one bit for each
 sequence of the stream which notifications were counted that the states do not list any more.
+
+How long windows are, and how often they begin, is stored with them as `Sizings`, and only that counts: a worker whose
+code states another size counts and closes by what is stored. A new size is stored with the time from which on it holds,
+at which windows of the old and of the new size begin. So each window has one size from its beginning to its end, and
+each notification of tumbling windows is in one window.
 `engine.handlers.windowed` keeps all of these where all workers find them, and says when a window closes. Times are
 seconds since 1970 UTC.
 """
@@ -11,13 +16,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any, Generic
+from types import CodeType
+from typing import Annotated, Any, Generic
 
-from msgspec import Struct, structs
+from msgspec import Meta, Struct, structs
 from typing_extensions import TypeVar
 
 from aviso_workers.aviso.literals import Duration
@@ -29,6 +36,8 @@ __all__ = [
     "Page",
     "Progress",
     "Settled",
+    "Sizing",
+    "Sizings",
     "State",
     "Window",
     "Windowing",
@@ -36,16 +45,24 @@ __all__ = [
     "adopted",
     "close",
     "due",
+    "end",
+    "ended",
     "first_end",
     "has_missed",
     "is_older",
+    "last_end",
     "late",
     "leave_out",
     "newest",
     "oldest",
     "page_number",
     "prune",
+    "resized",
+    "sized",
+    "starts",
+    "still_needed",
     "still_open",
+    "window",
     "without",
 ]
 
@@ -61,6 +78,26 @@ PAGE_SEQUENCES = 16_384
 LAYOUT = 1
 ANY_SEQUENCE = 2**53
 """No sequence is greater that JSON carries everywhere."""
+LAST_SINCE = 253_370_764_800
+"""The beginning of the year 9999, later than any notification: a size that would hold from then on never does."""
+LONGEST_SECONDS = 9_223_372_036
+"""No duration is longer that `Duration` reads."""
+
+
+class Sizing(Struct, frozen=True, array_like=True):
+    """The size of the windows that start at `since` or later, and how often they begin. All are in seconds."""
+
+    since: Annotated[int, Meta(ge=NEVER, le=LAST_SINCE)]
+    size: Annotated[int, Meta(ge=1, le=LONGEST_SECONDS)]
+    every: Annotated[int, Meta(ge=1, le=LONGEST_SECONDS)]
+
+    def is_as(self, other: Sizing) -> bool:
+        """Return whether windows have the same size and begin as often, since whenever."""
+        return (self.size, self.every) == (other.size, other.every)
+
+
+Sizings = tuple[Sizing, ...]
+"""At least one `Sizing`, the oldest first. Each holds until the next one begins, and the first one from ever."""
 
 
 class Window(Struct, Generic[A], frozen=True, kw_only=True):
@@ -160,19 +197,19 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
             raise ValueError(f"the time of a notification needs a zone, and a year from 1001 to 8999; found {time!r}")
         return time.timestamp()
 
-    def starts(self, time: float) -> list[int]:
-        """Return the starts of the windows that a time is in, the latest first."""
-        every = self.every_seconds
-        last = int(time // every) * every
-        return list(range(last, int(time // 1) - self.size_seconds, -every))
+    @property
+    def sizing(self) -> Sizing:
+        """How long these windows are, and how often they begin."""
+        return Sizing(NEVER, int(self.size_seconds), int(self.every_seconds))
 
-    def ended(self, time: float) -> int:
-        """Return a number that grows when one more window has ended by then."""
-        return int((time - self.size_seconds) // self.every_seconds)
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """The fingerprints of `fold`, `key` and `time`, which tell other workers that a function was changed.
 
-    def window(self, key: str, start: int, value: A) -> Window[A]:
-        begins, ends = (datetime.fromtimestamp(each, UTC) for each in (start, start + self.size_seconds))
-        return Window(key=key, start=begins, end=ends, value=value)
+        They are of a function's name and of the names and values in its code. A function of the same name that was
+        changed in another way has the same one.
+        """
+        return {name: _fingerprint(getattr(self, name)) for name in ("fold", "key", "time")}
 
 
 class State(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True):
@@ -180,6 +217,10 @@ class State(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True):
 
     open: dict[int, A] = {}
     """The values of the windows that are not done, by start."""
+    sizings: Sizings = ()
+    """By which the key's windows were opened, and are. Empty where an older version wrote the state; see `sized`."""
+    ends: dict[int, int] = {}
+    """By start, the ends of the windows of `open` that were dead letters: they may be older than all `sizings`."""
     closed: int = NEVER
     """Windows that end by then take nothing any more."""
     time: float = NEVER
@@ -220,6 +261,12 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     closed: int = NEVER
     """As `State.closed`."""
     settled: Settled = Settled()
+    sizings: Sizings = ()
+    """By which new states are begun. Empty until the first worker of this version counts or closes."""
+    functions: dict[str, str] = {}
+    """The `Windowing.fingerprints` of the worker that closes windows."""
+    values: str = ""
+    """The fingerprint of the type of the windows' values; only workers whose type has it count and close."""
 
 
 class Page(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"counted": "bits", "missed": "missed_bits"}):
@@ -258,6 +305,91 @@ class Page(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"count
         return settled.covers((number + 1) * PAGE_SEQUENCES - 1, self.newest)
 
 
+def resized(sizings: Sizings, wanted: Sizing, *, counted: float, closed: int) -> Sizings:
+    """Return the sizings by which windows are as `wanted` as soon as that can be.
+
+    This is at the first moment at which windows of the last size that has begun and of the wanted one begin, after
+    `counted`, the time of the newest notification that was counted, and not before `closed`: so no window that has
+    begun is changed, and none of the new size lacks what was counted. It is not before `wanted.since` either, where
+    windows of both begin then.
+    """
+    begun = [sizing for sizing in sizings[1:] if sizing.since <= counted or sizing.since < closed]
+    begun.insert(0, sizings[0])
+    last = begun[-1]
+    if last.is_as(wanted):
+        return tuple(begun)
+    together = math.lcm(last.every, wanted.every)
+    after = max(counted, closed - 1)
+    since = wanted.since
+    if since <= after or since % together:
+        since = (int(after // together) + 1) * together
+    return (*begun, structs.replace(wanted, since=min(since, LAST_SINCE)))
+
+
+def still_needed(sizings: Sizings, *, closed: int, first_start: float = math.inf) -> Sizings:
+    """Return the sizings without those of which no window takes anything any more.
+
+    `closed` is as in `State`; those of windows that start at `first_start` or later are needed as well. The windows of
+    a newer size that would have begun before it have closed too, so that none of them can be opened.
+    """
+    while len(sizings) > 1:
+        old, new = sizings[:2]
+        if first_start < new.since or closed < max(new.since - each.every + each.size for each in (old, new)):
+            break
+        sizings = sizings[1:]
+    return sizings if len(sizings) > 1 else tuple(structs.replace(each, since=NEVER) for each in sizings)
+
+
+def sized(state: State[A], sizings: Sizings, *, passed: int) -> State[A]:
+    """Return the state whose windows are as the newest of these sizings, which are those of all keys, as soon as that
+    can be; as it was, where they are. `passed` is as in `add`.
+
+    A state without sizings is of a new key, or was written by an older version, which knew one size.
+    """
+    if state.sizings == sizings:
+        return state
+    if state.sizings:
+        closed = max(state.closed, passed)
+        changed = resized(state.sizings, sizings[-1], counted=state.time, closed=closed)
+        sizings = still_needed(changed, closed=closed, first_start=min(state.open, default=math.inf))
+    return state if sizings == state.sizings else structs.replace(state, sizings=sizings)
+
+
+def starts(sizings: Sizings, time: float) -> list[int]:
+    """Return the starts of the windows that a time is in, the latest first."""
+    found: list[int] = []
+    until = math.inf
+    for sizing in reversed(sizings):
+        since = NEVER if sizing is sizings[0] else sizing.since
+        last = int(time // sizing.every) * sizing.every
+        first = int(time // 1) - sizing.size  # no window that starts then has the time
+        found += [start for start in range(last, first, -sizing.every) if since <= start < until]
+        until = since
+    return found
+
+
+def end(state: State[Any], start: int) -> int:
+    """Return when a window of the key ends."""
+    if start in state.ends:
+        return state.ends[start]
+    sizing = state.sizings[0]
+    for later in state.sizings[1:]:
+        if later.since <= start:
+            sizing = later
+    return start + sizing.size
+
+
+def ended(sizings: Sizings, time: float) -> int:
+    """Return a number that grows when one more window has ended by then."""
+    return sum(int((time - sizing.size) // sizing.every) for sizing in sizings)
+
+
+def window(state: State[A], key: str, start: int) -> Window[A]:
+    """Return a window of the key, which is open or over and not done."""
+    begins, ends = (datetime.fromtimestamp(each, UTC) for each in (start, end(state, start)))
+    return Window(key=key, start=begins, end=ends, value=state.open[start])
+
+
 def newest(states: Iterable[State[Any]]) -> tuple[float, int]:
     """Return when the newest notification happened that was counted, and its sequence."""
     return max(((state.time, state.sequence) for state in states), default=(NEVER, 0))
@@ -281,11 +413,12 @@ def add(
     sequence, stored = notification.sequence, notification.time.timestamp()
     if _is_counted(state, sequence, stored, retry):
         return state
-    starts = windowing.starts(time)
+    containing = starts(state.sizings, time)
     closed = max(passed, state.closed)
-    taking = [start for start in starts if start + windowing.size_seconds > closed]
+    taking = [start for start in containing if end(state, start) > closed]
     if not taking:
-        raise late(f"all of its windows have closed, the last at {_text(starts[0] + windowing.size_seconds)}")
+        last = max(end(state, start) for start in containing)
+        raise late(f"all of its windows have closed, the last at {_text(last)}")
     values = dict(state.open)
     for start in taking:
         before = values[start] if start in values else copy.deepcopy(windowing.initial)
@@ -299,7 +432,7 @@ def add(
         sequence=sequence if newer else state.sequence,
         stored=max(stored, state.stored),
         counted=state.counted | this,
-        missed=state.missed if len(taking) == len(starts) else state.missed | this,
+        missed=state.missed if len(taking) == len(containing) else state.missed | this,
         retried=[*state.retried, retry] if retry else state.retried,
     )
 
@@ -358,32 +491,37 @@ def is_older(state: State[Any], sequence: int, stored: float) -> bool:
     return sequence <= greatest and stored <= newest and state.counted.get(sequence) != stored
 
 
-def close(state: State[A], until: float, windowing: Windowing[A, Any]) -> State[A]:
+def close(state: State[A], until: float) -> State[A]:
     """Return the state with the windows closed that end by then; as it was, where there are none."""
-    if not any(state.closed < start + windowing.size_seconds <= until for start in state.open):
+    if not any(state.closed < end(state, start) <= until for start in state.open):
         return state
     return structs.replace(state, closed=int(until // 1))
 
 
-def still_open(state: State[A], windowing: Windowing[A, Any], *, passed: int) -> list[int]:
+def still_open(state: State[A], *, passed: int) -> list[int]:
     """Return the starts of its windows that take notifications, the oldest first. Those that end by `passed` do not,
     whatever the key.
     """
     closed = max(state.closed, passed)
-    return sorted(start for start in state.open if start + windowing.size_seconds > closed)
+    return sorted(start for start in state.open if end(state, start) > closed)
 
 
-def first_end(state: State[Any], windowing: Windowing[Any, Any]) -> float:
+def first_end(state: State[Any]) -> float:
     """Return when its first open window ends, as a time to close it by: before every time where one is closed and not
     done, after every time where none is open.
     """
-    end = min(state.open, default=math.inf) + windowing.size_seconds
-    return NEVER if end <= state.closed else end
+    first = min((end(state, start) for start in state.open), default=math.inf)
+    return NEVER if first <= state.closed else first
 
 
-def due(state: State[A], windowing: Windowing[A, Any]) -> list[int]:
+def last_end(state: State[Any]) -> int:
+    """Return when the last of its open windows ends; before every time where none is open."""
+    return max((end(state, start) for start in state.open), default=NEVER)
+
+
+def due(state: State[A]) -> list[int]:
     """Return the starts of the windows that are closed and not done, the oldest first."""
-    return sorted(start for start in state.open if start + windowing.size_seconds <= state.closed)
+    return sorted(start for start in state.open if end(state, start) <= state.closed)
 
 
 def without(state: State[A], start: int) -> State[A]:
@@ -391,7 +529,8 @@ def without(state: State[A], start: int) -> State[A]:
     if start not in state.open:
         return state
     values = {known: value for known, value in state.open.items() if known != start}
-    return structs.replace(state, open=values, retried=state.retried if values else [])
+    ends = {known: end for known, end in state.ends.items() if known != start}
+    return structs.replace(state, open=values, ends=ends, retried=state.retried if values else [])
 
 
 def _is_counted(state: State[Any], sequence: int, stored: float, retry: str) -> bool:
@@ -414,6 +553,21 @@ def _with_bits(bits: bytes, sequences: Iterable[int]) -> bytes:
         byte, bit = divmod(sequence % PAGE_SEQUENCES, 8)
         changed[byte] |= 1 << bit
     return bytes(changed).rstrip(b"\0")
+
+
+def _fingerprint(function: Callable[..., Any] | None) -> str:
+    code = getattr(function, "__code__", None)
+    named = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return named if code is None else f"{named} {hashlib.sha256(_content(code).encode()).hexdigest()[:12]}"
+
+
+def _content(constant: object) -> str:
+    """Return the names and values of a function's code, spelled alike in all processes and versions of Python."""
+    if isinstance(constant, CodeType):
+        return f"{constant.co_names} {[_content(each) for each in constant.co_consts if each is not None]}"
+    if isinstance(constant, frozenset):
+        return f"{sorted(map(_content, constant))}"
+    return repr(constant)
 
 
 @functools.cache

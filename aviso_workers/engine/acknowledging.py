@@ -54,6 +54,8 @@ ON_ERROR = "on_error"
 """The reason of `Settled` where an `on_error` function returned `Ack()`."""
 ACKED = _Outcome("acked")
 TAKEN_OVER = _Outcome("retried", "taken_over")
+OTHER_VERSION = Backoff(first=0.1, factor=2.0, max=5.0, jitter=0.0)
+"""When a notification that another version is to handle comes again, by how often it was delivered."""
 
 
 def settle(delivery: Delivery, settlement: Settlement) -> None:
@@ -219,6 +221,13 @@ class Settler:
             await self._failures.forget(delivery)
 
     async def _settle_failed(self, delivery: Delivery, failure: Failure, *, emit: Callable[[_Outcome], None]) -> None:
+        if failure.other_version:
+            await self._failures.clear(delivery)  # or its next delivery would be handled alone
+            delay = OTHER_VERSION.delay_seconds(delivery.num_delivered)
+            delivery.nak(delay_seconds=delay)
+            self._buffer.done(delivery)
+            emit(_Outcome("retried", "other_version", failure.error, again_in_seconds=delay))
+            return
         classified = verdicts.classify(failure, self._agent.classifiers)
         if isinstance(classified, Ack):
             self._ack(delivery)

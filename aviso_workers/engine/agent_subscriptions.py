@@ -165,7 +165,7 @@ class AgentSubscriptions:
         shared = self._shared_filter(agent, event_type, where, stream, run, known_agents)
         return Subscription(
             name=agent.name,
-            feeds=self._feeds(agent, event_type, stream, shared, run, repeats),
+            feeds=self._feeds(agent, event_type, stream, shared, run, repeats, windows),
             run=run,
             beside=[shared.keep],
             also=windows.close if windows is not None else None,
@@ -225,6 +225,7 @@ class AgentSubscriptions:
         shared: SharedFilter,
         run: Run,
         repeats: Repeats,
+        windows: AsWindows | None,
     ) -> Sequence[Feed]:
         """Return the stream of the event type, and what is tried again of the agent's dead letters."""
         policy = agent.policy
@@ -235,6 +236,8 @@ class AgentSubscriptions:
         async def ensure() -> ConsumerInfo:
             topic = schema.topic_of(agent.event_type, event_type)
             await key_orders.require_same(self._backend, stream.name, agent.event_type, tuple(topic.key_order))
+            if windows is not None:
+                await windows.require_values()
             return await shared.ensure()
 
         return [
@@ -242,6 +245,7 @@ class AgentSubscriptions:
                 stream=stream,
                 consumer=shared.consumer,
                 ensure=ensure,
+                interrupted=windows.until_refused if windows is not None else None,
                 leaves=leaves,
                 repeats=repeats,
                 provisioner=self._provisioner,

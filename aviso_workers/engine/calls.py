@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from aviso_workers.declare.verdicts import Failure, FinalError
+from aviso_workers.declare.verdicts import Failure, FinalError, OtherVersionError
 
 __all__ = ["attempt", "call", "runner"]
 
@@ -56,6 +56,8 @@ async def _attempt(step: Callable[[A], Awaitable[R]], task: asyncio.Task[Any], a
         return returned
     except FinalError as found:
         return Failure(found.error, final=found.reason)
+    except OtherVersionError as found:
+        return Failure(found.error, other_version=True)
     except asyncio.CancelledError as error:
         await _raise_cancellation()
         return Failure(_from_within(error))

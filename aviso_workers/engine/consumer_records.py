@@ -146,6 +146,10 @@ class ConsumerRecorder:
             found = await self.found()  # another worker may have created it since, and it is recorded only after that
         if settled is not None:  # also where it is found: it may be deleted before it is brought in line
             wanted = specs.beginning_after(wanted, settled)
+        elif wanted.deliver_policy == "new":
+            # A cluster begins such a consumer where the stream ends when the consumer's first leader is elected, which
+            # may be seconds later.
+            wanted = specs.beginning_after(wanted, (await self._backend.stream_info(self._stream)).last_sequence)
         info = await self._provisioner.ensure_consumer(self._stream, wanted)
         if found is None and settled is not None:
             self._events.emit(

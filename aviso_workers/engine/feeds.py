@@ -6,7 +6,8 @@ what was settled before and comes again, and a dead letter that is tried again w
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from anyio.abc import TaskGroup
 from msgspec import Struct
@@ -47,6 +48,8 @@ class Feed(Struct, frozen=True, kw_only=True):
     """Creates the consumer or brings it in line; None where `consumer` says all that is wanted of it."""
     leaves: Callable[[Delivery], bool] | None = None
     """Takes a delivery that the agent is not to have, and returns whether it did. None: the agent has all."""
+    interrupted: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """Returns when reading has to stop until `ensure` lets it begin again."""
     repeats: Repeats | None = None
     """What was settled lately of the stream; None where what comes again is always handled again."""
 

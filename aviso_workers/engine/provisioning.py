@@ -82,15 +82,28 @@ class Provisioner:
 
         Raises `UnavailableError`.
         """
+        await self._raise(StreamSpec(name=stream, num_replicas=replicas), f"num_replicas: not known -> {replicas}")
+
+    async def raise_history(self, bucket: str, history: int) -> None:
+        """Let a bucket keep so many values of each key where it exists and keeps fewer, and state what is refused.
+
+        Raises `UnavailableError`.
+        """
+        # With a history, a nats-server forgets no expired key that leaves a marker.
+        spec = StreamSpec(name=f"KV_{bucket}", max_msgs_per_subject=history, subject_delete_marker_ttl=0)
+        await self._raise(spec, f"max_msgs_per_subject: not known -> {history}")
+
+    async def _raise(self, spec: StreamSpec, wanted: str) -> None:
         try:
-            plan = await self.plan(StreamSpec(name=stream, num_replicas=replicas))
+            plan = await self.plan(spec)
             if plan.exists and any(difference.found < difference.wanted for difference in plan.differences):
                 await self._update(plan)
         except NotFoundError:
             return  # it was deleted meanwhile
         except RefusedError as error:  # the right to ask for the stream is denied
-            wanted = (f"num_replicas: not known -> {replicas}",)
-            self._events.emit(StreamProvisioned(stream=stream, action="kept", differences=wanted, refused=str(error)))
+            self._events.emit(
+                StreamProvisioned(stream=spec.name, action="kept", differences=(wanted,), refused=str(error))
+            )
 
     def forget(self, stream: str) -> None:
         """Look at the stream again before its next use: it may have been deleted."""

@@ -346,7 +346,8 @@ class _Reader:
         return made
 
     async def _read_on(self, opened: Consumer) -> None:
-        await _until(self._stop, opened.lost, self._run.until_stuck)
+        interrupted = [self._feed.interrupted] if self._feed.interrupted else []
+        await _until(self._stop, opened.lost, self._run.until_stuck, *interrupted)
         await opened.stop()
         if self._stop.is_set():
             await self._drained.wait()

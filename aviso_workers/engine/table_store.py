@@ -34,6 +34,8 @@ T = TypeVar("T")
 COUNTERS = "aviso_workers_counters"
 COUNTERS_SUBJECT = "aviso_workers.counters"
 TIMEOUT_SECONDS = 5.0
+AGAIN_SECONDS = 10.0
+"""When a server that did not answer is asked again for a longer history."""
 
 
 class Tables:
@@ -95,8 +97,19 @@ class Tables:
         kind = CachedKeyValue if table.cached else RetryingKeyValue
         bucket = kind(self._backend, bucket_of(self._app, name), history=table.keeps_history, patience_seconds=patience)
         table.connect(bucket, AppliedNotifications(bucket, self._backend, table=name))
+        if table.keeps_history > 1:
+            self._keeping.start_soon(self._raise_history, bucket.name, table.keeps_history)
         if isinstance(bucket, CachedKeyValue):
             self._keeping.start_soon(bucket.keep)
+
+    async def _raise_history(self, bucket: str, history: int) -> None:
+        """Let a bucket that an older version of the app has made keep as many values as this one wants."""
+        while True:
+            try:
+                await self._own_streams.raise_history(bucket, history)
+                return
+            except UnavailableError:
+                await self._backend.clock.sleep(AGAIN_SECONDS)
 
 
 def bucket_of(app: str, table: str) -> str:

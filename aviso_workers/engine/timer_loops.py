@@ -37,11 +37,12 @@ from aviso_workers.events import (
     LeadershipHindered,
     LeadershipUnhindered,
     Ticked,
+    TimerRescheduled,
     Unreadable,
 )
 from aviso_workers.jetstream.key_value import Entry
 
-__all__ = ["LEASE_SECONDS", "Lease", "buckets_of", "drained", "is_bucket", "run_timers"]
+__all__ = ["LEASE_SECONDS", "OVERDUE_SECONDS", "Lease", "buckets_of", "drained", "is_bucket", "run_timers"]
 
 LEASES, CLAIMS = "_leases", "_timers"
 LEASE_SECONDS = 10.0
@@ -105,7 +106,7 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
         events.emit(LeadershipChanged(leads=True, token=lease.token))
         async with lease.renewed(), anyio.create_task_group() as running:
             for timer in led:
-                of_timer = Claims(timer.name, claims, lease, hindrance, events=events)
+                of_timer = Claims(timer.name, claims, lease, hindrance, schedule=timer.schedule.text, events=events)
                 running.start_soon(_keep_ticking, timer, clock, events, stop, of_timer)
         hindrance.end()  # only a leader claims ticks
         events.emit(LeadershipChanged(leads=False, token=lease.token))
@@ -240,15 +241,25 @@ class Claim(Struct, frozen=True, kw_only=True):
 
     time: datetime
     token: int = 0
+    schedule: str = ""
+    """`Schedule.text` of the timer whose tick it was; empty where an older version has claimed it."""
 
 
 class Claims:
     """Which ticks of a timer were begun, by any leader."""
 
     def __init__(
-        self, timer: str, bucket: RetryingKeyValue, lease: Lease, hindrance: Hindrance, *, events: Events
+        self,
+        timer: str,
+        bucket: RetryingKeyValue,
+        lease: Lease,
+        hindrance: Hindrance,
+        *,
+        schedule: str,
+        events: Events,
     ) -> None:
         self._timer = timer
+        self._schedule = schedule
         self._bucket = bucket
         self._lease = lease
         self._hindrance = hindrance
@@ -269,32 +280,47 @@ class Claims:
         A claim that a clock made which was ahead is believed up to the time at which the bucket stored it. Otherwise a
         leader that is an hour ahead would silence its successors for an hour. A claim of our own that was in doubt and
         is stored counts as none: its tick was not run. Where the bucket was deleted since our last claim, that counts.
+
+        A claim by another schedule tells nothing of the ticks that this one has missed: it begins now, with a tick that
+        is not late by more than `LATE_SECONDS`.
         """
         entry = await self._bucket.get(self._timer)
         if entry is None:
             begin = min(self._last, now) if self._last is not None and self._lease.held else now
-            self._revision = await self._bucket.put(self._timer, msgspec.json.encode(Claim(time=begin)), revision=0)
-            self._last = begin
+            await self._begin(begin, revision=0)
             return begin
         self._revision = entry.revision
         if self._last is None or entry.message_id != self._in_doubt:
-            claimed = self._time_of(entry)
-            self._last = entry.time if claimed - entry.time > MOST_SKEW else claimed
+            claim = self._read(entry)
+            self._last = entry.time if claim.time - entry.time > MOST_SKEW else claim.time
+            if claim.schedule not in ("", self._schedule):
+                await self._begin(
+                    max(self._last, now - timedelta(seconds=timers.LATE_SECONDS)), revision=entry.revision
+                )
+                self._events.emit(TimerRescheduled(timer=self._timer, schedule=self._schedule, before=claim.schedule))
         return self._last
 
-    def _time_of(self, entry: Entry) -> datetime:
-        """Return the time that was claimed; that at which the claim was stored, where it is none of ours."""
+    async def _begin(self, time: datetime, *, revision: int) -> None:
+        """Store that ticks of this schedule that are due after this time are to be run."""
+        claim = Claim(time=time, schedule=self._schedule)
+        self._revision = await self._bucket.put(self._timer, msgspec.json.encode(claim), revision=revision)
+        self._last = time
+
+    def _read(self, entry: Entry) -> Claim:
+        """Return the claim; one of the time at which it was stored, where it is none of ours."""
         try:
-            return read_json(entry.value, Claim).time.astimezone(UTC)
+            claim = read_json(entry.value, Claim)
+            return Claim(time=claim.time.astimezone(UTC), token=claim.token, schedule=claim.schedule)
         except (UndecodableError, OverflowError) as error:
             self._events.emit(Unreadable(stream=f"KV_{self._bucket.name}", sequence=entry.revision, error=error))
-            return entry.time
+            return Claim(time=entry.time)
 
     async def claim(self, tick: datetime) -> bool:
         """Return whether it is ours to run. Raises `ConflictError` where another leader has claimed one since."""
         if not self._lease.held:
             return False
-        claim, message_id = msgspec.json.encode(Claim(time=tick, token=self.token)), secrets.token_hex(12)
+        claimed = Claim(time=tick, token=self.token, schedule=self._schedule)
+        claim, message_id = msgspec.json.encode(claimed), secrets.token_hex(12)
         try:
             self._revision = await self._bucket.put(self._timer, claim, revision=self._revision, message_id=message_id)
         except BackendError:

@@ -10,11 +10,12 @@ import logging
 import sys
 import traceback
 from collections.abc import Iterable, MutableMapping
+from datetime import UTC, datetime
 from typing import Any, Literal, TextIO, get_args
 
 import structlog
 
-from aviso_workers.aviso.literals import printable
+from aviso_workers.aviso.literals import Duration, printable
 from aviso_workers.config import Logging
 from aviso_workers.events import (
     AckWaitDiffers,
@@ -53,8 +54,11 @@ from aviso_workers.events import (
     ThreadsFreed,
     ThreadsStuck,
     Ticked,
+    TimerRescheduled,
     Unreadable,
     WindowDone,
+    WindowFunctionsChanged,
+    WindowsResized,
 )
 from aviso_workers.telemetry.tracebacks import loggable
 
@@ -189,7 +193,14 @@ def observe(event: Event) -> None:
             | Unreadable()
         ):
             _observe_beside(event)
-        case LeadershipChanged() | LeadershipHindered() | LeadershipUnhindered():
+        case (
+            LeadershipChanged()
+            | LeadershipHindered()
+            | LeadershipUnhindered()
+            | TimerRescheduled()
+            | WindowsResized()
+            | WindowFunctionsChanged()
+        ):
             _observe_leadership(event)
         case Skipped():
             log.warning(
@@ -450,7 +461,24 @@ def _observe_beside(event: Event) -> None:
             )
 
 
-def _observe_leadership(event: LeadershipChanged | LeadershipHindered | LeadershipUnhindered) -> None:
+def _lengths(size_seconds: int, every_seconds: int, *, prefix: str = "") -> dict[str, str]:
+    """Return the size of windows, and how often they begin where they overlap."""
+    lengths = {f"{prefix}size": str(Duration(size_seconds))}
+    return lengths if every_seconds == size_seconds else lengths | {f"{prefix}every": str(Duration(every_seconds))}
+
+
+def _day(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _observe_leadership(
+    event: LeadershipChanged
+    | LeadershipHindered
+    | LeadershipUnhindered
+    | TimerRescheduled
+    | WindowsResized
+    | WindowFunctionsChanged,
+) -> None:
     match event:
         case LeadershipChanged():
             log.info("leader.began" if event.leads else "leader.ceased", token=event.token)
@@ -464,3 +492,23 @@ def _observe_leadership(event: LeadershipChanged | LeadershipHindered | Leadersh
             )
         case LeadershipUnhindered():
             log.info("leader.unhindered", bucket=event.bucket)
+        case TimerRescheduled():
+            log.warning("timer.rescheduled", timer=event.timer, schedule=event.schedule, before=event.before)
+        case WindowFunctionsChanged():
+            log.warning(
+                "windows.functions_changed",
+                agent=event.agent,
+                functions=list(event.functions),
+                cure="open windows keep what was counted in them by the earlier functions; to count everything anew, "
+                "give the agent another name and a start",
+            )
+        case WindowsResized():
+            log.warning(
+                "windows.resized",
+                agent=event.agent,
+                **_lengths(event.size_seconds, event.every_seconds),
+                **_lengths(event.before_size_seconds, event.before_every_seconds, prefix="before_"),
+                since=_day(event.since),
+                cure="windows that start before keep their size; to have the new size at once, give the agent another "
+                "name and a start",
+            )

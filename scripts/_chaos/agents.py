@@ -10,11 +10,16 @@ import random
 from functools import cache
 
 import anyio
+import msgspec
 from msgspec import Struct
 
+from _chaos import versions
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Router, Stream
 
 __all__ = ["APP", "EVENT", "Deed", "app", "router"]
+
+VERSION = versions.VERSIONS.get(os.environ.get(versions.VARIABLE, ""))
+"""Of which version this process is; None where there is one."""
 
 APP = "endurance"
 EVENT = "deed"
@@ -70,11 +75,8 @@ async def as_stream(stream: Stream[Deed]) -> None:
         await _do("as_stream", notification)
 
 
-app.include(router)
-
-
 async def _do(agent: str, notification: Notification[Deed]) -> None:
-    deed = notification.payload
+    deed = msgspec.convert(notification.payload, Deed)
     await anyio.sleep(deed.seconds)
     if random.random() < deed.fails:
         raise RuntimeError("on purpose: failures are tried again, and at last become dead letters")
@@ -83,5 +85,14 @@ async def _do(agent: str, notification: Notification[Deed]) -> None:
 
 
 @cache
-def _record() -> int:
-    return os.open(app.settings(router).record, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+def _record(suffix: str = "") -> int:
+    return os.open(f"{app.settings(router).record}{suffix}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+def _write_window(line: str) -> None:
+    os.write(_record(versions.RECORD_SUFFIX), line.encode())
+
+
+if VERSION is not None:
+    versions.declare(router, VERSION, EVENT, do=_do, write_window=_write_window, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
+app.include(router)

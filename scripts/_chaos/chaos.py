@@ -8,6 +8,7 @@ what else the machine does meanwhile does not, so that two runs of one seed are 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import shutil
 import signal
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
+from _chaos import versions
 from _chaos.agents import APP, EVENT, Deed, router
 from _chaos.clusters import start_nodes, stop_nodes
 from _chaos.deployment import Deployment
@@ -52,8 +54,10 @@ console = Console(highlight=False, soft_wrap=True, markup=False)
 class Place:
     """Where one worker runs after another."""
 
-    def __init__(self, name: str, deployment: Deployment, stack: ExitStack) -> None:
+    def __init__(self, name: str, deployment: Deployment, stack: ExitStack, *, versions: Sequence[str]) -> None:
+        """Its workers are of these versions in turn."""
         self.name = name
+        self._versions = itertools.cycle(versions)
         self.turn = anyio.Lock()
         """What strikes it takes turns."""
         self._deployment = deployment
@@ -71,7 +75,9 @@ class Place:
         """Another worker, when the last one has ended."""
         self._count += 1
         self._running.close()
-        self.worker = self._running.enter_context(self._deployment.worker(f"{self.name}.{self._count}"))
+        self.worker = self._running.enter_context(
+            self._deployment.worker(f"{self.name}.{self._count}", version=next(self._versions))
+        )
 
     def send(self, number: signal.Signals) -> None:
         self.worker.child.process.send_signal(number)
@@ -128,7 +134,9 @@ class Publisher:
 class Chaos:
     """The servers, the workers, and what is done to them."""
 
-    def __init__(self, directory: Path, *, workers: int, servers: int, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, *, workers: int, servers: int, mixed: bool, stack: ExitStack) -> None:
+        """`mixed`: workers are of two versions; one place has only the old one, one only the new one."""
+        self.mixed = mixed
         self.done = Counter[Kind]()
         self._begun = time.monotonic()
         self.problems: list[str] = []
@@ -137,7 +145,12 @@ class Chaos:
         self._nodes = start_nodes(directory / "nats", servers)
         stack.callback(lambda: stop_nodes(self._nodes))
         self.deployment = Deployment(directory, ",".join(node.url for node in self._nodes), replicas=servers)
-        self.places = [Place(f"worker-{number}", self.deployment, stack) for number in range(1, workers + 1)]
+        both = tuple(versions.VERSIONS)
+        of_places = [*((each,) for each in both), *(both for _ in range(workers - len(both)))] if mixed else []
+        self.places = [
+            Place(f"worker-{number + 1}", self.deployment, stack, versions=of_places[number] if mixed else [""])
+            for number in range(workers)
+        ]
 
     async def strike(self, stroke: Stroke) -> None:
         with self._noting_problems():
@@ -226,27 +239,43 @@ class Account(Struct, frozen=True, kw_only=True):
     """What became of the notifications with one agent, by number."""
 
     agent: str
+    lanes: set[int] | None
+    """The lanes of which it must have all; None: of all lanes."""
     handled: Counter[int]
     dead_lettered: dict[int, str]
     """Why each dead letter is one."""
 
     def lost(self, published: dict[int, Deed]) -> list[int]:
-        return [number for number in published if number not in self.handled and number not in self.dead_lettered]
+        return [
+            number
+            for number in published
+            if number not in self.handled
+            and number not in self.dead_lettered
+            and (self.lanes is None or number % LANES in self.lanes)
+        ]
 
     def repeated(self) -> set[int]:
         return {number for number, times in self.handled.items() if times > 1}
 
 
-async def account(client: App, deployment: Deployment) -> list[Account]:
+async def account(client: App, deployment: Deployment, *, mixed: bool) -> list[Account]:
     """Raises `BackendError`."""
-    dead_lettered: dict[str, dict[int, str]] = {agent.name: {} for agent in router.agents}
+    lanes: dict[str, set[int] | None] = dict.fromkeys(agent.name for agent in router.agents)
+    lanes |= versions.WANTED if mixed else {}
+    dead_lettered: dict[str, dict[int, str]] = {name: {} for name in lanes}
     async for dead_letter in StoredDeadLetters(client.session.admin, client.config, events=client.events).select(
         Selection(app=APP)
     ):
         number = int(dead_letter.original.subject.rpartition(".")[2])
         dead_lettered[dead_letter.agent][number] = dead_letter.reason
     handled = deployment.handled()
-    return [Account(agent=name, handled=handled[name], dead_lettered=dead_lettered[name]) for name in dead_lettered]
+    if mixed:
+        open_now = await versions.open_numbers(client.session.backend, APP, EVENT)
+        handled[versions.WINDOWS] = versions.numbers_in_windows(deployment.windows) + Counter(open_now)
+    return [
+        Account(agent=name, lanes=lanes[name], handled=handled.get(name, Counter()), dead_lettered=dead_lettered[name])
+        for name in lanes
+    ]
 
 
 async def settled(client: App, chaos: Chaos, published: dict[int, Deed]) -> str:
@@ -255,7 +284,7 @@ async def settled(client: App, chaos: Chaos, published: dict[int, Deed]) -> str:
     while left and time.monotonic() < since + STILL_SECONDS:
         await anyio.sleep(1.0)
         try:
-            accounts = await account(client, chaos.deployment)
+            accounts = await account(client, chaos.deployment, mixed=chaos.mixed)
             left = ", ".join([f"{len(lost)} of {a.agent}" for a in accounts if (lost := a.lost(published))])
             left = left or await _lag(client)
         except BackendError as error:
@@ -292,7 +321,7 @@ async def conduct(chaos: Chaos, *, seed: int, seconds: float, rate: float) -> bo
         if left := await settled(client, chaos, publisher.stored):
             chaos.note(f"nothing happens any more, and there is still: {left}")
         await chaos.end()
-        return report(await account(client, chaos.deployment), publisher, chaos)
+        return report(await account(client, chaos.deployment, mixed=chaos.mixed), publisher, chaos)
 
 
 def report(accounts: list[Account], publisher: Publisher, chaos: Chaos) -> bool:
@@ -310,6 +339,8 @@ def report(accounts: list[Account], publisher: Publisher, chaos: Chaos) -> bool:
 
     for name, lines in chaos.deployment.strays().items():
         chaos.note("\n  ".join([f"{name} wrote:", *lines]))
+    for problem in versions.wrong_windows(chaos.deployment.windows):
+        chaos.note(problem)
     for each in accounts:
         if lost := each.lost(published):
             chaos.note(f"{each.agent} has lost {_numbers(lost)}")
@@ -318,7 +349,7 @@ def report(accounts: list[Account], publisher: Publisher, chaos: Chaos) -> bool:
             chaos.note(f"{each.agent} has given up what does not fail ({reasons}): {_numbers(doomed)}")
     for why, times in publisher.failed.items():
         console.print(f"{times:,} were not acknowledged and are not counted: {why}")
-    handled = set(published).intersection(*(each.handled for each in accounts))
+    handled = set(published).intersection(*(each.handled for each in accounts if each.lanes is None))
     repeated = set[int]().union(*(each.repeated() for each in accounts))
     dead_lettered = set[int]().union(*(each.dead_lettered for each in accounts))
     nothing_lost = not any(each.lost(published) for each in accounts)
@@ -336,7 +367,12 @@ def main() -> int:
     parser.add_argument("--servers", type=int, choices=(1, 3), default=1, help="how many servers (default: 1)")
     parser.add_argument("--workers", type=int, default=3, help="worker processes (default: 3)")
     parser.add_argument("--rate", type=float, default=100.0, help="notifications a second (default: 100)")
+    parser.add_argument(
+        "--mixed", action="store_true", help="workers of two versions, with other windows, filters and names"
+    )
     wanted = parser.parse_args()
+    if wanted.mixed and wanted.workers < len(versions.VERSIONS):
+        parser.error(f"--mixed needs {len(versions.VERSIONS)} workers or more")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -345,7 +381,7 @@ def main() -> int:
     try:
         with ExitStack() as stack:
             stack.callback(_ignore_signals)
-            chaos = Chaos(directory, workers=wanted.workers, servers=wanted.servers, stack=stack)
+            chaos = Chaos(directory, workers=wanted.workers, servers=wanted.servers, mixed=wanted.mixed, stack=stack)
             good = anyio.run(lambda: conduct(chaos, seed=wanted.seed, seconds=wanted.duration, rate=wanted.rate))
     except (ShortfallError, AvisoWorkersError) as error:
         console.print(f"fell short: {error}")

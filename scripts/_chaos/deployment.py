@@ -13,6 +13,7 @@ from urllib.request import urlopen
 
 from msgspec import Struct
 
+from _chaos import versions
 from _chaos.agents import APP, router
 from _demo.children import Child, free_port, running
 from aviso_workers import App, config
@@ -65,8 +66,8 @@ class Deployment:
         }
 
     @contextmanager
-    def worker(self, name: str) -> Iterator[Worker]:
-        """A worker process; it may not be ready yet."""
+    def worker(self, name: str, *, version: str = "") -> Iterator[Worker]:
+        """A worker process, of a version where there are several; it may not be ready yet."""
         port = free_port()
         command: list[str | Path] = [
             COMMAND,
@@ -77,7 +78,7 @@ class Deployment:
             "--status-port",
             str(port),
         ]
-        environment = self._environment | {"PYTHONPATH": self._python_path}
+        environment = self._environment | {"PYTHONPATH": self._python_path, versions.VARIABLE: version}
         with running(name, command, log_dir=self.log_dir, environment=environment) as child:
             yield Worker(child, f"http://127.0.0.1:{port}")
 
@@ -90,8 +91,13 @@ class Deployment:
         handled = {agent.name: Counter[int]() for agent in router.agents}
         for line in self.record.read_text().splitlines():
             agent, number = line.split()
-            handled[agent][int(number)] += 1
+            handled.setdefault(agent, Counter())[int(number)] += 1
         return handled
+
+    @property
+    def windows(self) -> Path:
+        """The record of the windows that have closed."""
+        return self.record.with_name(f"{self.record.name}{versions.RECORD_SUFFIX}")
 
     def strays(self) -> dict[str, list[str]]:
         """Return the lines of each worker's log that are not entries: nobody caught what they tell of."""

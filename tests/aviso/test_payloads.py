@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import Struct
 from pydantic import BaseModel, Field, RootModel, field_validator
@@ -173,3 +174,25 @@ class TestAnAuthorsDecoder:
     def test_what_it_raises_is_why_the_body_is_undecodable(self) -> None:
         with pytest.raises(UndecodableError, match="the payload cannot be decoded: UnicodeDecodeError: 'ascii' codec"):
             payloads.decoded_by(lambda data: data.decode("ascii"))(b"\xff")
+
+
+class TestFingerprint:
+    def test_is_another_one_for_other_fields(self) -> None:
+        one, two = msgspec.defstruct("Found", ["a"]), msgspec.defstruct("Found", ["a", ("b", int, 0)])
+        kinds = [int, float, dict[str, int], one, two, list[one], list[two]]  # type: ignore[valid-type]
+        assert len({payloads.fingerprint(kind) for kind in kinds}) == len(kinds)
+        again = msgspec.defstruct("Found", ["a"])
+        assert payloads.fingerprint(again) == payloads.fingerprint(one)
+
+    def test_is_another_one_for_other_fields_of_a_pydantic_model(self) -> None:
+        pydantic = pytest.importorskip("pydantic")
+        one, two = pydantic.create_model("Found", a=(int, 0)), pydantic.create_model("Found", b=(int, 0))
+        assert payloads.fingerprint(one) != payloads.fingerprint(two)
+        assert payloads.fingerprint(one) == payloads.fingerprint(pydantic.create_model("Found", a=(int, 0)))
+
+    def test_names_no_place_in_memory(self) -> None:
+        class Odd:
+            def __repr__(self) -> str:
+                return f"<Odd at {id(self):#x}>"
+
+        assert payloads.fingerprint(Odd()) == payloads.fingerprint(Odd())

@@ -102,3 +102,10 @@ async def test_a_reset_takes_it_there_and_ends_the_matter(
     assert differences == []
     await run("new")
     assert differences == ["start: all -> new"]
+
+
+async def test_where_a_new_agent_begins_is_known_when_its_consumer_is_created(app: App, run: Any, stored: Any) -> None:
+    """And not when a cluster has elected the consumer's leader: what is published until then is the agent's."""
+    await run("new")
+    config = (await app.session.admin.consumer_info("MARS", "contract__index")).config
+    assert (config["deliver_policy"], config["opt_start_seq"]) == ("by_start_sequence", 6)

@@ -106,7 +106,14 @@ class Fleet:
 
 def claims_of(timer: str, backend: InMemoryBackend, lease: Lease) -> Claims:
     bucket = RetryingKeyValue(backend, "app_timers", patience_seconds=1)
-    return Claims(timer, bucket, lease, Hindrance("app_timers", clock=backend.clock, events=Events()), events=Events())
+    return Claims(
+        timer,
+        bucket,
+        lease,
+        Hindrance("app_timers", clock=backend.clock, events=Events()),
+        schedule="every 60s",
+        events=Events(),
+    )
 
 
 def seconds_of(time: datetime) -> float:

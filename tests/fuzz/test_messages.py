@@ -85,9 +85,10 @@ def states() -> _States:
 
 def told(known: _States, entry: Entry) -> None:
     """Read the state, and make the windows of it that are told to authors."""
-    for key, state in known.by_key([entry]).items():
-        for start, value in state.open.items():
-            HOURLY.window(key, start, value)
+    progress = windows.Progress(sizings=(HOURLY.sizing,))
+    for key, state in known.by_key([entry], progress).items():
+        for start in state.open:
+            windows.window(state, key, start)
 
 
 OF_HEADERS: dict[str, Callable[[Message], object]] = {

@@ -37,7 +37,10 @@ from aviso_workers.events import (
     TaskFailed,
     ThreadOverdue,
     ThreadsStuck,
+    TimerRescheduled,
     WindowDone,
+    WindowFunctionsChanged,
+    WindowsResized,
 )
 from aviso_workers.telemetry import logs
 from aviso_workers.telemetry.failure_logs import LINES_PER_PERIOD, PERIOD_SECONDS, FailureLog
@@ -316,6 +319,32 @@ def ack_wait_of(*, in_effect_seconds: float) -> AckWaitDiffers:
     ("event", "expected"),
     [
         (ConnectionChanged(connected=True, reason=""), {"event": "connection.up", "level": "info"}),
+        (
+            TimerRescheduled(timer="look", schedule="every 60s", before="every 3600s"),
+            {"event": "timer.rescheduled", "level": "warning", "schedule": "every 60s", "before": "every 3600s"},
+        ),
+        (
+            WindowFunctionsChanged(agent="sums", functions=("fold", "key")),
+            {"event": "windows.functions_changed", "level": "warning", "functions": ["fold", "key"]},
+        ),
+        (
+            WindowsResized(
+                agent="sums",
+                size_seconds=600,
+                every_seconds=60,
+                before_size_seconds=3600,
+                before_every_seconds=3600,
+                since=1_700_000_000,
+            ),
+            {
+                "event": "windows.resized",
+                "level": "warning",
+                "size": "10m",
+                "every": "1m",
+                "before_size": "1h",
+                "since": "2023-11-14T22:13:20+00:00",
+            },
+        ),
         (
             ConnectionChanged(connected=False, reason="gone"),
             {"event": "connection.down", "level": "warning", "reason": "gone"},

@@ -32,7 +32,7 @@ from aviso_workers.backends import Backend, ConsumerInfo, KeyValue
 from aviso_workers.declare import windows
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.tables import decode_key, encode_key
-from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, Verdict
+from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, OtherVersionError, Verdict
 from aviso_workers.declare.windows import Progress, Settled, State, Window, Windowing
 from aviso_workers.engine import calls
 from aviso_workers.engine.dead_letter_store import RETRIED
@@ -40,9 +40,9 @@ from aviso_workers.engine.handlers import counted
 from aviso_workers.engine.handlers.counted import PROGRESS, Counted
 from aviso_workers.engine.handlers.one import HandlerContext, OneByOne
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue
-from aviso_workers.engine.timer_loops import Lease, drained
-from aviso_workers.errors import BackendError, ConflictError, NotFoundError, UndecodableError
-from aviso_workers.events import Events, Unreadable, WindowDone
+from aviso_workers.engine.timer_loops import OVERDUE_SECONDS, Lease, drained
+from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError, UndecodableError
+from aviso_workers.events import Events, Unreadable, WindowDone, WindowFunctionsChanged, WindowsResized
 from aviso_workers.jetstream.key_value import Entry
 
 __all__ = ["AsWindows", "bucket_of", "is_bucket", "is_window", "open_windows", "put_back", "unfinished"]
@@ -52,6 +52,8 @@ _Change = Callable[[State[Any], Progress], Awaitable[State[Any]]]
 OF_WINDOWS = "_windows_"
 CHECK_SECONDS = 1.0
 """How often windows are checked for whether they are over."""
+GIVEN_WAY_SECONDS = 2 * OVERDUE_SECONDS
+"""For how long a worker leaves the lease to workers of another version, which count from now on."""
 FORGOTTEN_AFTER_SECONDS = 86400.0
 """A key of which no window is open is forgotten after this: by then no counted notification is redelivered, and
 a worker that was paused while it counted has lost its deliveries."""
@@ -85,6 +87,7 @@ class AsWindows:
         self._durable = agent.durable_name(app)
         self._drain_timeout_seconds = drain_timeout_seconds
         self._events = events
+        self._functions = windowing.fingerprints
         self._states = _States(agent, on_unreadable=self._report_unreadable)
         bucket = bucket_of(app, agent.name)
         self._bucket = CachedKeyValue(backend, bucket, patience_seconds=patience_seconds)
@@ -100,6 +103,35 @@ class AsWindows:
         self._failures: dict[tuple[str, int], int] = {}
         """By key and start of a window, how often the function failed for it."""
         self._again_at: dict[tuple[str, int], float] = {}
+        self._refused = _set_event()
+        """Set while this worker must not count, because the windows have values of another type than its own, or
+        `require_values` has not said yet that they have not."""
+        self._gives_way = False
+        """Whether that is because a worker of another version has begun since, which counts now."""
+
+    async def require_values(self) -> None:
+        """Say for all workers that values are of this worker's type from now on, where those of open windows can be.
+
+        Workers with another type cease to count, and begin again when no worker with this type closes windows any more.
+        So while two versions run, the one counts that was started last, and the one that stays counts in the end.
+        Raises `RefusedError` where a value would lose a part of itself, or this worker has ceased so; `BackendError`.
+        """
+        if self._gives_way:
+            raise RefusedError(self._states.other_type)
+        try:
+            for entry in await self._bucket.entries():
+                if not counted.is_own(entry):
+                    self._states.read_whole(entry)
+        except UndecodableError as error:
+            self._refused.set()
+            raise RefusedError(str(error)) from error
+        own = self._states.fingerprint
+        await self._advance(lambda progress: structs.replace(progress, values=own))
+        self._refused = anyio.Event()
+
+    async def until_refused(self) -> None:
+        """Wait until the windows have values of another type, so that `require_values` has to be asked."""
+        await self._refused.wait()
 
     async def work(self) -> None:
         """Count notifications in their windows; see `subscription.Handler`."""
@@ -110,9 +142,16 @@ class AsWindows:
         in_time = drained(stop, clock=self._context.clock, timeout_seconds=self._drain_timeout_seconds)
         async with in_time, anyio.create_task_group() as keeping:
             keeping.start_soon(self._bucket.keep)
-            while await self._lease.take(stop):
-                async with self._lease.renewed():
-                    await self._keep_closing(stop)
+            while not stop.is_set():
+                if self._refused.is_set():
+                    seconds = GIVEN_WAY_SECONDS if self._gives_way else CHECK_SECONDS
+                    await clocks.sleep_until(self._context.clock, seconds, stop)
+                    if not self._gives_way:
+                        continue
+                if await self._lease.take(stop):
+                    self._gives_way = False  # else a worker of the other version would have it
+                    async with self._lease.renewed():
+                        await self._keep_closing(stop)
             keeping.cancel_scope.cancel()
 
     async def _count(self, notification: Notification[Any]) -> None:
@@ -135,12 +174,16 @@ class AsWindows:
             raise windows.late("one of its windows had closed; it was counted in the others")
 
     async def _change(self, spelled: str, change: _Change) -> State[Any]:
-        """Change the state of a key by compare-and-set. Nothing is stored where `change` returns what it is given."""
+        """Change the state of a key by compare-and-set. Nothing is stored where `change` returns what it is given.
+
+        Raises `OtherVersionError` where the windows have values of another type.
+        """
         async with self._locks.setdefault(spelled, anyio.Lock()):
             while True:
                 entry = await self._bucket.get(spelled)
                 progress = await self._progress()
-                state = windows.adopted(self._states.read(entry) if entry else State())
+                state = windows.adopted(self._read_own(entry) if entry else State())
+                state = windows.sized(state, progress.sizings, passed=progress.closed)
                 state = await self._counted.shortened(state, progress.settled)
                 changed = await change(state, progress)
                 if changed is state:
@@ -165,7 +208,24 @@ class AsWindows:
         return await self._change(_spelled(key), changed)
 
     async def _progress(self) -> Progress:
-        return counted.read_progress(await self._bucket.get(PROGRESS))
+        """Return what is known for all keys. The first worker of all stores by which sizings windows are opened."""
+        progress = counted.read_progress(await self._bucket.get(PROGRESS))
+        if progress.values not in ("", self._states.fingerprint):
+            self._gives_way = True
+            self._refused.set()
+            raise OtherVersionError(UndecodableError(self._states.other_type))
+        return progress if progress.sizings else await self._advance(self._with_sizings)
+
+    def _read_own(self, entry: Entry) -> State[Any]:
+        """Return the state of an entry. Raises `OtherVersionError` where its values are of another type."""
+        try:
+            return self._states.read(entry)
+        except UndecodableError as error:
+            self._refused.set()
+            raise OtherVersionError(error) from error
+
+    def _with_sizings(self, progress: Progress) -> Progress:
+        return _sized(progress, self._windowing)
 
     async def _advance(self, change: Callable[[Progress], Progress]) -> Progress:
         """Change what is known for all keys, as `_change` does."""
@@ -185,13 +245,15 @@ class AsWindows:
         self._awaited = None
         self._failures.clear()
         self._again_at.clear()
-        while not stop.is_set():
-            with suppress(BackendError, UndecodableError):  # who counts runs into the same, and is heard
+        while not (stop.is_set() or self._refused.is_set()):
+            with suppress(BackendError, UndecodableError, OtherVersionError):  # who counts runs into them, and is heard
                 await self._close_due(stop)
             await clocks.sleep_until(self._context.clock, CHECK_SECONDS, stop)
 
     async def _close_due(self, stop: anyio.Event) -> None:
         held = await self._read()
+        await self._resize(held)
+        await self._note_functions(held)
         if held.first_end == math.inf:
             return
         info = await self._backend.consumer_info(self._stream, self._durable)
@@ -201,19 +263,62 @@ class AsWindows:
         if passed < held.first_end and not idle:
             return
         for key, state in held.states.items():
-            until = max(state.open) + self._windowing.size_seconds if idle and state.open else passed
+            until = windows.last_end(state) if idle and state.open else passed
             if stop.is_set():
                 return
-            if windows.due(windows.close(state, until, self._windowing), self._windowing):
+            if windows.due(windows.close(state, until)):
                 await self._close(key, until)
 
     async def _read(self) -> _Held:
         """Return what the bucket holds. It is read again only where it has changed, because there may be many keys."""
         version = self._bucket.version
         if version is None or self._held is None or version != self._held.version:
+            progress = await self._progress()
             entries = await self._bucket.entries()
-            self._held = _Held(version, entries, self._states.by_key(entries), self._windowing)
+            self._held = _Held(version, entries, self._states.by_key(entries, progress), progress)
         return self._held
+
+    async def _resize(self, held: _Held) -> None:
+        """Have windows opened as this worker's code says, as soon as that can be.
+
+        Only the worker that closes windows does this, so that the workers of two versions of a deploy do not do it in
+        turns, and the last of them that stays has its way.
+        """
+        wanted, (newest, _) = self._windowing.sizing, held.newest
+
+        def resized(progress: Progress) -> Progress:
+            before = progress.sizings or held.sizings
+            return structs.replace(
+                progress, sizings=windows.resized(before, wanted, counted=newest, closed=progress.closed)
+            )
+
+        if held.sizings[-1].is_as(wanted):
+            return
+        progress = await self._advance(resized)
+        if progress.sizings != held.sizings:
+            self._events.emit(
+                WindowsResized(
+                    agent=self._agent.name,
+                    size_seconds=wanted.size,
+                    every_seconds=wanted.every,
+                    before_size_seconds=held.sizings[-1].size,
+                    before_every_seconds=held.sizings[-1].every,
+                    since=progress.sizings[-1].since,
+                )
+            )
+
+    async def _note_functions(self, held: _Held) -> None:
+        """State which of the functions that make windows are others than those of the worker that closed them before.
+
+        What they have made of the open windows stays, because only the code of an older version could make it anew.
+        """
+        before, own = held.functions, self._functions
+        if before == own:
+            return
+        await self._advance(lambda progress: structs.replace(progress, functions=own))
+        if before:
+            changed = tuple(name for name in own if own[name] != before.get(name))
+            self._events.emit(WindowFunctionsChanged(agent=self._agent.name, functions=changed))
 
     def _report_unreadable(self, entry: Entry, error: UndecodableError) -> None:
         stream = f"KV_{bucket_of(self._app, self._agent.name)}"
@@ -242,9 +347,15 @@ class AsWindows:
             return known
         self._awaited = None
         passed = int((time - self._windowing.lateness_seconds) // 1)
-        if self._windowing.ended(passed) <= self._windowing.ended(known):
+        if windows.ended(held.sizings, passed) <= windows.ended(held.sizings, known):
             return known
-        await self._advance(lambda progress: structs.replace(progress, closed=max(progress.closed, passed)))
+
+        def advance(progress: Progress) -> Progress:
+            closed = max(progress.closed, passed)
+            needed = windows.still_needed(progress.sizings, closed=closed)
+            return structs.replace(progress, closed=closed, sizings=needed)
+
+        await self._advance(advance)
         return passed
 
     def _is_idle(self, info: ConsumerInfo, held: _Held) -> bool:
@@ -255,10 +366,10 @@ class AsWindows:
         return info.time.timestamp() - max(held.stored, delivered) >= self._windowing.idle_seconds
 
     async def _close(self, key: str, until: float) -> None:
-        state = await self._update(key, lambda state: windows.close(state, until, self._windowing))
-        for start in windows.due(state, self._windowing):
+        state = await self._update(key, lambda state: windows.close(state, until))
+        for start in windows.due(state):
             if self._again_at.get((key, start), -math.inf) <= self._context.clock.monotonic():
-                await self._finish(self._windowing.window(key, start, state.open[start]), start)
+                await self._finish(windows.window(state, key, start), start)
 
     async def _finish(self, window: Window[Any], start: int) -> None:
         """Run the function, publish, and forget the window; or see to it that it is run again."""
@@ -290,7 +401,7 @@ class AsWindows:
         """Return what becomes of a window for which the function has failed; its dead letter is stored."""
         end = int(window.end.timestamp())
         bucket, spelled = bucket_of(self._app, self._agent.name), _spelled(window.key)
-        kept = KeptWindow(start=start, end=end, value=window.value)
+        kept = KeptWindow(start=start, end=end, value=window.value, values=self._states.fingerprint)
         message = Message(
             subject=f"$KV.{bucket}.{spelled}",
             data=payloads.to_json(kept),
@@ -320,6 +431,8 @@ class KeptWindow(Struct, frozen=True, kw_only=True):
     """Seconds since 1970 UTC, as the end."""
     end: Annotated[int, Meta(ge=EARLIEST, le=LATEST)]
     value: Any
+    values: str = ""
+    """As `Progress.values`; empty where an older version stored the dead letter."""
 
 
 def is_window(stream: str, *, app: str, agent: str) -> bool:
@@ -332,15 +445,27 @@ def is_window(stream: str, *, app: str, agent: str) -> bool:
 async def put_back(backend: Backend, dead_letter: Message, *, app: str, agent: str) -> None:
     """Put the window of a dead letter back, so that the function is run for it; `dead_letter` is what was stored of it.
 
-    Raises `UndecodableError`, `BackendError`.
+    Raises `UndecodableError`; `RefusedError` where the agent's windows have values of another type by now, so that it
+    could not go on with this one; `BackendError`.
     """
     kept = read_json(dead_letter.data, KeptWindow)
     bucket = await backend.key_value(bucket_of(app, agent))
+    values = counted.read_progress(await bucket.get(PROGRESS)).values
+    if kept.values and values not in ("", kept.values):
+        raise RefusedError(
+            f"a window of agent {agent} has a value of another type than its windows have now: retry its dead letter "
+            "while a version with that type runs, or handle its body (`aviso-workers dead-letters show`) yourself"
+        )
     key = dead_letter.subject.removeprefix(f"$KV.{bucket_of(app, agent)}.")
     while True:
         entry = await bucket.get(key)
         state: State[Any] = read_json(entry.value, State[Any]) if entry else State()
-        state = structs.replace(state, open={**state.open, kept.start: kept.value}, closed=max(state.closed, kept.end))
+        state = structs.replace(
+            state,
+            open={**state.open, kept.start: kept.value},
+            ends={**state.ends, kept.start: kept.end},  # the agent's windows may have another size by now
+            closed=max(state.closed, kept.end),
+        )
         try:
             await bucket.put(key, msgspec.json.encode(state), revision=entry.revision if entry else 0)
         except ConflictError:
@@ -356,7 +481,7 @@ class _Held:
         version: int | None,
         entries: Sequence[Entry],
         states: Mapping[str, State[Any]],
-        windowing: Windowing[Any, Any],
+        progress: Progress,
     ) -> None:
         self.version = version
         """See `CachedKeyValue.version`."""
@@ -366,7 +491,10 @@ class _Held:
         self.newest = windows.newest(states.values())
         self.stored = max((state.stored for state in states.values()), default=windows.NEVER)
         """When the last was stored that was counted."""
-        self.first_end = min((windows.first_end(state, windowing) for state in states.values()), default=math.inf)
+        self.first_end = min(map(windows.first_end, states.values()), default=math.inf)
+        self.sizings = progress.sizings
+        """Of all keys."""
+        self.functions = progress.functions
 
 
 class _States:
@@ -378,6 +506,12 @@ class _States:
         self._on_unreadable = on_unreadable
         kept: Any = State
         self._read: Callable[[bytes], State[Any]] = payloads.json_reader(kept[agent.argument_type])
+        self.fingerprint = payloads.fingerprint(agent.argument_type)
+        """Of the type of the values, the same in all workers that have it."""
+        self.other_type = (
+            f"the values of the windows of agent {agent.name!r} are not {agent.argument_type} any more: a worker of "
+            "another version was started later, and counts in them until no such worker runs"
+        )
         self._known: dict[str, tuple[Entry, State[Any] | None]] = {}
         """What `by_key` has read, so that it reads only what has changed since."""
 
@@ -389,15 +523,27 @@ class _States:
         try:
             state = self._read(entry.value)
         except UNREADABLE_JSON as error:
-            raise UndecodableError(
-                f"what windows of agent {self._agent.name!r} hold is not a {self._agent.argument_type}: {error}; "
-                "after such a change, give the agent another name"
-            ) from error
-        if not all(EARLIEST <= start <= LATEST for start in state.open):
+            raise self._unfit(error) from error
+        longest = max((sizing.size for sizing in state.sizings), default=0)
+        times = (*state.open, *(start + longest for start in state.open), *state.ends.values())
+        if not all(EARLIEST <= time <= LATEST for time in times):
             raise UndecodableError(f"what windows of agent {self._agent.name!r} hold has a window of no time")
         return state
 
-    def by_key(self, entries: Iterable[Entry]) -> dict[str, State[Any]]:
+    def read_whole(self, entry: Entry) -> None:
+        """Read the state that an entry stores. Raises as `read`, also where a value would lose a part of itself."""
+        kept = msgspec.json.decode(payloads.to_json(self.read(entry)))
+        if not _has_all(kept.get("open", {}), msgspec.json.decode(entry.value).get("open", {})):
+            raise self._unfit("it has not all that is stored")
+
+    def _unfit(self, problem: object) -> UndecodableError:
+        agent = self._agent
+        return UndecodableError(
+            f"what windows of agent {agent.name!r} hold is not a {agent.argument_type}: {problem}; let the version "
+            "that opened them close them, or give the agent another name"
+        )
+
+    def by_key(self, entries: Iterable[Entry], progress: Progress) -> dict[str, State[Any]]:
         """Return the states that can be read. Who counts for a key whose state cannot be read, fails, and is heard."""
         known, self._known = self._known, {}
         for entry in entries:
@@ -405,7 +551,9 @@ class _States:
                 found = known.get(entry.key)
                 self._known[entry.key] = found if found and found[0] is entry else (entry, self._readable(entry))
         return {
-            "" if spelled == NO_KEY else decode_key(spelled): state
+            "" if spelled == NO_KEY else decode_key(spelled): windows.sized(
+                state, progress.sizings, passed=progress.closed
+            )
             for spelled, (_, state) in self._known.items()
             if state is not None
         }
@@ -427,6 +575,16 @@ class _States:
         return data
 
 
+def _has_all(value: Any, stored: Any) -> bool:
+    """Return whether a value has each part of the one that is stored, however it is spelled."""
+    match stored, value:
+        case dict(), dict():
+            return all(key in value and _has_all(value[key], each) for key, each in stored.items())
+        case list(), list():
+            return len(value) == len(stored) and all(map(_has_all, value, stored))
+    return not isinstance(stored, dict | list)
+
+
 async def unfinished(agent: Agent[Any, Any], windowing: Windowing[Any, Any], backend: Backend, *, app: str) -> int:
     """Return how many windows are over by the time of what was counted, and not done.
 
@@ -435,10 +593,11 @@ async def unfinished(agent: Agent[Any, Any], windowing: Windowing[Any, Any], bac
     bucket = await _existing_bucket(agent, backend, app=app)
     if bucket is None:
         return 0
+    progress = _sized(counted.read_progress(await bucket.get(PROGRESS)), windowing)
     entries = await bucket.entries()
-    states = _States(agent, on_unreadable=_refuse).by_key(entries).values()
+    states = _States(agent, on_unreadable=_refuse).by_key(entries, progress).values()
     until = windows.newest(states)[0] - windowing.lateness_seconds
-    return sum(len(windows.due(windows.close(state, until, windowing), windowing)) for state in states)
+    return sum(len(windows.due(windows.close(state, until))) for state in states)
 
 
 async def open_windows(
@@ -453,11 +612,10 @@ async def open_windows(
     entry = None if bucket is None else await bucket.get(spelled)
     if bucket is None or entry is None:
         return []
+    progress = _sized(counted.read_progress(await bucket.get(PROGRESS)), windowing)
     state = _States(agent, on_unreadable=_refuse).read(entry)
-    passed = counted.read_progress(await bucket.get(PROGRESS)).closed
-    return [
-        windowing.window(key, start, state.open[start]) for start in windows.still_open(state, windowing, passed=passed)
-    ]
+    state = windows.sized(state, progress.sizings, passed=progress.closed)
+    return [windows.window(state, key, start) for start in windows.still_open(state, passed=progress.closed)]
 
 
 async def _existing_bucket(agent: Agent[Any, Any], backend: Backend, *, app: str) -> KeyValue | None:
@@ -468,6 +626,17 @@ async def _existing_bucket(agent: Agent[Any, Any], backend: Backend, *, app: str
     except NotFoundError:
         return None
     return await backend.key_value(name)
+
+
+def _sized(progress: Progress, windowing: Windowing[Any, Any]) -> Progress:
+    """Return what is known for all keys, with the code's own sizing where none was stored."""
+    return progress if progress.sizings else structs.replace(progress, sizings=(windowing.sizing,))
+
+
+def _set_event() -> anyio.Event:
+    event = anyio.Event()
+    event.set()
+    return event
 
 
 def _refuse(_: Entry, error: UndecodableError) -> None:
