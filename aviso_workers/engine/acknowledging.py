@@ -22,7 +22,7 @@ from aviso_workers.clocks import Clock, Timer
 from aviso_workers.declare import verdicts
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.retry import Backoff
-from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, Nak, Settlement, Term, Verdict
+from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, Nak, Record, Settlement, Term, Verdict
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
@@ -54,6 +54,8 @@ ON_ERROR = "on_error"
 """The reason of `Settled` where an `on_error` function returned `Ack()`."""
 ACKED = _Outcome("acked")
 TAKEN_OVER = _Outcome("retried", "taken_over")
+FRESH = Record()
+"""What is known of a notification that has never failed."""
 
 
 def settle(delivery: Delivery, settlement: Settlement) -> None:
@@ -157,8 +159,10 @@ class Settler:
     async def ack_unmatched(self, delivery: Delivery) -> None:
         """Ack a delivery that the agent did not ask for: the server's filter is wider than the agent's."""
         if self._buffer.holds(delivery):
+            record = self._buffer.record_of(delivery)
             self._ack(delivery)
-            await self._failures.forget(delivery)
+            if record is not None:
+                await self._failures.forget(delivery, record)
         else:
             self._buffer.done(delivery)
 
@@ -206,28 +210,34 @@ class Settler:
             self._buffer.done(delivery)
             return
         seconds = self._clock.monotonic() - started
+        record = self._buffer.record_of(delivery)
         if not delivery.held:
             self._buffer.done(delivery)
-            self._emit_settled(delivery, TAKEN_OVER, seconds, waited)
+            self._emit_settled(delivery, record, TAKEN_OVER, seconds, waited)
         elif failure is not None:
             await self._settle_failed(
-                delivery, failure, emit=lambda outcome: self._emit_settled(delivery, outcome, seconds, waited)
+                delivery,
+                record or FRESH,
+                failure,
+                emit=lambda outcome: self._emit_settled(delivery, record, outcome, seconds, waited),
             )
         else:
             self._ack(delivery)
-            self._emit_settled(delivery, ACKED, seconds, waited)
-            await self._failures.forget(delivery)
+            self._emit_settled(delivery, record, ACKED, seconds, waited)
+            if record is not None:
+                await self._failures.forget(delivery, record)
 
-    async def _settle_failed(self, delivery: Delivery, failure: Failure, *, emit: Callable[[_Outcome], None]) -> None:
+    async def _settle_failed(
+        self, delivery: Delivery, record: Record, failure: Failure, *, emit: Callable[[_Outcome], None]
+    ) -> None:
         classified = verdicts.classify(failure, self._agent.classifiers)
         if isinstance(classified, Ack):
             self._ack(delivery)
             emit(_Outcome("acked", ON_ERROR, failure.error))
-            await self._failures.forget(delivery)
+            await self._failures.forget(delivery, record)
             return
-        failures, error = self._failures.count(delivery), classified.error
-        attempt = failures + 1
-        verdict = verdicts.decide(classified, failures=failures, retry=self._agent.policy.retry)
+        attempt, error = record.failures + 1, classified.error
+        verdict = verdicts.decide(classified, failures=record.failures, retry=self._agent.policy.retry)
         if isinstance(verdict, Again):
             outcome = _Outcome("retried", verdict.reason, error, attempt, verdict.after_seconds)
         else:
@@ -237,22 +247,25 @@ class Settler:
                 delivery.term(verdict.reason)
                 self._remove(delivery)
                 emit(_Outcome("dead_lettered", verdict.reason, error, attempt))
-                await self._failures.forget(delivery)
+                await self._failures.forget(delivery, record)
                 return
             # Counted all the same: a redelivery without a counted failure is taken for one whose worker died.
             outcome = _Outcome("retried", "dead_letter_failed", refused.error, attempt, refused.again_in_seconds)
 
-        def give_back() -> None:
+        def give_back(counted: Record) -> None:
+            self._buffer.note_record(delivery, counted)
             self._give_back(delivery, outcome.again_in_seconds)
             emit(outcome)
 
         await self._failures.add(
-            delivery, before=failures, kept=self._buffer.ordered, worker_died=failure.worker_died, then=give_back
+            delivery, before=record, kept=self._buffer.ordered, worker_died=failure.worker_died, then=give_back
         )
 
-    def _emit_settled(self, delivery: Delivery, outcome: _Outcome, seconds: float, waited: float) -> None:
+    def _emit_settled(
+        self, delivery: Delivery, record: Record | None, outcome: _Outcome, seconds: float, waited: float
+    ) -> None:
         """State what became of a delivery that waited and was handled for so many seconds."""
-        message = delivery.message
+        message, num_delivered = delivery.message, delivery.num_delivered
         self._events.emit(
             Settled(
                 agent=self._agent.name,
@@ -263,7 +276,7 @@ class Settler:
                 seconds=seconds,
                 waited_seconds=waited,
                 stored_to_settled_seconds=(self._clock.time_ns() - message.timestamp_ns) / 1e9,
-                num_delivered=delivery.num_delivered,
+                num_delivered=num_delivered if record is None else record.handed_over(num_delivered),
                 error=outcome.error,
                 attempt=outcome.attempt,
                 attempts=self._attempts,

@@ -28,6 +28,7 @@ from msgspec import structs
 
 from aviso_workers.backends import Delivery, Message
 from aviso_workers.clocks import Clock
+from aviso_workers.declare.verdicts import Record
 from aviso_workers.engine.isolation import Isolation
 
 __all__ = ["MOST_WAITING_BYTES", "Buffer"]
@@ -51,7 +52,7 @@ def _ignore(*_: object) -> None:
 class _Entry:
     """A delivery that the buffer holds."""
 
-    __slots__ = ("begin", "bodiless", "delivery", "waited", "waiting_since")
+    __slots__ = ("begin", "bodiless", "delivery", "record", "waited", "waiting_since")
 
     def __init__(self, delivery: Delivery, waiting_since: float) -> None:
         self.delivery = delivery
@@ -63,6 +64,8 @@ class _Entry:
         """How long it waited before its handling began; None until it does."""
         self.begin: Callable[[], Awaitable[None]] | None = None
         """Awaited before `take` returns the delivery, to record that its handler begins."""
+        self.record: Record | None = None
+        """What is known of earlier deliveries and attempts; None where nothing was read, and none has failed here."""
 
 
 class _KeyQueue(deque[Delivery]):
@@ -181,6 +184,18 @@ class Buffer:
         """Return whether this delivery is in the buffer, and not another one of its sequence: the stream may have been
         deleted and recreated."""
         return self._entry(delivery) is not None
+
+    def record_of(self, delivery: Delivery) -> Record | None:
+        """Return what is known of earlier deliveries and attempts; None where nothing is, as of nearly all."""
+        if delivery.num_delivered == 1 and not self.ordered:
+            return None
+        entry = self._entry(delivery)
+        return entry.record if entry is not None else None
+
+    def note_record(self, delivery: Delivery, record: Record) -> None:
+        """Keep what is known of earlier deliveries and attempts for as long as the delivery is held."""
+        if entry := self._entry(delivery):
+            entry.record = record
 
     def delivery_of(self, sequence: int) -> Delivery | None:
         entry = self._held.get(sequence)

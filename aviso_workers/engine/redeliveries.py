@@ -87,8 +87,12 @@ class Redeliveries:
 
     def _admit_known(self, delivery: Delivery) -> bool:
         """Let it run where that can be said at once, as of most that have failed: a task for each would cost more."""
-        if self._buffer.is_bodiless(delivery) or (record := self._failures.recall(delivery)) is None:
+        if self._buffer.is_bodiless(delivery):
             return False
+        record = self._buffer.record_of(delivery) or self._failures.recall(delivery)
+        if record is None:
+            return False
+        self._buffer.note_record(delivery, record)
         known = verdicts.before_handling(record, num_delivered=delivery.num_delivered, attempts=self._attempts)
         if known != "run":
             return False
@@ -101,7 +105,8 @@ class Redeliveries:
         if delivery.num_delivered == 1:
             self._buffer.admit(delivery)
             return
-        record = await self._failures.read(delivery)
+        record = self._buffer.record_of(delivery) or await self._failures.read(delivery)
+        self._buffer.note_record(delivery, record)
         match verdicts.before_handling(record, num_delivered=delivery.num_delivered, attempts=self._attempts):
             case "run":
                 self._buffer.admit(delivery)

@@ -13,6 +13,7 @@ import pytest
 from aviso_workers import config
 from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.declare.verdicts import Record
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.shields import Shield
 from aviso_workers.errors import RefusedError
@@ -66,18 +67,23 @@ def worker(backend: Guard, facts: Facts) -> Callable[[], Any]:
     )
 
 
-async def add(failures: Failures, delivery: Any, *, before: int, worker_died: bool = False) -> None:
-    """Return when one more failure is counted."""
-    counted = anyio.Event()
-    await failures.add(delivery, before=before, kept=False, worker_died=worker_died, then=counted.set)
-    await counted.wait()
+async def add(
+    failures: Failures, delivery: Any, *, before: int | Record = 0, kept: bool = False, worker_died: bool = False
+) -> Record:
+    """Return the record when one more failure is counted, after so many that each ended their delivery."""
+    record = before if isinstance(before, Record) else Record(failures=before, ended=before)
+    counted: list[Record] = []
+    await failures.add(delivery, before=record, kept=kept, worker_died=worker_died, then=counted.append)
+    while not counted:
+        await anyio.lowlevel.checkpoint()
+    return counted[0]
 
 
-ENDS: dict[str, Callable[[Failures, Any], Awaitable[None]]] = {
+ENDS: dict[str, Callable[[Failures, Any], Awaitable[object]]] = {
     "it was not run": lambda failures, delivery: failures.clear(delivery),
     "it was cancelled": lambda failures, delivery: failures.clear_all(),
     "it failed": lambda failures, delivery: add(failures, delivery, before=0),
-    "it is settled": lambda failures, delivery: failures.forget(delivery),
+    "it is settled": lambda failures, delivery: failures.forget(delivery, Record()),
 }
 
 
@@ -164,8 +170,9 @@ async def test_what_comes_back_to_the_worker_where_it_failed_is_not_asked_for(
 ) -> None:
     here = worker()
     await add(here, delivered(1), before=0)
-    assert (await here.read(delivered(2))).failures == 1
-    assert here.count(delivered(2)) == 1
+    record = here.recall(delivered(2))
+    assert record is not None
+    assert record.failures == 1
     assert backend.asked == 0
 
 

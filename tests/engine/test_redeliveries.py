@@ -284,3 +284,46 @@ async def test_what_was_given_back_while_it_ran_is_not_settled_as_well(
         await here.settler.settle(delivery, failure, started=0.0)
     assert delivery.settled == ["nak"]
     assert facts.of(Settled) == []
+
+
+async def test_the_failures_of_however_many_that_wait_in_order_are_remembered(
+    facts: Facts, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay in the buffer while they wait for their retry."""
+    monkeypatch.setattr(Failures, "_write_counts", stored_at_once)
+    here, many = worker(ordered=True), 10_100
+    for number in range(1, many + 1):
+        here.buffer.put(Delivered(number, num_delivered=1))
+    async with anyio.create_task_group() as tasks:
+        for delivery in [await here.buffer.take() for _ in range(many)]:
+            tasks.start_soon(fail, here, delivery)
+    for delivery in [await here.buffer.take() for _ in range(many)]:
+        if delivery is not None and delivery.message.sequence <= 100:
+            await fail(here, delivery)
+    assert {settled.attempt for settled in facts.of(Settled)[-100:]} == {2}
+
+
+async def test_the_failures_of_however_many_that_are_in_one_batch_are_remembered(
+    backend: SlowBackend, facts: Facts, worker: Callable[..., Worker]
+) -> None:
+    """All of them are taken before the first of them is settled."""
+    here, many = worker(), 10_100
+    bucket = await backend.key_value("tests_failures")
+    await bucket.put_many({f"index.MARS.{number}.1": b"1" for number in range(1, many + 1)})
+    async with here.deciding():
+        for number in range(1, many + 1):
+            here.buffer.put(Delivered(number, num_delivered=2))
+        batch = [await here.buffer.take() for _ in range(many)]
+        for delivery in batch[:100]:
+            await fail(here, delivery)
+        here.buffer.close()
+    assert {settled.attempt for settled in facts.of(Settled)} == {2}
+
+
+async def stored_at_once(*_: object) -> bool:
+    return True
+
+
+async def fail(worker: Worker, delivery: Delivery | None) -> None:
+    assert delivery is not None
+    await worker.settler.settle(delivery, Failure(ConnectionError()), started=0.0)
