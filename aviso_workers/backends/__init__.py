@@ -474,7 +474,8 @@ class Backend(Streams, Protocol):
     async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> BulkKeyValue:
         """Return the bucket of that name, created where it is missing.
 
-        A new one forgets values older than `ttl_seconds` and keeps `history` (at most 64) values of a key.
+        A new one forgets values older than `ttl_seconds` and keeps `history` (at most 64) values of a key. One that
+        forgets them sooner is changed to keep them for so long, where that is allowed.
         """
 
 

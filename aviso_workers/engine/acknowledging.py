@@ -258,7 +258,12 @@ class Settler:
             emit(outcome)
 
         await self._failures.add(
-            delivery, before=record, kept=self._buffer.ordered, worker_died=failure.worker_died, then=give_back
+            delivery,
+            before=record,
+            again_in_seconds=outcome.again_in_seconds,
+            kept=self._buffer.ordered,
+            worker_died=failure.worker_died,
+            then=give_back,
         )
 
     def _emit_settled(

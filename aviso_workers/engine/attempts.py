@@ -2,9 +2,9 @@
 
 The delivery count of a server also rises when a worker dies or is replaced, and a deploy must not use up attempts.
 So failures are counted in a bucket of the app's own. It is read for redeliveries only; what is known of a delivery that
-a worker holds is in its buffer. An entry expires `KEPT_SECONDS` after its notification is due again. Where the bucket
-cannot be used, failures are counted in this process, and a notification is dead-lettered (`max_deliveries`) once it was
-delivered `UNCOUNTED_DELIVERIES` times more than the agent has attempts.
+a worker holds is in its buffer. An entry expires 7 days after it was written, or after twice as long as its
+notification waits. Where the bucket cannot be used, failures are counted in this process, and a notification is
+dead-lettered (`max_deliveries`) once it was delivered `UNCOUNTED_DELIVERIES` times more than the agent has attempts.
 
 An entry is the number of failures. Where some of them did not end their delivery, because the notification was tried
 again without being given back (`order_by`), the number of deliveries that ended with a failure follows: `3 1`.
@@ -32,6 +32,11 @@ Key = tuple[int, int]
 """Sequence and store time of a notification: a stream that is recreated counts from 1 again."""
 
 FORGOTTEN_AFTER_SECONDS = 7 * 86400.0
+"""When an entry expires whose notification does not wait for long."""
+LONGEST_WAITS = 2
+"""An entry is kept for so many times as long as its notification waits at least."""
+WHOLE_SECONDS = 86400.0
+"""Longer times are multiples of this, so that the bucket is seldom changed."""
 SLOW_SECONDS = 1.0
 UNUSED_SECONDS = 10.0
 """How long the bucket is not used after a request that failed and took `SLOW_SECONDS`: each of many failing
@@ -68,6 +73,8 @@ class Failures:
         """Keys of which the bucket says that a handler has begun."""
         self._begun_here: set[Key] = set()
         """Those whose handler has begun in this process."""
+        self._kept_seconds = FORGOTTEN_AFTER_SECONDS
+        """For how long the bucket keeps an entry, as far as this worker needs it."""
         self._unused_until = -math.inf
         """Before this time the bucket is not used."""
         self._stored = True
@@ -123,13 +130,23 @@ class Failures:
                 return  # the others would wait for the server as well
 
     async def add(
-        self, delivery: Delivery, *, before: Record, kept: bool, worker_died: bool, then: Callable[[Record], None]
+        self,
+        delivery: Delivery,
+        *,
+        before: Record,
+        again_in_seconds: float,
+        kept: bool,
+        worker_died: bool,
+        then: Callable[[Record], None],
     ) -> None:
         """Count one more failure, and call `then` with it when it is counted, which may be after this has returned.
 
         `kept`: the notification stays in the buffer, and is not given back to the server. After a worker has died the
         next attempt is run alone again.
         """
+        if (seconds := LONGEST_WAITS * again_in_seconds) > self._kept_seconds:
+            self._kept_seconds = math.ceil(seconds / WHOLE_SECONDS) * WHOLE_SECONDS
+            self._values = None  # it is opened again to keep what it has for so long
         key = _key(delivery)
         failures, ended = before.failures + 1, before.ended + (not kept or worker_died)
 
@@ -185,7 +202,7 @@ class Failures:
             return None
         try:
             if self._values is None:
-                self._values = await self._backend.key_value(self._bucket, ttl_seconds=FORGOTTEN_AFTER_SECONDS)
+                self._values = await self._backend.key_value(self._bucket, ttl_seconds=self._kept_seconds)
             return await operation(self._values)
         except BackendError as error:
             self._values = None  # it may have been deleted

@@ -8,7 +8,9 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import Agent, App, Backoff, Batch, Batching, Notification, Stream
+from aviso_workers import Agent, App, Backoff, Batch, Batching, Notification, Retry, Stream
+from aviso_workers.engine import attempts
+from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
@@ -125,3 +127,33 @@ async def test_a_deploy_uses_up_no_attempt(app: App, url: str | None, seen: Seen
     assert [attempt for attempt, _ in seen] == [1, 2, 3, 4]
     numbers = [num_delivered for _, num_delivered in seen]
     assert numbers == sorted(set(numbers)), "each is handed over once more than the one before"
+
+
+@pytest.mark.parametrize("order_by", [(), ("class",)])
+async def test_attempts_are_counted_however_long_a_notification_waits_between_them(
+    app: App, url: str | None, order_by: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "FORGOTTEN_AFTER_SECONDS", 60.0)
+    monkeypatch.setattr(attempts, "WHOLE_SECONDS", 1.0)
+    made: list[int] = []
+
+    @app.agent("mars", order_by=order_by, retry=Backoff(attempts=3))
+    async def index(notification: Notification[Any]) -> Retry:
+        made.append(notification.attempt)
+        return Retry(after=100.0)
+
+    async with harness(app, server=url) as t:
+        await t.notify("mars", mars(), {})
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not t.settled(index):
+                await t.advance(0.01)
+        bucket = await app.session.admin.stream_info("KV_contract_failures")
+        assert bucket.config.max_age / SECOND >= 200
+        if url is not None:
+            return  # its time is real
+        while not t.dead_letters:
+            await t.advance(50.0)
+            await t.stop()
+            await t.start()
+            await t.advance(50.0)
+    assert made == [1, 2, 3]

@@ -73,7 +73,9 @@ async def add(
     """Return the record when one more failure is counted, after so many that each ended their delivery."""
     record = before if isinstance(before, Record) else Record(failures=before, ended=before)
     counted: list[Record] = []
-    await failures.add(delivery, before=record, kept=kept, worker_died=worker_died, then=counted.append)
+    await failures.add(
+        delivery, before=record, again_in_seconds=1.0, kept=kept, worker_died=worker_died, then=counted.append
+    )
     while not counted:
         await anyio.lowlevel.checkpoint()
     return counted[0]

@@ -659,7 +659,7 @@ async def test_failures_are_those_of_one_notification_and_one_agent(backend: Dea
         record = record_then
 
     for _ in range(2):
-        await index.add(Failed(), before=record, kept=kept, worker_died=False, then=counted)
+        await index.add(Failed(), before=record, again_in_seconds=1.0, kept=kept, worker_died=False, then=counted)
     for anew in (index, counts()):
         assert (await anew.read(Failed())).failures == 2
         assert (await anew.read(Failed(sequence=2))).failures == 0, "of another notification"
