@@ -108,6 +108,8 @@ class Buffer:
         self._isolation.join(self)
         self._redelivered: deque[Delivery] = deque()
         self._redelivery = anyio.Event()
+        self._undecided: set[Delivery] = set()
+        """Redeliveries that were offered to `take_redelivered` and on which nobody has decided yet."""
         self._held: dict[int, _Entry] = {}
         """All, by sequence, in order of arrival."""
         self._ready: deque[Delivery] = deque()
@@ -259,11 +261,25 @@ class Buffer:
     async def take_redelivered(self) -> Delivery | None:
         """Return the next redelivery, to be decided whether it may begin; None when the buffer is closed."""
         while not self.closed:
-            if self._redelivered:
-                return self._redelivered.popleft()
+            while self._redelivered:
+                delivery = self._redelivered.popleft()
+                if self.is_next(delivery):
+                    return delivery
+                self.note_decided(delivery)
             self._redelivery = anyio.Event()
             await self._redelivery.wait()
         return None
+
+    def is_next(self, delivery: Delivery) -> bool:
+        """Return whether nothing of its ordering key comes before a delivery, as nothing does without an order."""
+        if self._key is None:
+            return True
+        queue = self._queues.get(self._key(delivery.message.subject))
+        return queue is not None and queue[0] is delivery
+
+    def note_decided(self, delivery: Delivery) -> None:
+        """Note that a redelivery was admitted, settled, or is to be offered again when it is the next of its key."""
+        self._undecided.discard(delivery)
 
     def admit(
         self, delivery: Delivery, *, first: bool = False, begin: Callable[[], Awaitable[None]] | None = None
@@ -403,7 +419,7 @@ class Buffer:
     def _overtakes(self, queue: _KeyQueue, delivery: Delivery) -> bool:
         """Insert a late delivery by its sequence, and return whether it is the head of its key now."""
         sequence, head = delivery.message.sequence, queue[0]
-        if sequence > head.message.sequence or not self._recall(head):
+        if sequence > head.message.sequence or queue.stopped or not self._recall(head):
             queue.insert(bisect(queue, sequence, lo=1, key=_sequence), delivery)
             return False
         queue.appendleft(delivery)
@@ -412,10 +428,12 @@ class Buffer:
         return True
 
     def _recall(self, head: Delivery) -> bool:
-        """Return whether a delivery could be kept from beginning: it was ready, and no handler had it."""
-        if head not in self._ready or self.alone(head):
+        """Return whether a delivery could be kept from beginning: no handler has it, and it does not run alone."""
+        entry = self._entry(head)
+        if entry is None or entry.waited is not None or self.alone(head):
             return False
-        self._ready.remove(head)
+        if head in self._ready:
+            self._ready.remove(head)
         return True
 
     def _entry(self, delivery: Delivery) -> _Entry | None:
@@ -458,13 +476,17 @@ class Buffer:
 
     def _offer(self, delivery: Delivery) -> None:
         if self._screens and (delivery.num_delivered > 1 or (self._bodiless and self.is_bodiless(delivery))):
-            self._redelivered.append(delivery)
-            self._redelivery.set()
+            if delivery not in self._undecided:
+                self._undecided.add(delivery)
+                self._redelivered.append(delivery)
+                self._redelivery.set()
         else:
             self.admit(delivery)
 
     def _resume(self, delivery: Delivery) -> None:
         """Offer the head of a key again, whose retry is due."""
+        if not self.is_next(delivery):
+            return
         if self.holds(delivery):
             self._stop(delivery, stopped=False)
         self._offer(delivery)
@@ -474,7 +496,7 @@ class Buffer:
         if self._key is None:
             return
         queue = self._queues.get(self._key(delivery.message.subject))
-        if queue is not None and queue.stopped is not stopped:
+        if queue is not None and queue[0] is delivery and queue.stopped is not stopped:
             queue.stopped = stopped
             self._count_surplus(queue)
 

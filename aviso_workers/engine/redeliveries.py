@@ -96,16 +96,26 @@ class Redeliveries:
         known = verdicts.before_handling(record, num_delivered=delivery.num_delivered, attempts=self._attempts)
         if known != "run":
             return False
+        self._buffer.note_decided(delivery)
         self._buffer.admit(delivery)
         return True
 
     async def _decide(self, delivery: Delivery) -> None:
-        if self._buffer.is_bodiless(delivery) and not await self._read(delivery):
-            return
-        if delivery.num_delivered == 1:
+        try:
+            if not self._buffer.is_bodiless(delivery) or await self._read(delivery):
+                await self._decide_on(delivery)
+        finally:
+            self._buffer.note_decided(delivery)
+
+    async def _decide_on(self, delivery: Delivery) -> None:
+        record = self._buffer.record_of(delivery)
+        if record is None and delivery.num_delivered > 1:
+            record = await self._failures.read(delivery)
+        if not self._buffer.is_next(delivery):
+            return  # an earlier one of its key came meanwhile
+        if record is None or delivery.num_delivered == 1:
             self._buffer.admit(delivery)
             return
-        record = self._buffer.record_of(delivery) or await self._failures.read(delivery)
         self._buffer.note_record(delivery, record)
         match verdicts.before_handling(record, num_delivered=delivery.num_delivered, attempts=self._attempts):
             case "run":

@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
 
 from aviso_workers import Notification, Router, config
 from aviso_workers.backends import Delivery, Message, PubAck
@@ -327,3 +328,45 @@ async def stored_at_once(*_: object) -> bool:
 async def fail(worker: Worker, delivery: Delivery | None) -> None:
     assert delivery is not None
     await worker.settler.settle(delivery, Failure(ConnectionError()), started=0.0)
+
+
+def of_one_key(sequence: int) -> Delivered:
+    delivery = Delivered(sequence, num_delivered=2)
+    delivery.message = structs.replace(delivery.message, subject="mars.one")
+    return delivery
+
+
+@pytest.mark.parametrize("comes", ["at once", "while the record is read"])
+async def test_of_two_redeliveries_of_a_key_the_earlier_one_begins_first_in_whatever_order_they_come(
+    backend: SlowBackend, worker: Callable[..., Worker], comes: str
+) -> None:
+    here = worker(ordered=True)
+    backend.seconds = SLOW_SECONDS
+    later, earlier = of_one_key(6), of_one_key(5)
+    async with here.deciding():
+        here.buffer.put(later)
+        if comes == "while the record is read":
+            await anyio.sleep(SLOW_SECONDS / 2)
+        here.buffer.put(earlier)
+        for expected in (earlier, later):
+            assert await here.buffer.take() is expected
+            here.buffer.done(expected)
+        assert here.buffer.ready == 0, "each is handed out once"
+        here.buffer.close()
+
+
+async def test_a_redelivery_that_is_next_again_before_its_record_is_read_begins_once(
+    backend: SlowBackend, worker: Callable[..., Worker]
+) -> None:
+    here = worker(ordered=True)
+    backend.seconds = SLOW_SECONDS
+    later, earlier = of_one_key(6), of_one_key(5)
+    async with here.deciding():
+        here.buffer.put(later)
+        await anyio.sleep(SLOW_SECONDS / 2)
+        here.buffer.put(earlier)
+        here.buffer.done(earlier)
+        assert await here.buffer.take() is later
+        await anyio.sleep(2 * SLOW_SECONDS)
+        assert here.buffer.ready == 0
+        here.buffer.close()
