@@ -270,6 +270,9 @@ class Consumer(Protocol):
     async def lost(self) -> None:
         """Wait until reading cannot go on, then raise the `BackendError` that says why."""
 
+    async def reached(self) -> None:
+        """Return when the backend has what was sent so far. Raises `UnavailableError` where that is not known."""
+
     async def settled(self) -> None:
         """Return when every settlement so far has reached the backend. Raises `UnavailableError`."""
 

@@ -5,6 +5,8 @@ delivery; with `order_by`, the oldest of each ordering key. The deliveries of a 
 sequence: the later ones wait until the first is done, also while the first waits to be tried again. It waits here and
 not on the server, which would deliver the later ones meanwhile. A server delivers a message to another worker when
 `ack_wait` passes without an ack or a report of progress, so `heartbeat` reports every buffered delivery as in progress.
+A process that was paused, or cut off, has reported nothing: what it holds may have been handled elsewhere. So nothing
+begins after the time up to which it is trusted (`trust_until`), and what waits then is left to whoever is given it.
 
 A server delivers in the order of the stream, so a key that fails or is slow brings more and more deliveries that have
 to wait here before anything of other keys comes. All of them stay here: `surplus` says how many belong to such keys,
@@ -18,6 +20,7 @@ redeliveries come, and then hands them out in order of sequence.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable
@@ -98,6 +101,9 @@ class Buffer:
         that more may be pulled; and `on_lost` at each heartbeat, with every delivery that the server may have given to
         another worker.
         """
+        self.lapsed = anyio.Event()
+        """Set when what waited was left to others, because the server may have given it to them."""
+        self._trusted_until = math.inf
         self.ordered = key is not None
         self.closed = False
         """Whether no delivery is handed out any more."""
@@ -246,9 +252,12 @@ class Buffer:
                 await checkpoint()  # who asks again and again must not stop the loop
                 return None
             await self._turn()
+        now = self._taken_at = self._clock.monotonic()
+        if now >= self._trusted_until:
+            self.lapse()
+            return await self.take()
         if self._ready and not self._waking:
             self._wake()  # each wakes the next one: to wake all is in vain where one of them takes everything
-        now = self._taken_at = self._clock.monotonic()
         entry.waited = now - entry.waiting_since
         self.running += 1
         self._running_bytes += len(entry.delivery.message.data)
@@ -354,6 +363,23 @@ class Buffer:
     def withdraw_all(self) -> list[Delivery]:
         """Remove all deliveries, also those whose handlers run, and return them, to be given back in this order."""
         return self._withdraw(list(self._held))
+
+    @property
+    def trusted(self) -> bool:
+        """Whether nobody else can have been given what waits here, as far as this side knows."""
+        return self._clock.monotonic() < self._trusted_until
+
+    def trust_until(self, time: float) -> None:
+        """Hand out deliveries up to this time of the agent's clock."""
+        if self.lapsed.is_set():
+            self.withdraw()
+            self.lapsed = anyio.Event()
+        self._trusted_until = time
+
+    def lapse(self) -> None:
+        """Remove what waits without settling it: the server may have given it to others."""
+        self.withdraw()
+        self.lapsed.set()
 
     async def heartbeat(self) -> None:
         """Report every buffered delivery as in progress to the server."""

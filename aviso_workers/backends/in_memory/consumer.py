@@ -67,6 +67,9 @@ class InMemoryConsumer:
         await self.gone.wait()
         raise NotFoundError(f"{self._dispatcher.name}: was deleted", code=error_codes.CONSUMER_NOT_FOUND)
 
+    async def reached(self) -> None:
+        await self.connection.reach()
+
     async def settled(self) -> None:
         await self.connection.reach()
         if self.settlements_lost:

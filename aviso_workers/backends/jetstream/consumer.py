@@ -315,6 +315,10 @@ class PullConsumer:
         await self._ended.wait()
         raise self._error
 
+    async def reached(self) -> None:
+        if not await self._connection.answers():
+            raise UnavailableError(f"{self._name}: no answer in time")
+
     async def settled(self) -> None:
         await self._outbox.flush()
 
