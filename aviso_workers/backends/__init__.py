@@ -237,6 +237,10 @@ class Delivery(Protocol):
         """How often it has been delivered, this time included."""
 
     @property
+    def num_pending(self) -> int:
+        """How many messages waited to be delivered for the first time when this one was delivered, or later."""
+
+    @property
     def can_be_read_again(self) -> bool:
         """Whether the consumer's stream has its message under its sequence. False for a message made of others."""
 

@@ -21,7 +21,7 @@ from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock, Timer
 from aviso_workers.declare import verdicts
 from aviso_workers.declare.agents import Agent
-from aviso_workers.declare.retry import Backoff
+from aviso_workers.declare.retry import Backoff, RetryShare
 from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, Nak, Record, Settlement, Term, Verdict
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.buffer import Buffer
@@ -155,6 +155,8 @@ class Settler:
         self._writer = _DeadLetterWriter(agent.name, dead_letters, stream=stream, clock=clock, events=events)
         self._clock = clock
         self._events = events
+        self._retry_share = RetryShare()
+        self._failed_at = clock.monotonic()
 
     async def ack_unmatched(self, delivery: Delivery) -> None:
         """Ack a delivery that the agent did not ask for: the server's filter is wider than the agent's."""
@@ -219,6 +221,7 @@ class Settler:
                 delivery,
                 record or FRESH,
                 failure,
+                seconds=seconds,
                 emit=lambda outcome: self._emit_settled(delivery, record, outcome, seconds, waited),
             )
         else:
@@ -228,7 +231,13 @@ class Settler:
                 await self._failures.forget(delivery, record)
 
     async def _settle_failed(
-        self, delivery: Delivery, record: Record, failure: Failure, *, emit: Callable[[_Outcome], None]
+        self,
+        delivery: Delivery,
+        record: Record,
+        failure: Failure,
+        *,
+        seconds: float,
+        emit: Callable[[_Outcome], None],
     ) -> None:
         classified = verdicts.classify(failure, self._agent.classifiers)
         if isinstance(classified, Ack):
@@ -239,7 +248,8 @@ class Settler:
         attempt, error = record.failures + 1, classified.error
         verdict = verdicts.decide(classified, failures=record.failures, retry=self._agent.policy.retry)
         if isinstance(verdict, Again):
-            outcome = _Outcome("retried", verdict.reason, error, attempt, verdict.after_seconds)
+            again_in_seconds = self._again_in_seconds(delivery, verdict.after_seconds, took_seconds=seconds)
+            outcome = _Outcome("retried", verdict.reason, error, attempt, again_in_seconds)
         else:
             async with self._shield.hold():
                 refused = await self._writer.store(delivery, verdict, attempts=attempt, error=error)
@@ -264,6 +274,15 @@ class Settler:
             kept=self._buffer.ordered,
             worker_died=failure.worker_died,
             then=give_back,
+        )
+
+    def _again_in_seconds(self, delivery: Delivery, after_seconds: float, *, took_seconds: float) -> float:
+        """Return after how long to retry a notification, so that due retries leave time for what is new."""
+        now = self._clock.monotonic()
+        # Those of a batch have taken the time of one call together, and so have those that run side by side.
+        takes, self._failed_at = min(took_seconds / self._agent.policy.concurrency, now - self._failed_at), now
+        return self._retry_share.delay_seconds(
+            now, after_seconds, takes_seconds=takes, new_wait=delivery.num_pending > 0
         )
 
     def _emit_settled(

@@ -96,6 +96,10 @@ class InMemoryDelivery:
         self._losses = reader.connection.losses
 
     @property
+    def num_pending(self) -> int:
+        return self._dispatcher.durable.num_pending
+
+    @property
     def held(self) -> bool:
         if self._until == math.inf:
             return True
