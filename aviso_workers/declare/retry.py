@@ -90,13 +90,34 @@ class RetryShare:
     """When the notifications of one agent are retried by one worker: their retries leave time for what is new.
 
     A server delivers all that is due for a retry before anything new. So where something new waits, a retry is set for
-    a second in which less than `SHARE` is taken by others.
+    a second in which less than `SHARE` is taken by others, as far as can be said before. Where retries have taken more
+    than that, those that are due are set for later.
     """
 
     def __init__(self) -> None:
         self._taken: dict[int, float] = {}
         """By second, how much of it the retries take that are due then."""
         self._now = 0
+        self._overspent = 0.0
+        """How many seconds more retries have taken than their share."""
+        self._spent_at = 0.0
+        self._takes_seconds = 0.0
+        """How long the last retry took."""
+
+    def spend(self, now: float, seconds: float) -> None:
+        """Note that a retry has taken so much of the worker's time."""
+        self._overspent = self._overspent_at(now) + seconds
+        self._spent_at, self._takes_seconds = now, seconds
+
+    def later_seconds(self, now: float) -> float:
+        """Return after how long a retry that is due is to be made where something new waits; 0 where it is now."""
+        if (overspent := self._overspent_at(now)) <= SHARE:
+            return 0.0
+        after = min(overspent / SHARE, MOST_LATER_SECONDS)
+        return self.delay_seconds(now, after, takes_seconds=self._takes_seconds, new_wait=True)
+
+    def _overspent_at(self, now: float) -> float:
+        return max(0.0, self._overspent - SHARE * (now - self._spent_at))
 
     def delay_seconds(self, now: float, after_seconds: float, *, takes_seconds: float, new_wait: bool) -> float:
         """Return after how long to retry what is to be retried `after_seconds`, and takes so much of the worker's time.

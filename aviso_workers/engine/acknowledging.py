@@ -168,6 +168,20 @@ class Settler:
         else:
             self._buffer.done(delivery)
 
+    def postpone(self, delivery: Delivery, record: Record) -> bool:
+        """Give a retry that is due back for later where retries have had their share of the time and something new
+        waits; return whether. It counts as no attempt.
+        """
+        if self._buffer.ordered or not delivery.num_pending:
+            return False
+        later_seconds = self._retry_share.later_seconds(self._clock.monotonic())
+        if later_seconds <= 0:
+            return False
+        self._failures.note_postponed(delivery, record)
+        delivery.nak(delay_seconds=later_seconds)
+        self._buffer.done(delivery)
+        return True
+
     def nak_removed(self, delivery: Delivery) -> None:
         """Nak a delivery whose message has left the stream: a server delivers no such message again."""
         delivery.nak()
@@ -281,6 +295,8 @@ class Settler:
         now = self._clock.monotonic()
         # Those of a batch have taken the time of one call together, and so have those that run side by side.
         takes, self._failed_at = min(took_seconds / self._agent.policy.concurrency, now - self._failed_at), now
+        if delivery.num_delivered > 1:
+            self._retry_share.spend(now, takes)
         return self._retry_share.delay_seconds(
             now, after_seconds, takes_seconds=takes, new_wait=delivery.num_pending > 0
         )

@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
+from msgspec import structs
+
 from aviso_workers.aviso.codec import read_number
 from aviso_workers.backends import Backend, BulkKeyValue, Delivery, Entry
 from aviso_workers.declare.verdicts import RECORDED_FROM, Record, RunsAs
@@ -168,6 +170,11 @@ class Failures:
             await self.clear(delivery)
         value = f"{failures}" if ended == failures else f"{failures} {ended}"
         await self._counted.write(self._name(key), value.encode(), then=counted)
+
+    def note_postponed(self, delivery: Delivery, record: Record) -> None:
+        """Note that a delivery is given back although no handler has begun: that explains why it comes again."""
+        postponed = structs.replace(record, ended=record.ended + 1)
+        _remember(self._given_back, _key(delivery), (postponed, delivery.num_delivered), most=MOST_GIVEN_BACK)
 
     async def forget(self, delivery: Delivery, record: Record) -> None:
         """Forget the failures of a delivery that is settled."""

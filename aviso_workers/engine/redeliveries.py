@@ -97,7 +97,8 @@ class Redeliveries:
         if known != "run":
             return False
         self._buffer.note_decided(delivery)
-        self._buffer.admit(delivery)
+        if not self._settler.postpone(delivery, record):
+            self._buffer.admit(delivery)
         return True
 
     async def _decide(self, delivery: Delivery) -> None:

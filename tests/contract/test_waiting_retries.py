@@ -63,3 +63,31 @@ async def test_due_retries_leave_half_of_the_time_to_what_is_new(app: App, url: 
                 await t.advance(0.02)
         assert handled == count
         assert failed < 4 * count, "each new one that fails takes as long as a retry, and one retry comes for each"
+
+
+async def test_due_retries_that_take_longer_than_before_give_way_to_what_is_new(app: App, url: str | None) -> None:
+    count = 100
+    attempts: list[int] = []
+    handled = 0
+
+    @app.agent("mars", retry=Backoff(first=0.5, factor=1, attempts=50, jitter=0))
+    async def index(notification: Notification[Any]) -> None:
+        nonlocal handled
+        if notification.identifier["class"] == "od":
+            handled += 1
+            return
+        attempts.append(notification.attempt)
+        if notification.attempt > 1:
+            await app.session.backend.clock.sleep(0.1)
+        raise ValueError("not yet")
+
+    async with harness(app, server=url) as t:
+        with anyio.fail_after(PATIENCE_SECONDS):
+            await app.notify_many(Notify("mars", mars(step=step, **{"class": "rd"}), {}) for step in range(count))
+            while 2 not in attempts:
+                await t.advance(0.01)
+            await app.notify_many(Notify("mars", mars(step=step), {}) for step in range(count))
+            while handled < count:
+                await t.advance(0.01)
+        assert attempts.count(2) < count / 2, "all of them were due before anything new came"
+        assert t.outcomes(index).count("acked") == count

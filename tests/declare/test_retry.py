@@ -124,3 +124,12 @@ class TestTheShareOfRetries:
         for now in (0.0, 10.0):
             delays = [share.delay_seconds(now, 1.0, takes_seconds=0.5, new_wait=True) for _ in range(3)]
             assert delays == [1.0, 2.0, 3.0]
+
+    def test_what_is_due_waits_where_retries_have_taken_more_than_their_share(self) -> None:
+        share = RetryShare()
+        share.spend(10.0, 0.4)
+        assert share.later_seconds(10.0) == 0.0
+        share.spend(10.0, 2.6)
+        assert share.later_seconds(10.0) == 6.0
+        assert share.later_seconds(10.0) > 6.0, "that one has taken the time at which the first one comes"
+        assert share.later_seconds(15.5) == 0.0
