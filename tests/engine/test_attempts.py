@@ -120,6 +120,55 @@ async def test_what_ended_its_worker_is_run_alone_the_next_time_as_well(worker: 
     assert (record.failures, record.began) == (1, "beside_others")
 
 
+async def test_what_ended_its_worker_is_asked_for_also_where_it_comes_back_to_the_worker_that_counted_it(
+    worker: Callable[[], Any],
+) -> None:
+    here = worker()
+    await add(here, delivered(3), worker_died=True)
+    assert here.recall(delivered(4)) is None
+    assert (await here.read(delivered(4))).began == "beside_others"
+
+
+@pytest.mark.parametrize(("kept", "worker_died", "ended"), [(False, False, 2), (True, False, 1), (True, True, 2)])
+async def test_a_failure_says_whether_it_ended_a_delivery(
+    worker: Callable[[], Any], kept: bool, worker_died: bool, ended: int
+) -> None:
+    """A death has ended the delivery before, also where its notification is kept now."""
+    record = await add(worker(), delivered(3), before=Record(failures=2, ended=1), kept=kept, worker_died=worker_died)
+    assert (record.failures, record.ended) == (3, ended)
+    stored = await worker().read(delivered(4))
+    assert (stored.failures, stored.ended) == (3, ended)
+
+
+async def test_what_is_given_back_without_a_try_comes_again_without_suspicion(worker: Callable[[], Any]) -> None:
+    here = worker()
+    here.note_postponed(delivered(2), Record(failures=1, ended=1))
+    record = here.recall(delivered(3))
+    assert (record.failures, record.ended, record.handed_over(3)) == (1, 2, 2)
+
+
+async def test_a_failure_that_could_not_be_stored_is_forgotten_when_its_notification_is_settled(
+    backend: Guard, worker: Callable[[], Any]
+) -> None:
+    here = worker()
+    backend.closed = True
+    record = await add(here, Redelivered())
+    backend.closed = False
+    await here.forget(Redelivered(), record)
+    assert (await here.read(Redelivered())).failures == 0
+
+
+async def test_a_failure_that_could_not_be_stored_counts_for_less_than_what_others_have_stored_since(
+    backend: Guard, worker: Callable[[], Any]
+) -> None:
+    here = worker()
+    backend.closed = True
+    await add(here, Redelivered())
+    backend.closed = False
+    await add(worker(), Redelivered(), before=2)
+    assert (await here.read(Redelivered())).failures == 3
+
+
 async def test_a_failure_that_could_not_be_stored_counts_here_although_fewer_are_stored(
     backend: Guard, worker: Callable[[], Any]
 ) -> None:
@@ -183,6 +232,7 @@ async def test_what_comes_back_after_another_worker_had_it_is_asked_for(worker: 
     await add(here, delivered(1), before=0)
     await other.read(delivered(2))
     await add(other, delivered(2), before=1)
+    assert here.recall(delivered(3)) is None
     assert (await here.read(delivered(3))).failures == 2
     await other.begin(delivered(3), alone=False)
     assert (await here.read(delivered(4))).began == "beside_others"

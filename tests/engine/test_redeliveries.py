@@ -370,3 +370,25 @@ async def test_a_redelivery_that_is_next_again_before_its_record_is_read_begins_
         await anyio.sleep(2 * SLOW_SECONDS)
         assert here.buffer.ready == 0
         here.buffer.close()
+
+
+async def test_one_that_waits_to_run_alone_stays_before_an_earlier_one_of_its_key(
+    backend: SlowBackend, facts: Facts, worker: Callable[..., Worker]
+) -> None:
+    """What is known against it would be lost if it had to begin again."""
+    here, running = worker(ordered=True), Delivered(1, num_delivered=1)
+    later, earlier = of_one_key(6), of_one_key(5)
+    later.num_delivered = 3
+    await here.failures_of_another(backend, facts).begin(later, alone=False)
+    here.buffer.put(running)
+    async with here.deciding():
+        assert await here.buffer.take() is running
+        here.buffer.put(later)
+        await anyio.wait_all_tasks_blocked()
+        assert here.isolation.alone is later
+        here.buffer.put(earlier)
+        here.buffer.done(running)
+        for expected in (later, earlier):
+            assert await here.buffer.take() is expected
+            here.buffer.done(expected)
+        here.buffer.close()
