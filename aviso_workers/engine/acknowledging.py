@@ -36,6 +36,10 @@ __all__ = ["Exceeded", "Settler", "dead_letter_exceeded", "give_back", "settle",
 
 STORE_AGAIN = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
 """The backoff after a dead letter could not be stored: until then the agent tries none, and the originals wait."""
+FAILURE_COSTS = 12
+"""How many times as much processor time as a success a failure costs, besides what its handler does."""
+FAILURE_SECONDS = 0.01
+"""The most that is assumed for it, as on a machine that has other work."""
 EXCEEDED = "max_deliveries"
 """The reason of the dead letters of notifications whose consumer exceeded `max_deliver`."""
 
@@ -157,6 +161,8 @@ class Settler:
         self._events = events
         self._retry_share = RetryShare()
         self._failed_at = clock.monotonic()
+        self._finished = 0
+        """How many deliveries had succeeded when the last one failed."""
 
     async def ack_unmatched(self, delivery: Delivery) -> None:
         """Ack a delivery that the agent did not ask for: the server's filter is wider than the agent's."""
@@ -292,9 +298,12 @@ class Settler:
 
     def _again_in_seconds(self, delivery: Delivery, after_seconds: float, *, took_seconds: float) -> float:
         """Return after how long to retry a notification, so that due retries leave time for what is new."""
-        now = self._clock.monotonic()
-        # Those of a batch have taken the time of one call together, and so have those that run side by side.
-        takes, self._failed_at = min(took_seconds / self._agent.policy.concurrency, now - self._failed_at), now
+        now, finished = self._clock.monotonic(), self._buffer.finished
+        # What the worker has done since the last failure was this, and what succeeded. Where it was idle, that is long.
+        share = FAILURE_COSTS / (FAILURE_COSTS + finished - self._finished)
+        most = max(took_seconds / self._agent.policy.concurrency, FAILURE_SECONDS)
+        takes = min((now - self._failed_at) * share, most)
+        self._failed_at, self._finished = now, finished
         if delivery.num_delivered > 1:
             self._retry_share.spend(now, takes)
         return self._retry_share.delay_seconds(

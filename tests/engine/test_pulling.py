@@ -528,3 +528,42 @@ class TestAWorkerThatWasAway:
             await facts.wait_for(Settled, 2)
         assert begun[0] == ("0", 1)
         assert ("6", 1) not in begun
+
+    async def test_and_has_a_singleton_goes_on_where_it_was_away_for_less_than_ack_wait(
+        self, router: Router, notify: NotifyStep, working: Working, facts: Facts
+    ) -> None:
+        """It reports more often than others, and that is no reason to leave sooner."""
+
+        @router.agent("mars", ack_wait=120.0, singleton=True)
+        async def index(notification: Notification[Any]) -> None:
+            await anyio.sleep(1.0)
+            self.pause()
+
+        await notify(0)
+        async with working(index):
+            await facts.wait_for(Settled)
+            await anyio.sleep(10.0)
+        assert facts.of(AgentDisturbed) == []
+
+
+async def test_what_is_held_is_reported_at_once_where_it_has_to_be_reported_more_often() -> None:
+    reported: list[float] = []
+
+    class Reporting(Delivery):
+        def in_progress(self) -> None:
+            reported.append(anyio.current_time())
+
+    class Waiting(Discarding):
+        async def work(self) -> None:
+            await anyio.sleep_forever()
+
+    run, stop = run_of(Waiting), anyio.Event()
+    run.buffer.put(Reporting())
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=0.0))
+        await anyio.wait_all_tasks_blocked()
+        began = anyio.current_time()
+        run.keep_within(3.0)
+        await anyio.sleep(2.5)
+        assert [round(time - began) for time in reported] == [0, 1, 2]
+        stop.set()
