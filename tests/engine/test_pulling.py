@@ -21,6 +21,7 @@ from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.prefetch import MOST_PREFETCH, PREFETCH_SECONDS, Prefetch
 from aviso_workers.engine.session import Session
 from aviso_workers.engine.subscription import Run
+from aviso_workers.errors import UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStopped, Settled
 from tests.deliveries import UnsettledDelivery
 from tests.engine.conftest import Facts, NotifyStep, Working, config_with
@@ -566,4 +567,37 @@ async def test_what_is_held_is_reported_at_once_where_it_has_to_be_reported_more
         run.keep_within(3.0)
         await anyio.sleep(2.5)
         assert [round(time - began) for time in reported] == [0, 1, 2]
+        stop.set()
+
+
+async def test_what_waits_is_trusted_from_when_its_report_was_sent_and_not_from_when_it_was_confirmed() -> None:
+    class Consumer:
+        confirmed = 0
+
+        def refill(self) -> None: ...
+
+        async def stop(self) -> None: ...
+
+        async def reached(self) -> None:
+            if self.confirmed:
+                raise UnavailableError("no answer")
+            self.confirmed += 1
+            await anyio.sleep(3.0)
+
+    class Reported(Delivery):
+        def in_progress(self) -> None: ...
+
+    class Waiting(Discarding):
+        async def work(self) -> None:
+            await anyio.sleep_forever()
+
+    run, stop = run_of(Waiting), anyio.Event()  # an ack_wait of 20 s, and so a report every 20 / 3
+    run.attach("MARS", Consumer())  # type: ignore[arg-type]
+    run.buffer.put(Reported())
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=0.0))
+        await anyio.sleep(20 / 3 + 19.5)
+        assert run.buffer.trusted
+        await anyio.sleep(1.0)
+        assert not run.buffer.trusted
         stop.set()

@@ -15,6 +15,7 @@ from aviso_workers.backends import Delivery, Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import acknowledging
+from aviso_workers.engine import buffer as buffers
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.buffer import Buffer
@@ -24,7 +25,9 @@ from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shields import Shield
-from aviso_workers.events import Settled
+from aviso_workers.errors import UnavailableError
+from aviso_workers.events import NotReadAgain, ReadAgain, Settled
+from aviso_workers.jetstream.specs import StreamSpec
 from tests.deliveries import UnsettledDelivery
 from tests.engine.conftest import Facts, config_with
 
@@ -392,3 +395,56 @@ async def test_one_that_waits_to_run_alone_stays_before_an_earlier_one_of_its_ke
             assert await here.buffer.take() is expected
             here.buffer.done(expected)
         here.buffer.close()
+
+
+class Unreadable(SlowBackend):
+    """Answers no request for a message of the stream while `silent`."""
+
+    silent = False
+
+    async def message(self, stream: str, sequence: int = 0, **which: str) -> Message | None:
+        if self.silent:
+            raise UnavailableError("no answer")
+        return await super().message(stream, sequence, **which)
+
+
+class TestAMessageWhoseBodyWasLeftOut:
+    @pytest.fixture
+    async def backend(self) -> AsyncGenerator[Unreadable, None]:
+        async with Unreadable(config.InMemory()) as backend:
+            yield backend
+
+    @pytest.fixture
+    async def here(self, backend: Unreadable, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> Worker:
+        """A worker that holds one, which is due for its retry in a second."""
+        monkeypatch.setattr(buffers, "MOST_SURPLUS_BYTES", 0)
+        here, delivery = worker(ordered=True), Delivered(1, num_delivered=1)
+        here.buffer.put(delivery)
+        await here.buffer.take()
+        here.buffer.retry_later(delivery, after_seconds=1.0)
+        assert here.buffer.is_bodiless(delivery)
+        return here
+
+    async def test_is_not_mistaken_for_another_one_of_its_sequence(self, backend: Unreadable, here: Worker) -> None:
+        """Its stream was deleted and recreated."""
+        await backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
+        other = Message(subject="mars.1", data=b"other")
+        await backend.publish(other, message_id="other", stream="MARS", timeout_seconds=1.0)
+        delivery: Any = here.buffer.delivery_of(1)
+        async with here.deciding():
+            await anyio.sleep(2.0)
+            here.buffer.close()
+        assert delivery.settled == ["nak"]
+        assert len(here.buffer) == 0
+
+    async def test_and_cannot_be_read_is_told_until_nothing_has_to_be_read_any_more(
+        self, backend: Unreadable, here: Worker, facts: Facts
+    ) -> None:
+        backend.silent = True
+        async with here.deciding():
+            await facts.wait_for(NotReadAgain)
+            await anyio.sleep(10.0)
+            here.buffer.withdraw_all()
+            await facts.wait_for(ReadAgain)
+            here.buffer.close()
+        assert (len(facts.of(NotReadAgain)), len(facts.of(ReadAgain))) == (1, 1)
