@@ -232,7 +232,8 @@ class Settler:
             self._buffer.done(delivery)
             return
         seconds = self._clock.monotonic() - started
-        record = self._buffer.record_of(delivery)
+        fresh = delivery.num_delivered == 1 and not self._buffer.ordered  # as nearly all
+        record = None if fresh else self._buffer.record_of(delivery)
         if not delivery.held:
             self._buffer.done(delivery)
             self._emit_settled(delivery, record, TAKEN_OVER, seconds, waited)

@@ -48,10 +48,9 @@ ALONE = b"alone"
 BUCKET_SUFFIX = "_failures"
 BEGAN_SUBJECT = "$KV.*.*.*.*.*.began"
 """The filter subject of the records that a handler has begun, in the bucket of any app."""
-MOST_UNSTORED = 100_000
-"""Failure counts that a process remembers where they cannot be stored: of as many as an agent may have ack pending."""
-MOST_GIVEN_BACK = 20_000
-"""Failure counts that a process remembers although they are stored, so that a redelivery needs no read: about 6 MB."""
+MOST_REMEMBERED = 100_000
+"""Of how many notifications that it has given back a process remembers the failures, so that a redelivery needs no
+read, and where they cannot be stored: of as many as an agent may have ack pending, which takes about 35 MB."""
 
 
 class Failures:
@@ -157,9 +156,9 @@ class Failures:
                 failures=failures, ended=ended, began="beside_others" if worker_died else None, stored=self._stored
             )
             if not stored:
-                _remember(self._unstored, key, record, most=MOST_UNSTORED)
+                _remember(self._unstored, key, record, most=MOST_REMEMBERED)
             elif not kept and not worker_died:
-                _remember(self._given_back, key, (record, delivery.num_delivered), most=MOST_GIVEN_BACK)
+                _remember(self._given_back, key, (record, delivery.num_delivered), most=MOST_REMEMBERED)
             then(record)
 
         if worker_died:
@@ -174,7 +173,7 @@ class Failures:
     def note_postponed(self, delivery: Delivery, record: Record) -> None:
         """Note that a delivery is given back although no handler has begun: that explains why it comes again."""
         postponed = structs.replace(record, ended=record.ended + 1)
-        _remember(self._given_back, _key(delivery), (postponed, delivery.num_delivered), most=MOST_GIVEN_BACK)
+        _remember(self._given_back, _key(delivery), (postponed, delivery.num_delivered), most=MOST_REMEMBERED)
 
     async def forget(self, delivery: Delivery, record: Record) -> None:
         """Forget the failures of a delivery that is settled."""

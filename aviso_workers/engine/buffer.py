@@ -195,8 +195,6 @@ class Buffer:
 
     def record_of(self, delivery: Delivery) -> Record | None:
         """Return what is known of earlier deliveries and attempts; None where nothing is, as of nearly all."""
-        if delivery.num_delivered == 1 and not self.ordered:
-            return None
         entry = self._entry(delivery)
         return entry.record if entry is not None else None
 

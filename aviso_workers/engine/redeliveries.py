@@ -120,7 +120,8 @@ class Redeliveries:
         self._buffer.note_record(delivery, record)
         match verdicts.before_handling(record, num_delivered=delivery.num_delivered, attempts=self._attempts):
             case "run":
-                self._buffer.admit(delivery)
+                if not self._settler.postpone(delivery, record):
+                    self._buffer.admit(delivery)
             case "run_recorded":
                 self._buffer.admit(delivery, begin=partial(self._begin, delivery, alone=False))
             case "run_alone":

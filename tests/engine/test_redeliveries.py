@@ -10,7 +10,7 @@ import anyio
 import pytest
 from msgspec import structs
 
-from aviso_workers import Notification, Router, config
+from aviso_workers import Backoff, Notification, Router, config
 from aviso_workers.backends import Delivery, Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.declare.verdicts import Failure
@@ -86,8 +86,8 @@ Suspect = Callable[[int], Awaitable[Delivered]]
 class Worker:
     """What a worker process has for one agent, without the call form: the test takes deliveries from the buffer."""
 
-    def __init__(self, backend: InMemoryBackend, facts: Facts, *, ordered: bool = False) -> None:
-        @Router("tests").agent("mars")
+    def __init__(self, backend: InMemoryBackend, facts: Facts, *, ordered: bool = False, concurrency: int = 1) -> None:
+        @Router("tests").agent("mars", concurrency=concurrency, retry=Backoff(first=1.0, factor=1.0, jitter=0.0))
         async def index(notification: Notification[Any]) -> None: ...
 
         clock = backend.clock
@@ -448,3 +448,22 @@ class TestAMessageWhoseBodyWasLeftOut:
             await facts.wait_for(ReadAgain)
             here.buffer.close()
         assert (len(facts.of(NotReadAgain)), len(facts.of(ReadAgain))) == (1, 1)
+
+
+@pytest.mark.parametrize(("num_pending", "concurrency", "later"), [(0, 1, False), (5, 1, True), (5, 4, False)])
+async def test_retries_are_later_where_they_would_take_more_than_their_share_while_something_new_waits(
+    facts: Facts, worker: Callable[..., Worker], num_pending: int, concurrency: int, later: bool
+) -> None:
+    """Each handler takes a second; four side by side take a quarter of their worker's time each."""
+    here = worker(concurrency=concurrency)
+    for sequence in range(1, 11):
+        delivery = Delivered(sequence, num_delivered=1)
+        delivery.num_pending = num_pending
+        here.buffer.put(delivery)
+        assert await here.buffer.take() is delivery
+        await anyio.sleep(1.0)
+        started = anyio.current_time() - 1.0
+        await here.settler.settle(delivery, Failure(ConnectionError()), started=started)
+    delays = [settled.again_in_seconds for settled in facts.of(Settled)]
+    assert delays[0] == pytest.approx(1.0)
+    assert (max(delays) > 5.0) == later, delays
