@@ -976,6 +976,10 @@ class _Mortal:
         return self._delivery.num_delivered
 
     @property
+    def num_pending(self) -> int:
+        return self._delivery.num_pending
+
+    @property
     def held(self) -> bool:
         return self._delivery.held
 

@@ -10,6 +10,7 @@ class UnsettledDelivery:
 
     message: Message
     num_delivered = 1
+    num_pending = 0
     can_be_read_again = True
     held = True
 

@@ -8,10 +8,12 @@ from typing import Any
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
+from msgspec import structs
 
 from aviso_workers.aviso.codec import Message
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.engine import acknowledging
+from aviso_workers.engine import buffer as buffers
 from aviso_workers.engine.buffer import KEY_PREFETCH, Buffer
 from tests.deliveries import UnsettledDelivery
 
@@ -328,3 +330,95 @@ class TestTheSurplus:
         await clock.advance(5.0)
         assert buffer.surplus == 0
         assert await taken_from(buffer, 1) == [100]
+
+
+class TestWhatIsDeliveredUnderASequenceThatIsHeld:
+    @pytest.mark.parametrize("ordered", [True, False])
+    async def test_is_another_notification_where_its_store_time_differs(
+        self, clock: VirtualClock, ordered: bool
+    ) -> None:
+        """Its stream was deleted and recreated, and counts from 1 again."""
+        buffer = Buffer(clock, key=str) if ordered else Buffer(clock)
+        old, new = Held(1, "a"), Held(1, "a")
+        new.message = structs.replace(old.message, timestamp_ns=2, data=b"longer than null")
+        buffer.put(old)
+        buffer.put(new)
+        assert (buffer.holds(old), buffer.holds(new)) == (False, True)
+        assert buffer.waiting_bytes == len(new.message.data)
+        assert await buffer.take() is new
+
+    async def test_is_the_same_one_where_its_store_time_is_the_same(self, clock: VirtualClock) -> None:
+        buffer = Buffer(clock)
+        held, again = Held(1, "a"), Again(1, "a")
+        buffer.put(held)
+        buffer.put(again)
+        assert await buffer.take() is held
+        assert buffer.ready == 0
+
+
+class TestTheHeadOfAKey:
+    async def test_that_is_settled_while_it_waits_for_its_retry_lets_the_next_one_begin(
+        self, buffer_of: Callable[..., Any], clock: VirtualClock
+    ) -> None:
+        buffer, (head, following) = buffer_of("a", "a", ordered=True)
+        assert await buffer.take() is head
+        buffer.retry_later(head, after_seconds=5.0)
+        assert buffer.surplus == 2
+        buffer.done(head)
+        assert buffer.surplus == 0, "nothing of the key waits for a retry any more"
+        assert await buffer.take() is following
+
+    async def test_is_not_stopped_or_overtaken_by_one_behind_it_that_waits_for_its_retry(
+        self, clock: VirtualClock
+    ) -> None:
+        buffer = Buffer(clock, key=str)
+        later, earlier = Held(6, "a"), Held(5, "a")
+        buffer.put(later)
+        buffer.put(earlier)
+        buffer.retry_later(later, after_seconds=1.0)
+        assert buffer.surplus == 0
+        await clock.advance(2.0)
+        assert buffer.ready == 1
+        assert await taken_from(buffer, 2) == [5, 6]
+
+    async def test_counts_with_its_body_again_once_that_was_read(
+        self, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(buffers, "MOST_SURPLUS_BYTES", 0)
+        buffer = Buffer(clock, key=str)
+        head, *others = [Fresh(sequence, key) for sequence, key in enumerate("abc", start=1)]
+        message = head.message
+        for delivery in (head, *others):
+            buffer.put(delivery)
+        assert await buffer.take() is head
+        buffer.retry_later(head, after_seconds=1.0)
+        assert buffer.is_bodiless(head)
+        buffer.restore_body(head, message)
+        assert not buffer.is_bodiless(head)
+        assert (buffer.waiting_bytes, buffer.mean_bytes) == (12, 4)
+
+
+async def test_what_is_not_trusted_any_more_is_left_to_others(clock: VirtualClock) -> None:
+    buffer = Buffer(clock)
+    buffer.trust_until(10.0)
+    running, waiting, late = Held(1, "a"), Held(2, "a"), Held(3, "a")
+    buffer.put(running)
+    buffer.put(waiting)
+    assert await buffer.take() is running
+    await clock.advance(10.0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(buffer.take)
+        await anyio.wait_all_tasks_blocked()
+        assert buffer.lapsed.is_set()
+        assert (buffer.holds(running), buffer.holds(waiting)) == (True, False)
+        buffer.put(late)
+        await anyio.wait_all_tasks_blocked()
+        assert len(buffer) == 1, "it was on its way while nobody could say how old it was"
+        tasks.cancel_scope.cancel()
+    buffer.put(late)
+    buffer.trust_until(20.0)
+    assert not buffer.lapsed.is_set()
+    assert len(buffer) == 1
+    fresh = Held(4, "a")
+    buffer.put(fresh)
+    assert await buffer.take() is fresh

@@ -273,7 +273,7 @@ class NotificationReader:
         except UndecodableError:
             return False
 
-    def notification(self, message: Message, *, num_delivered: int = 1) -> Notification[Any] | None:
+    def notification(self, message: Message, *, num_delivered: int = 1, attempt: int = 1) -> Notification[Any] | None:
         """Return the notification; None where the filter does not let it through, or the message is a server's marker.
 
         Raises `UndecodableError`, with the path of the mistake where the payload or the key does not fit its type.
@@ -307,6 +307,7 @@ class NotificationReader:
             topic=subject,
             headers=headers,
             num_delivered=num_delivered,
+            attempt=attempt,
         )
 
     def _tokens(self, subject: str) -> Sequence[str]:

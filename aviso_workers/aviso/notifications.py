@@ -46,6 +46,9 @@ class Notification(Struct, Generic[T, K], frozen=True, kw_only=True):
     headers: Mapping[str, str] = field(default_factory=dict)
     num_delivered: int = 1
     """How often it was handed to this agent, this time included. Crashes and deploys count as well."""
+    attempt: int = 1
+    """Which attempt this is, as `retry` counts them: one more than the number of failed attempts before it. A deploy
+    uses up none. A dead letter that is tried again begins with 1 again."""
 
     @property
     def id(self) -> str:

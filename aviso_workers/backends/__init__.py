@@ -237,6 +237,10 @@ class Delivery(Protocol):
         """How often it has been delivered, this time included."""
 
     @property
+    def num_pending(self) -> int:
+        """How many messages waited to be delivered for the first time when this one was delivered, or later."""
+
+    @property
     def can_be_read_again(self) -> bool:
         """Whether the consumer's stream has its message under its sequence. False for a message made of others."""
 
@@ -269,6 +273,9 @@ class Consumer(Protocol):
 
     async def lost(self) -> None:
         """Wait until reading cannot go on, then raise the `BackendError` that says why."""
+
+    async def reached(self) -> None:
+        """Return when the backend has what was sent so far. Raises `UnavailableError` where that is not known."""
 
     async def settled(self) -> None:
         """Return when every settlement so far has reached the backend. Raises `UnavailableError`."""
@@ -477,7 +484,8 @@ class Backend(Streams, Protocol):
     async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> BulkKeyValue:
         """Return the bucket of that name, created where it is missing.
 
-        A new one forgets values older than `ttl_seconds` and keeps `history` (at most 64) values of a key.
+        A new one forgets values older than `ttl_seconds` and keeps `history` (at most 64) values of a key. One that
+        forgets them sooner is changed to keep them for so long, where that is allowed.
         """
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from msgspec import UNSET
 
 from aviso_workers.aviso.codec import MARKER_HEADER, Message, store_time
 from aviso_workers.backends import Backend, Outgoing, PubAck
-from aviso_workers.errors import ConflictError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes, metadata
 from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
 from aviso_workers.jetstream.info import StreamConfig
@@ -45,11 +45,12 @@ async def open_bucket(
         raise RefusedError(f"bucket {name!r}: a name is made of letters, digits, '-' and '_'")
     if not 1 <= history <= MOST_HISTORY:
         raise RefusedError(f"bucket {name}: history must be from 1 to {MOST_HISTORY}, found {history}")
+    max_age = int((ttl_seconds or 0) * SECOND)
     spec = StreamSpec(
         name=f"KV_{name}",
         subjects=(f"$KV.{name}.>",),
         max_msgs_per_subject=history,
-        max_age=int((ttl_seconds or 0) * SECOND),
+        max_age=max_age,
         duplicate_window=min(DEFAULT_DUPLICATE_WINDOW, int((ttl_seconds or DEFAULT_DUPLICATE_WINDOW) * SECOND)),
         discard="new",
         num_replicas=replicas,
@@ -67,6 +68,9 @@ async def open_bucket(
             if error.code != error_codes.STREAM_NAME_IN_USE:
                 raise
             info = await backend.stream_info(spec.name)  # somebody else was faster, and made it a little different
+    if 0 < info.config.max_age < max_age:
+        with suppress(BackendError):  # it stays as it is where we may not change it
+            info = await backend.update_stream({**info.config, "max_age": max_age})
     if metadata.is_unfinished(info.config):
         raise UnavailableError(f"bucket {name} is being restored; if that was killed, restore it again")
     return Bucket(backend, name, config=info.config)

@@ -15,11 +15,16 @@ from msgspec import Struct
 
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["LONGEST_DELAY_DAYS", "LONGEST_DELAY_SECONDS", "Backoff", "Restarts", "Tries", "is_number"]
+__all__ = ["LONGEST_DELAY_DAYS", "LONGEST_DELAY_SECONDS", "Backoff", "Restarts", "RetryShare", "Tries", "is_number"]
 
 LONGEST_DELAY_DAYS = 366
 LONGEST_DELAY_SECONDS = LONGEST_DELAY_DAYS * 86400
 """The longest delay before something is tried again. The server would take one of more than 292 years for none."""
+
+SHARE = 0.5
+"""The share of a worker's time that retries which are due take at most, while something new waits."""
+MOST_LATER_SECONDS = 600.0
+"""How much later than its policy says a notification is retried at most."""
 
 _SENSIBLE = {
     "first": (0, LONGEST_DELAY_SECONDS),
@@ -79,6 +84,60 @@ class Tries:
         self.failed += 1
         wait = self._backoff.delay_seconds(self.failed)
         return wait if now + wait <= self._until or self.failed < self._least else None
+
+
+class RetryShare:
+    """When the notifications of one agent are retried by one worker: their retries leave time for what is new.
+
+    A server delivers all that is due for a retry before anything new. So where something new waits, a retry is set for
+    a second in which less than `SHARE` is taken by others, as far as can be said before. Where retries have taken more
+    than that, those that are due are set for later.
+    """
+
+    def __init__(self) -> None:
+        self._taken: dict[int, float] = {}
+        """By second, how much of it the retries take that are due then."""
+        self._now = 0
+        self._overspent = 0.0
+        """How many seconds more retries have taken than their share."""
+        self._spent_at = 0.0
+        self._takes_seconds = 0.0
+        """How long the last retry took."""
+
+    def spend(self, now: float, seconds: float) -> None:
+        """Note that a retry has taken so much of the worker's time."""
+        self._overspent = self._overspent_at(now) + seconds
+        self._spent_at, self._takes_seconds = now, seconds
+
+    def later_seconds(self, now: float) -> float:
+        """Return after how long a retry that is due is to be made where something new waits; 0 where it is now."""
+        if (overspent := self._overspent_at(now)) <= SHARE:
+            return 0.0
+        after = min(overspent / SHARE, MOST_LATER_SECONDS)
+        return self.delay_seconds(now, after, takes_seconds=self._takes_seconds, new_wait=True)
+
+    def _overspent_at(self, now: float) -> float:
+        return max(0.0, self._overspent - SHARE * (now - self._spent_at))
+
+    def delay_seconds(self, now: float, after_seconds: float, *, takes_seconds: float, new_wait: bool) -> float:
+        """Return after how long to retry what is to be retried `after_seconds`, and takes so much of the worker's time.
+
+        It is not later where nothing `new_wait`s.
+        """
+        if int(now) > self._now:
+            self._now = int(now)
+            self._taken = {second: taken for second, taken in self._taken.items() if second >= self._now}
+        due = now + after_seconds
+        second, latest = int(due), int(due + MOST_LATER_SECONDS)
+        while (taken := self._taken.get(second, 0.0)) >= SHARE and second < latest:
+            second += 1
+        again = max(due, second + min(taken / SHARE, 1.0))
+        while takes_seconds > 0 and second <= latest:
+            free = max(0.0, SHARE - self._taken.get(second, 0.0))
+            self._taken[second] = SHARE - free + min(free, takes_seconds)
+            takes_seconds -= free
+            second += 1
+        return again - now if new_wait else after_seconds
 
 
 class Restarts:

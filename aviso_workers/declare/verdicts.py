@@ -29,6 +29,7 @@ __all__ = [
     "Record",
     "Reject",
     "Retry",
+    "RunsAs",
     "Settlement",
     "Term",
     "Verdict",
@@ -109,14 +110,24 @@ class Term(Struct, frozen=True):
     reason: str
 
 
+RunsAs = Literal["beside_others", "alone"]
+"""How the handler of a notification runs that was delivered before."""
+
+
 class Record(Struct, frozen=True, kw_only=True):
-    """What is known of a notification that was delivered before."""
+    """What is known of a notification that was delivered or tried before."""
 
     failures: int = 0
-    began: Literal["beside_others", "alone"] | None = None
+    ended: int = 0
+    """How many deliveries ended with a failure. Others failed and were tried again without being given back."""
+    began: RunsAs | None = None
     """How a handler began whose worker has neither settled the notification nor given it back."""
     stored: bool = True
     """Whether failures can be stored; where not, some may be unknown."""
+
+    def handed_over(self, num_delivered: int) -> int:
+        """Return how often the notification was handed to the agent, where the server says `num_delivered`."""
+        return num_delivered + self.failures - self.ended
 
 
 Verdict = Again | DeadLetter
@@ -178,7 +189,7 @@ def before_handling(
         return "worker_died"
     if not record.stored and num_delivered - 1 - UNCOUNTED_DELIVERIES >= attempts:
         return "max_deliveries"
-    unexplained = num_delivered - 1 - record.failures
+    unexplained = num_delivered - 1 - record.ended
     if record.began or (not record.stored and unexplained >= SUSPECT_AFTER):
         return "run_alone"
     return "run_recorded" if unexplained > 0 else "run"

@@ -21,8 +21,8 @@ from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock, Timer
 from aviso_workers.declare import verdicts
 from aviso_workers.declare.agents import Agent
-from aviso_workers.declare.retry import Backoff
-from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, Nak, Settlement, Term, Verdict
+from aviso_workers.declare.retry import Backoff, RetryShare
+from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, Nak, Record, Settlement, Term, Verdict
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
@@ -36,6 +36,10 @@ __all__ = ["Exceeded", "Settler", "dead_letter_exceeded", "give_back", "settle",
 
 STORE_AGAIN = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
 """The backoff after a dead letter could not be stored: until then the agent tries none, and the originals wait."""
+FAILURE_COSTS = 12
+"""How many times as much processor time as a success a failure costs, besides what its handler does."""
+FAILURE_SECONDS = 0.01
+"""The most that is assumed for it, as on a machine that has other work."""
 EXCEEDED = "max_deliveries"
 """The reason of the dead letters of notifications whose consumer exceeded `max_deliver`."""
 
@@ -56,6 +60,8 @@ ACKED = _Outcome("acked")
 TAKEN_OVER = _Outcome("retried", "taken_over")
 OTHER_VERSION = Backoff(first=0.1, factor=2.0, max=5.0, jitter=0.0)
 """When a notification that another version is to handle comes again, by how often it was delivered."""
+FRESH = Record()
+"""What is known of a notification that has never failed."""
 
 
 def settle(delivery: Delivery, settlement: Settlement) -> None:
@@ -155,14 +161,34 @@ class Settler:
         self._writer = _DeadLetterWriter(agent.name, dead_letters, stream=stream, clock=clock, events=events)
         self._clock = clock
         self._events = events
+        self._retry_share = RetryShare()
+        self._failed_at = clock.monotonic()
+        self._finished = 0
+        """How many deliveries had succeeded when the last one failed."""
 
     async def ack_unmatched(self, delivery: Delivery) -> None:
         """Ack a delivery that the agent did not ask for: the server's filter is wider than the agent's."""
         if self._buffer.holds(delivery):
+            record = self._buffer.record_of(delivery)
             self._ack(delivery)
-            await self._failures.forget(delivery)
+            if record is not None:
+                await self._failures.forget(delivery, record)
         else:
             self._buffer.done(delivery)
+
+    def postpone(self, delivery: Delivery, record: Record) -> bool:
+        """Give a retry that is due back for later where retries have had their share of the time and something new
+        waits; return whether. It counts as no attempt.
+        """
+        if self._buffer.ordered or not delivery.num_pending:
+            return False
+        later_seconds = self._retry_share.later_seconds(self._clock.monotonic())
+        if later_seconds <= 0:
+            return False
+        self._failures.note_postponed(delivery, record)
+        delivery.nak(delay_seconds=later_seconds)
+        self._buffer.done(delivery)
+        return True
 
     def nak_removed(self, delivery: Delivery) -> None:
         """Nak a delivery whose message has left the stream: a server delivers no such message again."""
@@ -208,22 +234,38 @@ class Settler:
             self._buffer.done(delivery)
             return
         seconds = self._clock.monotonic() - started
+        fresh = delivery.num_delivered == 1 and not self._buffer.ordered  # as nearly all
+        record = None if fresh else self._buffer.record_of(delivery)
         if not delivery.held:
             self._buffer.done(delivery)
-            self._emit_settled(delivery, TAKEN_OVER, seconds, waited)
+            self._emit_settled(delivery, record, TAKEN_OVER, seconds, waited)
         elif failure is not None:
             await self._settle_failed(
-                delivery, failure, emit=lambda outcome: self._emit_settled(delivery, outcome, seconds, waited)
+                delivery,
+                record or FRESH,
+                failure,
+                seconds=seconds,
+                emit=lambda outcome: self._emit_settled(delivery, record, outcome, seconds, waited),
             )
         else:
             self._ack(delivery)
-            self._emit_settled(delivery, ACKED, seconds, waited)
-            await self._failures.forget(delivery)
+            self._emit_settled(delivery, record, ACKED, seconds, waited)
+            if record is not None:
+                await self._failures.forget(delivery, record)
 
-    async def _settle_failed(self, delivery: Delivery, failure: Failure, *, emit: Callable[[_Outcome], None]) -> None:
+    async def _settle_failed(
+        self,
+        delivery: Delivery,
+        record: Record,
+        failure: Failure,
+        *,
+        seconds: float,
+        emit: Callable[[_Outcome], None],
+    ) -> None:
         if failure.other_version:
             await self._failures.clear(delivery)  # or its next delivery would be handled alone
             delay = OTHER_VERSION.delay_seconds(delivery.num_delivered)
+            self._failures.note_postponed(delivery, record)
             delivery.nak(delay_seconds=delay)
             self._buffer.done(delivery)
             emit(_Outcome("retried", "other_version", failure.error, again_in_seconds=delay))
@@ -232,13 +274,13 @@ class Settler:
         if isinstance(classified, Ack):
             self._ack(delivery)
             emit(_Outcome("acked", ON_ERROR, failure.error))
-            await self._failures.forget(delivery)
+            await self._failures.forget(delivery, record)
             return
-        failures, error = self._failures.count(delivery), classified.error
-        attempt = failures + 1
-        verdict = verdicts.decide(classified, failures=failures, retry=self._agent.policy.retry)
+        attempt, error = record.failures + 1, classified.error
+        verdict = verdicts.decide(classified, failures=record.failures, retry=self._agent.policy.retry)
         if isinstance(verdict, Again):
-            outcome = _Outcome("retried", verdict.reason, error, attempt, verdict.after_seconds)
+            again_in_seconds = self._again_in_seconds(delivery, verdict.after_seconds, took_seconds=seconds)
+            outcome = _Outcome("retried", verdict.reason, error, attempt, again_in_seconds)
         else:
             async with self._shield.hold():
                 refused = await self._writer.store(delivery, verdict, attempts=attempt, error=error)
@@ -246,22 +288,44 @@ class Settler:
                 delivery.term(verdict.reason)
                 self._remove(delivery)
                 emit(_Outcome("dead_lettered", verdict.reason, error, attempt))
-                await self._failures.forget(delivery)
+                await self._failures.forget(delivery, record)
                 return
             # Counted all the same: a redelivery without a counted failure is taken for one whose worker died.
             outcome = _Outcome("retried", "dead_letter_failed", refused.error, attempt, refused.again_in_seconds)
 
-        def give_back() -> None:
+        def give_back(counted: Record) -> None:
+            self._buffer.note_record(delivery, counted)
             self._give_back(delivery, outcome.again_in_seconds)
             emit(outcome)
 
         await self._failures.add(
-            delivery, before=failures, kept=self._buffer.ordered, worker_died=failure.worker_died, then=give_back
+            delivery,
+            before=record,
+            again_in_seconds=outcome.again_in_seconds,
+            kept=self._buffer.ordered,
+            worker_died=failure.worker_died,
+            then=give_back,
         )
 
-    def _emit_settled(self, delivery: Delivery, outcome: _Outcome, seconds: float, waited: float) -> None:
+    def _again_in_seconds(self, delivery: Delivery, after_seconds: float, *, took_seconds: float) -> float:
+        """Return after how long to retry a notification, so that due retries leave time for what is new."""
+        now, finished = self._clock.monotonic(), self._buffer.finished
+        # What the worker has done since the last failure was this, and what succeeded. Where it was idle, that is long.
+        share = FAILURE_COSTS / (FAILURE_COSTS + finished - self._finished)
+        most = max(took_seconds / self._agent.policy.concurrency, FAILURE_SECONDS)
+        takes = min((now - self._failed_at) * share, most)
+        self._failed_at, self._finished = now, finished
+        if delivery.num_delivered > 1:
+            self._retry_share.spend(now, takes)
+        return self._retry_share.delay_seconds(
+            now, after_seconds, takes_seconds=takes, new_wait=delivery.num_pending > 0
+        )
+
+    def _emit_settled(
+        self, delivery: Delivery, record: Record | None, outcome: _Outcome, seconds: float, waited: float
+    ) -> None:
         """State what became of a delivery that waited and was handled for so many seconds."""
-        message = delivery.message
+        message, num_delivered = delivery.message, delivery.num_delivered
         self._events.emit(
             Settled(
                 agent=self._agent.name,
@@ -272,7 +336,7 @@ class Settler:
                 seconds=seconds,
                 waited_seconds=waited,
                 stored_to_settled_seconds=(self._clock.time_ns() - message.timestamp_ns) / 1e9,
-                num_delivered=delivery.num_delivered,
+                num_delivered=num_delivered if record is None else record.handed_over(num_delivered),
                 error=outcome.error,
                 attempt=outcome.attempt,
                 attempts=self._attempts,

@@ -1,9 +1,13 @@
 """Failure counts of notifications, and records of handlers that have begun, in a bucket that all workers share.
 
 The delivery count of a server also rises when a worker dies or is replaced, and a deploy must not use up attempts.
-So failures are counted in a bucket of the app's own. It is read for redeliveries only, and an entry expires 7 days
-after it was written. Where the bucket cannot be used, failures are counted in this process, and a notification is
+So failures are counted in a bucket of the app's own. It is read for redeliveries only; what is known of a delivery that
+a worker holds is in its buffer. An entry expires 7 days after it was written, or after twice as long as its
+notification waits. Where the bucket cannot be used, failures are counted in this process, and a notification is
 dead-lettered (`max_deliveries`) once it was delivered `UNCOUNTED_DELIVERIES` times more than the agent has attempts.
+
+An entry is the number of failures. Where some of them did not end their delivery, because the notification was tried
+again without being given back (`order_by`), the number of deliveries that ended with a failure follows: `3 1`.
 """
 
 from __future__ import annotations
@@ -11,11 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
+
+from msgspec import structs
 
 from aviso_workers.aviso.codec import read_number
 from aviso_workers.backends import Backend, BulkKeyValue, Delivery, Entry
-from aviso_workers.declare.verdicts import RECORDED_FROM, Record
+from aviso_workers.declare.verdicts import RECORDED_FROM, Record, RunsAs
 from aviso_workers.engine.grouped_writes import GroupedWrites
 from aviso_workers.engine.shields import Shield
 from aviso_workers.errors import BackendError, UndecodableError
@@ -28,6 +34,11 @@ Key = tuple[int, int]
 """Sequence and store time of a notification: a stream that is recreated counts from 1 again."""
 
 FORGOTTEN_AFTER_SECONDS = 7 * 86400.0
+"""When an entry expires whose notification does not wait for long."""
+LONGEST_WAITS = 2
+"""An entry is kept for so many times as long as its notification waits at least."""
+WHOLE_SECONDS = 86400.0
+"""Longer times are multiples of this, so that the bucket is seldom changed."""
 SLOW_SECONDS = 1.0
 UNUSED_SECONDS = 10.0
 """How long the bucket is not used after a request that failed and took `SLOW_SECONDS`: each of many failing
@@ -37,10 +48,9 @@ ALONE = b"alone"
 BUCKET_SUFFIX = "_failures"
 BEGAN_SUBJECT = "$KV.*.*.*.*.*.began"
 """The filter subject of the records that a handler has begun, in the bucket of any app."""
-MOST_REMEMBERED = 10_000
-"""Failure counts that a process remembers of notifications that it has given back, where they cannot be stored."""
-MOST_GIVEN_BACK = 20_000
-"""Failure counts that a process remembers although they are stored, so that a redelivery needs no read: about 6 MB."""
+MOST_REMEMBERED = 100_000
+"""Of how many notifications that it has given back a process remembers the failures, so that a redelivery needs no
+read, and where they cannot be stored: of as many as an agent may have ack pending, which takes about 35 MB."""
 
 
 class Failures:
@@ -55,15 +65,17 @@ class Failures:
         self._events = events
         self._values: BulkKeyValue | None = None
         self._counted = GroupedWrites(self._write_counts, shield=shield)
-        self._counts: dict[Key, int] = {}
-        """Failure counts by key: of buffered notifications, and of those whose count could not be stored."""
-        self._given_back: dict[Key, tuple[int, int]] = {}
-        """Failure counts that are stored, with the `num_delivered` of the delivery that failed, by key. Where the next
-        delivery comes to this process too, no other worker had it in between, and the count need not be read."""
+        self._unstored: dict[Key, Record] = {}
+        """What could not be stored, by key."""
+        self._given_back: dict[Key, tuple[Record, int]] = {}
+        """What is stored, with the `num_delivered` of the delivery that failed, by key. Where the next delivery comes
+        to this process too, no other worker had it in between, and the count need not be read."""
         self._begun: set[Key] = set()
         """Keys of which the bucket says that a handler has begun."""
         self._begun_here: set[Key] = set()
         """Those whose handler has begun in this process."""
+        self._kept_seconds = FORGOTTEN_AFTER_SECONDS
+        """For how long the bucket keeps an entry, as far as this worker needs it."""
         self._unused_until = -math.inf
         """Before this time the bucket is not used."""
         self._stored = True
@@ -71,34 +83,28 @@ class Failures:
 
     def recall(self, delivery: Delivery) -> Record | None:
         """Return the record without a request, where the delivery before failed in this process; else None."""
-        key = _key(delivery)
-        failures, last_delivered = self._given_back.pop(key, (0, 0))
-        if not failures or delivery.num_delivered != last_delivered + 1:
+        given_back = self._given_back.pop(_key(delivery), None)
+        if given_back is None:
             return None
-        self._remember(key, failures)
-        return Record(failures=failures, stored=self._stored)
+        record, last_delivered = given_back
+        return record if delivery.num_delivered == last_delivered + 1 else None
 
     async def read(self, delivery: Delivery) -> Record:
-        """Return what is known of a notification that was delivered before. From then on `count` returns the same."""
-        if (record := self.recall(delivery)) is not None:
-            return record
+        """Return what is known of a notification that was delivered before."""
         key = _key(delivery)
         entry = await self._try(lambda values: values.get(self._name(key)))
-        failures = max(self._counts.get(key, 0), self._number(entry) if entry else 0)
-        if failures:
-            self._remember(key, failures)
+        failures, ended = self._numbers(entry) if entry else (0, 0)
+        unstored = self._unstored.get(key)
+        if unstored is not None and unstored.failures > failures:
+            failures, ended = unstored.failures, unstored.ended
         began = None
         if delivery.num_delivered > RECORDED_FROM:  # the record is written from the second delivery on
             began = await self._try(lambda values: values.get(self._began(key)))
-        if began is None:
-            return Record(failures=failures, stored=self._stored)
-        self._begun.add(key)
-        how: Literal["beside_others", "alone"] = "beside_others" if began.value == BESIDE_OTHERS else "alone"
-        return Record(failures=failures, began=how, stored=self._stored)
-
-    def count(self, delivery: Delivery) -> int:
-        """Return how often one that is held here failed before."""
-        return self._counts.get(_key(delivery), 0)
+        how: RunsAs | None = None
+        if began is not None:
+            self._begun.add(key)
+            how = "beside_others" if began.value == BESIDE_OTHERS else "alone"
+        return Record(failures=failures, ended=ended, began=how, stored=self._stored)
 
     async def begin(self, delivery: Delivery, *, alone: bool) -> None:
         """Record that its handler begins, so that it is known which notification may have ended this process."""
@@ -125,23 +131,35 @@ class Failures:
                 return  # the others would wait for the server as well
 
     async def add(
-        self, delivery: Delivery, *, before: int, kept: bool, worker_died: bool, then: Callable[[], None]
+        self,
+        delivery: Delivery,
+        *,
+        before: Record,
+        again_in_seconds: float,
+        kept: bool,
+        worker_died: bool,
+        then: Callable[[Record], None],
     ) -> None:
-        """Count one more failure, and call `then` when it is counted, which may be after this has returned.
+        """Count one more failure, and call `then` with it when it is counted, which may be after this has returned.
 
         `kept`: the notification stays in the buffer, and is not given back to the server. After a worker has died the
         next attempt is run alone again.
         """
-        key, failures = _key(delivery), before + 1
+        if (seconds := LONGEST_WAITS * again_in_seconds) > self._kept_seconds:
+            self._kept_seconds = math.ceil(seconds / WHOLE_SECONDS) * WHOLE_SECONDS
+            self._values = None  # it is opened again to keep what it has for so long
+        key = _key(delivery)
+        failures, ended = before.failures + 1, before.ended + (not kept or worker_died)
 
         def counted(stored: bool) -> None:
-            if kept or not stored:
-                self._remember(key, failures)
-            else:
-                self._counts.pop(key, None)
-                if not worker_died:
-                    self._note_given_back(key, failures, delivery.num_delivered)
-            then()
+            record = Record(
+                failures=failures, ended=ended, began="beside_others" if worker_died else None, stored=self._stored
+            )
+            if not stored:
+                _remember(self._unstored, key, record, most=MOST_REMEMBERED)
+            elif not kept and not worker_died:
+                _remember(self._given_back, key, (record, delivery.num_delivered), most=MOST_REMEMBERED)
+            then(record)
 
         if worker_died:
             self._begun.discard(key)
@@ -149,34 +167,30 @@ class Failures:
                 await self._write(lambda values: values.put(self._began(key), BESIDE_OTHERS))
         else:
             await self.clear(delivery)
-        await self._counted.write(self._name(key), str(failures).encode(), then=counted)
+        value = f"{failures}" if ended == failures else f"{failures} {ended}"
+        await self._counted.write(self._name(key), value.encode(), then=counted)
 
-    async def forget(self, delivery: Delivery) -> None:
+    def note_postponed(self, delivery: Delivery, record: Record) -> None:
+        """Note that a delivery is given back although no handler has begun: that explains why it comes again."""
+        postponed = structs.replace(record, ended=record.ended + 1)
+        _remember(self._given_back, _key(delivery), (postponed, delivery.num_delivered), most=MOST_REMEMBERED)
+
+    async def forget(self, delivery: Delivery, record: Record) -> None:
         """Forget the failures of a delivery that is settled."""
-        if delivery.num_delivered == 1 and not self._counts:
-            return
         await self.clear(delivery)
         key = _key(delivery)
-        if self._counts.pop(key, 0):
+        self._unstored.pop(key, None)
+        if record.failures:
             await self._counted.write(self._name(key), None, then=_nothing)
 
-    def _number(self, entry: Entry) -> int:
-        """Return how many failures were counted; 0 where that is not a number."""
+    def _numbers(self, entry: Entry) -> tuple[int, int]:
+        """Return how many failures were counted, and how many deliveries ended with one; 0 where an entry says none."""
+        failures, _, ended = entry.value.decode("ascii", "replace").partition(" ")
         try:
-            return read_number(entry.value.decode("ascii", "replace"))
+            return read_number(failures), read_number(ended or failures)
         except UndecodableError as error:
             self._events.emit(Unreadable(stream=f"KV_{self._bucket}", sequence=entry.revision, error=error))
-            return 0
-
-    def _note_given_back(self, key: Key, failures: int, num_delivered: int) -> None:
-        self._given_back[key] = failures, num_delivered
-        if len(self._given_back) > MOST_GIVEN_BACK:
-            del self._given_back[next(iter(self._given_back))]
-
-    def _remember(self, key: Key, failures: int) -> None:
-        self._counts[key] = failures
-        if len(self._counts) > MOST_REMEMBERED:
-            del self._counts[next(iter(self._counts))]
+            return 0, 0
 
     async def _write_counts(self, counts: Mapping[str, bytes | None]) -> bool:
         return await self._write(lambda values: _put_many(values, counts))
@@ -194,7 +208,7 @@ class Failures:
             return None
         try:
             if self._values is None:
-                self._values = await self._backend.key_value(self._bucket, ttl_seconds=FORGOTTEN_AFTER_SECONDS)
+                self._values = await self._backend.key_value(self._bucket, ttl_seconds=self._kept_seconds)
             return await operation(self._values)
         except BackendError as error:
             self._values = None  # it may have been deleted
@@ -242,6 +256,12 @@ async def _delete(key: str, values: BulkKeyValue) -> int:
 
 def _key(delivery: Delivery) -> Key:
     return delivery.message.sequence, delivery.message.timestamp_ns
+
+
+def _remember(known: dict[Key, T], key: Key, value: T, *, most: int) -> None:
+    known[key] = value
+    if len(known) > most:
+        del known[next(iter(known))]
 
 
 def _nothing(_: bool) -> None:

@@ -5,6 +5,8 @@ delivery; with `order_by`, the oldest of each ordering key. The deliveries of a 
 sequence: the later ones wait until the first is done, also while the first waits to be tried again. It waits here and
 not on the server, which would deliver the later ones meanwhile. A server delivers a message to another worker when
 `ack_wait` passes without an ack or a report of progress, so `heartbeat` reports every buffered delivery as in progress.
+A process that was paused, or cut off, has reported nothing: what it holds may have been handled elsewhere. So nothing
+begins after the time up to which it is trusted (`trust_until`), and what waits then is left to whoever is given it.
 
 A server delivers in the order of the stream, so a key that fails or is slow brings more and more deliveries that have
 to wait here before anything of other keys comes. All of them stay here: `surplus` says how many belong to such keys,
@@ -18,6 +20,7 @@ redeliveries come, and then hands them out in order of sequence.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable
@@ -28,6 +31,7 @@ from msgspec import structs
 
 from aviso_workers.backends import Delivery, Message
 from aviso_workers.clocks import Clock
+from aviso_workers.declare.verdicts import Record
 from aviso_workers.engine.isolation import Isolation
 
 __all__ = ["MOST_WAITING_BYTES", "Buffer"]
@@ -51,7 +55,7 @@ def _ignore(*_: object) -> None:
 class _Entry:
     """A delivery that the buffer holds."""
 
-    __slots__ = ("begin", "bodiless", "delivery", "waited", "waiting_since")
+    __slots__ = ("begin", "bodiless", "delivery", "record", "waited", "waiting_since")
 
     def __init__(self, delivery: Delivery, waiting_since: float) -> None:
         self.delivery = delivery
@@ -63,6 +67,8 @@ class _Entry:
         """How long it waited before its handling began; None until it does."""
         self.begin: Callable[[], Awaitable[None]] | None = None
         """Awaited before `take` returns the delivery, to record that its handler begins."""
+        self.record: Record | None = None
+        """What is known of earlier deliveries and attempts; None where nothing was read, and none has failed here."""
 
 
 class _KeyQueue(deque[Delivery]):
@@ -95,6 +101,9 @@ class Buffer:
         that more may be pulled; and `on_lost` at each heartbeat, with every delivery that the server may have given to
         another worker.
         """
+        self.lapsed = anyio.Event()
+        """Set when what waited was left to others, because the server may have given it to them."""
+        self._trusted_until = math.inf
         self.ordered = key is not None
         self.closed = False
         """Whether no delivery is handed out any more."""
@@ -105,6 +114,8 @@ class Buffer:
         self._isolation.join(self)
         self._redelivered: deque[Delivery] = deque()
         self._redelivery = anyio.Event()
+        self._undecided: set[Delivery] = set()
+        """Redeliveries that were offered to `take_redelivered` and on which nobody has decided yet."""
         self._held: dict[int, _Entry] = {}
         """All, by sequence, in order of arrival."""
         self._ready: deque[Delivery] = deque()
@@ -182,6 +193,16 @@ class Buffer:
         deleted and recreated."""
         return self._entry(delivery) is not None
 
+    def record_of(self, delivery: Delivery) -> Record | None:
+        """Return what is known of earlier deliveries and attempts; None where nothing is, as of nearly all."""
+        entry = self._entry(delivery)
+        return entry.record if entry is not None else None
+
+    def note_record(self, delivery: Delivery, record: Record) -> None:
+        """Keep what is known of earlier deliveries and attempts for as long as the delivery is held."""
+        if entry := self._entry(delivery):
+            entry.record = record
+
     def delivery_of(self, sequence: int) -> Delivery | None:
         entry = self._held.get(sequence)
         return entry.delivery if entry is not None else None
@@ -229,9 +250,12 @@ class Buffer:
                 await checkpoint()  # who asks again and again must not stop the loop
                 return None
             await self._turn()
+        now = self._taken_at = self._clock.monotonic()
+        if now >= self._trusted_until:
+            self.lapse()
+            return await self.take()
         if self._ready and not self._waking:
             self._wake()  # each wakes the next one: to wake all is in vain where one of them takes everything
-        now = self._taken_at = self._clock.monotonic()
         entry.waited = now - entry.waiting_since
         self.running += 1
         self._running_bytes += len(entry.delivery.message.data)
@@ -244,11 +268,25 @@ class Buffer:
     async def take_redelivered(self) -> Delivery | None:
         """Return the next redelivery, to be decided whether it may begin; None when the buffer is closed."""
         while not self.closed:
-            if self._redelivered:
-                return self._redelivered.popleft()
+            while self._redelivered:
+                delivery = self._redelivered.popleft()
+                if self.is_next(delivery):
+                    return delivery
+                self.note_decided(delivery)
             self._redelivery = anyio.Event()
             await self._redelivery.wait()
         return None
+
+    def is_next(self, delivery: Delivery) -> bool:
+        """Return whether nothing of its ordering key comes before a delivery, as nothing does without an order."""
+        if self._key is None:
+            return True
+        queue = self._queues.get(self._key(delivery.message.subject))
+        return queue is not None and queue[0] is delivery
+
+    def note_decided(self, delivery: Delivery) -> None:
+        """Note that a redelivery was admitted, settled, or is to be offered again when it is the next of its key."""
+        self._undecided.discard(delivery)
 
     def admit(
         self, delivery: Delivery, *, first: bool = False, begin: Callable[[], Awaitable[None]] | None = None
@@ -324,6 +362,23 @@ class Buffer:
         """Remove all deliveries, also those whose handlers run, and return them, to be given back in this order."""
         return self._withdraw(list(self._held))
 
+    @property
+    def trusted(self) -> bool:
+        """Whether nobody else can have been given what waits here, as far as this side knows."""
+        return self._clock.monotonic() < self._trusted_until
+
+    def trust_until(self, time: float) -> None:
+        """Hand out deliveries up to this time of the agent's clock."""
+        if self.lapsed.is_set():
+            self.withdraw()
+            self.lapsed = anyio.Event()
+        self._trusted_until = time
+
+    def lapse(self) -> None:
+        """Remove what waits without settling it: the server may have given it to others."""
+        self.withdraw()
+        self.lapsed.set()
+
     async def heartbeat(self) -> None:
         """Report every buffered delivery as in progress to the server."""
         for number, entry in enumerate(tuple(self._held.values()), start=1):
@@ -388,7 +443,7 @@ class Buffer:
     def _overtakes(self, queue: _KeyQueue, delivery: Delivery) -> bool:
         """Insert a late delivery by its sequence, and return whether it is the head of its key now."""
         sequence, head = delivery.message.sequence, queue[0]
-        if sequence > head.message.sequence or not self._recall(head):
+        if sequence > head.message.sequence or queue.stopped or not self._recall(head):
             queue.insert(bisect(queue, sequence, lo=1, key=_sequence), delivery)
             return False
         queue.appendleft(delivery)
@@ -397,10 +452,12 @@ class Buffer:
         return True
 
     def _recall(self, head: Delivery) -> bool:
-        """Return whether a delivery could be kept from beginning: it was ready, and no handler had it."""
-        if head not in self._ready or self.alone(head):
+        """Return whether a delivery could be kept from beginning: no handler has it, and it does not run alone."""
+        entry = self._entry(head)
+        if entry is None or entry.waited is not None or self.alone(head):
             return False
-        self._ready.remove(head)
+        if head in self._ready:
+            self._ready.remove(head)
         return True
 
     def _entry(self, delivery: Delivery) -> _Entry | None:
@@ -443,13 +500,17 @@ class Buffer:
 
     def _offer(self, delivery: Delivery) -> None:
         if self._screens and (delivery.num_delivered > 1 or (self._bodiless and self.is_bodiless(delivery))):
-            self._redelivered.append(delivery)
-            self._redelivery.set()
+            if delivery not in self._undecided:
+                self._undecided.add(delivery)
+                self._redelivered.append(delivery)
+                self._redelivery.set()
         else:
             self.admit(delivery)
 
     def _resume(self, delivery: Delivery) -> None:
         """Offer the head of a key again, whose retry is due."""
+        if not self.is_next(delivery):
+            return
         if self.holds(delivery):
             self._stop(delivery, stopped=False)
         self._offer(delivery)
@@ -459,7 +520,7 @@ class Buffer:
         if self._key is None:
             return
         queue = self._queues.get(self._key(delivery.message.subject))
-        if queue is not None and queue.stopped is not stopped:
+        if queue is not None and queue[0] is delivery and queue.stopped is not stopped:
             queue.stopped = stopped
             self._count_surplus(queue)
 

@@ -184,6 +184,10 @@ class Requeued:
         return self._delivery.num_delivered
 
     @property
+    def num_pending(self) -> int:
+        return self._delivery.num_pending
+
+    @property
     def held(self) -> bool:
         return self._delivery.held
 

@@ -87,24 +87,41 @@ class Redeliveries:
 
     def _admit_known(self, delivery: Delivery) -> bool:
         """Let it run where that can be said at once, as of most that have failed: a task for each would cost more."""
-        if self._buffer.is_bodiless(delivery) or (record := self._failures.recall(delivery)) is None:
+        if self._buffer.is_bodiless(delivery):
             return False
+        record = self._buffer.record_of(delivery) or self._failures.recall(delivery)
+        if record is None:
+            return False
+        self._buffer.note_record(delivery, record)
         known = verdicts.before_handling(record, num_delivered=delivery.num_delivered, attempts=self._attempts)
         if known != "run":
             return False
-        self._buffer.admit(delivery)
+        self._buffer.note_decided(delivery)
+        if not self._settler.postpone(delivery, record):
+            self._buffer.admit(delivery)
         return True
 
     async def _decide(self, delivery: Delivery) -> None:
-        if self._buffer.is_bodiless(delivery) and not await self._read(delivery):
-            return
-        if delivery.num_delivered == 1:
+        try:
+            if not self._buffer.is_bodiless(delivery) or await self._read(delivery):
+                await self._decide_on(delivery)
+        finally:
+            self._buffer.note_decided(delivery)
+
+    async def _decide_on(self, delivery: Delivery) -> None:
+        record = self._buffer.record_of(delivery)
+        if record is None and delivery.num_delivered > 1:
+            record = await self._failures.read(delivery)
+        if not self._buffer.is_next(delivery):
+            return  # an earlier one of its key came meanwhile
+        if record is None or delivery.num_delivered == 1:
             self._buffer.admit(delivery)
             return
-        record = await self._failures.read(delivery)
+        self._buffer.note_record(delivery, record)
         match verdicts.before_handling(record, num_delivered=delivery.num_delivered, attempts=self._attempts):
             case "run":
-                self._buffer.admit(delivery)
+                if not self._settler.postpone(delivery, record):
+                    self._buffer.admit(delivery)
             case "run_recorded":
                 self._buffer.admit(delivery, begin=partial(self._begin, delivery, alone=False))
             case "run_alone":

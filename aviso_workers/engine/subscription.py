@@ -29,7 +29,7 @@ from aviso_workers.engine.prefetch import Prefetch
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.threads import Threads
-from aviso_workers.errors import BackendError, NotFoundError
+from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, Passed, TaskFailed
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
@@ -93,7 +93,7 @@ class Run:
         self._keeps_reading = keeps_reading
         self._shield = shield or Shield(clock)
         self._clock = clock
-        self._heartbeat_seconds = ack_wait_seconds / HEARTBEATS
+        self._ack_wait_seconds = ack_wait_seconds
         self._beat_again = anyio.Event()
         self._stopping = False
 
@@ -109,11 +109,13 @@ class Run:
 
     def keep_within(self, ack_wait_seconds: float) -> None:
         """Let no such time pass from now on without a report that what is held here is in progress."""
-        self._heartbeat_seconds = ack_wait_seconds / HEARTBEATS
+        self._ack_wait_seconds = ack_wait_seconds
         self._beat_again.set()
 
     def attach(self, stream: str, consumer: Consumer) -> None:
         """Add a consumer that is read from now on; it is called when there is capacity."""
+        if not self._prefetch.consumers and not self._keeps_reading:
+            self.buffer.trust_until(self._clock.monotonic() + self._ack_wait_seconds)
         self._prefetch.attach(stream, consumer)
 
     def detach(self, stream: str) -> None:
@@ -128,6 +130,10 @@ class Run:
             await anyio.sleep_forever()
         else:
             await self._threads.until_stuck()
+
+    async def until_lapsed(self) -> None:
+        """Wait until what is held here may have been given to others."""
+        await self.buffer.lapsed.wait()
 
     async def until_not_stuck(self) -> None:
         if self._threads is not None and not self._keeps_reading:
@@ -185,10 +191,23 @@ class Run:
 
     async def _heartbeat(self) -> None:
         while True:
-            with clocks.move_on_after(self._clock, self._heartbeat_seconds):
+            with clocks.move_on_after(self._clock, self._ack_wait_seconds / HEARTBEATS):
                 await self._beat_again.wait()
             self._beat_again = anyio.Event()
+            if not self.buffer.trusted:
+                self.buffer.lapse()
+            sent_at = self._clock.monotonic()
             await self.buffer.heartbeat()
+            if not self._keeps_reading and await self._reached() and self.buffer.trusted:
+                self.buffer.trust_until(sent_at + self._ack_wait_seconds)
+
+    async def _reached(self) -> bool:
+        """Return whether the server has the reports that were sent, where there was something to report."""
+        with clocks.move_on_after(self._clock, self._ack_wait_seconds), suppress(BackendError):
+            for consumer in self._prefetch.consumers[:1] if len(self.buffer) else ():
+                await consumer.reached()
+            return bool(self._prefetch.consumers)
+        return False
 
     async def _stop_reading(self) -> None:
         """Before anything is given back: it would come here again."""
@@ -347,13 +366,19 @@ class _Reader:
 
     async def _read_on(self, opened: Consumer) -> None:
         interrupted = [self._feed.interrupted] if self._feed.interrupted else []
-        await _until(self._stop, opened.lost, self._run.until_stuck, *interrupted)
+        await _until(self._stop, opened.lost, self._run.until_stuck, self._run.until_lapsed, *interrupted)
+        lapsed = self._run.buffer.lapsed.is_set()
         await opened.stop()
         if self._stop.is_set():
             await self._drained.wait()
         # What does not get through is delivered again: late, but not lost.
         with clocks.move_on_after(self._clock, SETTLE_TIMEOUT_SECONDS), suppress(BackendError):
             await opened.settled()
+        if lapsed and not self._stop.is_set():
+            self._gave_back = True
+            raise UnavailableError(
+                "this worker was away for longer than ack_wait: what it held and had not begun is left to others"
+            )
 
 
 async def _release_when_quiet(buffer: Buffer, clock: Clock) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from aviso_workers.backends import Admin, BulkKeyValue, Entry, PubAck
 from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError
+from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import StreamSpec
 from tests.contract.conftest import Elapse, Publish
 from tests.presence import present
@@ -274,6 +275,12 @@ async def test_a_bucket_that_keeps_by_history_or_age_knows_no_ttl_of_a_key(
 
     with pytest.raises(RefusedError, match="this bucket knows no ttl"):
         await bucket.put("owner", b"2", ttl_seconds=1)
+
+
+async def test_a_bucket_that_forgets_sooner_is_changed_and_one_that_keeps_for_longer_is_not(backend: Admin) -> None:
+    for ttl_seconds in (600, 900, 300, None):
+        await backend.key_value("ages", ttl_seconds=ttl_seconds)
+    assert (await backend.stream_info("KV_ages")).config.max_age == 900 * SECOND
 
 
 async def test_a_ttl_below_a_second_is_refused(bucket: BulkKeyValue) -> None:

@@ -142,6 +142,26 @@ async def test_only_what_kills_its_worker_becomes_a_dead_letter(
         assert handlers.deaths <= len(deadly) * (ATTEMPTS + 3)
 
 
+async def test_failures_of_an_ordering_key_do_not_hide_what_kills_its_worker_later(app: App, url: str | None) -> None:
+    """They are counted within one delivery, and do not say why a later one came."""
+    failed, attempts = 4, 6
+    handlers = Handlers(app, 5)
+
+    @app.agent("mars", ack_wait=ACK_WAIT_SECONDS, order_by=("step",), retry=structs.replace(RETRY, attempts=attempts))
+    async def index(notification: Notification[Any]) -> None:
+        if notification.identifier["step"] == "5" and notification.attempt <= failed:
+            raise ConnectionError("not yet")
+        await handlers.handle(notification)
+
+    async with harness(app, server=url) as t:
+        await publish(app)
+
+        await handlers.crash_until_done(t, index)
+
+        assert dead_letters(t) == [("index", "worker_died", 5)]
+        assert handlers.deaths == 2 + attempts - failed, "two beside others, and then alone as many as were left"
+
+
 async def test_of_an_agent_that_tries_once_nothing_else_becomes_a_dead_letter_either(app: App, url: str | None) -> None:
     handlers = Handlers(app, 3, 25)
     agent = one_by_one(app, handlers, retry=ONCE, concurrency=8)

@@ -38,3 +38,56 @@ async def test_the_good_ones_are_handled_however_many_wait_for_their_retry(app: 
                 await t.advance(0.1)
 
     assert (failed, handled) == (FAILING, GOOD)
+
+
+async def test_due_retries_leave_half_of_the_time_to_what_is_new(app: App, url: str | None) -> None:
+    """As many fail as succeed, and their retries alone would keep the worker busy for twenty times as long."""
+    count, failing_seconds, attempts = 150, 0.01, 21
+    handled = failed = 0
+
+    @app.agent("mars", retry=Backoff(first=0.2, factor=1, attempts=attempts, jitter=0))
+    async def index(notification: Notification[Any]) -> None:
+        nonlocal failed, handled
+        if notification.identifier["class"] == "rd":
+            failed += 1
+            await app.session.backend.clock.sleep(failing_seconds)
+            raise ValueError("not yet")
+        handled += 1
+
+    async with harness(app, server=url) as t:
+        await app.notify_many(
+            Notify("mars", mars(step=step, **{"class": "rd" if step % 2 else "od"}), {}) for step in range(2 * count)
+        )
+        with anyio.move_on_after(PATIENCE_SECONDS):
+            while handled < count:
+                await t.advance(0.02)
+        assert handled == count
+        assert failed < 4 * count, "each new one that fails takes as long as a retry, and one retry comes for each"
+
+
+async def test_due_retries_that_take_longer_than_before_give_way_to_what_is_new(app: App, url: str | None) -> None:
+    count = 100
+    attempts: list[int] = []
+    handled = 0
+
+    @app.agent("mars", retry=Backoff(first=0.5, factor=1, attempts=50, jitter=0))
+    async def index(notification: Notification[Any]) -> None:
+        nonlocal handled
+        if notification.identifier["class"] == "od":
+            handled += 1
+            return
+        attempts.append(notification.attempt)
+        if notification.attempt > 1:
+            await app.session.backend.clock.sleep(0.1)
+        raise ValueError("not yet")
+
+    async with harness(app, server=url) as t:
+        with anyio.fail_after(PATIENCE_SECONDS):
+            await app.notify_many(Notify("mars", mars(step=step, **{"class": "rd"}), {}) for step in range(count))
+            while 2 not in attempts:
+                await t.advance(0.01)
+            await app.notify_many(Notify("mars", mars(step=step), {}) for step in range(count))
+            while handled < count:
+                await t.advance(0.01)
+        assert attempts.count(2) < count / 2, "all of them were due before anything new came"
+        assert t.outcomes(index).count("acked") == count

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from aviso_workers.declare.retry import Backoff, Restarts, Tries
+from aviso_workers.declare.retry import MOST_LATER_SECONDS, Backoff, Restarts, RetryShare, Tries
 from aviso_workers.errors import DeclarationError
 from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
 
@@ -92,3 +92,44 @@ def test_the_waits_before_a_restart_begin_anew_after_a_healthy_run() -> None:
     assert (restarts.next_wait(130.0), restarts.failures) == (3.0, 4)
     restarts.note_start(200.0)
     assert (restarts.next_wait(230.1), restarts.failures) == (1.0, 1)
+
+
+class TestTheShareOfRetries:
+    def delays(self, *after: float, takes: float, new_wait: bool = True) -> list[float]:
+        share = RetryShare()
+        return [
+            round(share.delay_seconds(100.0, seconds, takes_seconds=takes, new_wait=new_wait), 6) for seconds in after
+        ]
+
+    def test_the_first_is_retried_when_its_policy_says(self) -> None:
+        assert self.delays(3.7, takes=0.2) == [3.7]
+
+    def test_half_of_each_second_is_left_to_what_is_new(self) -> None:
+        assert self.delays(*[1.0] * 6, takes=0.25) == [1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
+
+    def test_where_nothing_new_waits_all_are_retried_when_their_policy_says(self) -> None:
+        assert self.delays(*[1.0] * 6, takes=0.25, new_wait=False) == [1.0] * 6
+
+    def test_one_that_waits_for_long_does_not_hold_up_others(self) -> None:
+        assert self.delays(600.0, 1.0, takes=0.5) == [600.0, 1.0]
+
+    def test_one_that_takes_long_leaves_as_much_time_after_it(self) -> None:
+        assert self.delays(1.0, 1.0, takes=3.0) == [1.0, 7.0]
+
+    def test_none_is_retried_later_than_that_by_more_than_ten_minutes(self) -> None:
+        assert max(self.delays(*[1.0] * 20, takes=60.0)) <= 1.0 + MOST_LATER_SECONDS + 1.0
+
+    def test_seconds_that_are_over_are_forgotten(self) -> None:
+        share = RetryShare()
+        for now in (0.0, 10.0):
+            delays = [share.delay_seconds(now, 1.0, takes_seconds=0.5, new_wait=True) for _ in range(3)]
+            assert delays == [1.0, 2.0, 3.0]
+
+    def test_what_is_due_waits_where_retries_have_taken_more_than_their_share(self) -> None:
+        share = RetryShare()
+        share.spend(10.0, 0.4)
+        assert share.later_seconds(10.0) == 0.0
+        share.spend(10.0, 2.6)
+        assert share.later_seconds(10.0) == 6.0
+        assert share.later_seconds(10.0) > 6.0, "that one has taken the time at which the first one comes"
+        assert share.later_seconds(15.5) == 0.0

@@ -13,6 +13,7 @@ import pytest
 from aviso_workers import config
 from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.declare.verdicts import Record
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.shields import Shield
 from aviso_workers.errors import RefusedError
@@ -66,18 +67,25 @@ def worker(backend: Guard, facts: Facts) -> Callable[[], Any]:
     )
 
 
-async def add(failures: Failures, delivery: Any, *, before: int, worker_died: bool = False) -> None:
-    """Return when one more failure is counted."""
-    counted = anyio.Event()
-    await failures.add(delivery, before=before, kept=False, worker_died=worker_died, then=counted.set)
-    await counted.wait()
+async def add(
+    failures: Failures, delivery: Any, *, before: int | Record = 0, kept: bool = False, worker_died: bool = False
+) -> Record:
+    """Return the record when one more failure is counted, after so many that each ended their delivery."""
+    record = before if isinstance(before, Record) else Record(failures=before, ended=before)
+    counted: list[Record] = []
+    await failures.add(
+        delivery, before=record, again_in_seconds=1.0, kept=kept, worker_died=worker_died, then=counted.append
+    )
+    while not counted:
+        await anyio.lowlevel.checkpoint()
+    return counted[0]
 
 
-ENDS: dict[str, Callable[[Failures, Any], Awaitable[None]]] = {
+ENDS: dict[str, Callable[[Failures, Any], Awaitable[object]]] = {
     "it was not run": lambda failures, delivery: failures.clear(delivery),
     "it was cancelled": lambda failures, delivery: failures.clear_all(),
     "it failed": lambda failures, delivery: add(failures, delivery, before=0),
-    "it is settled": lambda failures, delivery: failures.forget(delivery),
+    "it is settled": lambda failures, delivery: failures.forget(delivery, Record()),
 }
 
 
@@ -110,6 +118,55 @@ async def test_what_ended_its_worker_is_run_alone_the_next_time_as_well(worker: 
     await here.clear_all()
     record = await worker().read(Redelivered())
     assert (record.failures, record.began) == (1, "beside_others")
+
+
+async def test_what_ended_its_worker_is_asked_for_also_where_it_comes_back_to_the_worker_that_counted_it(
+    worker: Callable[[], Any],
+) -> None:
+    here = worker()
+    await add(here, delivered(3), worker_died=True)
+    assert here.recall(delivered(4)) is None
+    assert (await here.read(delivered(4))).began == "beside_others"
+
+
+@pytest.mark.parametrize(("kept", "worker_died", "ended"), [(False, False, 2), (True, False, 1), (True, True, 2)])
+async def test_a_failure_says_whether_it_ended_a_delivery(
+    worker: Callable[[], Any], kept: bool, worker_died: bool, ended: int
+) -> None:
+    """A death has ended the delivery before, also where its notification is kept now."""
+    record = await add(worker(), delivered(3), before=Record(failures=2, ended=1), kept=kept, worker_died=worker_died)
+    assert (record.failures, record.ended) == (3, ended)
+    stored = await worker().read(delivered(4))
+    assert (stored.failures, stored.ended) == (3, ended)
+
+
+async def test_what_is_given_back_without_a_try_comes_again_without_suspicion(worker: Callable[[], Any]) -> None:
+    here = worker()
+    here.note_postponed(delivered(2), Record(failures=1, ended=1))
+    record = here.recall(delivered(3))
+    assert (record.failures, record.ended, record.handed_over(3)) == (1, 2, 2)
+
+
+async def test_a_failure_that_could_not_be_stored_is_forgotten_when_its_notification_is_settled(
+    backend: Guard, worker: Callable[[], Any]
+) -> None:
+    here = worker()
+    backend.closed = True
+    record = await add(here, Redelivered())
+    backend.closed = False
+    await here.forget(Redelivered(), record)
+    assert (await here.read(Redelivered())).failures == 0
+
+
+async def test_a_failure_that_could_not_be_stored_counts_for_less_than_what_others_have_stored_since(
+    backend: Guard, worker: Callable[[], Any]
+) -> None:
+    here = worker()
+    backend.closed = True
+    await add(here, Redelivered())
+    backend.closed = False
+    await add(worker(), Redelivered(), before=2)
+    assert (await here.read(Redelivered())).failures == 3
 
 
 async def test_a_failure_that_could_not_be_stored_counts_here_although_fewer_are_stored(
@@ -164,8 +221,9 @@ async def test_what_comes_back_to_the_worker_where_it_failed_is_not_asked_for(
 ) -> None:
     here = worker()
     await add(here, delivered(1), before=0)
-    assert (await here.read(delivered(2))).failures == 1
-    assert here.count(delivered(2)) == 1
+    record = here.recall(delivered(2))
+    assert record is not None
+    assert record.failures == 1
     assert backend.asked == 0
 
 
@@ -174,6 +232,7 @@ async def test_what_comes_back_after_another_worker_had_it_is_asked_for(worker: 
     await add(here, delivered(1), before=0)
     await other.read(delivered(2))
     await add(other, delivered(2), before=1)
+    assert here.recall(delivered(3)) is None
     assert (await here.read(delivered(3))).failures == 2
     await other.begin(delivered(3), alone=False)
     assert (await here.read(delivered(4))).began == "beside_others"

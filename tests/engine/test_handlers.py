@@ -17,6 +17,7 @@ from aviso_workers.aviso import codec
 from aviso_workers.backends import Message, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.in_memory.connection import Connection
+from aviso_workers.declare.verdicts import Record
 from aviso_workers.engine import max_deliveries, parts
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.dead_letter_store import LONGEST_ERROR, RETRIES, STREAM, DeadLetter, retry_of
@@ -651,8 +652,14 @@ async def test_failures_are_those_of_one_notification_and_one_agent(backend: Dea
         return Failures(backend, **names, shield=Shield(backend.clock), events=Events())
 
     index = counts()
-    for failures in range(2):
-        await index.add(Failed(), before=failures, kept=kept, worker_died=False, then=lambda: None)
+    record = Record()
+
+    def counted(record_then: Record) -> None:
+        nonlocal record
+        record = record_then
+
+    for _ in range(2):
+        await index.add(Failed(), before=record, again_in_seconds=1.0, kept=kept, worker_died=False, then=counted)
     for anew in (index, counts()):
         assert (await anew.read(Failed())).failures == 2
         assert (await anew.read(Failed(sequence=2))).failures == 0, "of another notification"

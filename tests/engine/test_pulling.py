@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import Notification, Router
+from aviso_workers import Batch, Batching, Notification, Router
 from aviso_workers.backends import Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import Clock, LoopClock, VirtualClock
@@ -20,7 +21,8 @@ from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.prefetch import MOST_PREFETCH, PREFETCH_SECONDS, Prefetch
 from aviso_workers.engine.session import Session
 from aviso_workers.engine.subscription import Run
-from aviso_workers.events import AgentStopped, Settled
+from aviso_workers.errors import UnavailableError
+from aviso_workers.events import AgentDisturbed, AgentStopped, Settled
 from tests.deliveries import UnsettledDelivery
 from tests.engine.conftest import Facts, NotifyStep, Working, config_with
 
@@ -427,3 +429,175 @@ class TestBytes:
             await began.wait()
             assert 800 < session.runs["index"].buffer.waiting_bytes <= 1000
             end.set()
+
+
+class TestAWorkerThatWasAway:
+    """Its clock has moved on by more than `ack_wait` while nothing ran, as after SIGSTOP or a pause of its machine."""
+
+    AWAY_SECONDS = 60.0
+
+    def pause(self) -> None:
+        asyncio.get_running_loop()._now_ns += int(self.AWAY_SECONDS * 1e9)  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("order_by", [(), ("class",), ("step",)])
+    async def test_begins_nothing_that_another_one_may_have_been_given(
+        self, router: Router, notify: NotifyStep, working: Working, facts: Facts, order_by: tuple[str, ...]
+    ) -> None:
+        begun: list[tuple[str, int]] = []
+
+        @router.agent("mars", ack_wait=20.0, order_by=order_by)
+        async def index(notification: Notification[Any]) -> None:
+            begun.append((notification.identifier["step"], notification.num_delivered))
+            if len(begun) == 1:
+                await anyio.sleep(0.01)
+                self.pause()
+
+        for step in range(4):
+            await notify(step)
+        async with working(index):
+            await facts.wait_for(Settled, 4)
+        assert begun[0] == ("0", 1)
+        assert ("1", 1) not in begun, "it was held while the worker was away"
+        assert sorted(step for step, _ in begun) == ["0", "1", "2", "3"]
+        if order_by == ("class",):
+            assert [step for step, _ in begun] == ["0", "1", "2", "3"]
+        assert len(facts.of(AgentDisturbed)) == 1
+
+    async def test_begins_no_call_with_a_batch_that_it_was_collecting(
+        self, router: Router, notify: NotifyStep, working: Working, facts: Facts
+    ) -> None:
+        begun: list[tuple[str, int]] = []
+
+        @router.agent("mars", ack_wait=20.0, batch=Batching(size=10, within=5.0))
+        async def load(batch: Batch[Any]) -> None:
+            begun.extend((notification.identifier["step"], notification.num_delivered) for notification in batch)
+
+        await notify(0)
+        async with working(load):
+            await anyio.sleep(1.0)
+            self.pause()
+            await facts.wait_for(Settled)
+        assert [step for step, _ in begun] == ["0"]
+        assert begun[0][1] > 1, "it was given to somebody else meanwhile"
+
+    async def test_goes_on_where_it_was_away_for_less_than_ack_wait(
+        self, router: Router, notify: NotifyStep, working: Working, facts: Facts
+    ) -> None:
+        @router.agent("mars", ack_wait=120.0)
+        async def index(notification: Notification[Any]) -> None:
+            await anyio.sleep(1.0)
+            self.pause()
+
+        await notify(0)
+        await notify(6)
+        async with working(index):
+            settled = await facts.wait_for(Settled, 2)
+        assert [event.num_delivered for event in settled] == [1, 1]
+        assert facts.of(AgentDisturbed) == []
+
+    async def test_and_is_connected_begins_what_waits_however_long(
+        self, router: Router, notify: NotifyStep, working: Working, facts: Facts
+    ) -> None:
+        @router.agent("mars", ack_wait=1.0)
+        async def index(notification: Notification[Any]) -> None:
+            await anyio.sleep(3600.0)
+
+        await notify(0)
+        await notify(6)
+        async with working(index):
+            settled = await facts.wait_for(Settled, 2)
+        assert [event.num_delivered for event in settled] == [1, 1]
+
+    async def test_from_its_server_begins_nothing_that_waited_before(
+        self, backend: InMemoryBackend, router: Router, notify: NotifyStep, working: Working, facts: Facts
+    ) -> None:
+        """Without a confirmed report, however well its clock runs."""
+        begun: list[tuple[str, int]] = []
+
+        @router.agent("mars", ack_wait=20.0)
+        async def index(notification: Notification[Any]) -> None:
+            begun.append((notification.identifier["step"], notification.num_delivered))
+            if len(begun) == 1:
+                await anyio.sleep(0.01)
+                backend.connection.lose("cut off")
+                await anyio.sleep(self.AWAY_SECONDS)
+                backend.connection.open()
+
+        await notify(0)
+        await notify(6)
+        async with working(index):
+            await facts.wait_for(Settled, 2)
+        assert begun[0] == ("0", 1)
+        assert ("6", 1) not in begun
+
+    async def test_and_has_a_singleton_goes_on_where_it_was_away_for_less_than_ack_wait(
+        self, router: Router, notify: NotifyStep, working: Working, facts: Facts
+    ) -> None:
+        """It reports more often than others, and that is no reason to leave sooner."""
+
+        @router.agent("mars", ack_wait=120.0, singleton=True)
+        async def index(notification: Notification[Any]) -> None:
+            await anyio.sleep(1.0)
+            self.pause()
+
+        await notify(0)
+        async with working(index):
+            await facts.wait_for(Settled)
+            await anyio.sleep(10.0)
+        assert facts.of(AgentDisturbed) == []
+
+
+async def test_what_is_held_is_reported_at_once_where_it_has_to_be_reported_more_often() -> None:
+    reported: list[float] = []
+
+    class Reporting(Delivery):
+        def in_progress(self) -> None:
+            reported.append(anyio.current_time())
+
+    class Waiting(Discarding):
+        async def work(self) -> None:
+            await anyio.sleep_forever()
+
+    run, stop = run_of(Waiting), anyio.Event()
+    run.buffer.put(Reporting())
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=0.0))
+        await anyio.wait_all_tasks_blocked()
+        began = anyio.current_time()
+        run.keep_within(3.0)
+        await anyio.sleep(2.5)
+        assert [round(time - began) for time in reported] == [0, 1, 2]
+        stop.set()
+
+
+async def test_what_waits_is_trusted_from_when_its_report_was_sent_and_not_from_when_it_was_confirmed() -> None:
+    class Consumer:
+        confirmed = 0
+
+        def refill(self) -> None: ...
+
+        async def stop(self) -> None: ...
+
+        async def reached(self) -> None:
+            if self.confirmed:
+                raise UnavailableError("no answer")
+            self.confirmed += 1
+            await anyio.sleep(3.0)
+
+    class Reported(Delivery):
+        def in_progress(self) -> None: ...
+
+    class Waiting(Discarding):
+        async def work(self) -> None:
+            await anyio.sleep_forever()
+
+    run, stop = run_of(Waiting), anyio.Event()  # an ack_wait of 20 s, and so a report every 20 / 3
+    run.attach("MARS", Consumer())  # type: ignore[arg-type]
+    run.buffer.put(Reported())
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=0.0))
+        await anyio.sleep(20 / 3 + 19.5)
+        assert run.buffer.trusted
+        await anyio.sleep(1.0)
+        assert not run.buffer.trusted
+        stop.set()

@@ -8,12 +8,14 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
 
-from aviso_workers import Notification, Router, config
+from aviso_workers import Backoff, Notification, Router, config
 from aviso_workers.backends import Delivery, Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import acknowledging
+from aviso_workers.engine import buffer as buffers
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.buffer import Buffer
@@ -23,7 +25,9 @@ from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shields import Shield
-from aviso_workers.events import Settled
+from aviso_workers.errors import UnavailableError
+from aviso_workers.events import NotReadAgain, ReadAgain, Settled
+from aviso_workers.jetstream.specs import StreamSpec
 from tests.deliveries import UnsettledDelivery
 from tests.engine.conftest import Facts, config_with
 
@@ -82,8 +86,8 @@ Suspect = Callable[[int], Awaitable[Delivered]]
 class Worker:
     """What a worker process has for one agent, without the call form: the test takes deliveries from the buffer."""
 
-    def __init__(self, backend: InMemoryBackend, facts: Facts, *, ordered: bool = False) -> None:
-        @Router("tests").agent("mars")
+    def __init__(self, backend: InMemoryBackend, facts: Facts, *, ordered: bool = False, concurrency: int = 1) -> None:
+        @Router("tests").agent("mars", concurrency=concurrency, retry=Backoff(first=1.0, factor=1.0, jitter=0.0))
         async def index(notification: Notification[Any]) -> None: ...
 
         clock = backend.clock
@@ -284,3 +288,184 @@ async def test_what_was_given_back_while_it_ran_is_not_settled_as_well(
         await here.settler.settle(delivery, failure, started=0.0)
     assert delivery.settled == ["nak"]
     assert facts.of(Settled) == []
+
+
+async def test_the_failures_of_however_many_that_wait_in_order_are_remembered(
+    facts: Facts, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay in the buffer while they wait for their retry."""
+    monkeypatch.setattr(Failures, "_write_counts", stored_at_once)
+    here, many = worker(ordered=True), 10_100
+    for number in range(1, many + 1):
+        here.buffer.put(Delivered(number, num_delivered=1))
+    async with anyio.create_task_group() as tasks:
+        for delivery in [await here.buffer.take() for _ in range(many)]:
+            tasks.start_soon(fail, here, delivery)
+    for delivery in [await here.buffer.take() for _ in range(many)]:
+        if delivery is not None and delivery.message.sequence <= 100:
+            await fail(here, delivery)
+    assert {settled.attempt for settled in facts.of(Settled)[-100:]} == {2}
+
+
+async def test_the_failures_of_however_many_that_are_in_one_batch_are_remembered(
+    backend: SlowBackend, facts: Facts, worker: Callable[..., Worker]
+) -> None:
+    """All of them are taken before the first of them is settled."""
+    here, many = worker(), 10_100
+    bucket = await backend.key_value("tests_failures")
+    await bucket.put_many({f"index.MARS.{number}.1": b"1" for number in range(1, many + 1)})
+    async with here.deciding():
+        for number in range(1, many + 1):
+            here.buffer.put(Delivered(number, num_delivered=2))
+        batch = [await here.buffer.take() for _ in range(many)]
+        for delivery in batch[:100]:
+            await fail(here, delivery)
+        here.buffer.close()
+    assert {settled.attempt for settled in facts.of(Settled)} == {2}
+
+
+async def stored_at_once(*_: object) -> bool:
+    return True
+
+
+async def fail(worker: Worker, delivery: Delivery | None) -> None:
+    assert delivery is not None
+    await worker.settler.settle(delivery, Failure(ConnectionError()), started=0.0)
+
+
+def of_one_key(sequence: int) -> Delivered:
+    delivery = Delivered(sequence, num_delivered=2)
+    delivery.message = structs.replace(delivery.message, subject="mars.one")
+    return delivery
+
+
+@pytest.mark.parametrize("comes", ["at once", "while the record is read"])
+async def test_of_two_redeliveries_of_a_key_the_earlier_one_begins_first_in_whatever_order_they_come(
+    backend: SlowBackend, worker: Callable[..., Worker], comes: str
+) -> None:
+    here = worker(ordered=True)
+    backend.seconds = SLOW_SECONDS
+    later, earlier = of_one_key(6), of_one_key(5)
+    async with here.deciding():
+        here.buffer.put(later)
+        if comes == "while the record is read":
+            await anyio.sleep(SLOW_SECONDS / 2)
+        here.buffer.put(earlier)
+        for expected in (earlier, later):
+            assert await here.buffer.take() is expected
+            here.buffer.done(expected)
+        assert here.buffer.ready == 0, "each is handed out once"
+        here.buffer.close()
+
+
+async def test_a_redelivery_that_is_next_again_before_its_record_is_read_begins_once(
+    backend: SlowBackend, worker: Callable[..., Worker]
+) -> None:
+    here = worker(ordered=True)
+    backend.seconds = SLOW_SECONDS
+    later, earlier = of_one_key(6), of_one_key(5)
+    async with here.deciding():
+        here.buffer.put(later)
+        await anyio.sleep(SLOW_SECONDS / 2)
+        here.buffer.put(earlier)
+        here.buffer.done(earlier)
+        assert await here.buffer.take() is later
+        await anyio.sleep(2 * SLOW_SECONDS)
+        assert here.buffer.ready == 0
+        here.buffer.close()
+
+
+async def test_one_that_waits_to_run_alone_stays_before_an_earlier_one_of_its_key(
+    backend: SlowBackend, facts: Facts, worker: Callable[..., Worker]
+) -> None:
+    """What is known against it would be lost if it had to begin again."""
+    here, running = worker(ordered=True), Delivered(1, num_delivered=1)
+    later, earlier = of_one_key(6), of_one_key(5)
+    later.num_delivered = 3
+    await here.failures_of_another(backend, facts).begin(later, alone=False)
+    here.buffer.put(running)
+    async with here.deciding():
+        assert await here.buffer.take() is running
+        here.buffer.put(later)
+        await anyio.wait_all_tasks_blocked()
+        assert here.isolation.alone is later
+        here.buffer.put(earlier)
+        here.buffer.done(running)
+        assert await here.buffer.take() is later
+        await anyio.wait_all_tasks_blocked()
+        assert here.buffer.ready == 0, "the two of one key would run at the same time"
+        here.buffer.done(later)
+        assert await here.buffer.take() is earlier
+        here.buffer.close()
+
+
+class Unreadable(SlowBackend):
+    """Answers no request for a message of the stream while `silent`."""
+
+    silent = False
+
+    async def message(self, stream: str, sequence: int = 0, **which: str) -> Message | None:
+        if self.silent:
+            raise UnavailableError("no answer")
+        return await super().message(stream, sequence, **which)
+
+
+class TestAMessageWhoseBodyWasLeftOut:
+    @pytest.fixture
+    async def backend(self) -> AsyncGenerator[Unreadable, None]:
+        async with Unreadable(config.InMemory()) as backend:
+            yield backend
+
+    @pytest.fixture
+    async def here(self, backend: Unreadable, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> Worker:
+        """A worker that holds one, which is due for its retry in a second."""
+        monkeypatch.setattr(buffers, "MOST_SURPLUS_BYTES", 0)
+        here, delivery = worker(ordered=True), Delivered(1, num_delivered=1)
+        here.buffer.put(delivery)
+        await here.buffer.take()
+        here.buffer.retry_later(delivery, after_seconds=1.0)
+        assert here.buffer.is_bodiless(delivery)
+        return here
+
+    async def test_is_not_mistaken_for_another_one_of_its_sequence(self, backend: Unreadable, here: Worker) -> None:
+        """Its stream was deleted and recreated."""
+        await backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
+        other = Message(subject="mars.1", data=b"other")
+        await backend.publish(other, message_id="other", stream="MARS", timeout_seconds=1.0)
+        delivery: Any = here.buffer.delivery_of(1)
+        async with here.deciding():
+            await anyio.sleep(2.0)
+            here.buffer.close()
+        assert delivery.settled == ["nak"]
+        assert len(here.buffer) == 0
+
+    async def test_and_cannot_be_read_is_told_until_nothing_has_to_be_read_any_more(
+        self, backend: Unreadable, here: Worker, facts: Facts
+    ) -> None:
+        backend.silent = True
+        async with here.deciding():
+            await facts.wait_for(NotReadAgain)
+            await anyio.sleep(10.0)
+            here.buffer.withdraw_all()
+            await facts.wait_for(ReadAgain)
+            here.buffer.close()
+        assert (len(facts.of(NotReadAgain)), len(facts.of(ReadAgain))) == (1, 1)
+
+
+@pytest.mark.parametrize(("num_pending", "concurrency", "later"), [(0, 1, False), (5, 1, True), (5, 4, False)])
+async def test_retries_are_later_where_they_would_take_more_than_their_share_while_something_new_waits(
+    facts: Facts, worker: Callable[..., Worker], num_pending: int, concurrency: int, later: bool
+) -> None:
+    """Each handler takes a second; four side by side take a quarter of their worker's time each."""
+    here = worker(concurrency=concurrency)
+    for sequence in range(1, 11):
+        delivery = Delivered(sequence, num_delivered=1)
+        delivery.num_pending = num_pending
+        here.buffer.put(delivery)
+        assert await here.buffer.take() is delivery
+        await anyio.sleep(1.0)
+        started = anyio.current_time() - 1.0
+        await here.settler.settle(delivery, Failure(ConnectionError()), started=started)
+    delays = [settled.again_in_seconds for settled in facts.of(Settled)]
+    assert delays[0] == pytest.approx(1.0)
+    assert (max(delays) > 5.0) == later, delays

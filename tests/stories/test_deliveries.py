@@ -19,7 +19,7 @@ from tests.contract.settings import app_config
 from tests.stories import agents
 from tests.stories.agents import ACK_WAIT_SECONDS, RETRY
 from tests.stories.conftest import Publish, RunWorker
-from tests.stories.processes import Record, Server, until
+from tests.stories.processes import Record, Server, Worker, until
 from tests.waits import LONG_SECONDS, PATIENCE_SECONDS, PROMPT_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -344,3 +344,31 @@ async def test_a_key_with_more_than_a_worker_prefetches_stays_in_order_in_each_w
     assert await unfinished(server, "lanes__in_order") == (0, 0)
     # Done by a worker and not yet acknowledged when it was killed: one of the key, and some of those beside it.
     assert sum(record.numbers("done").values()) - len(slow) - len(fast) <= 2 * 4
+
+
+@pytest.mark.parametrize("app", ["app", "lanes"])
+async def test_a_worker_that_was_paused_begins_nothing_that_another_one_has_handled_meanwhile(
+    run_worker: RunWorker, publish: Publish, record: Record, app: str
+) -> None:
+    paused = run_worker(app=app)
+    await paused.ready()
+    await publish(range(40), seconds=0.05)
+    await until(lambda: len(record.of("done")) >= 4, what=lambda: record.acts)
+    paused.send(signal.SIGSTOP)
+    begun_before = {act.number for act in record.of("begun")}
+    other = run_worker(app=app)
+    await other.ready()
+    await until(lambda: {*range(40)} - begun_before <= done_by(record, other), what=lambda: record.acts)
+
+    woken = time.time()
+    paused.send(signal.SIGCONT)
+    await publish(range(40, 60), seconds=0.05)
+    await all_done(record, range(60))
+
+    again = {act.number for act in record.of("begun") if act.pid == paused.pid and act.time > woken}
+    assert again & done_by(record, other) == set()
+    assert "was away for longer than ack_wait" in str(paused.logged("agent.disturbed")[0])
+
+
+def done_by(record: Record, worker: Worker) -> set[int]:
+    return {act.number for act in record.of("done") if act.pid == worker.pid}

@@ -67,6 +67,9 @@ class InMemoryConsumer:
         await self.gone.wait()
         raise NotFoundError(f"{self._dispatcher.name}: was deleted", code=error_codes.CONSUMER_NOT_FOUND)
 
+    async def reached(self) -> None:
+        await self.connection.reach()
+
     async def settled(self) -> None:
         await self.connection.reach()
         if self.settlements_lost:
@@ -91,6 +94,10 @@ class InMemoryDelivery:
         self._reader = reader
         self._until = dispatcher.held_until()
         self._losses = reader.connection.losses
+
+    @property
+    def num_pending(self) -> int:
+        return self._dispatcher.durable.num_pending
 
     @property
     def held(self) -> bool:

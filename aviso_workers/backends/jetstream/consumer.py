@@ -29,7 +29,7 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Delivery
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.management import Management
-from aviso_workers.backends.jetstream.pull_requests import HEARTBEAT_SECONDS, PullSubscription, decode
+from aviso_workers.backends.jetstream.pull_requests import HEARTBEAT_SECONDS, PullSubscription, decode, pending
 from aviso_workers.backends.jetstream.wire import Arrival
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 from aviso_workers.jetstream import metadata
@@ -160,6 +160,10 @@ class JetStreamDelivery:
 
     def in_progress(self) -> None:
         self._settle(self._reply, IN_PROGRESS)
+
+    @property
+    def num_pending(self) -> int:
+        return pending(self._reply)
 
     @property
     def held(self) -> bool:
@@ -315,6 +319,10 @@ class PullConsumer:
     async def lost(self) -> None:
         await self._ended.wait()
         raise self._error
+
+    async def reached(self) -> None:
+        if not await self._connection.answers():
+            raise UnavailableError(f"{self._name}: no answer in time")
 
     async def settled(self) -> None:
         await self._outbox.flush()

@@ -28,7 +28,7 @@ from aviso_workers.backends.jetstream.wire import Arrival, HeaderBlocks, Headers
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
 
-__all__ = ["HEARTBEAT_SECONDS", "PullSubscription", "decode", "decode_all", "place_of"]
+__all__ = ["HEARTBEAT_SECONDS", "PullSubscription", "decode", "decode_all", "pending", "place_of"]
 
 EXPIRES_SECONDS = 30
 RENEWALS = 4
@@ -234,6 +234,12 @@ def decode(arrival: Arrival) -> tuple[Message, bytes, int]:
         timestamp_ns=int(tokens[delivered + 3]),
     )
     return message, reply, int(tokens[delivered])
+
+
+def pending(reply: bytes) -> int:
+    """Return how many messages were to be delivered for the first time when the one with this reply subject was."""
+    tokens = reply.split(b".")
+    return int(tokens[_delivered(tokens) + 4])
 
 
 def decode_all(arrivals: Sequence[Arrival]) -> Chunk:

@@ -38,6 +38,10 @@ class InBatches:
                                 break
                             deliveries.append(delivery)
                 await context.pace.wait()
+                if not buffer.trusted:  # they were taken before the process was paused, and may run elsewhere
+                    for delivery in (*deliveries, *([apart] if apart else [])):
+                        buffer.done(delivery)
+                    continue
                 await self._handle(deliveries, keys)
                 if apart is not None:
                     await self._handle([apart], keys)
