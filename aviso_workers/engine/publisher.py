@@ -320,7 +320,7 @@ class Publisher:
         _require_printable(checked[0][0].name, message_id)
         one = message_id or self._message_id(_whole([message for _, message in checked]))
         return [
-            self._ready(each.event_type, spec, message, f"{one}.{number}")
+            self._ready(each.event_type, spec, message, idempotency.id_together(one, number))
             for number, (each, (spec, message)) in enumerate(zip(wanted, checked, strict=True), 1)
         ]
 
