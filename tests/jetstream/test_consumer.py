@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import anyio
@@ -71,6 +72,21 @@ async def test_what_nobody_confirms_is_sent_again_until_somebody_does(
         played.say(played.sent[0][2])
 
     assert set(played.sent) == {("$JS.ACK.1", b"+ACK", played.sent[0][2])}
+
+
+async def test_what_was_sent_again_is_not_sent_once_more_before_it_can_be_confirmed(
+    played: PlayedConnection, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader asks for repeats whenever something happens, which may be many times in that while."""
+    outbox.put(b"$JS.ACK.1", b"+ACK", confirmed=True)
+    loop = asyncio.get_running_loop()
+    later = loop.time() + consumer.CONFIRM_SECONDS
+    with monkeypatch.context() as stopped:
+        stopped.setattr(loop, "time", lambda: later)
+        for _ in range(3):
+            outbox.repeat()
+
+    assert played.sent == [("$JS.ACK.1", b"+ACK", played.sent[0][2])] * 2
 
 
 class TestADeliveryOfAPinnedReader:
