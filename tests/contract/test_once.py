@@ -10,6 +10,7 @@ import anyio.from_thread
 import pytest
 
 from aviso_workers import App, Backoff, Batch, Notification, Reject, Stream, Table
+from aviso_workers.declare.tables import PAGES
 from aviso_workers.engine import applied
 from aviso_workers.errors import DeclarationError, OutcomeUnknownError
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
@@ -196,6 +197,34 @@ async def test_a_key_that_is_put_begins_anew(app: App, url: str | None, counts: 
         await t.notify("mars", mars(), {})
         await t.settle()
         assert await counts.get("od") == 1
+
+
+async def test_a_page_is_kept_for_as_long_as_its_notifications_come_again(
+    app: App, url: str | None, counts: Table[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bucket forgets it some time after it was written last, so it is written when it is read."""
+    monkeypatch.setattr(applied, "LISTED", 2)
+    broken = True
+
+    @app.agent("mars")
+    async def count(notification: Notification[Any]) -> None:
+        await counts.update("od", add_one, once=notification)
+        if broken:
+            raise Reject("after its update")
+
+    async def written() -> int:
+        (page,) = [entry for entry in await bucket.entries() if entry.key.startswith(PAGES)]
+        return page.revision
+
+    async with harness(app, server=url) as t:
+        for step in range(5):
+            await t.notify("mars", mars(step=step), {})
+        await t.settle()
+        broken = False
+        bucket = await app.key_value("contract__counts")
+        before = await written()
+        await hand_back(StoredDeadLetters(app.session.admin, app.config, events=app.events), t)
+        assert (await counts.get("od"), await written() > before) == (5, True)
 
 
 async def test_a_key_that_is_put_forgets_what_is_on_pages_as_well(

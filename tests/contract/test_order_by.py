@@ -9,13 +9,14 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Backoff, Notification, Notify
+from aviso_workers import App, Backoff, Notification, Notify, Reject
 from aviso_workers.backends import Admin, Delivery, Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.engine import buffer, prefetch
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import NotReadAgain, ReadAgain
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -149,6 +150,28 @@ class TestWhatIsTooLargeTogether:
             await t.settle()
             assert handled.steps == {BAD: list(range(self.COUNT)), GOOD: list(range(self.COUNT))}
             assert handled.sizes == {1000}
+
+    async def test_is_handled_whole_after_it_was_a_dead_letter(self, app: App, url: str | None) -> None:
+        """The stream of the retries has it under another sequence, so nobody could read its body again."""
+        broken, sizes, goes_on = [True], list[int](), anyio.Event()
+
+        @app.agent("mars", order_by=("expver",))
+        async def index(notification: Notification[str]) -> None:
+            if broken:
+                raise Reject("not yet")
+            await goes_on.wait()
+            sizes.append(len(notification.payload))
+
+        async with harness(app, server=url) as t:
+            await publish(app, ((BAD, step) for step in range(40)), "x" * 1000)
+            await t.settle()
+            broken.clear()
+            stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+            await stored.retry(*[dead_letter async for dead_letter in stored.select(Selection())])
+            await t.advance(0.5)
+            goes_on.set()
+            await t.settle()
+            assert sizes == [1000] * 40
 
     async def test_makes_no_consumer_to_be_read_again(
         self, app: App, url: str | None, monkeypatch: pytest.MonkeyPatch

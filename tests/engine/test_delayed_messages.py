@@ -8,7 +8,9 @@ import anyio
 import pytest
 from msgspec import structs
 
+from aviso_workers.aviso.codec import store_time
 from aviso_workers.backends import Message
+from aviso_workers.clocks import SKEW
 from aviso_workers.engine import delayed_delivery, delayed_messages
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import RefusedError
@@ -46,6 +48,19 @@ async def test_one_that_was_stored_without_an_answer_is_stored_once(
     assert (scheduled.outcome, brought.outcome, brought.attempts) == ("scheduled", "duplicate", 2)
     assert [(late.stream, late.message_id) for late in facts.of(Overdue)] == [("MARS", "mine")]
     assert [present(message.headers)["Nats-Msg-Id"] for message in await stored("MARS")] == ["mine"]
+
+
+async def test_one_that_was_stored_by_a_server_whose_clock_is_behind_is_stored_once(
+    session: Session, backend: FlakyBackend, facts: Facts, stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream and the stream of what waits may have their leaders on two servers."""
+    monkeypatch.setattr(delayed_delivery, "store_time", lambda message: store_time(message) + SKEW / 2)
+    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60, message_id="mine"))
+    backend.tries.clear()
+    backend.failures = ["unanswered"]
+    await facts.wait_for(Published, 2)
+    assert [message_id for _, message_id in backend.tries] == ["mine"], "it is found in its stream"
+    assert len(await stored("MARS")) == 1
 
 
 async def test_the_stream_of_what_waits_is_made_anew_where_it_was_deleted(

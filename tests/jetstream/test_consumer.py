@@ -9,8 +9,9 @@ import anyio
 import pytest
 
 from aviso_workers.aviso.codec import Message
+from aviso_workers.backends import Delivery
 from aviso_workers.backends.jetstream import consumer
-from aviso_workers.backends.jetstream.consumer import Outbox, PinnedDelivery
+from aviso_workers.backends.jetstream.consumer import Outbox, PinnedDelivery, PullConsumer
 from tests.jetstream.conftest import PlayedConnection
 from tests.waits import PATIENCE_SECONDS
 
@@ -87,6 +88,37 @@ async def test_what_was_sent_again_is_not_sent_once_more_before_it_can_be_confir
             outbox.repeat()
 
     assert played.sent == [("$JS.ACK.1", b"+ACK", played.sent[0][2])] * 2
+
+
+@pytest.mark.parametrize("hold_seconds", [None, 60.0], ids=["", "pinned"])
+async def test_what_came_from_a_consumer_that_was_recreated_since_is_not_settled(
+    played: PlayedConnection, outbox: Outbox, hold_seconds: float | None
+) -> None:
+    """The new one counts from 1 again, and would take it for one of its own."""
+    which, deliveries = ("MARS", "agent"), list[Delivery]()
+    made = {which: "this morning"}
+    reader = PullConsumer(
+        played.connection,
+        outbox,
+        stream="MARS",
+        consumer="agent",
+        made=made,
+        deliver=deliveries.append,
+        capacity=lambda: 1,
+        priority=0,
+    )
+    reader._made_at, reader._hold_seconds = made[which], hold_seconds
+    reader._pulls.asked_at = reader._pulls._received_at = asyncio.get_running_loop().time()
+    for number in (1, 2):
+        reply = b"$JS.ACK.MARS.agent.1.%d.%d.1.0" % (number, number)
+        reader._on_messages([(b"mars.od", reply, b"", b"{}")])
+    deliveries[0].ack()
+    assert [sent[:2] for sent in played.sent] == [("$JS.ACK.MARS.agent.1.1.1.1.0", b"+ACK")]
+
+    made[which] = "this evening"
+    for settle in (deliveries[1].ack, deliveries[1].nak, lambda: deliveries[1].term("no")):
+        settle()
+    assert len(played.sent) == 1
 
 
 class TestADeliveryOfAPinnedReader:

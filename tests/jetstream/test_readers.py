@@ -226,3 +226,31 @@ async def test_a_reading_raises_where_its_stream_holds_more_than_comes(monkeypat
         with pytest.raises(UnavailableError, match="delivers nothing of MARS after 1"):
             await anext(messages)
     assert stream.asked == [{"seq": 2, "next_by_subj": "mars.>"}] * (readers.MOST_CHECKS + 1)
+
+
+async def test_a_leader_that_lacks_what_comes_meanwhile_has_not_proven_the_end() -> None:
+    """It may have stored what another leader had acknowledged only when it was asked."""
+
+    class Catching(PlayedStream):
+        async def api(self, subject: str, request: Any = None, **stated: object) -> dict[str, Any]:
+            if subject.startswith("STREAM.MSG.GET") and not self.asked:
+                self.asked.append(request)
+                self.deliver(2, 2, pending=3)
+            return await super().api(subject, request, **stated)
+
+    stream = Catching(held=None)
+
+    async def deliver_the_rest() -> None:
+        while not stream.asked:
+            await checkpoint()
+        await anyio.wait_all_tasks_blocked()
+        for sequence in (3, 4, 5):
+            stream.deliver(sequence, sequence, pending=5 - sequence)
+
+    async with (
+        aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(deliver_later, stream, (1, 1, 0))
+        tasks.start_soon(deliver_the_rest)
+        assert [message.sequence async for message in messages] == [1, 2, 3, 4, 5]
