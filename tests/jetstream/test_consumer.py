@@ -90,35 +90,72 @@ async def test_what_was_sent_again_is_not_sent_once_more_before_it_can_be_confir
     assert played.sent == [("$JS.ACK.1", b"+ACK", played.sent[0][2])] * 2
 
 
+class Reader:
+    """A reader of the consumer `agent` of MARS, and what it delivers."""
+
+    def __init__(self, played: PlayedConnection, outbox: Outbox, *, capacity: int = 1) -> None:
+        self.deliveries: list[Delivery] = []
+        self.made = {("MARS", "agent"): "this morning"}
+        """When the consumer was made, as was last seen."""
+        self.consumer = PullConsumer(
+            played.connection,
+            outbox,
+            stream="MARS",
+            consumer="agent",
+            made=self.made,
+            deliver=self.deliveries.append,
+            capacity=lambda: capacity,
+            priority=0,
+        )
+        self.consumer._made_at = "this morning"
+        self.consumer._pulls._received_at = asyncio.get_running_loop().time()
+
+    def deliver(self, number: int) -> Delivery:
+        reply = b"$JS.ACK.MARS.agent.1.%d.%d.1.0" % (number, number)
+        self.consumer._on_messages([(b"mars.od", reply, b"", b"{}")])
+        return self.deliveries[-1]
+
+
 @pytest.mark.parametrize("hold_seconds", [None, 60.0], ids=["", "pinned"])
 async def test_what_came_from_a_consumer_that_was_recreated_since_is_not_settled(
     played: PlayedConnection, outbox: Outbox, hold_seconds: float | None
 ) -> None:
     """The new one counts from 1 again, and would take it for one of its own."""
-    which, deliveries = ("MARS", "agent"), list[Delivery]()
-    made = {which: "this morning"}
-    reader = PullConsumer(
-        played.connection,
-        outbox,
-        stream="MARS",
-        consumer="agent",
-        made=made,
-        deliver=deliveries.append,
-        capacity=lambda: 1,
-        priority=0,
-    )
-    reader._made_at, reader._hold_seconds = made[which], hold_seconds
-    reader._pulls.asked_at = reader._pulls._received_at = asyncio.get_running_loop().time()
-    for number in (1, 2):
-        reply = b"$JS.ACK.MARS.agent.1.%d.%d.1.0" % (number, number)
-        reader._on_messages([(b"mars.od", reply, b"", b"{}")])
-    deliveries[0].ack()
+    reader = Reader(played, outbox)
+    reader.consumer._hold_seconds = hold_seconds
+    first, second = reader.deliver(1), reader.deliver(2)
+    first.ack()
     assert [sent[:2] for sent in played.sent] == [("$JS.ACK.MARS.agent.1.1.1.1.0", b"+ACK")]
 
-    made[which] = "this evening"
-    for settle in (deliveries[1].ack, deliveries[1].nak, lambda: deliveries[1].term("no")):
-        settle()
+    reader.made["MARS", "agent"] = "this evening"
+    second.ack()
+    second.nak()
+    second.term("no")
     assert len(played.sent) == 1
+
+
+async def test_who_leaves_has_settlements_confirmed_and_no_sign_that_a_handler_still_runs(
+    played: PlayedConnection, outbox: Outbox
+) -> None:
+    reader = Reader(played, outbox)
+    delivery = reader.deliver(1)
+    reader.consumer._stopped = True
+    delivery.in_progress()
+    delivery.ack()
+    assert [(body, bool(answer)) for _, body, answer in played.sent] == [(b"+WPI", False), (b"+ACK", True)]
+
+
+@pytest.mark.parametrize(("hold_seconds", "requests"), [(None, 2), (60.0, 1)], ids=["", "pinned"])
+async def test_a_pinned_reader_has_one_request_at_a_time(
+    played: PlayedConnection, outbox: Outbox, hold_seconds: float | None, requests: int
+) -> None:
+    """So that it is known for which request a message came, from when on it is held."""
+    reader = Reader(played, outbox, capacity=10)
+    reader.consumer._hold_seconds = hold_seconds
+    reader.consumer.refill()
+    reader.consumer._pulls.outstanding = 2
+    reader.consumer.refill()
+    assert len(played.sent) == requests
 
 
 class TestADeliveryOfAPinnedReader:
