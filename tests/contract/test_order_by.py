@@ -151,16 +151,19 @@ class TestWhatIsTooLargeTogether:
             assert handled.steps == {BAD: list(range(self.COUNT)), GOOD: list(range(self.COUNT))}
             assert handled.sizes == {1000}
 
-    async def test_is_handled_whole_after_it_was_a_dead_letter(self, app: App, url: str | None) -> None:
+    async def test_is_handled_whole_after_it_was_a_dead_letter(
+        self, app: App, url: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Its original may have left the stream, so that nobody could read its body again."""
-        broken, sizes, goes_on = [True], list[int](), anyio.Event()
+        monkeypatch.setattr(buffer, "KEY_PREFETCH", 2)
+        broken, handled, goes_on = [True], list[tuple[int, int]](), anyio.Event()
 
         @app.agent("mars", order_by=("expver",))
         async def index(notification: Notification[str]) -> None:
             if broken:
                 raise Reject("not yet")
             await goes_on.wait()
-            sizes.append(len(notification.payload))
+            handled.append((len(notification.payload), notification.num_delivered))
 
         async with harness(app, server=url) as t:
             await publish(app, ((BAD, step) for step in range(self.COUNT)), "x" * 1000)
@@ -172,7 +175,7 @@ class TestWhatIsTooLargeTogether:
             await t.advance(0.5)
             goes_on.set()
             await t.settle()
-            assert sizes == [1000] * self.COUNT
+            assert handled == [(1000, 1)] * self.COUNT
 
     async def test_makes_no_consumer_to_be_read_again(
         self, app: App, url: str | None, monkeypatch: pytest.MonkeyPatch

@@ -158,6 +158,16 @@ async def test_a_pinned_reader_has_one_request_at_a_time(
     assert len(played.sent) == requests
 
 
+@pytest.mark.parametrize(("outstanding", "requests"), [(4, 1), (5, 1), (6, 0), (10, 0)])
+async def test_a_request_asks_for_at_least_as_much_as_is_outstanding(
+    played: PlayedConnection, outbox: Outbox, outstanding: int, requests: int
+) -> None:
+    reader = Reader(played, outbox, capacity=10)
+    reader.consumer._pulls.outstanding = outstanding
+    reader.consumer.refill()
+    assert len(played.sent) == requests
+
+
 class TestADeliveryOfAPinnedReader:
     @pytest.fixture
     def clock(self) -> SimpleNamespace:
