@@ -108,7 +108,7 @@ async def test_what_two_of_three_servers_hold_is_read_at_once_after_the_third_ha
                     interrupted += 1
             assert interrupted < 2
             with anyio.fail_after(PATIENCE_SECONDS):  # also those that the dead server was given to keep
-                while (await backend.administration().api("CONSUMER.NAMES.MARS"))["consumers"]:
+                while (await backend.administration().api("CONSUMER.NAMES.MARS"))["consumers"]:  # noqa: ASYNC110
                     await anyio.sleep(0.1)
 
 
