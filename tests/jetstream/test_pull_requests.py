@@ -195,14 +195,14 @@ async def test_a_pin_ends_with_the_connection_that_it_was_given_on(played: Playe
 
 async def test_messages_that_come_in_one_read_have_each_the_pin_that_it_came_with(played: PlayedConnection) -> None:
     pins: list[str] = []
-    pulls = PullSubscription(
+    reader = PullSubscription(
         played.connection,
         stream="MARS",
         consumer="agent",
-        on_messages=lambda _: pins.append(pulls.pin),
+        on_messages=lambda _: pins.append(reader.pin),
         on_change=lambda: None,
     )
-    await pulls.open(limits=PINS)
+    await reader.open(limits=PINS)
     reply, blocks = (
         b"$JS.ACK.MARS.agent.1.1.1.1.0",
         (b"NATS/1.0\r\nNats-Pin-Id: %b\r\n\r\n" % pin for pin in (b"1", b"2")),
