@@ -166,6 +166,13 @@ class UnavailableError(BackendError):
 class OutcomeUnknownError(BackendError):
     """No answer arrived, and the request may have been done. Repeat it with the same message id."""
 
+    @classmethod
+    def after(cls, error: BackendError) -> OutcomeUnknownError:
+        """Return the error of a request of which an earlier attempt may have been done, and the last one has failed
+        with `error`."""
+        said = f"{error}; the answer to an earlier attempt was lost, and that one may have been done"
+        return cls(said, code=error.code)
+
 
 class RefusedError(BackendError):
     """Nothing was done, and repeating the request will not help."""

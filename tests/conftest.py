@@ -27,7 +27,8 @@ hypothesis.settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--minutes", type=float, default=0, help="How long each test in tests/fuzz goes on.")
+    said = "How long each test in tests/fuzz, and the random programs of tests/contract, go on."
+    parser.addoption("--minutes", type=float, default=0, help=said)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -470,8 +470,8 @@ class Backend(Streams, Protocol):
     async def publish_chunk(self, stream: str, chunk: OutgoingChunk, *, timeout_seconds: float) -> int:
         """Store messages of one stream in this order, at the least expense for each.
 
-        Returns how many, from the first on, are stored. What became of the others is not known: `publish_many` of them
-        stores each once, or says why it cannot.
+        Returns how many, from the first on, are stored. The others may be published again with `publish_many`, which
+        stores each once, or says why it cannot. Raises `OutcomeUnknownError` where any of them may be stored.
         """
 
     async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:

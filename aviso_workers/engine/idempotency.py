@@ -15,7 +15,7 @@ from contextvars import ContextVar, Token
 
 from aviso_workers.aviso.codec import Message
 
-__all__ = ["IdempotencyKeys", "handling", "message_id"]
+__all__ = ["IdempotencyKeys", "handling", "id_together", "message_id"]
 
 DIGEST_BYTES = 12
 
@@ -87,6 +87,16 @@ class _Ids:
         content = digest.digest()
         self._counts[content] += 1
         return f"{self._prefix}.{content.hex()}.{self._counts[content]}"
+
+
+def id_together(message_id: str, number: int) -> str:
+    """Return the id of one of the messages that are stored together under `message_id`; numbers count from 1.
+
+    A stream takes all of them as stored before where it knows one of their ids. So it has a digest that no author gives
+    to a message by chance, as he might give `job.1` beside `job`.
+    """
+    digest = hashlib.blake2b(f"{message_id} {number}".encode(), digest_size=DIGEST_BYTES).hexdigest()
+    return f"{message_id}.{number}.{digest}"
 
 
 _KEYS: ContextVar[IdempotencyKeys | None] = ContextVar("keys", default=None)

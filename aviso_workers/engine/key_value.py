@@ -31,7 +31,7 @@ BACKOFF = Backoff(first=0.1, factor=2.0, max=LONGEST_DELAY_SECONDS, jitter=0.0)
 class RetryingKeyValue:
     """A `KeyValue` that is made where it is missing, and that waits for a connection that is lost.
 
-    Raises `OutcomeUnknownError` where it cannot be told whether a write on a condition was done.
+    Raises `OutcomeUnknownError` where it cannot be told whether a write was done.
     """
 
     def __init__(
@@ -134,30 +134,21 @@ class RetryingKeyValue:
 
     async def _write(self, key: str, message_id: str, write: Callable[[KeyValue], Awaitable[int]]) -> int:
         singletons.check()
-        in_doubt = False
-
-        async def attempt(bucket: KeyValue) -> int:
-            nonlocal in_doubt
-            try:
-                return await write(bucket)
-            except OutcomeUnknownError:
-                in_doubt = True
-                raise
-
         try:
-            return await self._do(attempt)
-        except ConflictError as error:
-            if not in_doubt:
+            return await self._do(write)
+        except OutcomeUnknownError as error:
+            if not isinstance(error.__cause__, ConflictError):
                 raise
-            conflict = error
+            doubt = error
         # An attempt whose acknowledgement was lost may have been the one that was faster.
-        async with aclosing(self.changes(key, until=await self.revision())) as changes:
-            found = [entry async for entry in changes]
+        try:
+            async with aclosing(self.changes(key, until=await self.revision())) as changes:
+                found = [entry async for entry in changes]
+        except BackendError as error:
+            raise doubt from error
         if found and found[-1].message_id == message_id:
             return found[-1].revision
-        raise OutcomeUnknownError(
-            f"{conflict}; an acknowledgement was lost, and it cannot be told whether this write was done before"
-        ) from conflict
+        raise doubt
 
     async def _do(self, deed: Callable[[KeyValue], Awaitable[T]]) -> T:
         async def attempt() -> T:
@@ -313,13 +304,21 @@ class CachedKeyValue(RetryingKeyValue):
 async def retried(attempt: Callable[[], Awaitable[T]], *, clock: Clock, patience_seconds: float) -> T:
     """Return what the attempt returns, which is repeated where that may help, until the time is over.
 
-    `NotFoundError` says that what it works on was deleted: the next attempt makes it again.
+    `NotFoundError` says that what it works on was deleted: the next attempt makes it again. After an attempt that may
+    have been done, every error of a later one is raised as `OutcomeUnknownError`, from that error.
     """
     tries = Tries(BACKOFF, until=clock.monotonic() + patience_seconds)
+    in_doubt = False
     while True:
         try:
             return await attempt()
-        except (UnavailableError, OutcomeUnknownError, NotFoundError):
-            if (delay := tries.next_wait(clock.monotonic())) is None:
+        except BackendError as error:
+            unknown = isinstance(error, OutcomeUnknownError)
+            passes = unknown or isinstance(error, UnavailableError | NotFoundError)
+            delay = tries.next_wait(clock.monotonic()) if passes else None
+            if delay is None:
+                if in_doubt and not unknown:
+                    raise OutcomeUnknownError.after(error) from error
                 raise
+            in_doubt = in_doubt or unknown
         await clock.sleep(delay)

@@ -10,7 +10,6 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
@@ -135,8 +134,8 @@ class Publisher:
         """Store one notification, or have it wait until it is due, and return the receipt.
 
         Raises `InvalidNotificationError` before anything is sent, `RefusedError` where trying again would not help,
-        and when `publish_deadline_seconds` are over `UnavailableError`, or `OutcomeUnknownError` if any of the
-        attempts may have stored it.
+        and `UnavailableError` when `publish_deadline_seconds` are over; in place of both `OutcomeUnknownError` if any
+        of the attempts may have stored it.
         """
         prepared = self._prepare(wanted)
         [ack] = await self._store([prepared])
@@ -184,16 +183,19 @@ class Publisher:
 
     async def _store_part(self, event_type: str, spec: StreamSpec, part: OutgoingChunk) -> int:
         """Store as many as possible without an answer for each, the others as any notifications."""
-        stored = 0
+        stored, in_doubt = 0, False
         if max(map(len, part.data)) <= self.most_bytes:
-            with suppress(BackendError):  # `_store` meets it too, and decides
+            try:
                 await self._provisioner.ensure(spec)
                 stored = await self._backend.publish_chunk(spec.name, part, timeout_seconds=ACK_TIMEOUT_SECONDS)
+            except BackendError as error:  # `_store` meets it too, and decides
+                in_doubt = isinstance(error, OutcomeUnknownError)
         if stored:
             self._emit(event_type, "stored", 1, count=stored)
         if stored < len(part):
             left = part.part(stored, len(part)).each(spec.name)
-            await self._store([self._ready(event_type, spec, each.message, each.message_id) for each in left])
+            prepared = [self._ready(event_type, spec, each.message, each.message_id) for each in left]
+            await self._store(prepared, in_doubt=in_doubt)
         return len(part)
 
     async def _store_all(self, chunks: Iterable[C], store_one: Callable[[C], Awaitable[int]]) -> int:
@@ -318,7 +320,7 @@ class Publisher:
         _require_printable(checked[0][0].name, message_id)
         one = message_id or self._message_id(_whole([message for _, message in checked]))
         return [
-            self._ready(each.event_type, spec, message, f"{one}.{number}")
+            self._ready(each.event_type, spec, message, idempotency.id_together(one, number))
             for number, (each, (spec, message)) in enumerate(zip(wanted, checked, strict=True), 1)
         ]
 
@@ -330,18 +332,21 @@ class Publisher:
         self._writers[event_type] = made
         return made
 
-    async def _store(self, chunk: Sequence[_Prepared], *, together: bool = False) -> list[PubAck]:
-        """Try until all are acknowledged, or too much time is over."""
-        answers = await self._answers(chunk, together=together)
+    async def _store(
+        self, chunk: Sequence[_Prepared], *, together: bool = False, in_doubt: bool = False
+    ) -> list[PubAck]:
+        """Try until all are acknowledged, or too much time is over; `in_doubt` where they may be stored already."""
+        answers = await self._answers(chunk, together=together, in_doubt=in_doubt)
         return [answer for answer in answers if isinstance(answer, PubAck)]  # a refusal was raised
 
     async def _answers(
-        self, chunk: Sequence[_Prepared], *, together: bool = False, answered: bool = False
+        self, chunk: Sequence[_Prepared], *, together: bool = False, answered: bool = False, in_doubt: bool = False
     ) -> list[PubAck | ConflictError]:
         """Store as `_store` does, and return each answer.
 
         With `answered`, the refusal of a message that expects another state of the stream is returned; it is raised
-        otherwise.
+        otherwise. A message that an attempt may have stored is in doubt until it is acknowledged: neither a refusal nor
+        a missing connection at a later attempt says that it is not stored.
         """
         clock = self._backend.clock
         tries = Tries(
@@ -351,7 +356,7 @@ class Publisher:
         )
         answers: dict[int, PubAck | ConflictError] = {}
         left = list(enumerate(chunk))
-        failure: type[BackendError] = UnavailableError
+        doubts = set(range(len(chunk))) if in_doubt else set[int]()
         while True:
             attempt = tries.failed + 1
             stored: Counter[tuple[str, PublishOutcome]] = Counter()
@@ -366,10 +371,12 @@ class Publisher:
                 elif isinstance(result, MAY_PASS):
                     left.append((place, prepared))
                     error = result
-                    if failure is not OutcomeUnknownError:
-                        failure = type(result)
+                    if isinstance(result, OutcomeUnknownError):
+                        doubts.add(place)
                 else:
                     self._emit(prepared.event_type, "failed", attempt)
+                    if place in doubts:
+                        raise OutcomeUnknownError.after(result) from result
                     raise result
             for (event_type, outcome), count in stored.items():
                 self._emit(event_type, outcome, attempt, count=count)
@@ -379,7 +386,10 @@ class Publisher:
             if delay is None:
                 for _, prepared in left:
                     self._emit(prepared.event_type, "failed", attempt)
-                raise failure(f"{error}; tried {attempt} times", code=error.code) from error
+                failure = type(error)(f"{error}; tried {attempt} times", code=error.code)
+                if any(place in doubts for place, _ in left) and not isinstance(error, OutcomeUnknownError):
+                    failure = OutcomeUnknownError.after(failure)
+                raise failure from error
             await clock.sleep(delay)
 
     async def _attempt(

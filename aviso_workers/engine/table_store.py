@@ -21,10 +21,7 @@ from aviso_workers.engine import singletons
 from aviso_workers.engine.applied import AppliedNotifications
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue, retried
 from aviso_workers.engine.provisioning import Provisioner
-from aviso_workers.errors import (
-    NotFoundError,
-    UnavailableError,
-)
+from aviso_workers.errors import BackendError, NotFoundError, OutcomeUnknownError, UnavailableError
 from aviso_workers.jetstream.specs import StreamSpec
 
 __all__ = ["COUNTERS", "COUNTERS_SUBJECT", "Counters", "Tables", "bucket_of"]
@@ -141,7 +138,12 @@ class Counters:
 
         singletons.check()
         ack = await self._do(publish)
-        return await self.get(key) if ack.total is None else ack.total
+        if ack.total is not None:
+            return ack.total
+        try:
+            return await self.get(key)  # it was added before
+        except BackendError as error:
+            raise OutcomeUnknownError.after(error) from error
 
     async def get(self, key: str) -> int:
         subject = f"{self._prefix}{key}"

@@ -12,6 +12,7 @@ import math
 import os
 import secrets
 import socket
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -30,7 +31,14 @@ from aviso_workers.declare.timers import Tick, Timer
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import call_scope, calls
 from aviso_workers.engine.key_value import RetryingKeyValue
-from aviso_workers.errors import BackendError, ConflictError, UndecodableError
+from aviso_workers.errors import (
+    BackendError,
+    ConflictError,
+    OutcomeUnknownError,
+    RefusedError,
+    UnavailableError,
+    UndecodableError,
+)
 from aviso_workers.events import (
     Events,
     LeadershipChanged,
@@ -102,11 +110,20 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
     claims = RetryingKeyValue(backend, bucket, patience_seconds=PATIENCE_SECONDS)
     hindrance = Hindrance(bucket, clock=clock, events=events)
     lease = Lease(backend, app, events=events)
+    in_doubt: defaultdict[str, dict[str, datetime]] = defaultdict(dict)
     while await lease.take(stop):
         events.emit(LeadershipChanged(leads=True, token=lease.token))
         async with lease.renewed(), anyio.create_task_group() as running:
             for timer in led:
-                of_timer = Claims(timer.name, claims, lease, hindrance, schedule=timer.schedule.text, events=events)
+                of_timer = Claims(
+                    timer.name,
+                    claims,
+                    lease,
+                    hindrance,
+                    schedule=timer.schedule.text,
+                    in_doubt=in_doubt[timer.name],
+                    events=events,
+                )
                 running.start_soon(_keep_ticking, timer, clock, events, stop, of_timer)
         hindrance.end()  # only a leader claims ticks
         events.emit(LeadershipChanged(leads=False, token=lease.token))
@@ -166,6 +183,9 @@ class Lease:
         self._holder = f"{socket.gethostname()}:{os.getpid()}".encode()
         self._revision = 0
         self._until = 0.0
+        self._in_doubt: set[str] = set()
+        """The message ids of our puts since the last one that was answered of which it is not known whether they were
+        stored."""
         self._seen: tuple[int, float] = (0, 0.0)
         """The revision of another worker's lease, and since when it has been that."""
 
@@ -223,17 +243,37 @@ class Lease:
                 return  # it is forgotten soon enough
 
     async def _put(self, revision: int) -> None:
-        sent = self._clock.monotonic()
+        sent, message_id = self._clock.monotonic(), secrets.token_hex(12)
         try:
-            self._revision = await self._bucket.put(self._key, self._holder, revision=revision)
+            self._revision = await self._bucket.put(self._key, self._holder, revision=revision, message_id=message_id)
         except ConflictError:
+            if self._in_doubt:
+                await self._put_after_doubt()
+                return
             self._until = 0.0  # it is another worker's
         except BackendError as error:
+            if isinstance(error, OutcomeUnknownError):
+                self._in_doubt.add(message_id)
             self._hindrance.begin(error)
             return  # held as long as it was
         else:
+            self._in_doubt.clear()
             self._until = sent + LEASE_SECONDS
         self._hindrance.end()
+
+    async def _put_after_doubt(self) -> None:
+        """Put it on the revision of our own put that was in doubt, if that is the newest one."""
+        try:
+            entry = await self._bucket.get(self._key)
+        except BackendError as error:
+            self._hindrance.begin(error)
+            return
+        in_doubt, self._in_doubt = self._in_doubt, set()
+        if entry is not None and entry.message_id in in_doubt:
+            await self._put(entry.revision)
+        else:
+            self._until = 0.0  # it is another worker's
+            self._hindrance.end()
 
 
 class Claim(Struct, frozen=True, kw_only=True):
@@ -256,8 +296,12 @@ class Claims:
         hindrance: Hindrance,
         *,
         schedule: str,
+        in_doubt: dict[str, datetime],
         events: Events,
     ) -> None:
+        """`in_doubt` is kept for the next time that this worker leads. By message id: the claims of which it is not
+        known whether they were stored, and the last tick that was claimed before each.
+        """
         self._timer = timer
         self._schedule = schedule
         self._bucket = bucket
@@ -267,8 +311,7 @@ class Claims:
         self._revision = 0
         self._last: datetime | None = None
         """The last tick that is known to be claimed; None before anything is known."""
-        self._in_doubt: str | None = None
-        """The message id of a later claim, of which it is not known whether it was stored."""
+        self._in_doubt = in_doubt
 
     @property
     def token(self) -> int:
@@ -290,7 +333,9 @@ class Claims:
             await self._begin(begin, revision=0)
             return begin
         self._revision = entry.revision
-        if self._last is None or entry.message_id != self._in_doubt:
+        if entry.message_id in self._in_doubt:
+            self._last = self._in_doubt[entry.message_id]
+        else:
             claim = self._read(entry)
             self._last = entry.time if claim.time - entry.time > MOST_SKEW else claim.time
             if claim.schedule not in ("", self._schedule):
@@ -316,16 +361,21 @@ class Claims:
             return Claim(time=entry.time)
 
     async def claim(self, tick: datetime) -> bool:
-        """Return whether it is ours to run. Raises `ConflictError` where another leader has claimed one since."""
+        """Return whether it is ours to run. Raises `ConflictError` where another leader has claimed one since, or where
+        an earlier claim of our own was stored late.
+        """
         if not self._lease.held:
             return False
+        assert self._last is not None, "only after `last`"
         claimed = Claim(time=tick, token=self.token, schedule=self._schedule)
         claim, message_id = msgspec.json.encode(claimed), secrets.token_hex(12)
+        self._in_doubt[message_id] = self._last  # also while this may be cancelled
         try:
             self._revision = await self._bucket.put(self._timer, claim, revision=self._revision, message_id=message_id)
-        except BackendError:
-            self._in_doubt = message_id
+        except (UnavailableError, RefusedError):
+            del self._in_doubt[message_id]
             raise
+        self._in_doubt.clear()  # none of the earlier ones can be stored any more, on the revision before this one
         self._last = tick
         self._hindrance.end()
         return True

@@ -10,7 +10,7 @@ from aviso_workers import config
 
 def app_config(kind: str, nats_url: str, **jetstream: object) -> config.Config:
     """The suite's configuration on one backend, with these settings of `jetstream` over it."""
-    over = {"nats_url": nats_url, "reconnect_delay_ms": 100, **jetstream} if nats_url else {}
+    over = {"nats_url": nats_url, "reconnect_delay_ms": 100, **jetstream} if nats_url else jetstream
     prefix = "AVISO_WORKERS_NOTIFICATION_BACKEND__"
     environ = {f"{prefix}JETSTREAM__{key.upper()}": str(value) for key, value in over.items()}
     return config.load(Path(__file__).with_name("aviso.yaml"), environ={f"{prefix}KIND": kind, **environ})

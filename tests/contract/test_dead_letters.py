@@ -125,6 +125,42 @@ async def test_a_letter_counts_as_fresh_and_what_fails_again_is_another_letter(a
         assert set(tries) == {dead_letter.original.sequence}
 
 
+async def test_one_of_a_stream_that_was_recreated_is_kept_beside_one_of_the_same_sequence(
+    app: App, testing: Testing
+) -> None:
+    @app.agent("mars")
+    async def failing(notification: Notification[Any]) -> None:
+        raise Reject(notification.payload)
+
+    async with testing() as (t, stored):
+        for payload in ("first", "second"):
+            await t.notify("mars", mars(), payload)
+            await t.settle()
+            await t.stop()
+            await app.session.admin.delete_stream("MARS")
+            await t.start()
+        kept = [(dead_letter.original.sequence, dead_letter.error) for dead_letter in await all_of(stored)]
+        assert kept == [(1, "Reject: first"), (1, "Reject: second")]
+
+
+async def test_the_stream_of_the_dead_letters_is_made_anew_where_it_was_deleted(
+    app: App, testing: Testing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acknowledging, "STORE_AGAIN", Backoff(first=0.05, factor=1, jitter=0))
+
+    @app.agent("mars")
+    async def failing(notification: Notification[Any]) -> None:
+        raise Reject(notification.payload)
+
+    async with testing() as (t, stored):
+        await t.notify("mars", mars(step=1), "first")
+        await t.settle()
+        await app.session.admin.delete_stream(STREAM)
+        await t.notify("mars", mars(step=2), "second")
+        await t.settle()
+        assert [dead_letter.error for dead_letter in await all_of(stored)] == ["Reject: second"]
+
+
 async def test_a_retry_that_was_broken_off_and_is_repeated_is_handled_once(
     app: App, testing: Testing, monkeypatch: pytest.MonkeyPatch
 ) -> None:

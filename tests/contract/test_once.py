@@ -10,8 +10,10 @@ import anyio.from_thread
 import pytest
 
 from aviso_workers import App, Backoff, Batch, Notification, Reject, Stream, Table
+from aviso_workers.declare.tables import PAGES
 from aviso_workers.engine import applied
-from aviso_workers.errors import DeclarationError, OutcomeUnknownError
+from aviso_workers.engine.key_value import RetryingKeyValue
+from aviso_workers.errors import ConflictError, DeclarationError, OutcomeUnknownError
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
@@ -196,6 +198,59 @@ async def test_a_key_that_is_put_begins_anew(app: App, url: str | None, counts: 
         await t.notify("mars", mars(), {})
         await t.settle()
         assert await counts.get("od") == 1
+
+
+async def test_a_page_that_another_worker_wrote_first_is_written_on_top_of_that(
+    app: App, url: str | None, counts: Table[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(applied, "LISTED", 2)
+    put, overtaken = RetryingKeyValue.put, [True]
+
+    async def put_too_late(bucket: RetryingKeyValue, key: str, *arguments: Any, **stated: Any) -> int:
+        if key.startswith(PAGES) and overtaken:
+            overtaken.clear()
+            raise ConflictError("its newest revision is not 0")
+        return await put(bucket, key, *arguments, **stated)
+
+    monkeypatch.setattr(RetryingKeyValue, "put", put_too_late)
+
+    @app.agent("mars")
+    async def count(notification: Notification[Any]) -> None:
+        await counts.update("od", add_one, once=notification)
+
+    async with harness(app, server=url) as t:
+        for step in range(5):
+            await t.notify("mars", mars(step=step), {})
+        await t.settle()
+        assert (await counts.get("od"), t.outcomes("count"), overtaken) == (5, ["acked"] * 5, [])
+
+
+async def test_a_page_is_kept_for_as_long_as_its_notifications_come_again(
+    app: App, url: str | None, counts: Table[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bucket forgets it some time after it was written last, so it is written when it is read."""
+    monkeypatch.setattr(applied, "LISTED", 2)
+    broken = True
+
+    @app.agent("mars")
+    async def count(notification: Notification[Any]) -> None:
+        await counts.update("od", add_one, once=notification)
+        if broken:
+            raise Reject("after its update")
+
+    async def written() -> int:
+        (page,) = [entry for entry in await bucket.entries() if entry.key.startswith(PAGES)]
+        return page.revision
+
+    async with harness(app, server=url) as t:
+        for step in range(5):
+            await t.notify("mars", mars(step=step), {})
+        await t.settle()
+        broken = False
+        bucket = await app.key_value("contract__counts")
+        before = await written()
+        await hand_back(StoredDeadLetters(app.session.admin, app.config, events=app.events), t)
+        assert (await counts.get("od"), await written() > before) == (5, True)
 
 
 async def test_a_key_that_is_put_forgets_what_is_on_pages_as_well(

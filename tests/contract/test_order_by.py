@@ -9,13 +9,14 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Backoff, Notification, Notify
+from aviso_workers import App, Backoff, Notification, Notify, Reject
 from aviso_workers.backends import Admin, Delivery, Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.engine import buffer, prefetch
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import NotReadAgain, ReadAgain
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -149,6 +150,32 @@ class TestWhatIsTooLargeTogether:
             await t.settle()
             assert handled.steps == {BAD: list(range(self.COUNT)), GOOD: list(range(self.COUNT))}
             assert handled.sizes == {1000}
+
+    async def test_is_handled_whole_after_it_was_a_dead_letter(
+        self, app: App, url: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its original may have left the stream, so that nobody could read its body again."""
+        monkeypatch.setattr(buffer, "KEY_PREFETCH", 2)
+        broken, handled, goes_on = [True], list[tuple[int, int]](), anyio.Event()
+
+        @app.agent("mars", order_by=("expver",))
+        async def index(notification: Notification[str]) -> None:
+            if broken:
+                raise Reject("not yet")
+            await goes_on.wait()
+            handled.append((len(notification.payload), notification.num_delivered))
+
+        async with harness(app, server=url) as t:
+            await publish(app, ((BAD, step) for step in range(self.COUNT)), "x" * 1000)
+            await t.settle()
+            broken.clear()
+            await app.session.admin.purge_stream("MARS")
+            stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+            await stored.retry(*[dead_letter async for dead_letter in stored.select(Selection())])
+            await t.advance(0.5)
+            goes_on.set()
+            await t.settle()
+            assert handled == [(1000, 1)] * self.COUNT
 
     async def test_makes_no_consumer_to_be_read_again(
         self, app: App, url: str | None, monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ import pytest
 
 from aviso_workers import Notification
 from aviso_workers.aviso.positions import Position
+from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.jetstream.specs import ConsumerSpec
@@ -16,6 +17,7 @@ from aviso_workers.ops import agent_control, agent_report
 from aviso_workers.ops.agent_control import UNTIL_RESUMED, AgentConsumer
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness
+from tests.contract.conftest import Create, Ensure
 from tests.contract.settings import mars
 
 pytestmark = pytest.mark.anyio
@@ -190,3 +192,29 @@ class TestTheReport:
         index, new_one = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
         assert index.events is not None
         assert (new_one.agent, new_one.events, new_one.pending) == ("new", None, 0)
+
+
+@pytest.mark.parametrize("paused", [True, False], ids=["paused", "resumed"])
+async def test_a_worker_that_writes_a_consumer_as_it_was_before_a_pause_or_resume_undoes_neither(
+    backend: Admin, create: Create, ensure: Ensure, monkeypatch: pytest.MonkeyPatch, *, paused: bool
+) -> None:
+    """It reads the whole configuration, and writes it with what it wants otherwise."""
+    await create()
+    await ensure(ack_wait_seconds=30)
+    an_hour = (await backend.consumer_info("MARS", "agent")).time + timedelta(hours=1)
+    if not paused:
+        await backend.pause_consumer("MARS", "agent", until=an_hour)
+    consumer_info = backend.consumer_info
+
+    async def consumer_info_just_before(*arguments: Any, **stated: Any) -> ConsumerInfo:
+        found = await consumer_info(*arguments, **stated)
+        await backend.pause_consumer("MARS", "agent", until=an_hour if paused else None)
+        return found
+
+    monkeypatch.setattr(backend, "consumer_info", consumer_info_just_before)
+    await backend.consumer_info("MARS", "agent")  # in memory `ensure` does not ask for it
+    await ensure(ack_wait_seconds=20)
+    monkeypatch.undo()
+
+    found = await backend.consumer_info("MARS", "agent")
+    assert (found.paused, found.config.ack_wait) == (paused, 20_000_000_000)

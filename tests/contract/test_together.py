@@ -88,7 +88,17 @@ async def test_under_one_message_id_all_of_them_are_stored_once(app: App) -> Non
     for duplicate in (False, True):
         receipt = await app.notify_together([plain(1), plain(2)], message_id="mine")
         assert receipt.duplicate == duplicate
-    assert [one.headers["Nats-Msg-Id"] async for one in app.replay("plain")] == ["mine.1", "mine.2"]
+    ids = [one.headers["Nats-Msg-Id"] async for one in app.replay("plain")]
+    assert [message_id.rpartition(".")[0] for message_id in ids] == ["mine.1", "mine.2"]
+
+
+async def test_ids_that_others_have_given_do_not_keep_them_out(app: App) -> None:
+    """Also those of others that were stored together."""
+    for a, message_id in enumerate(("mine", "mine.1", "mine.2"), 5):
+        await app.notify("plain", {"a": a, "b": "x"}, message_id=message_id)
+    assert not (await app.notify_together([plain(1), plain(2)], message_id="mine")).duplicate
+    assert not (await app.notify_together([plain(3), plain(4)], message_id="mine.1")).duplicate
+    assert [one.identifier["a"] async for one in app.replay("plain")] == ["5", "6", "7", "1", "2", "3", "4"]
 
 
 @pytest.mark.needs_server(2, 12)

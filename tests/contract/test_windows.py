@@ -868,6 +868,31 @@ async def test_nothing_is_kept_of_what_is_settled(app: App, url: str | None, stu
         assert sums(t) == {"-30-30 all": 208, "0-60 all": 208}
 
 
+async def test_nothing_is_kept_of_what_is_settled_of_a_stream_that_was_recreated(
+    app: App, url: str | None, stuck: list[bool]
+) -> None:
+    """It counts from 1 again, and has not come as far as the one before."""
+    async with harness(app, server=url) as t:
+        await many(app, 120)
+        await t.settle()
+        await t.advance(1.5)  # it is noted that all of this is settled
+        await t.stop()
+        await app.session.admin.delete_stream("MARS")
+        await t.start()
+        await notify(t, 1, size=7)
+        await many(app, 80)
+        await counted(t, 200)
+        bucket = await app.key_value("contract_windows_sums")
+        assert await bucket.get("=counted.0")
+        stuck.clear()
+        await t.settle()
+        await notify(t, 2)
+        deadline = t.clock.monotonic() + 10
+        while await bucket.get("=counted.0") and t.clock.monotonic() < deadline:
+            await t.advance(0.5)
+        assert await bucket.get("=counted.0") is None
+
+
 class OlderState(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What versions before pages read and write of a key. They leave out what they do not know."""
 

@@ -12,12 +12,14 @@ from aviso_workers import Backoff, Batch, Batching, Notification, Router, config
 from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.config import Config
-from aviso_workers.engine import attempts, shields
+from aviso_workers.engine import acknowledging, attempts, shields
 from aviso_workers.engine.dead_letter_store import STREAM
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.events import FailuresNotStored, Settled
+from aviso_workers.jetstream import error_codes
 from tests.engine.conftest import Facts, NotifyStep, Stored, Working, config_with
+from tests.presence import present
 
 pytestmark = pytest.mark.anyio
 
@@ -178,3 +180,58 @@ async def test_failures_that_nobody_counts_keep_a_cancelled_worker_for_seconds_a
         cancelled_at = anyio.current_time()
         tasks.cancel_scope.cancel()
     assert anyio.current_time() - cancelled_at == pytest.approx(shields.SHIELDED_SECONDS)
+
+
+async def test_one_that_is_too_large_for_a_dead_letter_keeps_no_other_from_becoming_one(
+    session: Session,
+    backend: Silent,
+    router: Router,
+    notify: NotifyStep,
+    working: Working,
+    facts: Facts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publish = backend.publish
+
+    async def publish_what_is_small(message: Message, *, stream: str, **stated: Any) -> PubAck:
+        if stream == STREAM and b"large" in message.data:
+            raise RefusedError("it does not fit", code=error_codes.MESSAGE_TOO_LARGE)
+        return await publish(message, stream=stream, **stated)
+
+    monkeypatch.setattr(backend, "publish", publish_what_is_small)
+
+    @router.agent("mars", retry=Backoff(attempts=1))
+    async def load(notification: Notification[str]) -> None:
+        raise ConnectionError("the database is down")
+
+    await notify(1, "large")
+    await notify(2, "small")
+    async with working(load):
+        first, second = await facts.wait_for(Settled, 2)
+
+    assert (first.reason, first.again_in_seconds) == ("dead_letter_failed", acknowledging.STORE_AGAIN.max)
+    assert (second.outcome, second.sequence) == ("dead_lettered", 2)
+
+
+async def test_an_error_is_told_in_few_words_where_a_server_takes_small_messages_only(
+    session: Session,
+    backend: Silent,
+    router: Router,
+    notify: NotifyStep,
+    working: Working,
+    facts: Facts,
+    stored: Stored,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(type(backend.connection), "max_payload", 16_000)
+
+    @router.agent("mars", retry=Backoff(attempts=1))
+    async def load(notification: Notification[str]) -> None:
+        raise ConnectionError("x" * 5000)
+
+    await notify(1, "small")
+    async with working(load):
+        await facts.wait_for(Settled)
+
+    (dead_letter,) = await stored(STREAM)
+    assert len(present(dead_letter.headers)["Aviso-Error"]) == 500

@@ -89,6 +89,26 @@ ENDS: dict[str, Callable[[Failures, Any], Awaitable[object]]] = {
 }
 
 
+async def test_of_many_that_were_cancelled_the_first_whose_record_stays_is_the_last_that_is_tried(
+    backend: Guard, worker: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that does not answer would keep a worker from leaving, once for each."""
+    here = worker()
+    for sequence in range(1, 6):
+        message = Message(subject="mars", data=b"", sequence=sequence, timestamp_ns=1)
+        await here.begin(SimpleNamespace(message=message, num_delivered=3), alone=False)
+    publish, tried = backend.publish, list[str]()
+
+    async def refuse(message: Message, **stated: Any) -> PubAck:
+        tried.append(message.subject)
+        raise RefusedError("you may not publish there")
+
+    monkeypatch.setattr(backend, "publish", refuse)
+    await here.clear_all()
+    assert len(tried) == 1
+    monkeypatch.setattr(backend, "publish", publish)
+
+
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("end", ENDS)
 async def test_a_handler_that_began_and_did_not_end_its_worker_leaves_no_record_of_that(

@@ -15,7 +15,7 @@ from aviso_workers.backends import KeyValue, Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock, at_rest
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue
-from aviso_workers.errors import ConflictError, OutcomeUnknownError, RefusedError, UnavailableError
+from aviso_workers.errors import BackendError, ConflictError, OutcomeUnknownError, RefusedError, UnavailableError
 
 pytestmark = pytest.mark.anyio
 
@@ -26,7 +26,12 @@ class Lossy(InMemoryBackend):
     lost = 0
     meanwhile: Callable[[], Any] | None = None
 
+    fails_with: BackendError | None = None
+    """What each further publish raises."""
+
     async def publish(self, message: Message, **stated: Any) -> PubAck:
+        if self.fails_with:
+            raise self.fails_with
         ack = await super().publish(message, **stated)
         if self.lost:
             self.lost -= 1
@@ -88,7 +93,37 @@ async def test_a_write_that_cannot_be_told_from_anothers_says_so(
     backend.lost = 1
     backend.meanwhile = lambda: other.put("od", b"10")
     async with time_passing(backend):
-        with pytest.raises(OutcomeUnknownError, match="it cannot be told whether this write was done before"):
+        with pytest.raises(OutcomeUnknownError, match="the answer to an earlier attempt was lost"):
+            await bucket.put("od", b"2", revision=first)
+
+
+@pytest.mark.parametrize("later", [RefusedError("not here"), UnavailableError("no leader")])
+async def test_a_write_that_may_be_done_is_not_told_as_undone_by_a_later_attempt(
+    backend: Lossy, bucket: RetryingKeyValue, later: BackendError
+) -> None:
+    async def fail() -> None:
+        backend.fails_with = later
+
+    backend.lost, backend.meanwhile = 1, fail
+    async with time_passing(backend):
+        with pytest.raises(OutcomeUnknownError, match=f"{later}; the answer to an earlier attempt was lost"):
+            await bucket.put("od", b"1")
+    entry = await bucket.get("od")
+    assert entry is not None
+    assert entry.value == b"1"
+
+
+async def test_a_write_of_which_it_cannot_be_read_whether_it_was_done_says_so(
+    backend: Lossy, bucket: RetryingKeyValue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unreadable(*_: Any, **__: Any) -> int:
+        raise UnavailableError("no leader")
+
+    first = await bucket.put("od", b"1")
+    backend.lost = 1
+    monkeypatch.setattr(bucket, "revision", unreadable)
+    async with time_passing(backend):
+        with pytest.raises(OutcomeUnknownError, match="the answer to an earlier attempt was lost"):
             await bucket.put("od", b"2", revision=first)
 
 

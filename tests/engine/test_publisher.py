@@ -59,6 +59,22 @@ class FlakyBackend(InMemoryBackend):
             raise OutcomeUnknownError("no answer")
         return ack
 
+    async def publish_together(self, outgoing: Sequence[Outgoing], **stated: Any) -> PubAck:
+        failure = self.failures.pop(0) if self.failures else ""
+        if failure == "refused":
+            raise RefusedError("not here")
+        ack = await super().publish_together(outgoing, **stated)
+        if failure == "unanswered":
+            raise OutcomeUnknownError("no answer")
+        return ack
+
+    async def publish_chunk(self, stream: str, chunk: OutgoingChunk, **stated: Any) -> int:
+        unanswered = self.failures[:1] == ["unanswered"]
+        stored = await super().publish_chunk(stream, chunk, **stated)
+        if unanswered:
+            raise OutcomeUnknownError("no answer")
+        return stored
+
     async def publish_many(self, outgoing: Sequence[Outgoing], **stated: Any) -> list[PubAck | BackendError]:
         self.under_way += len(outgoing)
         self.most_under_way = max(self.most_under_way, self.under_way)
@@ -176,6 +192,28 @@ async def test_what_is_refused_is_not_tried_again(facts: Facts) -> None:
     assert facts.of(Published)[-1] == Published(event_type="mars", outcome="failed", attempts=1)
 
 
+async def test_what_may_be_stored_is_not_told_as_refused_by_a_later_attempt(facts: Facts) -> None:
+    async with FlakyBackend("unanswered", "refused") as backend:
+        with pytest.raises(OutcomeUnknownError, match="not here; the answer to an earlier attempt was lost"):
+            await session_on(backend, facts).publisher.notify(STEP_6)
+        assert (await backend.stream_info("MARS")).messages == 1
+    assert facts.of(Published)[-1] == Published(event_type="mars", outcome="failed", attempts=2)
+
+
+async def test_a_delayed_notification_that_may_wait_is_not_told_as_refused(facts: Facts) -> None:
+    async with FlakyBackend("unanswered", "refused") as backend:
+        with pytest.raises(OutcomeUnknownError, match="not here"):
+            await session_on(backend, facts).publisher.notify(structs.replace(STEP_6, deliver_after=60))
+        assert (await backend.stream_info("aviso_workers_schedule")).messages == 1
+
+
+async def test_a_doubt_is_over_when_the_notification_is_acknowledged(facts: Facts) -> None:
+    """The first of two was in doubt and is stored; the second was refused and never in doubt."""
+    async with FlakyBackend("unanswered", "unavailable", "", "refused") as backend:
+        with pytest.raises(RefusedError, match="not here"):
+            await session_on(backend, facts).publisher.notify_many([STEP_6, STEP_6])
+
+
 async def test_publishers_wait_until_a_full_stream_has_room_again(facts: Facts) -> None:
     async with FlakyBackend() as backend:
         publisher = session_on(backend, facts, max_messages=1, discard_policy="new").publisher
@@ -278,6 +316,18 @@ class TestMany:
             ("stored", 3, 1),
         ]
 
+    async def test_one_that_may_be_stored_is_not_told_as_refused(self, facts: Facts) -> None:
+        async with FlakyBackend("", "unanswered", "", "refused") as backend:
+            with pytest.raises(OutcomeUnknownError, match="not here"):
+                await session_on(backend, facts).publisher.notify_many([STEP_6] * 3)
+            assert (await backend.stream_info("MARS")).messages == 3
+
+    async def test_stored_together_are_not_told_as_refused_where_they_may_be_stored(self, facts: Facts) -> None:
+        async with FlakyBackend("unanswered", "refused") as backend:
+            with pytest.raises(OutcomeUnknownError, match="not here"):
+                await session_on(backend, facts).publisher.notify_together([STEP_6] * 2, message_id="mine")
+            assert (await backend.stream_info("MARS")).messages == 2
+
     async def test_are_none_where_there_are_none(self, session: Session) -> None:
         assert await session.publisher.notify_many([]) == 0
 
@@ -314,6 +364,19 @@ class TestAChunk:
             large = chunk(20, data=b'"%s"' % (b"x" * 600_000))
             assert await session_on(backend, facts).publisher.store_chunk("mars", large) == 20
         assert backend.most_under_way == 2 * CHUNKS_UNDER_WAY
+
+    @pytest.mark.parametrize("method", ["store_chunk", "store_answered"])
+    async def test_is_not_told_as_refused_where_it_may_be_stored(self, facts: Facts, method: str) -> None:
+        async with FlakyBackend("unanswered", "refused") as backend:
+            store = getattr(session_on(backend, facts).publisher, method)
+            with pytest.raises(OutcomeUnknownError, match="not here"):
+                await store("mars", chunk(1))
+            assert (await backend.stream_info("MARS")).messages == 1
+
+    async def test_is_told_as_refused_where_nothing_of_it_is_stored(self, facts: Facts) -> None:
+        async with FlakyBackend("refused", "refused") as backend:
+            with pytest.raises(RefusedError, match="not here"):
+                await session_on(backend, facts).publisher.store_chunk("mars", chunk(1))
 
     async def test_is_tried_again_where_something_of_it_was_not_stored(self, facts: Facts) -> None:
         async with FlakyBackend("", "unavailable", "unanswered", "", "unavailable") as backend:

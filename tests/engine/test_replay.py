@@ -20,7 +20,7 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import LoopClock
 from aviso_workers.engine.replay import MOST_FAILURES, Replayer
 from aviso_workers.engine.session import Session
-from aviso_workers.errors import InvalidIdentifierError, UnavailableError, UnknownEventTypeError
+from aviso_workers.errors import InvalidIdentifierError, NotFoundError, UnavailableError, UnknownEventTypeError
 from aviso_workers.events import Skipped, StreamMadeAgain, StreamNotRead
 from tests.engine.conftest import A_LONG_TIME, Facts, NotifyStep, Store
 
@@ -377,6 +377,51 @@ class TestAWatch:
             assert await steps(replayer.watch(Position(sequence=4)), 5) == [3, 4, 0, 1, 6]
         (told,) = facts.of(StreamMadeAgain)
         assert told == StreamMadeAgain(stream="MARS", next_sequence=6, last_sequence=3)
+
+
+@pytest.mark.parametrize("where", [{"class": "od"}, {"class": "rd"}], ids=["some match", "none matches"])
+async def test_a_stream_that_is_recreated_until_its_reading_begins_is_not_taken_for_the_one_that_was_asked_for(
+    session: Session,
+    backend: MortalBackend,
+    five: None,
+    notify: NotifyStep,
+    monkeypatch: pytest.MonkeyPatch,
+    where: dict[str, Any],
+) -> None:
+    read = backend.read
+
+    async def read_another(stream: str, **stated: Any) -> AsyncGenerator[Message, None]:
+        await backend.delete_stream("MARS")
+        for step in range(10, 15):
+            await notify(step)
+        async with aclosing(read(stream, **stated)) as messages:
+            async for message in messages:
+                yield message
+
+    replayer = await session.replayer("mars", where)
+    monkeypatch.setattr(backend, "read", read_another)
+    with pytest.raises(NotFoundError, match="was deleted and recreated while it was read"):
+        await steps(replayer.replay(Position(), Position()))
+
+
+async def test_a_stream_may_be_behind_several_times_while_its_end_is_there_in_between(
+    replayer: Replayer, backend: MortalBackend, five: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, looks = backend.stream_info, iter([5, 1, 1, 5, 1, 1])
+    read, interruptions = backend.read, iter([True])
+
+    async def look_behind(name: str) -> StreamInfo:
+        info = await look(name)
+        return structs.replace(info, last_sequence=min(info.last_sequence, next(looks, info.last_sequence)))
+
+    def read_unless_interrupted(stream: str, **stated: Any) -> AsyncGenerator[Message, None]:
+        if next(interruptions, False):
+            raise UnavailableError("no answer")
+        return read(stream, **stated)
+
+    monkeypatch.setattr(backend, "stream_info", look_behind)
+    monkeypatch.setattr(backend, "read", read_unless_interrupted)
+    assert await steps(replayer.replay(Position(sequence=4), Position())) == [3, 4]
 
 
 class TestAStreamWhoseNewLeaderHasNotComeSoFarYet:

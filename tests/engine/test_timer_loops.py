@@ -106,14 +106,8 @@ class Fleet:
 
 def claims_of(timer: str, backend: InMemoryBackend, lease: Lease) -> Claims:
     bucket = RetryingKeyValue(backend, "app_timers", patience_seconds=1)
-    return Claims(
-        timer,
-        bucket,
-        lease,
-        Hindrance("app_timers", clock=backend.clock, events=Events()),
-        schedule="every 60s",
-        events=Events(),
-    )
+    hindrance = Hindrance("app_timers", clock=backend.clock, events=Events())
+    return Claims(timer, bucket, lease, hindrance, schedule="every 60s", in_doubt={}, events=Events())
 
 
 def seconds_of(time: datetime) -> float:
@@ -259,6 +253,7 @@ async def test_of_two_that_believe_to_lead_one_may_run_a_tick(fleet: Fleet) -> N
     assert await claims[0].claim(tick)
     with pytest.raises(ConflictError):
         await claims[1].claim(tick)
+    assert claims[1]._in_doubt == {}, "a claim that was refused is never stored"
     assert claims[0].token < claims[1].token
     assert await claims[1].last(start) == tick
 
@@ -318,6 +313,111 @@ async def test_a_tick_whose_claim_may_not_have_been_stored_is_run_once(
     await fleet.after(30)
 
     assert fleet.ticks == [10, 20, 30, 40]
+
+
+async def test_a_tick_whose_claim_is_stored_late_is_run_once(
+    router: Router, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim is under way for longer than it is waited for, and arrives just before the next one."""
+
+    @router.every("10s", leader=True, catch_up=True)
+    async def lead() -> None: ...
+
+    await fleet.start()
+    await fleet.after(15)
+    backend, clock = fleet.backends[0], fleet.clock
+    publish, away_until = backend.publish, clock.monotonic() + 10
+    under_way: list[tuple[Message, dict[str, Any]]] = []
+
+    async def publish_late(message: Message, **stated: Any) -> PubAck:
+        if "app_timers" not in message.subject:
+            return await publish(message, **stated)
+        if clock.monotonic() < away_until:
+            under_way[:] = [(message, stated)]
+            raise OutcomeUnknownError("no answer")
+        while under_way:
+            late, stated_late = under_way.pop()
+            await publish(late, **stated_late)
+        return await publish(message, **stated)
+
+    monkeypatch.setattr(backend, "publish", publish_late)
+
+    await fleet.after(30)
+
+    assert fleet.ticks == [10, 20, 30, 40]
+
+
+async def test_a_tick_whose_claim_was_in_doubt_when_the_lease_was_over_is_run_by_the_same_worker_later(
+    router: Router, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @router.every("10s", leader=True, catch_up=True)
+    async def lead() -> None: ...
+
+    await fleet.start()
+    await fleet.after(15)
+    backend, clock = fleet.backends[0], fleet.clock
+    publish, away_until = backend.publish, clock.monotonic() + 2 * LEASE_SECONDS
+
+    async def publish_unanswered(message: Message, **stated: Any) -> PubAck:
+        if clock.monotonic() >= away_until:
+            return await publish(message, **stated)
+        if "app_leases" in message.subject:
+            raise UnavailableError("no leader")
+        with suppress(ConflictError):
+            await publish(message, **stated)
+        raise OutcomeUnknownError("no answer")
+
+    monkeypatch.setattr(backend, "publish", publish_unanswered)
+
+    await fleet.after(50)
+
+    assert fleet.leaders == [True, False, True]
+    assert fleet.ticks == [10, 20, 30, 40, 50, 60]
+
+
+async def test_a_lease_whose_renewal_was_stored_without_an_answer_is_still_ours(
+    router: Router, fleet: Fleet, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.start()
+    await fleet.after(15)
+    backend, clock = fleet.backends[0], fleet.clock
+    publish, away_until = backend.publish, clock.monotonic() + LEASE_SECONDS / 2
+
+    async def publish_unanswered(message: Message, **stated: Any) -> PubAck:
+        if "app_leases" not in message.subject or clock.monotonic() >= away_until:
+            return await publish(message, **stated)
+        with suppress(ConflictError):
+            await publish(message, **stated)
+        raise OutcomeUnknownError("no answer")
+
+    monkeypatch.setattr(backend, "publish", publish_unanswered)
+
+    await fleet.after(30)
+
+    assert fleet.leaders == [True]
+    assert fleet.ticks == [10, 20, 30, 40]
+
+
+async def test_a_lease_that_another_worker_took_while_ours_was_in_doubt_is_not_ours(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = fleet.streams.peer()
+    backend.reconnect()
+    lease = Lease(backend, "app", events=Events())
+    assert await lease.take(anyio.Event())
+    publish = backend.publish
+
+    async def publish_in_vain(message: Message, **stated: Any) -> PubAck:
+        raise OutcomeUnknownError("no answer")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lease.hold, term := anyio.CancelScope())
+        monkeypatch.setattr(backend, "publish", publish_in_vain)
+        await fleet.after(2 * RENEW_SECONDS)
+        monkeypatch.setattr(backend, "publish", publish)
+        await (await backend.key_value("app_leases")).put(LEADER, b"another")
+        await fleet.after(RENEW_SECONDS)
+        assert (lease.held, term.cancel_called) == (False, True)
 
 
 async def test_no_tick_is_missed_where_the_bucket_of_claims_is_deleted(router: Router, fleet: Fleet) -> None:

@@ -17,7 +17,7 @@ from nats.aio.msg import Msg
 from aviso_workers import config
 from aviso_workers.backends.jetstream import connection as module
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.errors import UnavailableError
+from aviso_workers.errors import DeniedError, UnavailableError
 from aviso_workers.server import NatsServer
 from tests.waits import LONG_SECONDS, PROMPT_SECONDS
 
@@ -51,6 +51,17 @@ async def test_a_server_that_answers_has_what_was_sent_before(connection: Connec
         assert await connection.answers()
 
         assert connection.nc.stats["in_msgs"] == round_ * 100
+
+
+async def test_who_may_not_hear_answers_is_denied_requests_and_not_publishes(connection: Connection) -> None:
+    """What is published is stored all the same, so that only its acknowledgement is missing."""
+    connection._note_denial('nats: permissions violation for subscription to "_inbox.1.*"')
+    with pytest.raises(DeniedError, match="_inbox"):
+        connection.check_allowed("mars.od", since=0)
+    connection.check_allowed("mars.od", since=0, answers=False)
+    connection._note_denial('nats: permissions violation for publish to "mars.od"')
+    with pytest.raises(DeniedError, match=r"mars\.od"):
+        connection.check_allowed("mars.od", since=0, answers=False)
 
 
 async def test_closing_while_it_begins_to_reconnect_cancels_nobody(nats_server: NatsServer) -> None:

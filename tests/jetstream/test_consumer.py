@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import anyio
 import pytest
 
 from aviso_workers.aviso.codec import Message
+from aviso_workers.backends import Delivery
 from aviso_workers.backends.jetstream import consumer
-from aviso_workers.backends.jetstream.consumer import Outbox, PinnedDelivery
+from aviso_workers.backends.jetstream.consumer import Outbox, PinnedDelivery, PullConsumer
 from tests.jetstream.conftest import PlayedConnection
 from tests.waits import PATIENCE_SECONDS
 
@@ -71,6 +73,99 @@ async def test_what_nobody_confirms_is_sent_again_until_somebody_does(
         played.say(played.sent[0][2])
 
     assert set(played.sent) == {("$JS.ACK.1", b"+ACK", played.sent[0][2])}
+
+
+async def test_what_was_sent_again_is_not_sent_once_more_before_it_can_be_confirmed(
+    played: PlayedConnection, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader asks for repeats whenever something happens, which may be many times in that while."""
+    outbox.put(b"$JS.ACK.1", b"+ACK", confirmed=True)
+    loop = asyncio.get_running_loop()
+    later = loop.time() + consumer.CONFIRM_SECONDS
+    with monkeypatch.context() as stopped:
+        stopped.setattr(loop, "time", lambda: later)
+        for _ in range(3):
+            outbox.repeat()
+
+    assert played.sent == [("$JS.ACK.1", b"+ACK", played.sent[0][2])] * 2
+
+
+class Reader:
+    """A reader of the consumer `agent` of MARS, and what it delivers."""
+
+    def __init__(self, played: PlayedConnection, outbox: Outbox, *, capacity: int = 1) -> None:
+        self.deliveries: list[Delivery] = []
+        self.made = {("MARS", "agent"): "this morning"}
+        """When the consumer was made, as was last seen."""
+        self.consumer = PullConsumer(
+            played.connection,
+            outbox,
+            stream="MARS",
+            consumer="agent",
+            made=self.made,
+            deliver=self.deliveries.append,
+            capacity=lambda: capacity,
+            priority=0,
+        )
+        self.consumer._made_at = "this morning"
+        self.consumer._pulls._received_at = asyncio.get_running_loop().time()
+
+    def deliver(self, number: int) -> Delivery:
+        reply = b"$JS.ACK.MARS.agent.1.%d.%d.1.0" % (number, number)
+        self.consumer._on_messages([(b"mars.od", reply, b"", b"{}")])
+        return self.deliveries[-1]
+
+
+@pytest.mark.parametrize("hold_seconds", [None, 60.0], ids=["", "pinned"])
+async def test_what_came_from_a_consumer_that_was_recreated_since_is_not_settled(
+    played: PlayedConnection, outbox: Outbox, hold_seconds: float | None
+) -> None:
+    """The new one counts from 1 again, and would take it for one of its own."""
+    reader = Reader(played, outbox)
+    reader.consumer._hold_seconds = hold_seconds
+    first, second = reader.deliver(1), reader.deliver(2)
+    first.ack()
+    assert [sent[:2] for sent in played.sent] == [("$JS.ACK.MARS.agent.1.1.1.1.0", b"+ACK")]
+
+    reader.made["MARS", "agent"] = "this evening"
+    second.ack()
+    second.nak()
+    second.term("no")
+    assert len(played.sent) == 1
+
+
+async def test_who_leaves_has_settlements_confirmed_and_no_sign_that_a_handler_still_runs(
+    played: PlayedConnection, outbox: Outbox
+) -> None:
+    reader = Reader(played, outbox)
+    delivery = reader.deliver(1)
+    reader.consumer._stopped = True
+    delivery.in_progress()
+    delivery.ack()
+    assert [(body, bool(answer)) for _, body, answer in played.sent] == [(b"+WPI", False), (b"+ACK", True)]
+
+
+@pytest.mark.parametrize(("hold_seconds", "requests"), [(None, 2), (60.0, 1)], ids=["", "pinned"])
+async def test_a_pinned_reader_has_one_request_at_a_time(
+    played: PlayedConnection, outbox: Outbox, hold_seconds: float | None, requests: int
+) -> None:
+    """So that it is known for which request a message came, from when on it is held."""
+    reader = Reader(played, outbox, capacity=10)
+    reader.consumer._hold_seconds = hold_seconds
+    reader.consumer.refill()
+    reader.consumer._pulls.outstanding = 2
+    reader.consumer.refill()
+    assert len(played.sent) == requests
+
+
+@pytest.mark.parametrize(("outstanding", "requests"), [(4, 1), (5, 1), (6, 0), (10, 0)])
+async def test_a_request_asks_for_at_least_as_much_as_is_outstanding(
+    played: PlayedConnection, outbox: Outbox, outstanding: int, requests: int
+) -> None:
+    reader = Reader(played, outbox, capacity=10)
+    reader.consumer._pulls.outstanding = outstanding
+    reader.consumer.refill()
+    assert len(played.sent) == requests
 
 
 class TestADeliveryOfAPinnedReader:

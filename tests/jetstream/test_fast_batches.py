@@ -15,7 +15,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Notify, config
-from aviso_workers.backends import Message, Outgoing, PubAck
+from aviso_workers.backends import Message, Outgoing, OutgoingChunk, PubAck
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.errors import OutcomeUnknownError, RefusedError
 from aviso_workers.jetstream.specs import StreamSpec
@@ -141,6 +141,21 @@ async def test_what_a_silent_server_may_have_stored_is_unknown(
     assert {type(result) for result in results} == {OutcomeUnknownError}
     await backend.publish_many(messages(20), timeout_seconds=PATIENCE_SECONDS)
     assert (await backend.stream_info("MARS")).messages == 20
+
+
+async def test_a_chunk_that_a_silent_server_may_have_stored_is_unknown(
+    backend: JetStreamBackend, nats_server: NatsServer
+) -> None:
+    await backend.create_stream(MARS)
+    stop(nats_server)
+
+    chunk = OutgoingChunk(
+        subjects=["mars.od"] * 20, data=[b""] * 20, headers=[None] * 20, message_ids=[str(n) for n in range(20)]
+    )
+    with pytest.raises(OutcomeUnknownError, match="publish 20 messages to stream MARS"):
+        await backend.publish_chunk("MARS", chunk, timeout_seconds=0.1)
+
+    nats_server.process.send_signal(signal.SIGCONT)
 
 
 async def test_what_was_under_way_when_the_server_died_is_unknown_at_once(

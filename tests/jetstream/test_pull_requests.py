@@ -182,6 +182,35 @@ async def test_a_pinned_reader_asks_by_its_id_and_often_enough_until_it_is_anoth
     assert (pulls.outstanding, pulls.error) == (1, None)
 
 
+async def test_a_pin_ends_with_the_connection_that_it_was_given_on(played: PlayedConnection) -> None:
+    pulls = PullSubscription(
+        played.connection, stream="MARS", consumer="agent", on_messages=lambda *_: None, on_change=lambda: None
+    )
+    await pulls.open(limits=PINS)
+    deliver(played, "one")
+    for act in played.on_reconnect:
+        act()
+    assert (pulls.pin, pulls.pinned_as("one")) == ("", False)
+
+
+async def test_messages_that_come_in_one_read_have_each_the_pin_that_it_came_with(played: PlayedConnection) -> None:
+    pins: list[str] = []
+    reader = PullSubscription(
+        played.connection,
+        stream="MARS",
+        consumer="agent",
+        on_messages=lambda _: pins.append(reader.pin),
+        on_change=lambda: None,
+    )
+    await reader.open(limits=PINS)
+    reply, blocks = (
+        b"$JS.ACK.MARS.agent.1.1.1.1.0",
+        (b"NATS/1.0\r\nNats-Pin-Id: %b\r\n\r\n" % pin for pin in (b"1", b"2")),
+    )
+    played.heard([(b"mars.od", reply, block, b"{}") for block in blocks])
+    assert pins == ["1", "2"]
+
+
 async def test_a_reader_of_a_prioritized_consumer_says_how_near_it_is(
     played: PlayedConnection, pulls: PullSubscription
 ) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,39 @@ async def test_a_message_that_got_lost_on_its_way_is_noticed() -> None:
             await anext(messages)
 
 
+async def deliver_at_once(stream: PlayedStream, *deliveries: tuple[int, int, int], together: bool) -> None:
+    """Deliver once the consumer was asked, in one turn of the loop, and `together` in one read."""
+    while not stream.sent:
+        await checkpoint()
+    arrivals = [
+        (b"mars.od", b"$JS.ACK.MARS.reader.1.%d.%d.1.%d" % (sequence, number, pending), b"", b"{}")
+        for sequence, number, pending in deliveries
+    ]
+    for read in [arrivals] if together else [[arrival] for arrival in arrivals]:
+        stream.heard(read)
+
+
+async def test_nothing_that_comes_after_one_that_got_lost_is_read() -> None:
+    stream = PlayedStream(held=None)
+    async with (
+        aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(partial(deliver_at_once, together=False), stream, (3, 2, 2), (4, 1, 1))
+        with pytest.raises(UnavailableError, match="its message 2 came instead of 1"):
+            await anext(messages)
+
+
+async def test_nothing_that_was_stored_after_the_end_comes() -> None:
+    stream = PlayedStream(held=None)
+    async with (
+        aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(partial(deliver_at_once, together=True), stream, (4, 1, 2), (6, 2, 1), (7, 3, 0))
+        assert [message.sequence async for message in messages] == [4]
+
+
 async def test_a_consumer_that_begins_anew_delivers_nothing_twice() -> None:
     stream = PlayedStream(held=None)
     async with (
@@ -226,3 +261,76 @@ async def test_a_reading_raises_where_its_stream_holds_more_than_comes(monkeypat
         with pytest.raises(UnavailableError, match="delivers nothing of MARS after 1"):
             await anext(messages)
     assert stream.asked == [{"seq": 2, "next_by_subj": "mars.>"}] * (readers.MOST_CHECKS + 1)
+
+
+async def test_a_leader_that_lacks_what_comes_meanwhile_has_not_proven_the_end() -> None:
+    """It may have stored what another leader had acknowledged only when it was asked."""
+
+    class Catching(PlayedStream):
+        async def api(self, subject: str, request: Any = None, **stated: object) -> dict[str, Any]:
+            if subject.startswith("STREAM.MSG.GET") and not self.asked:
+                self.asked.append(request)
+                self.deliver(2, 2, pending=3)
+            return await super().api(subject, request, **stated)
+
+    stream = Catching(held=None)
+
+    async def deliver_the_rest() -> None:
+        while not stream.asked:
+            await checkpoint()
+        await anyio.wait_all_tasks_blocked()
+        for sequence in (3, 4, 5):
+            stream.deliver(sequence, sequence, pending=5 - sequence)
+
+    async with (
+        aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(deliver_later, stream, (1, 1, 0))
+        tasks.start_soon(deliver_the_rest)
+        assert [message.sequence async for message in messages] == [1, 2, 3, 4, 5]
+
+
+async def test_a_bounded_reading_asks_for_no_more_than_may_be_left() -> None:
+    stream = PlayedStream(held=None)
+    async with (
+        aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(deliver_later, stream, (1, 1, 4))
+        await anext(messages)
+    assert [json.loads(body)["batch"] for _, body, _ in stream.sent] == [5]
+
+
+async def test_a_chunk_is_full_when_it_has_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 2)
+    stream = PlayedStream(held=None)
+    reading = readers.read_chunks(
+        stream.connection, "MARS", filter_subjects=["mars.>"], start_sequence=1, last_sequence=5
+    )
+    async with aclosing(reading) as chunks, anyio.create_task_group() as tasks:
+        tasks.start_soon(deliver_later, stream, (1, 1, 4))
+        with anyio.fail_after(readers.CHECK_SECONDS / 2):
+            assert list((await anext(chunks)).sequences) == [1]
+
+
+async def test_a_consumer_that_delivers_slowly_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks in a row count, and a message ends the row."""
+    monkeypatch.setattr(readers, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(readers, "MOST_CHECKS", 3)
+    stream = PlayedStream(held=6)
+
+    async def deliver_slowly() -> None:
+        for sequence in range(1, 6):
+            asked = len(stream.asked)
+            stream.held = 5
+            while len(stream.asked) < asked + 2:
+                await checkpoint()
+            stream.deliver(sequence, sequence, pending=0)
+
+    async with (
+        aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(deliver_slowly)
+        assert [message.sequence async for message in messages] == [1, 2, 3, 4, 5]

@@ -267,13 +267,14 @@ class Connection:
             await anyio.sleep(FLUSH_AGAIN_SECONDS)
         raise UnavailableError("flush: the connection is closed")
 
-    def check_allowed(self, subject: str, *, since: float) -> None:
-        """Raise `DeniedError` where the server has denied us to publish to the subject, or to hear answers.
+    def check_allowed(self, subject: str, *, since: float, answers: bool = True) -> None:
+        """Raise `DeniedError` where the server has denied us to publish to the subject, or to hear `answers`.
 
-        It says so beside the request, which nobody answers then. `since` is a time of the event loop.
+        It says so beside the request, which nobody answers then. `since` is a time of the event loop. A request whose
+        answer we may not hear is done all the same.
         """
         for said, when in self._denials.items():
-            if when >= since and (f'"{subject.lower()}"' in said or self._no_answers in said):
+            if when >= since and (f'"{subject.lower()}"' in said or (answers and self._no_answers in said)):
                 raise DeniedError(f"{subject}: {said.removeprefix('nats: ')}")
 
     def check_allowed_below(self, prefix: str, *, since: float) -> None:

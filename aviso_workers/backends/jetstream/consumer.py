@@ -89,11 +89,12 @@ class Outbox:
 
     def repeat(self) -> None:
         """Send again what was not confirmed in time, and forget what is not `held` any more."""
-        late = asyncio.get_running_loop().time() - CONFIRM_SECONDS
+        now = asyncio.get_running_loop().time()
         for answer, settlement in tuple(self._unconfirmed.items()):
             if not settlement.held():
                 del self._unconfirmed[answer]
-            elif settlement.sent_at <= late:
+            elif settlement.sent_at <= now - CONFIRM_SECONDS:
+                self._unconfirmed[answer] = settlement._replace(sent_at=now)
                 self._connection.wire.send(settlement.reply, settlement.body, reply=answer)
 
     def send_in_progress(self, reply: bytes, on_confirmed: Callable[[], None], *, before: bytes) -> bytes:

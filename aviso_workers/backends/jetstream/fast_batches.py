@@ -17,12 +17,12 @@ import itertools
 import secrets
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
 
 import anyio
 import msgspec
 
 from aviso_workers.backends import Outgoing, OutgoingChunk, PubAck
+from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.publisher import Publisher, encode, encode_all
 from aviso_workers.backends.jetstream.wire import Arrival
@@ -117,10 +117,14 @@ class Ingester:
         if stream not in self._streams or len(chunk) < FEWEST or not self._connection.ready:
             return 0
         batch = _Batch()
-        with suppress(RefusedError):  # of one: there is an answer for each where they are published one by one
+        try:
             batch.messages = encode_all(stream, chunk, most=self._connection.nc.max_payload)
-            await self._ingest([batch], timeout_seconds=timeout_seconds)
-        return batch.answer.count if batch.answer else 0
+        except RefusedError:  # of one: there is an answer for each where they are published one by one
+            return 0
+        await self._ingest([batch], timeout_seconds=timeout_seconds)
+        if batch.answer is None:
+            raise faults.outcome_unknown(f"publish {len(chunk)} messages to stream {stream}")
+        return batch.answer.count
 
     def _batches(self, outgoing: Sequence[Outgoing]) -> list[_Batch]:
         """Return what of it can go as batches. A message that is refused before it is sent would end its batch."""

@@ -112,7 +112,7 @@ class Publisher:
     def unknown(self, outgoing: Outgoing, sent_at: float) -> BackendError:
         """Return what a missing answer means to what was sent at that time of the event loop."""
         try:
-            self._connection.check_allowed(outgoing.message.subject, since=sent_at)
+            self._connection.check_allowed(outgoing.message.subject, since=sent_at, answers=False)
         except RefusedError as refused:
             return refused
         return faults.outcome_unknown(_what(outgoing))
