@@ -1,6 +1,9 @@
 """One worker process, and a fleet of them."""
 
-__all__ = ["LoopEnded"]
+__all__ = ["NOT_ENDED", "LoopEnded"]
+
+NOT_ENDED = 4
+"""The exit code of a process that had to end itself, because something in it did not end."""
 
 
 class LoopEnded(SystemExit):

@@ -33,6 +33,7 @@ from aviso_workers.telemetry import logs
 from aviso_workers.telemetry.metrics import FleetMetrics
 from aviso_workers.telemetry.status import Health, StatusServer
 from aviso_workers.worker.fleet_process import ENDS_IN_ORDER
+from aviso_workers.worker.signals import TOLD_TO_END
 
 __all__ = ["Fleet", "Plan", "run"]
 
@@ -268,7 +269,7 @@ class Fleet:
             listens = place.hear(line)
 
     async def _obey_signals(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        with anyio.open_signal_receiver(*TOLD_TO_END) as signals:
             task_status.started()
             for event in ("fleet.stopping", "fleet.cancelling"):
                 log.info(event, signal=(await anext(signals)).name)
