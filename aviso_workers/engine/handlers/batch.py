@@ -56,7 +56,7 @@ class InBatches:
             return
         batch = Batch([notification for _, notification in wanted])
         keys.begin(*[delivery.message for delivery, _ in wanted])
-        rest = await calls.attempt(context.step, batch)
+        rest = await calls.attempt_apart(context.step, batch)
         for delivery, notification in wanted:
             failure = _failure_of(notification, batch, rest, in_scope=bool(context.agent.around))
             await context.settler.settle(delivery, failure, started=started)

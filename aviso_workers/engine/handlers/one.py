@@ -8,6 +8,7 @@ or the `Failure` of the one step that failed.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
@@ -135,13 +136,22 @@ class OneByOne:
 
     async def work(self) -> None:
         """Handle one notification after the other from the buffer; see `subscription.Handler`."""
+        with self._context.outputs.keys() as keys:
+            while await calls.in_context(copy_context(), self._work_in_context, keys):
+                pass
+
+    async def _work_in_context(self, keys: IdempotencyKeys) -> bool:
+        """Do the same, but return True once a call has changed the context, in which the next one is not to be."""
         context = self._context
         run = calls.runner(self._step)
-        with context.outputs.keys() as keys:
-            while (delivery := await context.buffer.take()) is not None:
-                if context.pace.limited:
-                    await context.pace.wait()
-                await self._handle(delivery, keys, run)
+        unchanged = copy_context()
+        while (delivery := await context.buffer.take()) is not None:
+            if context.pace.limited:
+                await context.pace.wait()
+            await self._handle(delivery, keys, run)
+            if calls.has_changed(unchanged):
+                return True
+        return False
 
     async def _handle(self, delivery: Delivery, keys: IdempotencyKeys, run: Step) -> None:
         started = self._context.clock.monotonic()

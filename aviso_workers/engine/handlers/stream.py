@@ -35,7 +35,7 @@ class AsStream:
             delivery = await context.buffer.take()
             while delivery is not None:
                 source = _Source(delivery, context=context, keys=keys)
-                failure = await calls.attempt(context.step, Stream(source))
+                failure = await calls.attempt_apart(context.step, Stream(source))
                 delivery = await source.end(failure) or await context.buffer.take()
 
 

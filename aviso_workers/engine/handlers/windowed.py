@@ -266,7 +266,7 @@ class AsWindows:
         began = context.clock.monotonic()
         with context.outputs.keys() as keys:
             keys.begin_with(f"{window.start:%Y%m%dT%H%M%SZ}", of=f"{window.end.isoformat()} {window.key}")
-            failure = await calls.attempt(context.step, window)
+            failure = await calls.attempt_apart(context.step, window)
         verdict = await self._judge(window, start, failure) if failure is not None else None
         again = self._again_in_seconds(place, verdict)
         if again is None:
