@@ -28,7 +28,7 @@ from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.prefetch import Prefetch
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.shields import Shield
-from aviso_workers.engine.threads import Threads
+from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, Passed, TaskFailed
 from aviso_workers.jetstream import metadata
@@ -76,12 +76,12 @@ class Run:
         clock: Clock,
         ack_wait_seconds: float,
         redeliveries: Redeliveries | None = None,
-        threads: Threads | None = None,
+        timeouts: Timeouts | None = None,
         keeps_reading: bool = False,
         shield: Shield | None = None,
     ) -> None:
         """`buffer` was made with `prefetch`: it tells it what begins. One that `keeps_reading` does so while all of its
-        threads hang, because nobody else could take anything.
+        calls hang, because nobody else could take anything.
         """
         self.buffer = buffer
         self.returned = 0
@@ -89,7 +89,7 @@ class Run:
         self._handler = handler
         self._prefetch = prefetch
         self._redeliveries = redeliveries
-        self._threads = threads
+        self._timeouts = timeouts
         self._keeps_reading = keeps_reading
         self._shield = shield or Shield(clock)
         self._clock = clock
@@ -124,14 +124,14 @@ class Run:
 
     async def until_stuck(self) -> None:
         """Wait until nothing can be handled, however long."""
-        if self._threads is None or self._keeps_reading:
+        if self._timeouts is None or self._keeps_reading:
             await anyio.sleep_forever()
         else:
-            await self._threads.until_stuck()
+            await self._timeouts.until_stuck()
 
     async def until_not_stuck(self) -> None:
-        if self._threads is not None and not self._keeps_reading:
-            await self._threads.until_not_stuck()
+        if self._timeouts is not None and not self._keeps_reading:
+            await self._timeouts.until_not_stuck()
 
     async def work(self, *, stop: anyio.Event, drain_timeout_seconds: float) -> None:
         """Handle what arrives until `stop`; then give back what has not begun, and finish what has.
@@ -170,12 +170,12 @@ class Run:
 
     @property
     def overdue(self) -> int:
-        """How many plain functions run on in their threads after their timeout."""
-        return 0 if self._threads is None else self._threads.overdue
+        """How many calls run on after their timeout."""
+        return 0 if self._timeouts is None else self._timeouts.overdue
 
     @property
     def _is_stuck(self) -> bool:
-        return self._threads is not None and self._threads.stuck and not self._keeps_reading
+        return self._timeouts is not None and self._timeouts.stuck and not self._keeps_reading
 
     async def _end_redeliveries(self) -> None:
         """Before what was cancelled is given back, or it would look like what ended its worker."""

@@ -21,6 +21,9 @@ from aviso_workers.events import (
     AgentDisturbed,
     AgentStarted,
     AgentStopped,
+    CallOverdue,
+    CallsFreed,
+    CallsStuck,
     ConnectionChanged,
     ConnectionSlow,
     ConsumerDiffers,
@@ -47,9 +50,6 @@ from aviso_workers.events import (
     StreamNotRead,
     StreamProvisioned,
     TaskFailed,
-    ThreadOverdue,
-    ThreadsFreed,
-    ThreadsStuck,
     Ticked,
     Unreadable,
     WindowDone,
@@ -176,9 +176,9 @@ def observe(event: Event) -> None:
             | FailuresNotStored()
             | NotReadAgain()
             | ReadAgain()
-            | ThreadOverdue()
-            | ThreadsStuck()
-            | ThreadsFreed()
+            | CallOverdue()
+            | CallsStuck()
+            | CallsFreed()
             | Overdue()
             | NotRemoved()
             | TaskFailed()
@@ -321,24 +321,29 @@ def _cure_of(event: ConsumerDiffers) -> str:
     )
 
 
-def _observe_threads(event: ThreadOverdue | ThreadsStuck | ThreadsFreed) -> None:
+def _observe_calls(event: CallOverdue | CallsStuck | CallsFreed) -> None:
+    what, cure = (
+        ("thread", "give what the function waits for a timeout of its own")
+        if event.in_thread
+        else ("call", "let what the function awaits be cancelled: no shield, no loop that catches the cancellation")
+    )
     match event:
-        case ThreadOverdue():
+        case CallOverdue():
             log.warning(
-                "thread.overdue",
+                f"{what}.overdue",
                 agent=event.agent,
                 timeout_seconds=event.timeout_seconds,
-                cure="its notification is kept until it ends; give what the function waits for a timeout of its own",
+                cure=f"its notification is kept until it ends; {cure}",
             )
-        case ThreadsStuck():
+        case CallsStuck():
             log.error(
-                "threads.stuck",
+                f"{what}s.stuck",
                 agent=event.agent,
-                threads=event.threads,
-                cure="start the worker again, and give what the function waits for a timeout of its own",
+                **{f"{what}s": event.calls},
+                cure=f"start the worker again, and {cure}",
             )
-        case ThreadsFreed():
-            log.info("threads.freed", agent=event.agent)
+        case CallsFreed():
+            log.info(f"{what}s.freed", agent=event.agent)
 
 
 def _observe_beside(event: Event) -> None:
@@ -372,8 +377,8 @@ def _observe_beside(event: Event) -> None:
             )
         case ReadAgain():
             log.info("notification.read_again", agent=event.agent, stream=event.stream)
-        case ThreadOverdue() | ThreadsStuck() | ThreadsFreed():
-            _observe_threads(event)
+        case CallOverdue() | CallsStuck() | CallsFreed():
+            _observe_calls(event)
         case Overdue():
             log.warning(
                 "notification.overdue",

@@ -27,6 +27,8 @@ from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.events import (
     AgentDisturbed,
     AgentStarted,
+    CallsFreed,
+    CallsStuck,
     ConnectionChanged,
     ConnectionSlow,
     ConsumerResumed,
@@ -41,8 +43,6 @@ from aviso_workers.events import (
     Published,
     ReadAgain,
     Settled,
-    ThreadsFreed,
-    ThreadsStuck,
     Ticked,
     Unreadable,
     WindowDone,
@@ -310,13 +310,14 @@ PER_AGENT = (
     Metric(
         GAUGE,
         "threads_overdue",
-        "Calls of plain functions of this agent that still run in their threads after their timeout.",
+        "Calls of this agent that still run after their timeout: of a plain function, or of an async one that cannot "
+        "be cancelled.",
         lambda a: a.of_run(lambda run: run.overdue),
     ),
     Metric(
         GAUGE,
         "threads_stuck",
-        "Threads of this agent that still run after their timeout, if the agent has no other thread and so handles "
+        "Calls of this agent that still run after their timeout, if no other call can be made and the agent so handles "
         "nothing; else 0.",
         lambda a: a.threads_stuck,
     ),
@@ -485,8 +486,8 @@ class Metrics:
                 | LeadershipUnhindered()
                 | NotReadAgain()
                 | ReadAgain()
-                | ThreadsStuck()
-                | ThreadsFreed()
+                | CallsStuck()
+                | CallsFreed()
             ):
                 self._observe_hindrance(event)
             case AgentDisturbed(agent=agent, stream=stream, error=error) if agent in self._agents:
@@ -507,8 +508,8 @@ class Metrics:
                 self._agents[agent].not_read_again = isinstance(event, NotReadAgain)
             case LeadershipHindered() | LeadershipUnhindered():
                 (self.hindered.add if isinstance(event, LeadershipHindered) else self.hindered.discard)(event.bucket)
-            case ThreadsStuck(agent=agent) | ThreadsFreed(agent=agent):
-                self._agents[agent].threads_stuck = event.threads if isinstance(event, ThreadsStuck) else 0
+            case CallsStuck(agent=agent) | CallsFreed(agent=agent):
+                self._agents[agent].threads_stuck = event.calls if isinstance(event, CallsStuck) else 0
 
     def lag(self, agent: str, consumer: ConsumerInfo) -> None:
         """Note what is left to do for an agent, and what it has missed."""

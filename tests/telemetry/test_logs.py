@@ -21,6 +21,8 @@ from aviso_workers.errors import RefusedError, UnavailableError, UndecodableErro
 from aviso_workers.events import (
     AckWaitDiffers,
     AgentDisturbed,
+    CallOverdue,
+    CallsStuck,
     ConnectionChanged,
     ConsumerDiffers,
     ConsumerResumed,
@@ -35,8 +37,6 @@ from aviso_workers.events import (
     StreamNotRead,
     StreamProvisioned,
     TaskFailed,
-    ThreadOverdue,
-    ThreadsStuck,
     WindowDone,
 )
 from aviso_workers.telemetry import logs
@@ -223,12 +223,16 @@ def test_a_dead_letter_that_could_not_be_stored_is_an_error_of_its_own(lines: An
 
 
 def test_a_thread_that_runs_on_is_told_with_its_timeout(lines: Any) -> None:
-    (line,) = lines(ThreadOverdue(agent="index", timeout_seconds=2.5))
+    (line,) = lines(CallOverdue(agent="index", timeout_seconds=2.5))
     assert (line["event"], line["level"], line["timeout_seconds"]) == ("thread.overdue", "warning", 2.5)
 
 
 def test_stuck_threads_are_an_error_that_says_what_to_do(lines: Any) -> None:
-    (line,) = lines(ThreadsStuck(agent="index", threads=4))
+    (line,) = lines(CallOverdue(agent="index", timeout_seconds=2.5, in_thread=False))
+    assert (line["event"], line["level"], line["timeout_seconds"]) == ("call.overdue", "warning", 2.5)
+    (line,) = lines(CallsStuck(agent="index", calls=4, in_thread=False))
+    assert (line["event"], line["level"], line["agent"], line["calls"]) == ("calls.stuck", "error", "index", 4)
+    (line,) = lines(CallsStuck(agent="index", calls=4))
     assert (line["event"], line["level"], line["agent"], line["threads"]) == ("threads.stuck", "error", "index", 4)
     assert "start the worker again" in line["cure"]
 
