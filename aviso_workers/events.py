@@ -7,7 +7,7 @@ no observer can change what happens. Facts carry no subject and no payload.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, Literal, get_args
@@ -22,6 +22,7 @@ __all__ = [
     "AgentStarted",
     "AgentStopped",
     "CallOverdue",
+    "CallsAbandoned",
     "CallsFreed",
     "CallsStuck",
     "ConnectionChanged",
@@ -197,6 +198,16 @@ class CallsStuck(Struct, frozen=True, kw_only=True):
     agent: str
     calls: int
     in_thread: bool = True
+
+
+class CallsAbandoned(Struct, frozen=True, kw_only=True):
+    """Calls of an agent run on although its worker, which stops, has cancelled them: it has given back what they handle.
+
+    Another worker may handle it while they still run. A worker process ends itself soon after this.
+    """
+
+    agent: str
+    sequences: Sequence[int]
 
 
 class CallsFreed(Struct, frozen=True, kw_only=True):
@@ -464,6 +475,7 @@ Event = (
     | CallOverdue
     | CallsStuck
     | CallsFreed
+    | CallsAbandoned
     | AgentStarted
     | AgentDisturbed
     | AgentStopped

@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 from msgspec import UNSET, Struct
 
 from aviso_workers import clocks
-from aviso_workers.backends import Backend, Consumer, ConsumerInfo
+from aviso_workers.backends import Backend, Consumer, ConsumerInfo, Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.declare.agents import Task
 from aviso_workers.declare.retry import Backoff, Restarts
@@ -51,6 +51,8 @@ REOPENED = Backoff(first=0.1, factor=2.0, max=LONGEST_WAIT_SECONDS, jitter=0.0)
 HEALTHY_SECONDS = 30.0
 """Who ran for so long before failing starts again without a wait that has grown."""
 SETTLE_TIMEOUT_SECONDS = 5.0
+RECORDS_SECONDS = 1.0
+"""How long it may take to remove the records of handlers that were cancelled."""
 EXPIRY_SECONDS = 1.0
 """How much later than after `ack_wait` a server may notice that a delivery was not settled."""
 QUIET_SECONDS = 1.0
@@ -86,6 +88,8 @@ class Run:
         self.buffer = buffer
         self.returned = 0
         """Deliveries that were given back because the worker stops."""
+        self.abandoned: list[Delivery] = []
+        """Deliveries that were given back although their calls still run, because these cannot be cancelled."""
         self._handler = handler
         self._prefetch = prefetch
         self._redeliveries = redeliveries
@@ -136,11 +140,14 @@ class Run:
     async def work(self, *, stop: anyio.Event, drain_timeout_seconds: float) -> None:
         """Handle what arrives until `stop`; then give back what has not begun, and finish what has.
 
-        What still runs after the drain timeout is cancelled and given back too.
+        What still runs after the drain timeout is cancelled and given back too. What cannot be cancelled is given back
+        as well, but waited for.
         """
+        abandoning = anyio.CancelScope(shield=True)
         async with anyio.create_task_group() as beating:
             beating.start_soon(self._heartbeat)
             beating.start_soon(self._shield.watch)
+            beating.start_soon(self._abandon, abandoning)
             try:
                 with anyio.CancelScope() as draining:
                     async with anyio.create_task_group() as workers:
@@ -158,11 +165,24 @@ class Run:
                             self.returned += acknowledging.give_back(self.buffer.withdraw())
                     timer.cancel()
             finally:  # also where all of this is cancelled
+                abandoning.cancel()
                 try:
                     await self._end_redeliveries()
                 finally:
                     self.returned += acknowledging.give_back(self.buffer.withdraw_all())
             beating.cancel_scope.cancel()
+
+    async def _abandon(self, scope: anyio.CancelScope) -> None:
+        """Give back what cannot be cancelled, when settlements that have begun have had their time."""
+        with scope:
+            await self._shield.ended.wait()
+            if self._redeliveries is not None:
+                with clocks.move_on_after(self._clock, RECORDS_SECONDS):
+                    await self._redeliveries.end()
+            self.abandoned = self.buffer.withdraw_all()
+            self.returned += acknowledging.give_back(self.abandoned)
+            if self.abandoned and self._timeouts is not None:
+                self._timeouts.tell_abandoned([delivery.message.sequence for delivery in self.abandoned])
 
     def _end_draining(self, draining: anyio.CancelScope) -> None:
         draining.cancel()

@@ -13,7 +13,7 @@ notifications that wait, and asks for no more until one of the calls ends.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from aviso_workers.clocks import Clock, Timer
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.windows import Window
 from aviso_workers.engine import calls
-from aviso_workers.events import CallOverdue, CallsFreed, CallsStuck, Events
+from aviso_workers.events import CallOverdue, CallsAbandoned, CallsFreed, CallsStuck, Events
 
 __all__ = ["Timeouts"]
 
@@ -71,6 +71,10 @@ class Timeouts:
         """Wait until the agent is not stuck."""
         while self.stuck:
             await self._changed.wait()
+
+    def tell_abandoned(self, sequences: Sequence[int]) -> None:
+        """State that these notifications were given back although their calls still run."""
+        self._events.emit(CallsAbandoned(agent=self._agent.name, sequences=sequences))
 
     def limit(
         self, function: Callable[[A], Awaitable[R]], timeout_seconds: float | None

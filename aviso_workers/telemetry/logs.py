@@ -22,6 +22,7 @@ from aviso_workers.events import (
     AgentStarted,
     AgentStopped,
     CallOverdue,
+    CallsAbandoned,
     CallsFreed,
     CallsStuck,
     ConnectionChanged,
@@ -179,6 +180,7 @@ def observe(event: Event) -> None:
             | CallOverdue()
             | CallsStuck()
             | CallsFreed()
+            | CallsAbandoned()
             | Overdue()
             | NotRemoved()
             | TaskFailed()
@@ -321,7 +323,16 @@ def _cure_of(event: ConsumerDiffers) -> str:
     )
 
 
-def _observe_calls(event: CallOverdue | CallsStuck | CallsFreed) -> None:
+def _observe_calls(event: CallOverdue | CallsStuck | CallsFreed | CallsAbandoned) -> None:
+    if isinstance(event, CallsAbandoned):
+        log.error(
+            "calls.abandoned",
+            agent=event.agent,
+            sequences=list(event.sequences),
+            cure="they cannot be cancelled, and others may handle these notifications while they still run; give what "
+            "they wait for a timeout that is shorter than workers.drain_timeout_seconds",
+        )
+        return
     what, cure = (
         ("thread", "give what the function waits for a timeout of its own")
         if event.in_thread
@@ -377,7 +388,7 @@ def _observe_beside(event: Event) -> None:
             )
         case ReadAgain():
             log.info("notification.read_again", agent=event.agent, stream=event.stream)
-        case CallOverdue() | CallsStuck() | CallsFreed():
+        case CallOverdue() | CallsStuck() | CallsFreed() | CallsAbandoned():
             _observe_calls(event)
         case Overdue():
             log.warning(

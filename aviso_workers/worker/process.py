@@ -99,7 +99,7 @@ def _running(app: App) -> list[str]:
         f"{agent.name} {agent.event_type}@{delivery.message.sequence}"
         for agent in app.agents
         if (run := app.runs.get(agent.name)) is not None
-        for delivery in run.buffer.taken()
+        for delivery in [*run.buffer.taken(), *run.abandoned]
     ]
     more = len(all_running) - MOST_TOLD
     return all_running if more <= 0 else [*all_running[:MOST_TOLD], f"and {more} more"]

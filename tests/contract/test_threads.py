@@ -18,11 +18,11 @@ from msgspec import structs
 
 from aviso_workers import Agent, App, Backoff, Batch, Batching, Notification, Notify, Router
 from aviso_workers.declare import resources
-from aviso_workers.engine import timeouts
+from aviso_workers.engine import shields, timeouts
 from aviso_workers.engine.buffer import Buffer
-from aviso_workers.events import CallOverdue, CallsFreed, CallsStuck, Event, Settled
+from aviso_workers.events import CallOverdue, CallsAbandoned, CallsFreed, CallsStuck, Event, Settled
 from tests.contract.settings import mars
-from tests.waits import PATIENCE_SECONDS, PROMPT_SECONDS
+from tests.waits import LONG_SECONDS, PATIENCE_SECONDS, PROMPT_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -139,7 +139,7 @@ class Facts:
         """By sequence, what became of a notification each time."""
         self.errors: list[BaseException | None] = []
         self._changed = anyio.Event()
-        app.events.listen(self._note, CallOverdue, CallsStuck, CallsFreed, Settled)
+        app.events.listen(self._note, CallOverdue, CallsStuck, CallsFreed, CallsAbandoned, Settled)
 
     @property
     def last(self) -> dict[int, str]:
@@ -156,6 +156,11 @@ class Facts:
 
         await self._until(is_told)
         assert is_told(), self.of_threads
+
+    async def until_begun(self, function: Hanging, *steps: int) -> None:
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while function.begun != [*steps]:  # it may begin in a thread
+                await anyio.sleep(0.01)  # noqa: ASYNC110
 
     async def until_settled(self, last: dict[int, str]) -> None:
         await self._until(lambda: self.last == last)
@@ -348,6 +353,48 @@ class TestAnAgent:
             with anyio.fail_after(PROMPT_SECONDS):
                 async with working(app, one_by_one(other, ack_wait=600.0)):
                     await facts.until_acked(1, 2)
+
+    @pytest.mark.parametrize("form", UNSTOPPABLE)
+    async def test_that_stops_gives_back_what_cannot_be_cancelled(
+        self, app: App, monkeypatch: pytest.MonkeyPatch, form: Any
+    ) -> None:
+        monkeypatch.setattr(shields, "SHIELDED_SECONDS", 0.1)
+        drain_within(app, 0.5)
+        hanging = Hanging(0)
+        async with app:
+            facts = Facts(app)
+            await notify(app, range(1))
+            async with working(app, form(hanging, timeout=None)) as stop:
+                await facts.until_begun(hanging, 0)
+                stop.set()
+                other = Hanging()
+                with anyio.fail_after(PROMPT_SECONDS):
+                    async with working(app, one_by_one(other, ack_wait=600.0)):
+                        await facts.until_acked(1)
+                assert (hanging.ended, other.ended) == ([], [0])
+                assert facts.of_threads == [CallsAbandoned(agent="index", sequences=[1])]
+                hanging.end()
+
+    @pytest.mark.parametrize("form", UNSTOPPABLE)
+    async def test_that_is_cancelled_gives_back_what_cannot_be_cancelled(
+        self, app: App, monkeypatch: pytest.MonkeyPatch, form: Any
+    ) -> None:
+        monkeypatch.setattr(shields, "SHIELDED_SECONDS", 0.1)
+        drain_within(app, LONG_SECONDS)
+        hanging = Hanging(0)
+        async with app:
+            facts = Facts(app)
+            await notify(app, range(1))
+            agent = form(hanging, timeout=None)
+            async with anyio.create_task_group() as worker:
+                worker.start_soon(app.session.run_agent, agent, anyio.Event())
+                await facts.until_begun(hanging, 0)
+                worker.cancel_scope.cancel()
+                with anyio.CancelScope(shield=True), anyio.fail_after(PROMPT_SECONDS):
+                    async with working(app, one_by_one(Hanging(), ack_wait=600.0)):
+                        await facts.until_acked(1)
+                assert facts.of_threads == [CallsAbandoned(agent="index", sequences=[1])]
+                hanging.end()
 
 
 class TestOrder:

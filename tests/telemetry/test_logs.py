@@ -22,6 +22,7 @@ from aviso_workers.events import (
     AckWaitDiffers,
     AgentDisturbed,
     CallOverdue,
+    CallsAbandoned,
     CallsStuck,
     ConnectionChanged,
     ConsumerDiffers,
@@ -415,6 +416,10 @@ def ack_wait_of(*, in_effect_seconds: float) -> AckWaitDiffers:
             },
         ),
         (ack_wait_of(in_effect_seconds=5.0), {"event": "consumer.ack_wait_is_own", "level": "info"}),
+        (
+            CallsAbandoned(agent="index", sequences=[3, 4]),
+            {"event": "calls.abandoned", "level": "error", "agent": "index", "sequences": [3, 4]},
+        ),
         (
             TaskFailed(task="tail", error=ValueError("boom"), again_in_seconds=1.0),
             {"event": "task.failed", "level": "error", "exception": "ValueError: boom"},
