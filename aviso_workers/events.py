@@ -201,7 +201,7 @@ class CallsStuck(Struct, frozen=True, kw_only=True):
 
 
 class CallsAbandoned(Struct, frozen=True, kw_only=True):
-    """Calls of an agent run on although its worker, which stops, has cancelled them: it has given back what they handle.
+    """Calls of an agent run on although its worker, which stops, has cancelled them. What they handle is given back.
 
     Another worker may handle it while they still run. A worker process ends itself soon after this.
     """

@@ -63,7 +63,7 @@ DEAD_LETTER_REASONS = (
     *("attempts_exhausted", "invalid_notification", "late", "max_deliveries", "rejected", "undecodable"),
     "worker_died",
 )
-ENDINGS = ("crashed", "in_order")
+ENDINGS = ("crashed", "in_order", "killed")
 MOST_REASONS = 50
 """Reasons after these are counted as one, because authors may make up names of exceptions as they go."""
 COUNTER: Kind = "counter"
@@ -403,7 +403,7 @@ OF_FLEET: dict[tuple[str, ...], tuple[Metric, ...]] = {
         Metric(
             COUNTER,
             "process_exits",
-            "Exits of a process while its fleet continues, by ending: in_order or crashed.",
+            "Exits of a process while its fleet continues, by ending: in_order, killed or crashed.",
             lambda process: process.endings,
             ("ending",),
         ),

@@ -81,7 +81,7 @@ class Ending:
                 if (wake := self._wake) is not None:
                     with suppress(RuntimeError):  # the loop was closed
                         wake()
-        self._end(time.monotonic() - begun)
+        self.end(time.monotonic() - begun)
 
     def _next(self, over: float) -> signal.Signals | bool | None:
         """Return the next signal, None for `begin`, or False when the time is over."""
@@ -90,10 +90,14 @@ class Ending:
         except Empty:
             return False
 
-    def _end(self, seconds: float) -> NoReturn:
+    def end(self, seconds: float = 0.0) -> NoReturn:
+        """End the process, although something has not ended for so many seconds."""
         said = threading.Thread(target=contextvars.copy_context().run, args=(self._say, seconds), daemon=True)
         said.start()
         said.join(LOG_SECONDS)
+        if (multiprocessing := sys.modules.get("multiprocessing")) is not None:
+            for child in multiprocessing.active_children():  # they would wait for work for ever
+                child.kill()
         os._exit(NOT_ENDED)
 
     def _say(self, seconds: float) -> None:
@@ -102,7 +106,7 @@ class Ending:
             running = self._running()
         log.error(
             "worker.not_ended",
-            seconds=round(seconds, 1),
+            **({"seconds": round(seconds, 1)} if seconds else {}),
             running=list(running),
             threads=_threads(),
             exit_code=NOT_ENDED,

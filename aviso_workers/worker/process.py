@@ -17,7 +17,7 @@ from aviso_workers.events import ConnectionChanged, Settled
 from aviso_workers.telemetry import logs
 from aviso_workers.telemetry.listeners import Listeners, listening
 from aviso_workers.telemetry.logs import log
-from aviso_workers.worker import loops
+from aviso_workers.worker import loops, threads_run_on
 from aviso_workers.worker.ending import Ending
 from aviso_workers.worker.fleet_process import Member
 
@@ -52,6 +52,8 @@ def run(
         lambda: serve(app, ending, status_port=status_port, member=member, quiet=quiet, ready=ready),
         running=lambda: _running(app),
     )
+    if threads_run_on():
+        ending.end()
 
 
 async def serve(
@@ -89,8 +91,6 @@ async def serve(
             listeners.tell_end()
     finally:
         ending.begin()
-    if member is not None:
-        member.tell_end()
 
 
 def _running(app: App) -> list[str]:
@@ -110,7 +110,7 @@ async def _work(app: App, ending: Ending, listeners: Listeners, member: Member |
     app.events.listen(lambda change: connected.set() if change.connected else None, ConnectionChanged)
     failure: AvisoWorkersError | None = None
     async with anyio.create_task_group() as watching:
-        watching.start_soon(_obey_signals, ending, connected, stop, listeners, watching.cancel_scope)
+        watching.start_soon(_obey_signals, ending, member, connected, stop, listeners, watching.cancel_scope)
         if ready is not None:
             watching.start_soon(_tell_when_begun, begun, ready, listeners.url)
         if member is not None:
@@ -126,6 +126,7 @@ async def _work(app: App, ending: Ending, listeners: Listeners, member: Member |
 
 async def _obey_signals(
     ending: Ending,
+    member: Member | None,
     connected: anyio.Event,
     stop: anyio.Event,
     listeners: Listeners,
@@ -133,6 +134,8 @@ async def _obey_signals(
 ) -> None:
     told = False
     async for number in ending.signals():
+        if member is not None:
+            member.tell_end()
         if told or not connected.is_set():
             log.warning("worker.cancelled", signal=number.name)
             everything.cancel()
@@ -154,6 +157,7 @@ async def _leave_when_recycled(
     await connected.wait()
     reason = await member.until_recycled()
     ending.begin()
+    member.tell_end()
     log.info("worker.stopping", reason=reason)
     listeners.stopping()
     stop.set()

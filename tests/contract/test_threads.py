@@ -159,8 +159,8 @@ class Facts:
 
     async def until_begun(self, function: Hanging, *steps: int) -> None:
         with anyio.fail_after(PATIENCE_SECONDS):
-            while function.begun != [*steps]:  # it may begin in a thread
-                await anyio.sleep(0.01)  # noqa: ASYNC110
+            while function.begun != [*steps]:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
 
     async def until_settled(self, last: dict[int, str]) -> None:
         await self._until(lambda: self.last == last)
