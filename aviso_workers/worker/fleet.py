@@ -12,6 +12,7 @@ for all of them.
 from __future__ import annotations
 
 import http.client
+import os
 import signal
 import socket
 import subprocess
@@ -145,10 +146,11 @@ class _Place:
                 self.process.terminate()
 
     def kill(self) -> None:
+        """Kill the process, with what its handlers have started in its session."""
         if self.process is not None:
             self.killed = True
             with suppress(ProcessLookupError):
-                self.process.kill()
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def ask(self, path: str) -> tuple[int, str]:
         """Return what the process answers: a status and a body. The status is 0 where there is nobody to ask."""
