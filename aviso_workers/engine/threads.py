@@ -25,15 +25,21 @@ def in_thread(agent: Agent[Any, Any]) -> Callable[..., Awaitable[object]]:
     async def call(argument: Any, **resources: Any) -> object:
         run = partial(_run, partial(agent.function, argument, **resources))
         returned = await anyio.to_thread.run_sync(run, limiter=limiter, abandon_on_cancel=True)
-        if isinstance(returned, Failure):
+        if not isinstance(returned, Failure):
+            return returned
+        try:
             raise returned.error
-        return returned
+        finally:
+            del returned  # else the error, whose traceback has this frame, would be kept until the next collection
 
     return call
 
 
 def _run(function: Callable[[], object]) -> object:
+    """Return what the function returns, or its failure: an exception that a future hands on is kept by it, and the
+    future by a frame of the exception's traceback. A `GeneratorExit` would be taken for the end of who waits.
+    """
     try:
         return function()
-    except GeneratorExit as error:  # raised in the coroutine that waits, asyncio would take it for that one's end
+    except BaseException as error:
         return Failure(error)

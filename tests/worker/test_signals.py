@@ -128,6 +128,25 @@ def test_each_of_these_signals_drains(start_forking: Callable[..., Command], num
     ]
 
 
+FIRST = """
+import os, signal, time
+from aviso_workers.worker import signals
+
+signals.FIRST_PROCESS = {first}
+signals.end_as_first_process()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("first", "ended_with"), [("os.getpid()", 128 + signal.SIGTERM), ("1", -signal.SIGTERM)])
+def test_the_first_process_of_a_container_is_ended_before_it_hears_signals(first: str, ended_with: int) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", FIRST.format(first=first)], capture_output=True, timeout=PATIENCE_SECONDS, check=False
+    )
+    assert ran.returncode == ended_with
+
+
 NOHUP = """
 import os, signal, time
 from aviso_workers.worker import signals

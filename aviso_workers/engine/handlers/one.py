@@ -110,6 +110,8 @@ class HandlerContext:
             if failure is not None and error is failure.error:
                 return failure  # with all that is known of it
             raise
+        finally:
+            del failure  # else the error, whose traceback has this frame, would be kept until the next collection
         return None
 
     async def _publish(self, returned: object) -> Failure | None:
