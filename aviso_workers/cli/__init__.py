@@ -32,7 +32,8 @@ from aviso_workers.errors import (
     SparkRestError,
 )
 from aviso_workers.version import __version__
-from aviso_workers.worker import LoopEnded, signals, threads_run_on
+from aviso_workers.worker import LoopEnded, threads_run_on
+from aviso_workers.worker.signals import end_as_first_process
 
 __all__ = ["NOT_PROVEN", "main"]
 
@@ -207,7 +208,7 @@ def _load(name: str) -> Any:
 
 def main() -> None:
     """Run the command line; our errors end it with a message and no traceback."""
-    signals.end_as_first_process()
+    end_as_first_process()
     code = _run()
     if threads_run_on():
         _leave(code)
