@@ -62,9 +62,9 @@ def in_context(context: Context, function: Callable[[A], Awaitable[R]], argument
             try:
                 answer = yield awaited
             except BaseException as error:
-                awaited = run(steps.throw, error)  # type: ignore[attr-defined]
+                awaited = run(steps.throw, error)
             else:
-                awaited = run(steps.send, answer)  # type: ignore[attr-defined]
+                awaited = run(steps.send, answer)
     except StopIteration as returned:
         result: R = returned.value
         return result

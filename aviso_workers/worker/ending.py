@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from aviso_workers.telemetry.logs import log
 from aviso_workers.worker import NOT_ENDED, signals
@@ -29,6 +29,7 @@ __all__ = ["GRACE_SECONDS", "Ending"]
 GRACE_SECONDS = 5.0
 """How much longer than its drain timeout a process may take to end, and how long it may take after a second signal.
 Settlements that have begun have 3 seconds of it (`engine.shields`)."""
+TIME_OVER: Literal["the time is over"] = "the time is over"
 LOG_SECONDS = 1.0
 """How long the last line may take: who reads the log may have stopped, or a thread may hold what writes it."""
 
@@ -68,13 +69,13 @@ class Ending:
     def _watch(self) -> NoReturn:
         """Hear signals until the process has ended, or has to be ended."""
         begun, over = 0.0, math.inf
-        while (heard := self._next(over)) is not False:
+        while (heard := self._next(over)) is not TIME_OVER:
             now = time.monotonic()
             if over == math.inf:
                 begun, over = now, now + self._drain_timeout_seconds + GRACE_SECONDS
             elif heard is not None:
                 over = min(over, now + GRACE_SECONDS)
-            if heard is not None:
+            if isinstance(heard, signal.Signals):
                 self._signals.append(heard)
                 if len(self._signals) > 2:
                     break
@@ -83,12 +84,12 @@ class Ending:
                         wake()
         self.end(time.monotonic() - begun)
 
-    def _next(self, over: float) -> signal.Signals | bool | None:
-        """Return the next signal, None for `begin`, or False when the time is over."""
+    def _next(self, over: float) -> signal.Signals | Literal["the time is over"] | None:
+        """Return the next signal, None for `begin`, or `TIME_OVER`."""
         try:
             return self._queue.get(timeout=None if over == math.inf else max(0.0, over - time.monotonic()))
         except Empty:
-            return False
+            return TIME_OVER
 
     def end(self, seconds: float = 0.0) -> NoReturn:
         """End the process, although something has not ended for so many seconds."""
