@@ -21,7 +21,7 @@ from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import partial
 from types import coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from anyio.lowlevel import checkpoint_if_cancelled
 
@@ -66,8 +66,7 @@ def in_context(context: Context, function: Callable[[A], Awaitable[R]], argument
             else:
                 awaited = run(steps.send, answer)
     except StopIteration as returned:
-        result: R = returned.value
-        return result
+        return cast("R", returned.value)  # kept in no variable: of a failure, the frames of the traceback lead to here
 
 
 def has_changed(context: Context) -> bool:

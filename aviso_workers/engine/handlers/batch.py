@@ -60,6 +60,7 @@ class InBatches:
         for delivery, notification in wanted:
             failure = _failure_of(notification, batch, rest, in_scope=bool(context.agent.around))
             await context.settler.settle(delivery, failure, started=started)
+        del rest, failure  # the frames of the traceback lead to this one, and would be kept until the next collection
 
 
 def _failure_of(

@@ -157,6 +157,7 @@ class OneByOne:
         keys.begin(delivery.message)
         failure = await run(notification)
         await self._context.settler.settle(delivery, failure, started=started)
+        del failure  # the frames of its traceback lead to this one, and would keep it until the next collection
 
 
 def _awaitable(agent: Agent[Any, Any], *, outputs: Outputs) -> Callable[..., Awaitable[object]]:

@@ -285,6 +285,7 @@ class AsWindows:
                 dead_lettered=verdict.reason if isinstance(verdict, DeadLetter) else "",
             )
         )
+        del failure  # the frames of its traceback lead to this one, and would keep it until the next collection
 
     async def _judge(self, window: Window[Any], start: int, failure: Failure) -> Ack | Verdict:
         """Return what becomes of a window for which the function has failed; its dead letter is stored."""
