@@ -35,10 +35,14 @@ R = TypeVar("R")
 
 async def call(function: Callable[[A], Awaitable[R]], argument: A) -> R:
     """Return what the function returns, unless it was cancelled meanwhile; then be cancelled."""
-    returned = await function(argument)
-    if (task := asyncio.current_task()) and task.cancelling():
-        await _raise_cancellation()
-    return returned
+    returned: R | None
+    try:
+        returned = await function(argument)
+        if (task := asyncio.current_task()) and task.cancelling():
+            await _raise_cancellation()
+        return returned
+    finally:
+        returned = None  # it may be a failure: the frames of its traceback lead to this one, and would be kept with it
 
 
 async def attempt(step: Callable[[A], Awaitable[R]], argument: A) -> R | Failure:
@@ -85,6 +89,7 @@ def runner(step: Callable[[A], Awaitable[R]]) -> Callable[[A], Awaitable[R | Fai
 
 
 async def _attempt(step: Callable[[A], Awaitable[R]], task: asyncio.Task[Any], argument: A) -> R | Failure:
+    returned: R | None
     try:
         returned = await step(argument)
         if task.cancelling():
@@ -99,6 +104,8 @@ async def _attempt(step: Callable[[A], Awaitable[R]], task: asyncio.Task[Any], a
         if task.cancelling():
             await _raise_cancellation()
         return Failure(error)
+    finally:
+        returned = None  # of a failure, the frames of the traceback lead to this one, and would be kept with it
 
 
 async def _raise_cancellation() -> None:

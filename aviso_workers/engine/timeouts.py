@@ -92,14 +92,16 @@ class Timeouts:
     async def _call_cancelled(self, function: Callable[[A], Awaitable[R]], timeout_seconds: float, argument: A) -> R:
         with anyio.CancelScope() as scope:
             timer = self._time(timeout_seconds, partial(self._cancel, scope, argument))
+            returned: R | None
             try:
                 returned = await calls.call(function, argument)
+                if not scope.cancel_called:
+                    return returned
             finally:
+                returned = None  # it may be a failure: see `calls`
                 timer.cancel()
                 if self._late:
                     self._note_end(scope)
-            if not scope.cancel_called:
-                return returned
         raise _late(timeout_seconds)
 
     async def _call(self, function: Callable[[A], Awaitable[R]], timeout_seconds: float, argument: A) -> R:
