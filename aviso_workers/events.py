@@ -7,7 +7,7 @@ no observer can change what happens. Facts carry no subject and no payload.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, Literal, get_args
@@ -21,6 +21,10 @@ __all__ = [
     "AgentDisturbed",
     "AgentStarted",
     "AgentStopped",
+    "CallOverdue",
+    "CallsAbandoned",
+    "CallsFreed",
+    "CallsStuck",
     "ConnectionChanged",
     "ConnectionSlow",
     "ConsumerDiffers",
@@ -52,9 +56,6 @@ __all__ = [
     "StreamNotRead",
     "StreamProvisioned",
     "TaskFailed",
-    "ThreadOverdue",
-    "ThreadsFreed",
-    "ThreadsStuck",
     "Ticked",
     "TimerRescheduled",
     "Unreadable",
@@ -181,30 +182,44 @@ class ReadAgain(Struct, frozen=True, kw_only=True):
     stream: str
 
 
-class ThreadOverdue(Struct, frozen=True, kw_only=True):
-    """A plain function runs on in its thread, 5 seconds after its timeout, while others of its agent can be called.
+class CallOverdue(Struct, frozen=True, kw_only=True):
+    """A call runs on 5 seconds after its timeout, while others of its agent can be made.
 
     Its notification, or its batch, is kept until it ends.
     """
 
     agent: str
     timeout_seconds: float
+    in_thread: bool = True
+    """Whether it is the call of a plain function. One of an async function runs on where it cannot be cancelled."""
 
 
-class ThreadsStuck(Struct, frozen=True, kw_only=True):
-    """All threads of an agent run on, 5 seconds after their timeout: it handles nothing until one of them ends.
+class CallsStuck(Struct, frozen=True, kw_only=True):
+    """All calls of an agent run on, 5 seconds after their timeout: it handles nothing until one of them ends.
 
     What waits is given back, so that other workers handle it.
     """
 
     agent: str
-    threads: int
+    calls: int
+    in_thread: bool = True
 
 
-class ThreadsFreed(Struct, frozen=True, kw_only=True):
-    """After `ThreadsStuck`: a thread has ended, and the agent goes on."""
+class CallsAbandoned(Struct, frozen=True, kw_only=True):
+    """Calls of an agent run on although its worker, which stops, has cancelled them. What they handle is given back.
+
+    Another worker may handle it while they still run. A worker process ends itself soon after this.
+    """
 
     agent: str
+    sequences: Sequence[int]
+
+
+class CallsFreed(Struct, frozen=True, kw_only=True):
+    """After `CallsStuck`: a call has ended, and the agent goes on."""
+
+    agent: str
+    in_thread: bool = True
 
 
 class AgentStarted(Struct, frozen=True, kw_only=True):
@@ -532,9 +547,10 @@ Event = (
     | FailuresNotStored
     | NotReadAgain
     | ReadAgain
-    | ThreadOverdue
-    | ThreadsStuck
-    | ThreadsFreed
+    | CallOverdue
+    | CallsStuck
+    | CallsFreed
+    | CallsAbandoned
     | AgentStarted
     | AgentDisturbed
     | AgentStopped

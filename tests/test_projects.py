@@ -26,11 +26,10 @@ from aviso_workers.declare.agents import durable_name
 from aviso_workers.errors import DeclarationError
 from aviso_workers.server import find_binary
 from aviso_workers.server.processes import free_ports
+from aviso_workers.worker.fleet import KILL_SECONDS
 from tests.waits import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
-SETTLE_SECONDS = 3
-"""How long a worker settles after its drain timeout is over (docs/guarantees.md)."""
 DRAINING = "workers.drain_timeout_seconds"
 
 
@@ -231,7 +230,7 @@ def of_image(project: Path, instruction: str) -> str:
 
 
 def test_whatever_stops_a_worker_waits_for_longer_than_the_worker_drains(project: Path) -> None:
-    drained = Workers().drain_timeout_seconds + SETTLE_SECONDS
+    drained = Workers().drain_timeout_seconds + KILL_SECONDS
     pod = load(project, "kubernetes/deployment.yaml")["spec"]["template"]["spec"]
     grace_seconds = {
         "kubernetes": pod["terminationGracePeriodSeconds"],
@@ -243,6 +242,11 @@ def test_whatever_stops_a_worker_waits_for_longer_than_the_worker_drains(project
     told = (project / "README.md").read_text()
     assert f"all files here wait for {pod['terminationGracePeriodSeconds']} seconds" in told
     assert f"`{DRAINING}` ({Workers().drain_timeout_seconds:g})" in told
+
+
+def test_systemd_starts_a_worker_again_unless_that_cures_nothing(project: Path) -> None:
+    assert unit(project)["Restart"] == ["always"], "a worker exits with 0 after a signal that somebody has sent to it"
+    assert unit(project)["RestartPreventExitStatus"] == ["2"]
 
 
 def test_every_file_that_names_the_drain_timeout_names_its_default(project: Path) -> None:
@@ -293,8 +297,9 @@ def test_keda_scales_the_deployment_on_the_consumer_of_the_agent(project: Path) 
 
 
 def test_every_process_is_started_by_one_command_without_a_shell_in_between(project: Path) -> None:
-    program, *arguments = json.loads(of_image(project, "ENTRYPOINT")) + json.loads(of_image(project, "CMD"))
-    started = f"{program} {' '.join(arguments)}"
+    init, end_of_options, *command = json.loads(of_image(project, "ENTRYPOINT")) + json.loads(of_image(project, "CMD"))
+    assert (init, end_of_options) == ("tini", "--"), "the first process of a container collects the others' children"
+    started = " ".join(command)
     assert started == "aviso-workers worker field_index.agents:app"
     assert f"worker: exec {started}\n" in (project / "Procfile").read_text()
     assert unit(project)["ExecStart"] == [f"/opt/field-index/.venv/bin/{started}"]

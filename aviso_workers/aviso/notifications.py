@@ -44,6 +44,7 @@ class Notification(Struct, Generic[T, K], frozen=True, kw_only=True):
     topic: str = ""
     """The NATS subject it was stored under, as on the wire."""
     headers: Mapping[str, str] = field(default_factory=dict)
+    """Its headers. Of a header with several values it has the last."""
     num_delivered: int = 1
     """How often it was handed to this agent, this time included. Crashes and deploys count as well."""
     attempt: int = 1

@@ -1,7 +1,7 @@
 """The command `aviso-workers`. A command parses, calls and prints; everything else is in other packages.
 
 Exit codes: 0 done, 1 failed, 2 refused before anything was done (usage, configuration, bad input), 3 done and not
-proven to be whole.
+proven to be whole, 4 a worker that had to end itself because something in it did not end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import inspect
 import os
 import re
 import sys
-import threading
 from collections import UserDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -33,7 +32,8 @@ from aviso_workers.errors import (
     SparkRestError,
 )
 from aviso_workers.version import __version__
-from aviso_workers.worker import LoopEnded
+from aviso_workers.worker import LoopEnded, threads_run_on
+from aviso_workers.worker.signals import end_as_first_process
 
 __all__ = ["NOT_PROVEN", "main"]
 
@@ -50,8 +50,6 @@ REFUSED = (
     SparkRestError,
 )
 OPTION_WITHOUT_VALUE = re.compile(r"--[a-z][a-z-]*=")
-ANYIO_THREAD = "AnyIO worker thread"
-IDLE_SECONDS = 0.2
 
 PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "Run": {"new": ("new",), "worker": ("worker",), "dev": ("dev",), "check": ("check",)},
@@ -210,9 +208,9 @@ def _load(name: str) -> Any:
 
 def main() -> None:
     """Run the command line; our errors end it with a message and no traceback."""
+    end_as_first_process()
     code = _run()
-    if any(_is_running(thread) for thread in threading.enumerate() if thread.name == ANYIO_THREAD):
-        # A plain function of an agent that did not end in time: Python would wait for it, however long it takes.
+    if threads_run_on():
         _leave(code)
     sys.exit(code)
 
@@ -222,12 +220,6 @@ def _leave(code: int) -> NoReturn:
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(code)
-
-
-def _is_running(thread: threading.Thread) -> bool:
-    """Return whether a thread is still running. An idle one has been asked to end, and does so in a moment."""
-    thread.join(IDLE_SECONDS)
-    return thread.is_alive()
 
 
 def _run() -> int:

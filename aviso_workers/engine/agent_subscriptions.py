@@ -39,7 +39,7 @@ from aviso_workers.engine.shared_filters import SharedFilter
 from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.singletons import WhileHeld
 from aviso_workers.engine.subscription import Handler, Run, Subscription, consumer_spec
-from aviso_workers.engine.threads import Threads
+from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.engine.versions import Versions
 from aviso_workers.events import Events
 from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSpec, StreamSpec
@@ -120,7 +120,7 @@ class AgentSubscriptions:
             clock=clock,
             events=self._events,
         )
-        threads = Threads(agent, clock=clock, events=self._events)
+        timeouts = Timeouts(agent, clock=clock, events=self._events)
         context = HandlerContext(
             agent,
             buffer=buffer,
@@ -134,7 +134,7 @@ class AgentSubscriptions:
             ),
             outputs=Outputs(agent, app=self._app, stream=stream.name, publisher=self._publisher),
             settler=settler,
-            threads=threads,
+            timeouts=timeouts,
             clock=clock,
             while_held=while_held,
         )
@@ -158,7 +158,7 @@ class AgentSubscriptions:
                 clock=clock,
                 events=self._events,
             ),
-            threads=threads,
+            timeouts=timeouts,
             keeps_reading=policy.singleton,
             shield=shield,
         )

@@ -27,6 +27,8 @@ class Shield:
         self._scopes: set[anyio.CancelScope] = set()
         self._timer: Timer | None = None
         self._over = False
+        self.ended = anyio.Event()
+        """Set when the time is over."""
 
     def hold(self) -> _Hold:
         """Finish the block although we are cancelled; be cancelled in it when the time is over."""
@@ -58,6 +60,7 @@ class Shield:
 
     def _end(self) -> None:
         self._over = True
+        self.ended.set()
         for scope in self._scopes:
             scope.cancel()
 

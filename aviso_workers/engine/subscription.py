@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 from msgspec import UNSET, Struct
 
 from aviso_workers import clocks
-from aviso_workers.backends import Backend, Consumer, ConsumerInfo
+from aviso_workers.backends import Backend, Consumer, ConsumerInfo, Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.declare.agents import Task
 from aviso_workers.declare.retry import Backoff, Restarts
@@ -28,7 +28,7 @@ from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.prefetch import Prefetch
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.shields import Shield
-from aviso_workers.engine.threads import Threads
+from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, Passed, TaskFailed
 from aviso_workers.jetstream import metadata
@@ -51,6 +51,8 @@ REOPENED = Backoff(first=0.1, factor=2.0, max=LONGEST_WAIT_SECONDS, jitter=0.0)
 HEALTHY_SECONDS = 30.0
 """Who ran for so long before failing starts again without a wait that has grown."""
 SETTLE_TIMEOUT_SECONDS = 5.0
+RECORDS_SECONDS = 1.0
+"""How long it may take to remove the records of handlers that were cancelled."""
 EXPIRY_SECONDS = 1.0
 """How much later than after `ack_wait` a server may notice that a delivery was not settled."""
 QUIET_SECONDS = 1.0
@@ -76,20 +78,22 @@ class Run:
         clock: Clock,
         ack_wait_seconds: float,
         redeliveries: Redeliveries | None = None,
-        threads: Threads | None = None,
+        timeouts: Timeouts | None = None,
         keeps_reading: bool = False,
         shield: Shield | None = None,
     ) -> None:
         """`buffer` was made with `prefetch`: it tells it what begins. One that `keeps_reading` does so while all of its
-        threads hang, because nobody else could take anything.
+        calls hang, because nobody else could take anything.
         """
         self.buffer = buffer
         self.returned = 0
         """Deliveries that were given back because the worker stops."""
+        self.abandoned: list[Delivery] = []
+        """Deliveries that were given back although their calls still run, because these cannot be cancelled."""
         self._handler = handler
         self._prefetch = prefetch
         self._redeliveries = redeliveries
-        self._threads = threads
+        self._timeouts = timeouts
         self._keeps_reading = keeps_reading
         self._shield = shield or Shield(clock)
         self._clock = clock
@@ -126,27 +130,30 @@ class Run:
 
     async def until_stuck(self) -> None:
         """Wait until nothing can be handled, however long."""
-        if self._threads is None or self._keeps_reading:
+        if self._timeouts is None or self._keeps_reading:
             await anyio.sleep_forever()
         else:
-            await self._threads.until_stuck()
+            await self._timeouts.until_stuck()
 
     async def until_lapsed(self) -> None:
         """Wait until what is held here may have been given to others."""
         await self.buffer.lapsed.wait()
 
     async def until_not_stuck(self) -> None:
-        if self._threads is not None and not self._keeps_reading:
-            await self._threads.until_not_stuck()
+        if self._timeouts is not None and not self._keeps_reading:
+            await self._timeouts.until_not_stuck()
 
     async def work(self, *, stop: anyio.Event, drain_timeout_seconds: float) -> None:
         """Handle what arrives until `stop`; then give back what has not begun, and finish what has.
 
-        What still runs after the drain timeout is cancelled and given back too.
+        What still runs after the drain timeout is cancelled and given back too. What cannot be cancelled is given back
+        as well, but waited for.
         """
+        abandoning = anyio.CancelScope(shield=True)
         async with anyio.create_task_group() as beating:
             beating.start_soon(self._heartbeat)
             beating.start_soon(self._shield.watch)
+            beating.start_soon(self._abandon, abandoning)
             try:
                 with anyio.CancelScope() as draining:
                     async with anyio.create_task_group() as workers:
@@ -164,11 +171,24 @@ class Run:
                             self.returned += acknowledging.give_back(self.buffer.withdraw())
                     timer.cancel()
             finally:  # also where all of this is cancelled
+                abandoning.cancel()
                 try:
                     await self._end_redeliveries()
                 finally:
                     self.returned += acknowledging.give_back(self.buffer.withdraw_all())
             beating.cancel_scope.cancel()
+
+    async def _abandon(self, scope: anyio.CancelScope) -> None:
+        """Give back what cannot be cancelled, when settlements that have begun have had their time."""
+        with scope:
+            await self._shield.ended.wait()
+            if self._redeliveries is not None:
+                with clocks.move_on_after(self._clock, RECORDS_SECONDS):
+                    await self._redeliveries.end()
+            self.abandoned = self.buffer.withdraw_all()
+            self.returned += acknowledging.give_back(self.abandoned)
+            if self.abandoned and self._timeouts is not None:
+                self._timeouts.tell_abandoned([delivery.message.sequence for delivery in self.abandoned])
 
     def _end_draining(self, draining: anyio.CancelScope) -> None:
         draining.cancel()
@@ -176,12 +196,12 @@ class Run:
 
     @property
     def overdue(self) -> int:
-        """How many plain functions run on in their threads after their timeout."""
-        return 0 if self._threads is None else self._threads.overdue
+        """How many calls run on after their timeout."""
+        return 0 if self._timeouts is None else self._timeouts.overdue
 
     @property
     def _is_stuck(self) -> bool:
-        return self._threads is not None and self._threads.stuck and not self._keeps_reading
+        return self._timeouts is not None and self._timeouts.stuck and not self._keeps_reading
 
     async def _end_redeliveries(self) -> None:
         """Before what was cancelled is given back, or it would look like what ended its worker."""

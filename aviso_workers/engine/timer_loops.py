@@ -421,10 +421,11 @@ async def _run(timer: Timer[Any, Any], tick: Tick, clock: Clock, events: Events)
         async with call_scope.opened(timer, {}) as opened:
             await timer.function(**given, **opened)
 
-    returned = await calls.attempt(run, given)
+    returned = await calls.attempt_apart(run, given)
     error = returned.error if isinstance(returned, Failure) else None
     seconds = clock.monotonic() - began
     events.emit(Ticked(timer=timer.name, time=tick.time, late_seconds=late, seconds=seconds, error=error))
+    del returned, error  # the frames of the traceback lead to this one, and would be kept until the next collection
 
 
 def _now(clock: Clock) -> datetime:

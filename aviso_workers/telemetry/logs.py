@@ -22,6 +22,10 @@ from aviso_workers.events import (
     AgentDisturbed,
     AgentStarted,
     AgentStopped,
+    CallOverdue,
+    CallsAbandoned,
+    CallsFreed,
+    CallsStuck,
     ConnectionChanged,
     ConnectionSlow,
     ConsumerDiffers,
@@ -50,9 +54,6 @@ from aviso_workers.events import (
     StreamNotRead,
     StreamProvisioned,
     TaskFailed,
-    ThreadOverdue,
-    ThreadsFreed,
-    ThreadsStuck,
     Ticked,
     TimerRescheduled,
     Unreadable,
@@ -182,9 +183,10 @@ def observe(event: Event) -> None:
             | FailuresNotStored()
             | NotReadAgain()
             | ReadAgain()
-            | ThreadOverdue()
-            | ThreadsStuck()
-            | ThreadsFreed()
+            | CallOverdue()
+            | CallsStuck()
+            | CallsFreed()
+            | CallsAbandoned()
             | Overdue()
             | NotRemoved()
             | TaskFailed()
@@ -363,24 +365,38 @@ def _cure_of(event: ConsumerDiffers) -> str:
     )
 
 
-def _observe_threads(event: ThreadOverdue | ThreadsStuck | ThreadsFreed) -> None:
+def _observe_calls(event: CallOverdue | CallsStuck | CallsFreed | CallsAbandoned) -> None:
+    if isinstance(event, CallsAbandoned):
+        log.error(
+            "calls.abandoned",
+            agent=event.agent,
+            sequences=list(event.sequences),
+            cure="they cannot be cancelled, and others may handle these notifications while they still run; give what "
+            "they wait for a timeout that is shorter than workers.drain_timeout_seconds",
+        )
+        return
+    what, cure = (
+        ("thread", "give what the function waits for a timeout of its own")
+        if event.in_thread
+        else ("call", "let what the function awaits be cancelled: no shield, no loop that catches the cancellation")
+    )
     match event:
-        case ThreadOverdue():
+        case CallOverdue():
             log.warning(
-                "thread.overdue",
+                f"{what}.overdue",
                 agent=event.agent,
                 timeout_seconds=event.timeout_seconds,
-                cure="its notification is kept until it ends; give what the function waits for a timeout of its own",
+                cure=f"its notification is kept until it ends; {cure}",
             )
-        case ThreadsStuck():
+        case CallsStuck():
             log.error(
-                "threads.stuck",
+                f"{what}s.stuck",
                 agent=event.agent,
-                threads=event.threads,
-                cure="start the worker again, and give what the function waits for a timeout of its own",
+                **{f"{what}s": event.calls},
+                cure=f"start the worker again, and {cure}",
             )
-        case ThreadsFreed():
-            log.info("threads.freed", agent=event.agent)
+        case CallsFreed():
+            log.info(f"{what}s.freed", agent=event.agent)
 
 
 def _observe_beside(event: Event) -> None:
@@ -414,8 +430,8 @@ def _observe_beside(event: Event) -> None:
             )
         case ReadAgain():
             log.info("notification.read_again", agent=event.agent, stream=event.stream)
-        case ThreadOverdue() | ThreadsStuck() | ThreadsFreed():
-            _observe_threads(event)
+        case CallOverdue() | CallsStuck() | CallsFreed() | CallsAbandoned():
+            _observe_calls(event)
         case Overdue():
             log.warning(
                 "notification.overdue",

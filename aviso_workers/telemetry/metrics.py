@@ -27,6 +27,8 @@ from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.events import (
     AgentDisturbed,
     AgentStarted,
+    CallsFreed,
+    CallsStuck,
     ConnectionChanged,
     ConnectionSlow,
     ConsumerResumed,
@@ -41,8 +43,6 @@ from aviso_workers.events import (
     Published,
     ReadAgain,
     Settled,
-    ThreadsFreed,
-    ThreadsStuck,
     Ticked,
     Unreadable,
     WindowDone,
@@ -63,7 +63,7 @@ DEAD_LETTER_REASONS = (
     *("attempts_exhausted", "invalid_notification", "late", "max_deliveries", "rejected", "undecodable"),
     "worker_died",
 )
-ENDINGS = ("crashed", "in_order")
+ENDINGS = ("crashed", "in_order", "killed")
 MOST_REASONS = 50
 """Reasons after these are counted as one, because authors may make up names of exceptions as they go."""
 COUNTER: Kind = "counter"
@@ -310,13 +310,14 @@ PER_AGENT = (
     Metric(
         GAUGE,
         "threads_overdue",
-        "Calls of plain functions of this agent that still run in their threads after their timeout.",
+        "Calls of this agent that still run after their timeout: of a plain function, or of an async one that cannot "
+        "be cancelled.",
         lambda a: a.of_run(lambda run: run.overdue),
     ),
     Metric(
         GAUGE,
         "threads_stuck",
-        "Threads of this agent that still run after their timeout, if the agent has no other thread and so handles "
+        "Calls of this agent that still run after their timeout, if no other call can be made and the agent so handles "
         "nothing; else 0.",
         lambda a: a.threads_stuck,
     ),
@@ -402,7 +403,7 @@ OF_FLEET: dict[tuple[str, ...], tuple[Metric, ...]] = {
         Metric(
             COUNTER,
             "process_exits",
-            "Exits of a process while its fleet continues, by ending: in_order or crashed.",
+            "Exits of a process while its fleet continues, by ending: in_order, killed or crashed.",
             lambda process: process.endings,
             ("ending",),
         ),
@@ -485,8 +486,8 @@ class Metrics:
                 | LeadershipUnhindered()
                 | NotReadAgain()
                 | ReadAgain()
-                | ThreadsStuck()
-                | ThreadsFreed()
+                | CallsStuck()
+                | CallsFreed()
             ):
                 self._observe_hindrance(event)
             case AgentDisturbed(agent=agent, stream=stream, error=error) if agent in self._agents:
@@ -507,8 +508,8 @@ class Metrics:
                 self._agents[agent].not_read_again = isinstance(event, NotReadAgain)
             case LeadershipHindered() | LeadershipUnhindered():
                 (self.hindered.add if isinstance(event, LeadershipHindered) else self.hindered.discard)(event.bucket)
-            case ThreadsStuck(agent=agent) | ThreadsFreed(agent=agent):
-                self._agents[agent].threads_stuck = event.threads if isinstance(event, ThreadsStuck) else 0
+            case CallsStuck(agent=agent) | CallsFreed(agent=agent):
+                self._agents[agent].threads_stuck = event.calls if isinstance(event, CallsStuck) else 0
 
     def lag(self, agent: str, consumer: ConsumerInfo) -> None:
         """Note what is left to do for an agent, and what it has missed."""

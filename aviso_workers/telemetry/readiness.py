@@ -9,6 +9,8 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.events import (
     AgentDisturbed,
     AgentStarted,
+    CallsFreed,
+    CallsStuck,
     ConnectionChanged,
     DeadLettersRefused,
     DeadLettersStored,
@@ -17,8 +19,6 @@ from aviso_workers.events import (
     LeadershipUnhindered,
     NotReadAgain,
     ReadAgain,
-    ThreadsFreed,
-    ThreadsStuck,
 )
 from aviso_workers.telemetry.status import Health
 
@@ -30,8 +30,8 @@ OBSERVED = (
     AgentDisturbed,
     DeadLettersRefused,
     DeadLettersStored,
-    ThreadsStuck,
-    ThreadsFreed,
+    CallsStuck,
+    CallsFreed,
     NotReadAgain,
     ReadAgain,
     LeadershipHindered,
@@ -39,13 +39,13 @@ OBSERVED = (
 )
 """The facts that `Readiness.observe` is for."""
 DEAD_LETTERS = "dead letters"
-THREADS = "threads"
+CALLS = "calls"
 BODIES = "bodies"
 """What an agent lacks beside a stream that it reads; no stream has such a name."""
 
 
 class Readiness:
-    """Ready means: connected, every agent reads, also again, has a thread and can store dead letters, this worker could
+    """Ready means: connected, every agent reads, also again, is not stuck and can store dead letters, this worker could
     lead, and nobody stops it.
     """
 
@@ -73,10 +73,11 @@ class Readiness:
                 self._agents[agent, DEAD_LETTERS] = f"dead letters cannot be stored: {error}"
             case DeadLettersStored(agent=agent):
                 self._agents.pop((agent, DEAD_LETTERS), None)
-            case ThreadsStuck(agent=agent, threads=threads):
-                self._agents[agent, THREADS] = f"{threads} threads are stuck" if threads > 1 else "its thread is stuck"
-            case ThreadsFreed(agent=agent):
-                self._agents.pop((agent, THREADS), None)
+            case CallsStuck(agent=agent, calls=count, in_thread=in_thread):
+                what = "thread" if in_thread else "call"
+                self._agents[agent, CALLS] = f"{count} {what}s are stuck" if count > 1 else f"its {what} is stuck"
+            case CallsFreed(agent=agent):
+                self._agents.pop((agent, CALLS), None)
             case NotReadAgain(agent=agent, sequence=sequence, error=error):
                 self._agents[agent, BODIES] = f"sequence {sequence}, which waits, cannot be read again: {error}"
             case ReadAgain(agent=agent):

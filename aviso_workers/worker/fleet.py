@@ -3,16 +3,20 @@
 Called by the command line. It distributes nothing: every process reads the same durable consumers, and JetStream gives
 each notification to one of them. Processes are started from scratch and share no memory. One that ended in order (it
 was recycled, or somebody stopped it) is replaced at once; one that crashed is replaced after a wait that doubles, and a
-process that crashes again and again ends the fleet. A process tells where its status port is, and that it ends in order
-(`fleet_process`): an exit code of 0 that it has not told of is a crash. The fleet's own port answers for all of them.
+process that crashes again and again ends the fleet. A process tells where its status port is, and that it is about to
+end in order (`fleet_process`): an exit code of 0 that it has not told of is a crash. A process that was told to end, or
+has said that it will, and has not ended some seconds after its drain timeout, is killed. The fleet's own port answers
+for all of them.
 """
 
 from __future__ import annotations
 
 import http.client
+import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +36,10 @@ from aviso_workers.errors import ConfigError, WorkerProcessError
 from aviso_workers.telemetry import logs
 from aviso_workers.telemetry.metrics import FleetMetrics
 from aviso_workers.telemetry.status import Health, StatusServer
+from aviso_workers.worker import NOT_ENDED
+from aviso_workers.worker.ending import GRACE_SECONDS, Ending
 from aviso_workers.worker.fleet_process import ENDS_IN_ORDER
+from aviso_workers.worker.signals import TOLD_TO_END
 
 __all__ = ["Fleet", "Plan", "run"]
 
@@ -44,6 +51,9 @@ HEALTHY_SECONDS = 10.0
 """A process that ran for so long and then crashes begins a new row."""
 ANSWER_SECONDS = 0.8
 """The longest a process may take to answer. Shorter than a probe waits for us, which is a second in Kubernetes."""
+KILL_SECONDS = 2 * GRACE_SECONDS
+"""How long after its drain timeout, or after a second signal, a process is killed. It ends itself before that, unless a
+function that is not Python's does not let it."""
 NOT_STARTED = 127
 """The exit code of what did not even begin, as in a shell."""
 CONFIG_FILES = (".yaml", ".yml")
@@ -60,7 +70,8 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 def run(app: App, plan: Plan, *, status_port: int | None = None) -> None:
-    """Run the fleet until SIGTERM or SIGINT, which all processes then obey, as they do a second one; a third kills.
+    """Run the fleet until SIGTERM, SIGINT or SIGHUP, which all processes then obey, as they do a second one; a third
+    kills. Raises SystemExit with `NOT_ENDED` where a process had to be ended by force.
 
     Raises `ConfigError` with every mistake before anything is started, `WorkerProcessError` when a process does not
     stay up; the others have ended in order by then.
@@ -77,6 +88,10 @@ def run(app: App, plan: Plan, *, status_port: int | None = None) -> None:
         log.info("fleet.started", app=app.name, processes=plan.processes, status=status.url)
         anyio.run(fleet.work)
     log.info("fleet.stopped", app=app.name)
+    # What the app's modules have begun when they were imported must not keep this process from ending.
+    Ending(drain_timeout_seconds=settings.drain_timeout_seconds, running=list).begin()
+    if fleet.forced:
+        sys.exit(NOT_ENDED)
 
 
 class _Place:
@@ -86,7 +101,14 @@ class _Place:
         self.name = name
         self._headers = {"Authorization": f"Bearer {token.reveal()}"} if token else {}
         self.process: Process | None = None
-        self.told_to_stop = False
+        self.begin(None)
+
+    def begin(self, process: Process | None) -> None:
+        """Have this process from now on."""
+        self.process = process
+        self.told_to_stop = self.killed = False
+        self.ends, self.hurries = anyio.Event(), anyio.Event()
+        """Set when the process is about to end, and when it is told so a second time."""
         self.said = b""
         """What the process has told on its line, a line each: its status port, and that it ends in order."""
 
@@ -96,8 +118,12 @@ class _Place:
         url, told, _ = self.said.partition(b"\n")
         return urlsplit(url.decode()).netloc if told and self.process is not None else ""
 
-    def ended_in_order(self, code: int) -> bool:
-        return self.told_to_stop or (code == 0 and ENDS_IN_ORDER in self.said.splitlines())
+    def ending(self, code: int) -> str:
+        """Return how the process ended, in the words of the metrics."""
+        about_to = self.told_to_stop or ENDS_IN_ORDER in self.said.splitlines()
+        if self.killed or (about_to and code == NOT_ENDED):
+            return "killed"
+        return "in_order" if self.told_to_stop or (about_to and code == 0) else "crashed"
 
     def hear(self, line: socket.socket) -> bool:
         """Take in what the process has told since, without waiting; return whether there was anything."""
@@ -106,18 +132,25 @@ class _Place:
         except OSError:
             return False
         self.said += heard
+        if ENDS_IN_ORDER in self.said.splitlines():
+            self.ends.set()
         return bool(heard)
 
     def stop(self) -> None:
         if self.process is not None and self.process.returncode is None:
+            if self.told_to_stop:
+                self.hurries.set()
             self.told_to_stop = True
+            self.ends.set()
             with suppress(ProcessLookupError):
                 self.process.terminate()
 
     def kill(self) -> None:
+        """Kill the process, with what its handlers have started in its session."""
         if self.process is not None:
+            self.killed = True
             with suppress(ProcessLookupError):
-                self.process.kill()
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def ask(self, path: str) -> tuple[int, str]:
         """Return what the process answers: a status and a body. The status is 0 where there is nobody to ask."""
@@ -161,8 +194,11 @@ class Fleet:
         self._sources = _Sources(app.config.sources) if plan.reload else None
         token = app.config.workers.status.token
         self._places = [_Place(str(number), token=token) for number in range(1, plan.processes + 1)]
+        self._drain_timeout_seconds = app.config.workers.drain_timeout_seconds
         self._health = Health()
         self._stopping = False
+        self.forced = False
+        """Whether a process had to be ended by force when the fleet stopped."""
         self._failure: WorkerProcessError | None = None
         names = [place.name for place in self._places]
         self.metrics = FleetMetrics(app.name, names, scrape=self._scrape)
@@ -197,15 +233,16 @@ class Fleet:
         while not self._stopping:
             restarts.note_start(time.monotonic())
             code = await self._run(place)
+            ending = place.ending(code)
             if self._stopping:
+                self.forced = self.forced or ending == "killed"
                 log.info("process.stopped", process=place.name, exit_code=code)
                 return
-            in_order = place.ended_in_order(code)
-            self.metrics.exited(place.name, "in_order" if in_order else "crashed")
-            if in_order:
-                log.info("process.replaced", process=place.name)
-                continue
-            await self._recover(place, code, restarts)
+            self.metrics.exited(place.name, ending)
+            if ending == "crashed":
+                await self._recover(place, code, restarts)
+            else:
+                log.info("process.replaced", process=place.name, exit_code=code)
 
     async def _recover(self, place: _Place, code: int, restarts: Restarts) -> None:
         """Wait until a crashed process may be started again, or give the fleet up."""
@@ -236,13 +273,14 @@ class Fleet:
                 except OSError as error:
                     log.error("process.not_started", process=place.name, reason=str(error))
                     return NOT_STARTED
-            place.said, place.told_to_stop, place.process = b"", False, process
+            place.begin(process)
             if self._stopping:
                 place.stop()
             self.metrics.started(place.name)
             log.info("process.started", process=place.name, pid=process.pid)
             async with process, anyio.create_task_group() as listening:
                 listening.start_soon(self._listen, place, ours)
+                listening.start_soon(self._kill_late, place)
                 await process.wait()
                 listening.cancel_scope.cancel()
             place.hear(ours)
@@ -250,6 +288,16 @@ class Fleet:
         self.metrics.ended(place.name)
         assert process.returncode is not None
         return process.returncode
+
+    async def _kill_late(self, place: _Place) -> None:
+        """Kill the process where it does not end in time, once it is about to end."""
+        await place.ends.wait()
+        began = time.monotonic()
+        with anyio.move_on_after(self._drain_timeout_seconds + KILL_SECONDS):
+            await place.hurries.wait()
+            await anyio.sleep(KILL_SECONDS)
+        log.error("process.killed", process=place.name, seconds=round(time.monotonic() - began, 1))
+        place.kill()
 
     async def _start(self, name: str, line: int) -> Process:
         return await anyio.open_process(
@@ -268,7 +316,7 @@ class Fleet:
             listens = place.hear(line)
 
     async def _obey_signals(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        with anyio.open_signal_receiver(*TOLD_TO_END) as signals:
             task_status.started()
             for event in ("fleet.stopping", "fleet.cancelling"):
                 log.info(event, signal=(await anext(signals)).name)

@@ -1,8 +1,8 @@
 """What a worker process does as one of a fleet (`fleet`): the line to its supervisor, and when it is recycled.
 
-The line is a socket that the process was started with. It writes two lines to it, where its status port is and that it
-ends in order, and reads nothing: the line's end is the supervisor's end, after which nobody would restart or stop the
-process, so it ends too.
+The line is a socket that the process was started with. It writes two lines to it, where its status port is and, when it
+begins to drain, that it ends in order. It reads nothing: the line's end is the supervisor's end, after which nobody
+would restart or stop the process, so it ends too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from aviso_workers.events import Settled
 __all__ = ["ENDS_IN_ORDER", "Limits", "Member"]
 
 ENDS_IN_ORDER = b"ends in order"
-"""The last line that a process writes. An exit code of 0 alone does not say so: a library may have exited."""
+"""The last line that a process writes, when it begins to drain. An exit code of 0 alone does not say that it was to
+end: a library may have exited."""
 CHECK_SECONDS = 0.25
 SPREAD = 0.1
 """Part of `max_notifications` by which it is raised at random, so that processes that began together part ways."""
@@ -63,7 +64,7 @@ class Member:
         self._line.sendall(status_url.encode() + b"\n")
 
     def tell_end(self) -> None:
-        """Tell the supervisor, where it is still there, that the process ends because it was to."""
+        """Tell the supervisor, where it is still there, that the process is about to end because it is to."""
         with suppress(OSError):
             self._line.sendall(ENDS_IN_ORDER + b"\n")
 

@@ -5,12 +5,10 @@ The order is the design. The status port answers before the connection is tried,
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 
 import anyio
 import structlog
-from anyio.abc import TaskStatus
 from msgspec import structs
 
 from aviso_workers.app import App
@@ -19,7 +17,8 @@ from aviso_workers.events import ConnectionChanged, Settled
 from aviso_workers.telemetry import logs
 from aviso_workers.telemetry.listeners import Listeners, listening
 from aviso_workers.telemetry.logs import log
-from aviso_workers.worker import loops
+from aviso_workers.worker import loops, threads_run_on
+from aviso_workers.worker.ending import Ending
 from aviso_workers.worker.fleet_process import Member
 
 __all__ = ["run", "serve"]
@@ -39,34 +38,42 @@ def run(
     quiet: bool = False,
     ready: Ready | None = None,
 ) -> None:
-    """Run `serve` on an event loop of its own. Raises what it raises, and `LoopEnded` where something else ends it."""
+    """Run `serve` on an event loop of its own. Raises what it raises, and `LoopEnded` where something else ends it.
+
+    From the first signal, or from the end of `serve`, the process has `workers.drain_timeout_seconds` and some seconds
+    more to end; then it ends itself, with the exit code `NOT_ENDED`.
+    """
     if member is not None:
         structlog.contextvars.bind_contextvars(process=member.name)
+    if mistakes := app.mistakes():
+        raise ConfigError(mistakes)
+    ending = Ending(drain_timeout_seconds=app.config.workers.drain_timeout_seconds, running=lambda: _running(app))
     loops.run(
-        lambda: serve(app, status_port=status_port, member=member, quiet=quiet, ready=ready),
+        lambda: serve(app, ending, status_port=status_port, member=member, quiet=quiet, ready=ready),
         running=lambda: _running(app),
     )
+    if threads_run_on():
+        ending.end()
 
 
 async def serve(
     app: App,
+    ending: Ending,
     *,
     status_port: int | None = None,
     member: Member | None = None,
     quiet: bool = False,
     ready: Ready | None = None,
 ) -> None:
-    """Run the app's agents and tasks until SIGTERM or SIGINT; a second one cancels what still runs.
+    """Run the app's agents and tasks until SIGTERM, SIGINT or SIGHUP; a second one cancels what still runs.
 
     The first one is enough while nothing runs because the connection is still being made. A `member` of a fleet also
     stops when it is recycled, tells its supervisor where its status port is and that it ends in order.
     Where it is `quiet`, what we log ourselves are warnings and errors only; what the app logs is not changed.
 
-    Raises `ConfigError` with every mistake before anything connects, `BackendError` when the connection cannot be
-    made or is lost for good, `ResourceError` when a resource cannot be opened.
+    Raises `BackendError` when the connection cannot be made or is lost for good, `ResourceError` when a resource cannot
+    be opened.
     """
-    if mistakes := app.mistakes():
-        raise ConfigError(mistakes)
     settings = app.config.workers
     logs.configure(settings.logging)
     log.write_from("warning" if quiet else "info")
@@ -76,13 +83,14 @@ async def serve(
     if member is not None:
         app.events.listen(member.observe, Settled)
         status = structs.replace(status, host="127.0.0.1", port=0)  # the fleet's supervisor asks
-    with listening(app, status=status) as listeners:
-        if member is not None:
-            member.announce(listeners.url)
-        await _work(app, listeners, member, ready)
-        listeners.tell_end()
-    if member is not None:
-        member.tell_end()
+    try:
+        with listening(app, status=status) as listeners:
+            if member is not None:
+                member.announce(listeners.url)
+            await _work(app, ending, listeners, member, ready)
+            listeners.tell_end()
+    finally:
+        ending.begin()
 
 
 def _running(app: App) -> list[str]:
@@ -91,22 +99,22 @@ def _running(app: App) -> list[str]:
         f"{agent.name} {agent.event_type}@{delivery.message.sequence}"
         for agent in app.agents
         if (run := app.runs.get(agent.name)) is not None
-        for delivery in run.buffer.taken()
+        for delivery in [*run.buffer.taken(), *run.abandoned]
     ]
     more = len(all_running) - MOST_TOLD
     return all_running if more <= 0 else [*all_running[:MOST_TOLD], f"and {more} more"]
 
 
-async def _work(app: App, listeners: Listeners, member: Member | None, ready: Ready | None) -> None:
+async def _work(app: App, ending: Ending, listeners: Listeners, member: Member | None, ready: Ready | None) -> None:
     connected, begun, stop = anyio.Event(), anyio.Event(), anyio.Event()
     app.events.listen(lambda change: connected.set() if change.connected else None, ConnectionChanged)
     failure: AvisoWorkersError | None = None
     async with anyio.create_task_group() as watching:
-        await watching.start(_obey_signals, connected, stop, listeners, watching.cancel_scope)
+        watching.start_soon(_obey_signals, ending, member, connected, stop, listeners, watching.cancel_scope)
         if ready is not None:
             watching.start_soon(_tell_when_begun, begun, ready, listeners.url)
         if member is not None:
-            watching.start_soon(_leave_when_recycled, member, connected, stop, listeners)
+            watching.start_soon(_leave_when_recycled, member, ending, connected, stop, listeners)
         try:
             await app.run_until(stop, listeners, begun=begun)
         except AvisoWorkersError as error:
@@ -117,25 +125,25 @@ async def _work(app: App, listeners: Listeners, member: Member | None, ready: Re
 
 
 async def _obey_signals(
+    ending: Ending,
+    member: Member | None,
     connected: anyio.Event,
     stop: anyio.Event,
     listeners: Listeners,
     everything: anyio.CancelScope,
-    *,
-    task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        task_status.started()
-        told = False
-        async for number in signals:
-            if told or not connected.is_set():
-                log.warning("worker.cancelled", signal=number.name)
-                everything.cancel()
-                return
-            log.info("worker.stopping", signal=number.name)
-            told = True
-            listeners.stopping()
-            stop.set()
+    told = False
+    async for number in ending.signals():
+        if member is not None:
+            member.tell_end()
+        if told or not connected.is_set():
+            log.warning("worker.cancelled", signal=number.name)
+            everything.cancel()
+            return
+        log.info("worker.stopping", signal=number.name)
+        told = True
+        listeners.stopping()
+        stop.set()
 
 
 async def _tell_when_begun(begun: anyio.Event, ready: Ready, status_url: str) -> None:
@@ -143,9 +151,13 @@ async def _tell_when_begun(begun: anyio.Event, ready: Ready, status_url: str) ->
     ready(status_url)
 
 
-async def _leave_when_recycled(member: Member, connected: anyio.Event, stop: anyio.Event, listeners: Listeners) -> None:
+async def _leave_when_recycled(
+    member: Member, ending: Ending, connected: anyio.Event, stop: anyio.Event, listeners: Listeners
+) -> None:
     await connected.wait()
     reason = await member.until_recycled()
+    ending.begin()
+    member.tell_end()
     log.info("worker.stopping", reason=reason)
     listeners.stopping()
     stop.set()

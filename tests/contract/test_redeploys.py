@@ -695,7 +695,7 @@ async def test_what_is_given_back_to_another_version_is_no_failed_attempt(
 
     @app.agent("mars", where={"class": "od"}, start="new", retry=Backoff(attempts=2))
     async def index(notification: Notification[Any]) -> None:
-        turns.append(notification.num_delivered)
+        turns.append(notification.attempt)
         if len(turns) < 7:
             raise OtherVersionError(UndecodableError("of another type"))
 
@@ -703,7 +703,7 @@ async def test_what_is_given_back_to_another_version_is_no_failed_attempt(
     await deploy.start(app)
     await publish(deploy, 1)
     await deploy.until_handled("index")
-    assert turns == [1, 2, 3, 4, 5, 6, 7]
+    assert turns == [1] * 7
     assert [settled.reason for settled in deploy.stated(app, Settled)] == ["other_version"] * 6 + [""]
     assert (deploy.t.dead_letters, alone) == ([], [])
     await deploy.stop_all(app)

@@ -1,35 +1,40 @@
-"""Plain functions that run on in their threads after their timeout: what they keep, and what waits meanwhile."""
+"""Calls that run on after their timeout: what they keep, and what waits meanwhile.
+
+Plain functions run on in their threads, and async functions where an await cannot be cancelled.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 from msgspec import structs
 
 from aviso_workers import Agent, App, Backoff, Batch, Batching, Notification, Notify, Router
-from aviso_workers.engine import threads
+from aviso_workers.declare import resources
+from aviso_workers.engine import shields, timeouts
 from aviso_workers.engine.buffer import Buffer
-from aviso_workers.events import Event, Settled, ThreadOverdue, ThreadsFreed, ThreadsStuck
+from aviso_workers.events import CallOverdue, CallsAbandoned, CallsFreed, CallsStuck, Event, Settled
 from tests.contract.settings import mars
-from tests.waits import PATIENCE_SECONDS, PROMPT_SECONDS
+from tests.waits import LONG_SECONDS, PATIENCE_SECONDS, PROMPT_SECONDS
 
 pytestmark = pytest.mark.anyio
 
 TIMEOUT_SECONDS = 0.3
-OVERDUE = ThreadOverdue(agent="index", timeout_seconds=TIMEOUT_SECONDS)
+OVERDUE = CallOverdue(agent="index", timeout_seconds=TIMEOUT_SECONDS)
 OFTEN = Backoff(first=0.01, factor=1, attempts=50, jitter=0)
 ONCE = Backoff(attempts=1)
 
 
 @pytest.fixture(autouse=True)
 def soon_hung(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "HUNG_SECONDS", 0.2)
+    monkeypatch.setattr(timeouts, "HUNG_SECONDS", 0.2)
 
 
 class Hanging:
@@ -47,6 +52,15 @@ class Hanging:
         if self._hangs & set(steps):
             self._goes_on.wait(PATIENCE_SECONDS)
         self.ended += steps
+
+    async def catch_cancellations(self, notification: Notification[Any]) -> None:
+        """Do the same in a loop that goes on when it is cancelled."""
+        step = int(notification.identifier["step"])
+        self.begun.append(step)
+        while step in self._hangs and not self._goes_on.is_set():
+            with suppress(anyio.get_cancelled_exc_class()):
+                await anyio.sleep(0.01)
+        self.ended.append(step)
 
     def end(self) -> None:
         self._goes_on.set()
@@ -75,6 +89,47 @@ def in_batches(function: Hanging, **policy: Any) -> Agent[Any, Any]:
     return Router("theirs").agent("mars", batch=batch, **{"timeout": TIMEOUT_SECONDS, "retry": OFTEN, **policy})(index)
 
 
+def in_a_thread_of_anyio(function: Hanging, **policy: Any) -> Agent[Any, Any]:
+    async def index(notification: Notification[Any]) -> None:
+        await anyio.to_thread.run_sync(function, notification)
+
+    return Router("theirs").agent("mars", **{"timeout": TIMEOUT_SECONDS, "retry": OFTEN, **policy})(index)
+
+
+def shielded(function: Hanging, **policy: Any) -> Agent[Any, Any]:
+    async def index(notification: Notification[Any]) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(function, notification, abandon_on_cancel=True)
+
+    return Router("theirs").agent("mars", **{"timeout": TIMEOUT_SECONDS, "retry": OFTEN, **policy})(index)
+
+
+def catching_cancellations(function: Hanging, **policy: Any) -> Agent[Any, Any]:
+    async def index(notification: Notification[Any]) -> None:
+        await function.catch_cancellations(notification)
+
+    return Router("theirs").agent("mars", **{"timeout": TIMEOUT_SECONDS, "retry": OFTEN, **policy})(index)
+
+
+def shielded_around(function: Hanging, **policy: Any) -> Agent[Any, Any]:
+    """The function ends in time, and what is around it does not: it has twice the timeout."""
+
+    async def index(notification: Notification[Any]) -> None: ...
+
+    async def around(notification: Notification[Any]) -> AsyncIterator[None]:
+        yield
+        await anyio.to_thread.run_sync(function, notification)
+
+    router = Router("theirs")
+    router.around(around)
+    agent = router.agent("mars", **{"timeout": TIMEOUT_SECONDS, "retry": OFTEN, **policy})(index)
+    return resources.surrounded(agent, router.arounds, ())
+
+
+UNSTOPPABLE = [in_a_thread_of_anyio, shielded, catching_cancellations, shielded_around]
+"""Async functions that cannot be cancelled."""
+
+
 class Facts:
     """What was stated of the agent so far."""
 
@@ -84,7 +139,7 @@ class Facts:
         """By sequence, what became of a notification each time."""
         self.errors: list[BaseException | None] = []
         self._changed = anyio.Event()
-        app.events.listen(self._note, ThreadOverdue, ThreadsStuck, ThreadsFreed, Settled)
+        app.events.listen(self._note, CallOverdue, CallsStuck, CallsFreed, CallsAbandoned, Settled)
 
     @property
     def last(self) -> dict[int, str]:
@@ -96,9 +151,16 @@ class Facts:
         assert self.of_threads == [*events]
 
     async def until_stuck(self, threads: int) -> None:
-        stuck = ThreadsStuck(agent="index", threads=threads)
-        await self._until(lambda: stuck in self.of_threads)
-        assert stuck in self.of_threads
+        def is_told() -> bool:
+            return threads in [event.calls for event in self.of_threads if isinstance(event, CallsStuck)]
+
+        await self._until(is_told)
+        assert is_told(), self.of_threads
+
+    async def until_begun(self, function: Hanging, *steps: int) -> None:
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while function.begun != [*steps]:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
 
     async def until_settled(self, last: dict[int, str]) -> None:
         await self._until(lambda: self.last == last)
@@ -172,7 +234,7 @@ def drain_within(app: App, seconds: float) -> None:
 
 
 class TestANotification:
-    @pytest.mark.parametrize("form", [one_by_one, in_batches])
+    @pytest.mark.parametrize("form", [one_by_one, in_batches, *UNSTOPPABLE])
     async def test_whose_thread_runs_on_is_run_by_nobody_else(
         self, app: App, heartbeats: Heartbeats, form: Any
     ) -> None:
@@ -183,7 +245,7 @@ class TestANotification:
             agent = form(hanging, concurrency=3, ack_wait=0.6)
             async with working(app, agent), working(app, agent):
                 await facts.until_acked(2, 3)
-                await facts.until_threads(OVERDUE)
+                await facts.until_threads(structs.replace(OVERDUE, in_thread=agent.in_thread))
                 await heartbeats.until_more(6)
                 await notify(app, [3, 4])
                 await facts.until_acked(2, 3, 4, 5)
@@ -235,7 +297,7 @@ class TestANotification:
 
 
 class TestAnAgent:
-    @pytest.mark.parametrize("form", [one_by_one, in_batches])
+    @pytest.mark.parametrize("form", [one_by_one, in_batches, *UNSTOPPABLE])
     async def test_all_of_whose_threads_hang_begins_nothing_and_others_get_what_waits(
         self, app: App, hanging: Hanging, form: Any
     ) -> None:
@@ -253,15 +315,17 @@ class TestAnAgent:
                     hanging.end()
                     await facts.until_acked(1, 2, 3, 4)
 
-    async def test_goes_on_when_a_thread_ends(self, app: App, hanging: Hanging) -> None:
+    @pytest.mark.parametrize("form", [one_by_one, *UNSTOPPABLE])
+    async def test_goes_on_when_a_call_ends(self, app: App, hanging: Hanging, form: Any) -> None:
         async with app:
             facts = Facts(app)
             await notify(app, range(4))
-            async with working(app, one_by_one(hanging, concurrency=2)):
+            agent = form(hanging, concurrency=2)
+            async with working(app, agent):
                 await facts.until_stuck(2)
                 hanging.end()
                 await facts.until_acked(1, 2, 3, 4)
-            assert facts.of_threads[-1] == ThreadsFreed(agent="index")
+            assert facts.of_threads[-1] == CallsFreed(agent="index", in_thread=agent.in_thread)
             assert set(hanging.ended) == {0, 1, 2, 3}
 
     async def test_that_stops_waits_for_its_threads_and_settles(self, app: App, hanging: Hanging) -> None:
@@ -289,6 +353,48 @@ class TestAnAgent:
             with anyio.fail_after(PROMPT_SECONDS):
                 async with working(app, one_by_one(other, ack_wait=600.0)):
                     await facts.until_acked(1, 2)
+
+    @pytest.mark.parametrize("form", UNSTOPPABLE)
+    async def test_that_stops_gives_back_what_cannot_be_cancelled(
+        self, app: App, monkeypatch: pytest.MonkeyPatch, form: Any
+    ) -> None:
+        monkeypatch.setattr(shields, "SHIELDED_SECONDS", 0.1)
+        drain_within(app, 0.5)
+        hanging = Hanging(0)
+        async with app:
+            facts = Facts(app)
+            await notify(app, range(1))
+            async with working(app, form(hanging, timeout=None)) as stop:
+                await facts.until_begun(hanging, 0)
+                stop.set()
+                other = Hanging()
+                with anyio.fail_after(PROMPT_SECONDS):
+                    async with working(app, one_by_one(other, ack_wait=600.0)):
+                        await facts.until_acked(1)
+                assert (hanging.ended, other.ended) == ([], [0])
+                assert facts.of_threads == [CallsAbandoned(agent="index", sequences=[1])]
+                hanging.end()
+
+    @pytest.mark.parametrize("form", UNSTOPPABLE)
+    async def test_that_is_cancelled_gives_back_what_cannot_be_cancelled(
+        self, app: App, monkeypatch: pytest.MonkeyPatch, form: Any
+    ) -> None:
+        monkeypatch.setattr(shields, "SHIELDED_SECONDS", 0.1)
+        drain_within(app, LONG_SECONDS)
+        hanging = Hanging(0)
+        async with app:
+            facts = Facts(app)
+            await notify(app, range(1))
+            agent = form(hanging, timeout=None)
+            async with anyio.create_task_group() as worker:
+                worker.start_soon(app.session.run_agent, agent, anyio.Event())
+                await facts.until_begun(hanging, 0)
+                worker.cancel_scope.cancel()
+                with anyio.CancelScope(shield=True), anyio.fail_after(PROMPT_SECONDS):
+                    async with working(app, one_by_one(Hanging(), ack_wait=600.0)):
+                        await facts.until_acked(1)
+                assert facts.of_threads == [CallsAbandoned(agent="index", sequences=[1])]
+                hanging.end()
 
 
 class TestOrder:

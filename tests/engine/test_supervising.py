@@ -137,10 +137,11 @@ class TestAnAgent:
             backend.diary.clear()
             backend.lose(UnavailableError("the leader is gone"))
             await facts.wait_for(AgentStarted, 2)
-            assert "stream looked at" not in backend.diary
+            usual = backend.diary.count("stream looked at")
+            backend.diary.clear()
             backend.lose(NotFoundError("stream MARS: not found"))
             await facts.wait_for(AgentStarted, 3)
-            assert "stream looked at" in backend.diary
+            assert backend.diary.count("stream looked at") > usual
 
     async def test_that_cannot_be_opened_waits_longer_and_longer(
         self, backend: LosingBackend, router: Router, working: Working, facts: Facts

@@ -15,6 +15,7 @@ from aviso_workers.engine.dead_letter_store import STREAM as DEAD_LETTERS
 from aviso_workers.engine.dead_letter_store import DeadLetter
 from aviso_workers.engine.prefetch import MOST_PREFETCH
 from aviso_workers.errors import NotFoundError
+from aviso_workers.worker import NOT_ENDED
 from tests.contract.settings import app_config
 from tests.stories import agents
 from tests.stories.agents import ACK_WAIT_SECONDS, RETRY
@@ -157,7 +158,7 @@ async def test_a_plain_function_that_does_not_end_holds_up_no_worker(
 
     worker.terminate()
 
-    assert await worker.ended() == 0
+    assert await worker.ended() == NOT_ENDED
 
 
 async def test_a_poison_notification_is_tried_as_its_policy_says_then_dead_lettered_and_its_neighbours_do_not_notice(
@@ -319,7 +320,7 @@ async def test_a_worker_whose_threads_are_stuck_is_not_ready_says_so_once_and_st
     for name in ("threads_stuck", "threads_overdue", "in_flight"):
         assert f'aviso_worker_{name}{{agent="hang",app="hanging",base="mars"}} 2.0' in worker.get("/metrics")
     worker.process.terminate()
-    assert await worker.ended() == 0
+    assert await worker.ended() == NOT_ENDED
 
 
 async def test_a_key_with_more_than_a_worker_prefetches_stays_in_order_in_each_worker_although_they_are_killed(

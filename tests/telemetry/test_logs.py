@@ -21,6 +21,9 @@ from aviso_workers.errors import RefusedError, UnavailableError, UndecodableErro
 from aviso_workers.events import (
     AckWaitDiffers,
     AgentDisturbed,
+    CallOverdue,
+    CallsAbandoned,
+    CallsStuck,
     ConnectionChanged,
     ConsumerDiffers,
     ConsumerResumed,
@@ -35,8 +38,6 @@ from aviso_workers.events import (
     StreamNotRead,
     StreamProvisioned,
     TaskFailed,
-    ThreadOverdue,
-    ThreadsStuck,
     TimerRescheduled,
     WindowDone,
     WindowFunctionsChanged,
@@ -226,12 +227,16 @@ def test_a_dead_letter_that_could_not_be_stored_is_an_error_of_its_own(lines: An
 
 
 def test_a_thread_that_runs_on_is_told_with_its_timeout(lines: Any) -> None:
-    (line,) = lines(ThreadOverdue(agent="index", timeout_seconds=2.5))
+    (line,) = lines(CallOverdue(agent="index", timeout_seconds=2.5))
     assert (line["event"], line["level"], line["timeout_seconds"]) == ("thread.overdue", "warning", 2.5)
 
 
 def test_stuck_threads_are_an_error_that_says_what_to_do(lines: Any) -> None:
-    (line,) = lines(ThreadsStuck(agent="index", threads=4))
+    (line,) = lines(CallOverdue(agent="index", timeout_seconds=2.5, in_thread=False))
+    assert (line["event"], line["level"], line["timeout_seconds"]) == ("call.overdue", "warning", 2.5)
+    (line,) = lines(CallsStuck(agent="index", calls=4, in_thread=False))
+    assert (line["event"], line["level"], line["agent"], line["calls"]) == ("calls.stuck", "error", "index", 4)
+    (line,) = lines(CallsStuck(agent="index", calls=4))
     assert (line["event"], line["level"], line["agent"], line["threads"]) == ("threads.stuck", "error", "index", 4)
     assert "start the worker again" in line["cure"]
 
@@ -440,6 +445,10 @@ def ack_wait_of(*, in_effect_seconds: float) -> AckWaitDiffers:
             },
         ),
         (ack_wait_of(in_effect_seconds=5.0), {"event": "consumer.ack_wait_is_own", "level": "info"}),
+        (
+            CallsAbandoned(agent="index", sequences=[3, 4]),
+            {"event": "calls.abandoned", "level": "error", "agent": "index", "sequences": [3, 4]},
+        ),
         (
             TaskFailed(task="tail", error=ValueError("boom"), again_in_seconds=1.0),
             {"event": "task.failed", "level": "error", "exception": "ValueError: boom"},

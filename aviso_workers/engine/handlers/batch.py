@@ -60,10 +60,11 @@ class InBatches:
             return
         batch = Batch([notification for _, notification in wanted])
         keys.begin(*[delivery.message for delivery, _ in wanted])
-        rest = await calls.attempt(context.step, batch)
+        rest = await calls.attempt_apart(context.step, batch)
         for delivery, notification in wanted:
             failure = _failure_of(notification, batch, rest, in_scope=bool(context.agent.around))
             await context.settler.settle(delivery, failure, started=started)
+        del rest, failure  # the frames of the traceback lead to this one, and would be kept until the next collection
 
 
 def _failure_of(

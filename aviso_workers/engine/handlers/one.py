@@ -8,12 +8,12 @@ or the `Failure` of the one step that failed.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextvars import copy_context
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from aviso_workers import clocks
 from aviso_workers.aviso.codec import NotificationReader
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.backends import Delivery
@@ -28,12 +28,12 @@ from aviso_workers.engine.handlers.outputs import Outputs
 from aviso_workers.engine.idempotency import IdempotencyKeys
 from aviso_workers.engine.rate_limit import Pace
 from aviso_workers.engine.singletons import WhileHeld
-from aviso_workers.engine.threads import Threads, in_thread
+from aviso_workers.engine.threads import in_thread
+from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import UndecodableError
 
 __all__ = ["HandlerContext", "OneByOne"]
 
-R = TypeVar("R")
 Call = Callable[[Any], Awaitable[object]]
 Step = Callable[[Any], Awaitable[Failure | None]]
 """What is done with what an author's function takes: None for success."""
@@ -53,7 +53,7 @@ class HandlerContext:
         reader: NotificationReader,
         outputs: Outputs,
         settler: Settler,
-        threads: Threads,
+        timeouts: Timeouts,
         clock: Clock,
         while_held: WhileHeld | None = None,
     ) -> None:
@@ -65,13 +65,14 @@ class HandlerContext:
         self.settler = settler
         self.clock = clock
         self.pace = Pace(clock, per_second=agent.policy.rate_limit)
-        self._threads = threads
+        self._timeouts = timeouts
         self._function = _awaitable(agent, outputs=outputs)
-        self.step: Step = partial(self._call_and_publish, self._in_its_time(self._function))
+        timeout = agent.policy.timeout
+        self.step: Step = partial(self._call_and_publish, timeouts.limit(self._function, timeout))
         """Calls the author's function and publishes what it returns. None when both succeeded."""
         if agent.around:
-            timeout = agent.policy.timeout if agent.can_be_cancelled else None
-            self.step = _in_time(self._call_in_scope, clock, timeout and timeout * TIMEOUTS_OF_ALL)
+            of_all = timeout * TIMEOUTS_OF_ALL if timeout and agent.can_be_cancelled else None
+            self.step = timeouts.limit(self._call_in_scope, of_all)
         if while_held is not None:
             self.step = partial(while_held.call, self.step, buffer)
 
@@ -94,13 +95,6 @@ class HandlerContext:
         else:
             await self.settler.settle(delivery, failure, started=self.clock.monotonic())
 
-    def _in_its_time(self, function: Call) -> Call:
-        """Return the author's function, given its time; a plain one runs on in its thread (`threads`)."""
-        timeout = self.agent.policy.timeout
-        if timeout is None or self.agent.can_be_cancelled:
-            return _in_time(function, self.clock, timeout)
-        return partial(self._threads.call, function, timeout)
-
     async def _call_and_publish(self, call: Call, argument: Any) -> Failure | None:
         returned = await call(argument)
         return None if returned is None else await self._publish(returned)
@@ -111,7 +105,7 @@ class HandlerContext:
         failure: Failure | None = None
         try:
             async with call_scope.opened(agent, {agent.form: argument}) as given:
-                call = self._in_its_time(partial(self._function, **given))
+                call = self._timeouts.limit(partial(self._function, **given), agent.policy.timeout)
                 failure = await calls.attempt(partial(self._call_and_publish, call), argument)
                 if failure is not None:
                     raise failure.error
@@ -119,6 +113,8 @@ class HandlerContext:
             if failure is not None and error is failure.error:
                 return failure  # with all that is known of it
             raise
+        finally:
+            del failure  # else the error, whose traceback has this frame, would be kept until the next collection
         return None
 
     async def _publish(self, returned: object) -> Failure | None:
@@ -138,13 +134,22 @@ class OneByOne:
 
     async def work(self) -> None:
         """Handle one notification after the other from the buffer; see `subscription.Handler`."""
+        with self._context.outputs.keys() as keys:
+            while await calls.in_context(copy_context(), self._work_in_context, keys):
+                pass
+
+    async def _work_in_context(self, keys: IdempotencyKeys) -> bool:
+        """Do the same, but return True once a call has changed the context, in which the next one is not to be."""
         context = self._context
         run = calls.runner(self._step)
-        with context.outputs.keys() as keys:
-            while (delivery := await context.buffer.take()) is not None:
-                if context.pace.limited:
-                    await context.pace.wait()
-                await self._handle(delivery, keys, run)
+        unchanged = copy_context()
+        while (delivery := await context.buffer.take()) is not None:
+            if context.pace.limited:
+                await context.pace.wait()
+            await self._handle(delivery, keys, run)
+            if calls.has_changed(unchanged):
+                return True
+        return False
 
     async def _handle(self, delivery: Delivery, keys: IdempotencyKeys, run: Step) -> None:
         started = self._context.clock.monotonic()
@@ -155,6 +160,7 @@ class OneByOne:
         keys.begin(delivery.message)
         failure = await run(notification)
         await self._context.settler.settle(delivery, failure, started=started)
+        del failure  # the frames of its traceback lead to this one, and would keep it until the next collection
 
 
 def _awaitable(agent: Agent[Any, Any], *, outputs: Outputs) -> Callable[..., Awaitable[object]]:
@@ -166,21 +172,3 @@ def _awaitable(agent: Agent[Any, Any], *, outputs: Outputs) -> Callable[..., Awa
         return in_thread(agent)
     function: Callable[..., Awaitable[object]] = agent.function
     return function
-
-
-def _in_time(
-    function: Callable[[Any], Awaitable[R]], clock: Clock, timeout_seconds: float | None
-) -> Callable[[Any], Awaitable[R]]:
-    """Return the function, which is cancelled when its time is over.
-
-    Raises TimeoutError, also where the function catches its cancellation and returns: it was not left the time to say
-    that it is done.
-    """
-    if timeout_seconds is None:
-        return function
-
-    async def call_in_time(argument: Any) -> R:
-        with clocks.fail_after(clock, timeout_seconds):
-            return await calls.call(function, argument)
-
-    return call_in_time

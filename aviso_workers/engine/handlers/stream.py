@@ -35,8 +35,10 @@ class AsStream:
             delivery = await context.buffer.take()
             while delivery is not None:
                 source = _Source(delivery, context=context, keys=keys)
-                failure = await calls.attempt(context.step, Stream(source))
-                delivery = await source.end(failure) or await context.buffer.take()
+                failure = await calls.attempt_apart(context.step, Stream(source))
+                delivery = await source.end(failure)
+                del failure  # else it would be kept until the next notification comes
+                delivery = delivery or await context.buffer.take()
 
 
 class _Source:

@@ -377,7 +377,7 @@ class AsWindows:
         began = context.clock.monotonic()
         with context.outputs.keys() as keys:
             keys.begin_with(f"{window.start:%Y%m%dT%H%M%SZ}", of=f"{window.end.isoformat()} {window.key}")
-            failure = await calls.attempt(context.step, window)
+            failure = await calls.attempt_apart(context.step, window)
         verdict = await self._judge(window, start, failure) if failure is not None else None
         again = self._again_in_seconds(place, verdict)
         if again is None:
@@ -396,6 +396,7 @@ class AsWindows:
                 dead_lettered=verdict.reason if isinstance(verdict, DeadLetter) else "",
             )
         )
+        del failure  # the frames of its traceback lead to this one, and would keep it until the next collection
 
     async def _judge(self, window: Window[Any], start: int, failure: Failure) -> Ack | Verdict:
         """Return what becomes of a window for which the function has failed; its dead letter is stored."""

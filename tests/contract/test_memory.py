@@ -1,0 +1,118 @@
+"""What a failed call leaves in memory: nothing, without a garbage collection. On either backend."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import App, Backoff, Batch, Batching, Notification, Router
+from aviso_workers.events import Settled
+from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+
+class Large:
+    """What the functions have as a local variable."""
+
+
+class LargeError(Exception):
+    """Has it as well."""
+
+    def __init__(self, large: Large) -> None:
+        self.large = large
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Failing:
+    """Fails in one of several ways, each time with a variable of its own."""
+
+    def __init__(self, how: str) -> None:
+        self.made: list[weakref.ref[Large]] = []
+        self._how = how
+
+    def __call__(self) -> None:
+        large = Large()
+        self.made.append(weakref.ref(large))
+        if self._how == "by itself":
+            raise ValueError
+        if self._how == "with the variable":
+            raise LargeError(large)
+        try:
+            raise LargeError(large)
+        except LargeError as error:
+            raise RuntimeError from error
+
+
+def plain(fail: Failing, router: Router, **policy: Any) -> None:
+    @router.agent("mars", **policy)
+    def index(notification: Notification[Any]) -> None:
+        fail()
+
+
+def not_plain(fail: Failing, router: Router, **policy: Any) -> None:
+    @router.agent("mars", **policy)
+    async def index(notification: Notification[Any]) -> None:
+        fail()
+
+
+def in_batches(fail: Failing, router: Router, **policy: Any) -> None:
+    @router.agent("mars", batch=Batching(size=2, within=0.01), **policy)
+    async def index(batch: Batch[Any]) -> None:
+        fail()
+
+
+def add_around(router: Router) -> None:
+    @router.around
+    async def each(notification: Notification[Any]) -> AsyncIterator[None]:
+        yield
+
+    @router.around
+    async def each_batch(batch: Batch[Any]) -> AsyncIterator[None]:
+        yield
+
+
+@pytest.mark.parametrize("form", [plain, not_plain, in_batches])
+@pytest.mark.parametrize("surrounded", [False, True])
+@pytest.mark.parametrize("how", ["by itself", "with the variable", "with a cause"])
+async def test_a_failed_call_leaves_none_of_its_variables(
+    app: App, no_collection: None, form: Any, surrounded: bool, how: str
+) -> None:
+    fail, router = Failing(how), Router("theirs")
+    form(fail, router, timeout=PATIENCE_SECONDS, retry=Backoff(first=0.01, factor=1, attempts=3, jitter=0))
+    if surrounded:
+        add_around(router)
+    app.include(router)
+    (agent,) = app.agents_at_work()
+    settled, done, stop = [0], anyio.Event(), anyio.Event()
+
+    def note(event: Settled) -> None:
+        settled[0] += event.outcome == "dead_lettered"
+        if settled[0] == 3:
+            done.set()
+
+    async with app, anyio.create_task_group() as tasks:
+        app.events.listen(note, Settled)
+        for step in range(3):
+            await app.notify("mars", mars(step=step), {})
+        tasks.start_soon(app.session.run_agent, agent, stop)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            await done.wait()
+        await anyio.sleep(0.05)  # what has stated it goes on to its next wait
+        left = [each for each in fail.made if each() is not None]
+        stop.set()
+    assert len(fail.made) >= 3
+    assert left == []
