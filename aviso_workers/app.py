@@ -215,6 +215,11 @@ class App(Router):
         event_types = examined.config.notification_schema
         found = list(examined.mistakes)
         for agent in self.agents:
+            if refused := outputs.refused_return(agent):
+                found.append(
+                    f"agent {agent.name!r}: its annotation says that it returns {refused}, which fails each call: "
+                    f"{outputs.CURE}, and annotate that"
+                )
             if agent.event_type in examined.unclear:
                 continue
             if agent.event_type not in event_types:
@@ -282,20 +287,10 @@ class App(Router):
     def warnings(self) -> list[str]:
         """Return a sentence for each thing that is not a mistake and may be meant otherwise.
 
-        These are the warnings of the configuration, the agents that return a value with which nothing is done, and the
-        agents whose stream keeps only the newest notification of a subject although `allow_duplicates` is not set.
+        These are the warnings of the configuration, and the agents whose stream keeps only the newest notification of
+        a subject although `allow_duplicates` is not set.
         """
-        ignored = {agent.name: outputs.ignored_return(agent) for agent in self.agents}
-        return [
-            *self.config.warnings,
-            *(
-                f"agent {name!r}: nothing is done with the {returned} that it returns. What an agent returns is "
-                "published where it is a Notify or a list of them; annotate it to return None, or publish it"
-                for name, returned in ignored.items()
-                if returned
-            ),
-            *self._undecided(),
-        ]
+        return [*self.config.warnings, *self._undecided()]
 
     def _undecided(self) -> Iterator[str]:
         if self.config.notification_backend.kind != "jetstream":

@@ -7,7 +7,7 @@ wrong; `classify` asks the author what the exception means, and `decide` returns
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal, TypeGuard
 
@@ -123,8 +123,7 @@ Settlement = Ack | Nak | Term
 Instruction = Retry | Reject
 UNFINISHED: Mapping[type, str] = {
     Awaitable: "await it",
-    AsyncGenerator: "loop over it with `async for`, and yield what it yields",
-    Generator: "return a list of what it yields",
+    AsyncIterator: "loop over it with `async for`, and yield what it yields",
 }
 """What a handler may return by mistake, as its work is not done, and what to do instead."""
 Classifier = Callable[[Exception], Retry | Reject | Ack | None]

@@ -12,7 +12,7 @@ notifications that wait, and asks for no more until one of the threads ends.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -145,6 +145,8 @@ def in_thread(agent: Agent[Any, Any]) -> Callable[..., Awaitable[object]]:
 
 def _run(function: Callable[[], object]) -> object:
     try:
-        return function()
+        returned = function()
+        # A lazy output, such as a `map`, still has to run the author's code: in this thread as well.
+        return list(returned) if isinstance(returned, Iterator) else returned
     except GeneratorExit as error:  # raised in the coroutine that waits, asyncio would take it for that one's end
         return Failure(error)
