@@ -24,6 +24,7 @@ import anyio
 import msgspec
 from anyio.from_thread import BlockingPortal
 
+from aviso_workers import event_loops
 from aviso_workers.aviso import positions, schema, topics, typed_identifiers
 from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.aviso.schema import EventType, Where
@@ -128,7 +129,7 @@ class App(Router):
         """
         if self._session is None:
             raise DeclarationError(f"app {self.name!r} is not connected: use it inside `async with app:`")
-        if portal.running_loop() not in (None, self._loop):
+        if event_loops.running_loop() not in (None, self._loop):
             raise DeclarationError(
                 f"app {self.name!r} is connected in another event loop: from this one, "
                 "`await asyncio.to_thread(app.notify_sync, ...)` publishes"
@@ -304,6 +305,7 @@ class App(Router):
                     "counts, or false where the newest is enough"
                 )
 
+    @event_loops.awaited
     async def notify(
         self,
         event_type: str,
@@ -352,19 +354,20 @@ class App(Router):
         Raises as `notify` does, also where no connection can be made; `ConfigError`; `DeclarationError` where an event
         loop runs in this thread, which waiting would stop.
         """
-        if (running := portal.running_loop()) is not None:
+        if (running := event_loops.running_loop()) is not None:
             instead = "app.notify(...)" if self._loop in (None, running) else "asyncio.to_thread(app.notify_sync, ...)"
             raise DeclarationError(f"notify_sync would stop the event loop that runs here: `await {instead}` instead")
         wanted = Notify(event_type, identifier, payload, message_id, ttl, deliver_at, deliver_after, headers)
         config, opening, session, ours = self.config, self._opening, self._session, self._portal
         if session is not None and ours is not None and ours[1] == os.getpid():
-            return portal.call(ours[0], session.publisher.notify, wanted)
+            return event_loops.call(ours[0], session.publisher.notify, wanted)
         kept = portal.of_process()
         session = kept.session(
             (self, id(config)), lambda: open_session(app=self.name, config=config, events=Events(), opening=opening)
         )
-        return portal.call(kept.blocking, session.publisher.notify, wanted)
+        return event_loops.call(kept.blocking, session.publisher.notify, wanted)
 
+    @event_loops.awaited
     async def cancel(self, event_type: str, message_id: str) -> bool:
         """Remove a notification that waits to be delivered; return False where none waits under this message id.
 
@@ -372,6 +375,7 @@ class App(Router):
         """
         return await self.session.cancel(event_type, message_id)
 
+    @event_loops.awaited
     async def notify_many(self, notifications: Iterable[Notify]) -> int:
         """Publish many, some hundred at a time, and wait until all are stored; returns how many there were.
 
@@ -379,6 +383,7 @@ class App(Router):
         """
         return await self.session.publisher.notify_many(notifications)
 
+    @event_loops.awaited
     async def notify_together(self, notifications: Iterable[Notify], *, message_id: str | None = None) -> Receipt:
         """Publish up to 1000 notifications of one stream: all of them are stored, in this order, or none.
 

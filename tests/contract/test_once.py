@@ -9,7 +9,7 @@ import anyio
 import anyio.from_thread
 import pytest
 
-from aviso_workers import App, Backoff, Batch, Notification, Reject, Stream, Table
+from aviso_workers import DELETE, App, Backoff, Batch, Delete, Notification, Reject, Stream, Table
 from aviso_workers.engine import applied
 from aviso_workers.errors import DeclarationError, OutcomeUnknownError
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
@@ -165,9 +165,10 @@ async def test_the_value_is_returned_where_it_was_applied_before(app: App, url: 
 async def test_a_key_that_an_update_deletes_remembers(app: App, url: str | None, counts: Table[int]) -> None:
     deleted = 0
 
-    def delete(_: int) -> None:
+    def delete(_: int) -> Delete:
         nonlocal deleted
         deleted += 1
+        return DELETE
 
     @app.agent("mars", retry=PROMPT)
     async def count(notification: Notification[Any]) -> None:
