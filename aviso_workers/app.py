@@ -32,7 +32,7 @@ from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, completed, examine
 from aviso_workers.config.documents import Node
 from aviso_workers.declare import around, outputs, resources
-from aviso_workers.declare.agents import Agent, Router, check_filter, check_name, included, is_at_prompt
+from aviso_workers.declare.agents import Agent, Router, Task, check_filter, check_name, included, is_at_prompt
 from aviso_workers.declare.around import Around
 from aviso_workers.declare.resources import Needing
 from aviso_workers.declare.timers import Timer
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 __all__ = ["App"]
 
 A = TypeVar("A")
-D = TypeVar("D", Agent[Any, Any], Timer[Any, Any])
+D = TypeVar("D", Agent[Any, Any], Timer[Any, Any], Task)
 
 METRIC = re.compile(r"(?!aviso_worker_)[a-zA-Z_][a-zA-Z0-9_]*")
 
@@ -170,7 +170,7 @@ class App(Router):
         for timer in router.timers:
             self._add_timer(_renamed(timer, begin), again=again)
         for task in router.tasks:
-            self._add_task(msgspec.structs.replace(task, name=begin + task.name), again=again)
+            self._add_task(_renamed(task, begin), again=again)
         for name, table in router.tables.items():
             self._add_table(begin + name, table, again=again)
         for resource in router.resources:
@@ -258,11 +258,20 @@ class App(Router):
         ]
         needing = [
             *((what, each.needs) for what, _, each in called),
+            *((f"task {task.name!r}", task.needs) for task in self.tasks),
             *((each.label, each.needed_resources) for router in (self, *self._routers) for each in router.arounds),
         ]
         found = resources.mistakes(self.resources, needing, app=type(self))
         for what, form, each in called:
             found += around.mistakes_of_calls(what, form, each.around)
+        of_calls = {resource.gives: resource.label for resource in self.resources if resource.scope == "call"}
+        found += [
+            f"task {task.name!r}: {of_calls[wanted]} is opened for each call, and a task runs as long as its worker: "
+            "open it inside of the task"
+            for task in self.tasks
+            for wanted in task.needs.values()
+            if wanted in of_calls
+        ]
         return found
 
     def _examined(self) -> Examined:

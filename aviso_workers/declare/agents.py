@@ -218,12 +218,17 @@ class Agent(Generic[P, R]):
             raise DeclarationError(f"agent {self.name!r}: {problem}")
 
 
-class Task(Struct, frozen=True, kw_only=True):
-    """A long-running coroutine function that a worker runs beside its agents and starts again when it raises."""
+class Task:
+    """A long-running async function that a worker runs beside its agents and starts again when it raises."""
 
-    name: str
-    function: Callable[[Any], Coroutine[Any, Any, None]]
-    """Called with the app."""
+    def __init__(self, function: Callable[..., Coroutine[Any, Any, None]], *, name: str) -> None:
+        if not inspect.iscoroutinefunction(function):
+            raise DeclarationError(f"task {name!r}: must be an async function")
+        self.function = function
+        self.name = name
+        self.needs: Mapping[str, Any] = resources.needs_of(f"task {name!r}", function)
+        """By argument, the type of the resource that gives it."""
+        self.around: Sequence[Resource] = ()
 
 
 class Declared(Protocol):
@@ -376,16 +381,14 @@ class Router:
         _check_text("cron", "expression", expression, 'text of five fields, as in @app.cron("0 6 * * *")')
         return self._timer(lambda: timers.cron(expression, timezone), leader=leader, catch_up=catch_up, name=name)
 
-    def task(self, function: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], Coroutine[Any, Any, None]]:
-        """Declare a task: an async function of one argument, the app, that runs as long as the worker does. If it
-        raises, it is started again.
+    def task(self, function: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, Coroutine[Any, Any, None]]:
+        """Declare a task: an async function that runs as long as the worker does. If it raises, it is started again.
+
+        It may take resources, and the app as an argument that is annotated `App`. Raises `DeclarationError`.
         """
         if not callable(function):
             raise DeclarationError(f"task: must be an async function below @app.task, found {function!r:.100}")
-        name = check_name("task", getattr(function, "__name__", ""))
-        if not inspect.iscoroutinefunction(function):
-            raise DeclarationError(f"task {name!r}: must be an async function")
-        self._add_task(Task(name=name, function=function))
+        self._add_task(Task(function, name=check_name("task", getattr(function, "__name__", ""))))
         return function
 
     @overload

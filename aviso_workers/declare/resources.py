@@ -178,7 +178,7 @@ def mistakes(
 
     `needing` is who needs something, and what.
     """
-    given = {resource.gives for resource in resources} | {app}
+    given = {resource.gives for resource in resources} | set(app.__mro__)
     of_calls = {resource.gives for resource in resources if resource.scope == "call"}
     known = sorted(spelled(resource.gives) for resource in resources)
     everybody = [

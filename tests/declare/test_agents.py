@@ -510,6 +510,18 @@ class TestATask:
 
         assert [(task.name, task.function) for task in router.tasks] == [("tail", tail)]
 
+    def test_may_take_nothing(self, router: Router) -> None:
+        @router.task
+        async def tail() -> None: ...
+
+        assert [task.needs for task in router.tasks] == [{}]
+
+    def test_is_refused_where_an_argument_says_no_type(self, router: Router) -> None:
+        async def tail(app) -> None: ...  # type: ignore[no-untyped-def]
+
+        with pytest.raises(DeclarationError, match="task 'tail': annotate app with the type that a resource gives"):
+            router.task(tail)
+
     def test_is_refused_where_it_is_synchronous(self, router: Router) -> None:
         def tail(app: App) -> None: ...
 
