@@ -428,6 +428,7 @@ class Router:
         identifier: Mapping[str, Mapping[str, Any]] | None = None,
         payload: Mapping[str, Any] | None = None,
         storage_policy: Mapping[str, Any] | None = None,
+        latest_only: bool = False,
         base: str | None = None,
     ) -> None:
         """Declare an event type, as an entry of `notification_schema` does in a configuration file.
@@ -440,7 +441,10 @@ class Router:
         - `identifier`: a rule for each field, such as `{"step": {"type": "IntHandler", "range": [0, 360], "required":
           True}}`. A field of the key without a rule may be any text (StringHandler).
         - `payload`: `{"required": True}` if each notification must have a payload.
-        - `storage_policy`: what the stream keeps, such as `{"allow_duplicates": True, "retention_time": "30d"}`.
+        - `latest_only`: keep only the newest notification of each subject, as Aviso does for an event type of a file
+          that says nothing else. A newer one then removes an older one, also before an agent has handled that. Default:
+          the stream keeps every notification.
+        - `storage_policy`: what limits the stream, such as `{"retention_time": "30d", "max_size": "2Gi"}`.
 
         `App.mistakes` lists what is wrong with it, with the file and line of this call, and also an event type that the
         configuration's file or another declaration describes differently. Raises `DeclarationError` for what no file
@@ -453,6 +457,7 @@ class Router:
             identifier=identifier,
             payload=payload,
             storage_policy=storage_policy,
+            latest_only=latest_only,
             base=base,
             owner=f"{type(self).__name__} {self.name!r}",
             call=caller,
