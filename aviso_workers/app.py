@@ -15,7 +15,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
@@ -32,9 +32,19 @@ from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, completed, examine
 from aviso_workers.config.documents import Node
 from aviso_workers.declare import around, outputs, resources
-from aviso_workers.declare.agents import Agent, Router, Task, check_filter, check_name, included, is_at_prompt
+from aviso_workers.declare.agents import (
+    Agent,
+    Declaration,
+    Router,
+    Task,
+    check_filter,
+    check_name,
+    included,
+    is_at_prompt,
+)
 from aviso_workers.declare.around import Around
-from aviso_workers.declare.resources import Needing
+from aviso_workers.declare.resources import Needing, Resource
+from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.windows import Window
 from aviso_workers.engine import portal
@@ -150,7 +160,7 @@ class App(Router):
         return self._session.runs if self._session else {}
 
     def include(self, router: Router, *, prefix: str = "", config: Mapping[str, Any] | None = None) -> None:
-        """Add all that a router declares. With a `prefix`, its names begin with that and `_`.
+        """Add all that a router declares, before or after this. With a `prefix`, its names begin with that and `_`.
 
         `config` has settings for the router, with the keys of `workers.agents.<router>`; the configuration's values
         have precedence. Raises `DeclarationError` where a name is taken.
@@ -163,21 +173,29 @@ class App(Router):
                 raise DeclarationError(f"router {router.name!r} has its settings already: give config= once")
             self._given[router.name] = dict(config)
         begin = f"{prefix}_" if prefix else ""
-        for agent in router.agents:
-            renamed = _renamed(agent, begin)
-            self._add_agent(renamed, again=again)
-            self._included[renamed.name] = router, agent.name
-        for timer in router.timers:
-            self._add_timer(_renamed(timer, begin), again=again)
-        for task in router.tasks:
-            self._add_task(_renamed(task, begin), again=again)
-        for name, table in router.tables.items():
-            self._add_table(begin + name, table, again=again)
-        for resource in router.resources:
-            self._add_resource(resource, again=again)
-        for name, entry in router.event_types:
-            self._add_event_type(name, entry, again=again)
+        take = partial(self._take, router, begin)
+        for declared in router.declarations():
+            take(declared, again=again)
+        router.tell(take, of=(self, begin))
         self._routers = [known for known in self._routers if not (again and known.name == router.name)] + [router]
+
+    def _take(self, router: Router, begin: str, declared: Declaration, *, again: bool) -> None:
+        """Add what an included router has declared."""
+        match declared:
+            case Agent():
+                renamed = _renamed(declared, begin)
+                self._add_agent(renamed, again=again)
+                self._included[renamed.name] = router, declared.name
+            case Timer():
+                self._add_timer(_renamed(declared, begin), again=again)
+            case Task():
+                self._add_task(_renamed(declared, begin), again=again)
+            case Resource():
+                self._add_resource(declared, again=again)
+            case (name, (Table() | Counter()) as table):
+                self._add_table(begin + name, table, again=again)
+            case (name, Node() as entry):
+                self._add_event_type(name, entry, again=again)
 
     def settings(self, router: Router) -> Any:
         """Return a router's settings, as its settings Struct.

@@ -122,6 +122,9 @@ class Agent(Generic[P, R]):
         self.where = dict(where)
         self.policy = policy
         self.classifiers: list[tuple[type[Exception], Classifier]] = []
+        """Shared by the declarations of one function, and by its copies with a prefix."""
+        self.declaration = object()
+        """Shared by the copies of one declaration."""
         self.yields = inspect.isasyncgenfunction(function)
         self.in_thread = not (inspect.iscoroutinefunction(function) or self.yields)
         self.can_be_cancelled = not self.in_thread
@@ -157,7 +160,8 @@ class Agent(Generic[P, R]):
         - `Ack`: the notification is acked although the handler failed, which is logged.
         - None: no answer.
 
-        The functions whose types fit are asked in turn until one answers. If none does, the notification is tried again
+        The functions whose types fit are asked in turn until one answers. They hold for every agent that the function
+        was declared as. If none answers, the notification is tried again
         as `retry` says. They are not asked about a `Retry` or `Reject` of the handler.
 
         Raises `DeclarationError`.
@@ -167,7 +171,7 @@ class Agent(Generic[P, R]):
         def declare(classify: Classifier) -> Classifier:
             _check_classifier(self.name, classify)
             known = [(kind, each) for kind, each in self.classifiers if not _is_again(each, classify, by_name=True)]
-            self.classifiers = [*known, *((kind, classify) for kind in kinds)]
+            self.classifiers[:] = [*known, *((kind, classify) for kind in kinds)]
             return classify
 
         return declare
@@ -242,6 +246,14 @@ class Declared(Protocol):
 
 
 D = TypeVar("D", bound=Declared)
+Declaration = Agent[Any, Any] | Timer[Any, Any] | Task | Resource | tuple[str, Table[Any] | Counter] | tuple[str, Node]
+"""What a router has: some have a name that is not their own."""
+
+
+class Taker(Protocol):
+    """Adds a declaration to an app; `again` lets it take the place of one of the same name."""
+
+    def __call__(self, declared: Declaration, *, again: bool) -> None: ...
 
 
 class Router:
@@ -265,6 +277,8 @@ class Router:
         self.event_types: list[tuple[str, Node]] = []
         """By name, each as an entry of `notification_schema`."""
         self.arounds: list[Around] = []
+        self._takers: dict[object, Taker] = {}
+        """By app and prefix, what adds a declaration to an app that includes the router."""
 
     def agent(
         self,
@@ -314,7 +328,7 @@ class Router:
           instead of `T`. A body for which it raises becomes a dead letter.
 
         A function may be declared again, for another event type or on another router. Each declaration is an agent of
-        its own, with a consumer, a name and a policy.
+        its own, with a consumer, a name and a policy. What `on_error` of one of them declares holds for all.
 
         Raises `DeclarationError`.
         """
@@ -338,6 +352,8 @@ class Router:
                 singleton=singleton,
             )
             agent = Agent(itself, event_type=event_type, where=filtered, name=name, policy=policy, decode=decode)
+            if isinstance(function, Agent):
+                agent.classifiers = function.classifiers
             self._add_agent(agent)
             return agent
 
@@ -467,11 +483,13 @@ class Router:
     def _add_event_type(self, name: str, entry: Node, *, again: bool) -> None:
         known = [each for each in self.event_types if not (again and each[0] == name)]
         self.event_types = [*known, (name, entry)]
+        self._tell((name, entry), again=again)
 
     def _add_table(self, name: str, table: Table[Any] | Counter, *, again: bool) -> None:
         if name in self.tables and not again:
             raise self._twice("table", name)
         self.tables[name] = table
+        self._tell((name, table), again=again)
 
     @overload
     def resource(self, function: Callable[P, R], /) -> Callable[P, R]: ...
@@ -543,6 +561,7 @@ class Router:
                     f"{resources.spelled(resource.gives)}: let one of them give a type of its own, such as a NewType"
                 )
         self.resources = [*others, resource]
+        self._tell(resource, again=again)
 
     def _add_around(self, declared: Around) -> None:
         for place, known in enumerate(self.arounds):
@@ -568,12 +587,34 @@ class Router:
 
     def _add_timer(self, timer: Timer[Any, Any], *, again: bool = False) -> None:
         self._add("timer", self.timers, timer, again=again)
+        self._tell(timer, again=again)
 
     def _add_agent(self, agent: Agent[Any, Any], *, again: bool = False) -> None:
         self._add("agent", self.agents, agent, again=again)
+        self._tell(agent, again=again)
 
     def _add_task(self, task: Task, *, again: bool = False) -> None:
         self._add("task", self.tasks, task, again=again)
+        self._tell(task, again=again)
+
+    def declarations(self) -> list[Declaration]:
+        """Return all that the router has, but for what runs around its agents."""
+        return [
+            *self.agents,
+            *self.timers,
+            *self.tasks,
+            *self.tables.items(),
+            *self.resources,
+            *self.event_types,
+        ]
+
+    def tell(self, taker: Taker, *, of: object) -> None:
+        """Hand what is declared from now on to the taker as well. `of` says whose it is: each has one."""
+        self._takers[of] = taker
+
+    def _tell(self, declared: Declaration, *, again: bool) -> None:
+        for taker in self._takers.values():
+            taker(declared, again=again)
 
     def _add(self, kind: str, known: list[D], declared: D, *, again: bool) -> None:
         for place, each in enumerate(known):
@@ -675,7 +716,7 @@ def durable_name(app: str, agent: str) -> str:
 def included(agent: Agent[Any, Any], agents: Sequence[Agent[Any, Any]]) -> Agent[Any, Any] | None:
     """Return the one of an app's agents that was declared as this one, and may have a prefix now; None where there is
     none, or several."""
-    same = [each for each in agents if each.classifiers is agent.classifiers]  # one that was renamed shares them
+    same = [each for each in agents if each.declaration is agent.declaration]
     return same[0] if len(same) == 1 else None
 
 
