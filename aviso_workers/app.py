@@ -26,6 +26,7 @@ from anyio.from_thread import BlockingPortal
 
 from aviso_workers import event_loops
 from aviso_workers.aviso import positions, schema, topics, typed_identifiers
+from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.backends import KeyValue, Opening, open_backend
@@ -67,12 +68,13 @@ if TYPE_CHECKING:
 __all__ = ["App"]
 
 A = TypeVar("A")
+S = TypeVar("S")
 D = TypeVar("D", Agent[Any, Any], Timer[Any, Any], Task)
 
 METRIC = re.compile(r"(?!aviso_worker_)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
-class App(Router):
+class App(Router[Any]):
     """An application: agents and what else a router declares, the routers that it includes, and a configuration.
 
     `name` is part of every agent's durable consumer: two apps of the same name share the work. `config` is a path,
@@ -197,15 +199,16 @@ class App(Router):
             case (name, Node() as entry):
                 self._add_event_type(name, entry, again=again)
 
-    def settings(self, router: Router) -> Any:
+    def settings(self, router: Router[S]) -> S:
         """Return a router's settings, as its settings Struct.
 
         They are those that it was included with; values that the configuration has under `workers.agents.<name>` have
         precedence. Raises `ConfigError`.
         """
-        return self._settings(router, self.config)
+        settings: S = self._settings(router, self.config)
+        return settings
 
-    def _settings(self, router: Router, config: Config) -> Any:
+    def _settings(self, router: Router[Any], config: Config) -> Any:
         sections = config.workers.agents
         # A variable of the environment cannot spell the '-' of a name.
         name = next((each for each in (router.name, _as_variable(router.name)) if each in sections), router.name)
@@ -340,17 +343,18 @@ class App(Router):
         payload: Any = None,
         *,
         message_id: str | None = None,
-        ttl: int | None = None,
+        ttl: AnyDuration | None = None,
         deliver_at: datetime | None = None,
-        deliver_after: float | None = None,
+        deliver_after: AnyDuration | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Receipt:
         """Publish one notification and wait until it is stored, or until it is kept for later.
 
         With a `message_id` of your own, a repeat within the stream's duplicate window (2 minutes unless configured)
-        is recognised and stored once. With a `ttl`, in seconds, the stream forgets it after that time: see
-        `Notify.ttl`. With `deliver_at`, a datetime with a time zone, or `deliver_after`, in seconds, it waits on the
-        server until then, and a worker of any app stores it. One that waits can be cancelled, and gives way to another
+        is recognised and stored once. With a `ttl`, the stream forgets it after that time: see
+        `Notify.ttl`. With `deliver_at`, a datetime with a time zone, or `deliver_after`, a time from now, it waits on
+        the server until then, and a worker of any app stores it. A duration is a number of seconds, a text such as
+        `10m`, or a timedelta. One that waits can be cancelled, and gives way to another
         that is to be delivered later under its message id. `headers` are those of its message: see `Notify.headers`.
 
         Raises `InvalidNotificationError` before anything is sent, `BackendError` when it could not be stored.
@@ -365,9 +369,9 @@ class App(Router):
         payload: Any = None,
         *,
         message_id: str | None = None,
-        ttl: int | None = None,
+        ttl: AnyDuration | None = None,
         deliver_at: datetime | None = None,
-        deliver_after: float | None = None,
+        deliver_after: AnyDuration | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Receipt:
         """Do what `notify` does, from code without an event loop: a view, a script, a thread.

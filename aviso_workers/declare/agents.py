@@ -14,12 +14,14 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapp
 from datetime import datetime
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
-from types import FrameType, NoneType
+from types import FrameType, NoneType, UnionType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from msgspec import Struct
+from typing_extensions import TypeVar as DefaultTypeVar
 
-from aviso_workers.aviso import payloads, positions, typed_identifiers
+from aviso_workers.aviso import literals, payloads, positions, typed_identifiers
+from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.config.documents import Node
 from aviso_workers.declare import around, event_types, resources, timers
@@ -29,7 +31,7 @@ from aviso_workers.declare.resources import Resource, Scope
 from aviso_workers.declare.retry import LONGEST_DELAY_SECONDS, Backoff
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Schedule, Timer
-from aviso_workers.declare.verdicts import Classifier, Reject, Retry
+from aviso_workers.declare.verdicts import Ack, Classifier, Reject, Retry
 from aviso_workers.declare.windows import State, Window, Windowing
 from aviso_workers.errors import DeclarationError, InvalidPositionError
 
@@ -48,6 +50,12 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+S = DefaultTypeVar("S", default=Any)
+E1 = TypeVar("E1", bound=Exception)
+E2 = TypeVar("E2", bound=Exception)
+E3 = TypeVar("E3", bound=Exception)
+Classifying = Callable[[T], Retry | Reject | Ack | None]
+"""A function of `on_error`, by the exceptions that it takes."""
 Yields = AsyncIterator[None]
 A = TypeVar(
     "A",
@@ -151,7 +159,23 @@ class Agent(Generic[P, R]):
             )
         self.__doc__ = function.__doc__
 
-    def on_error(self, *kinds: type[Exception]) -> Callable[[Classifier], Classifier]:
+    @overload
+    def on_error(self, kind: type[E1], /) -> Callable[[Classifying[E1]], Classifying[E1]]: ...
+
+    @overload
+    def on_error(
+        self, kind: type[E1], other: type[E2], /
+    ) -> Callable[[Classifying[E1 | E2]], Classifying[E1 | E2]]: ...
+
+    @overload
+    def on_error(
+        self, kind: type[E1], other: type[E2], third: type[E3], /
+    ) -> Callable[[Classifying[E1 | E2 | E3]], Classifying[E1 | E2 | E3]]: ...
+
+    @overload
+    def on_error(self, *kinds: type[Exception]) -> Callable[[Classifying[Any]], Classifying[Any]]: ...
+
+    def on_error(self, *kinds: type[Exception]) -> Callable[[Classifying[Any]], Classifying[Any]]:
         """Declare a function that says what to do about exceptions of these types.
 
         It is given the exception and returns an answer:
@@ -168,7 +192,7 @@ class Agent(Generic[P, R]):
         """
         _check_kinds(self.name, kinds)
 
-        def declare(classify: Classifier) -> Classifier:
+        def declare(classify: Classifying[Any]) -> Classifying[Any]:
             _check_classifier(self.name, classify)
             known = [(kind, each) for kind, each in self.classifiers if not _is_again(each, classify, by_name=True)]
             self.classifiers[:] = [*known, *((kind, classify) for kind in kinds)]
@@ -256,7 +280,7 @@ class Taker(Protocol):
     def __call__(self, declared: Declaration, *, again: bool) -> None: ...
 
 
-class Router:
+class Router(Generic[S]):
     """A group of agents, timers, tasks, tables, resources, event types, and functions that run around agents.
 
     An app includes it. `settings` is the msgspec Struct of the group's settings, which the configuration has under
@@ -266,7 +290,7 @@ class Router:
     _kind = "router"
     """What an error calls it."""
 
-    def __init__(self, name: str, *, settings: type[Struct] | None = None) -> None:
+    def __init__(self, name: str, *, settings: type[S] | None = None) -> None:
         self.name = check_name(self._kind, name)
         self.settings_type = settings
         self.agents: list[Agent[Any, Any]] = []
@@ -288,8 +312,8 @@ class Router:
         name: str | None = None,
         concurrency: int = 1,
         retry: Backoff | None = None,
-        ack_wait: float = 20.0,
-        timeout: float | None = None,
+        ack_wait: AnyDuration = 20.0,
+        timeout: AnyDuration | None = None,
         rate_limit: float | None = None,
         order_by: Sequence[str] = (),
         batch: Batching | None = None,
@@ -302,7 +326,7 @@ class Router:
 
         The function's first argument is annotated `Notification[T]`, `Batch[T]`, `Stream[T]` or `Window[A]`. `T` is the
         type of the payload. A second type, as in `Notification[T, K]`, is that of `notification.key`. A plain function
-        runs in a thread. All times are in seconds.
+        runs in a thread. A duration is a number of seconds, a text such as `30s`, or a timedelta.
 
         - `where`: a value, a list of values, or one constraint such as `{"gte": 24}` for each identifier field to
           filter by. Default: all notifications.
@@ -341,8 +365,8 @@ class Router:
             policy = Policy(
                 concurrency=concurrency,
                 retry=Backoff() if retry is None else retry,
-                ack_wait=ack_wait,
-                timeout=timeout,
+                ack_wait=_seconds(name or _name_of(itself), "ack_wait", ack_wait),
+                timeout=None if timeout is None else _seconds(name or _name_of(itself), "timeout", timeout),
                 rate_limit=rate_limit,
                 order_by=fields,
                 batch=Batching() if batch is None else batch,
@@ -360,10 +384,10 @@ class Router:
         return declare
 
     def every(
-        self, interval: str, *, leader: bool = False, catch_up: bool = False, name: str | None = None
+        self, interval: AnyDuration, *, leader: bool = False, catch_up: bool = False, name: str | None = None
     ) -> Callable[[Callable[P, R]], Timer[P, R]]:
         """Declare a timer: the function is run by every worker at whole multiples of an interval such as `30s`, `5m` or
-        `1h`, counted from 1970 UTC.
+        `1h`, counted from 1970 UTC. It may also be a whole number of seconds or a timedelta.
 
         The function is async. It may take a `Tick`, and resources.
 
@@ -375,7 +399,10 @@ class Router:
 
         A tick that raises is not run again. Raises `DeclarationError`.
         """
-        _check_text("every", "interval", interval, 'text with a unit, as in @app.every("30s")')
+        if callable(interval):
+            raise DeclarationError(
+                f'every: interval must be a duration, as in @app.every("30s"), found {interval!r:.100}'
+            )
         return self._timer(lambda: timers.every(interval), leader=leader, catch_up=catch_up, name=name)
 
     def cron(
@@ -412,6 +439,11 @@ class Router:
 
     @overload
     def table(self, name: str, type: type[T], *, history: int = 1, cached: bool = False) -> Table[T | None]: ...
+
+    @overload  # for what a type checker sees no class in, such as `int | None`
+    def table(
+        self, name: str, type: UnionType, *, default: Any = None, history: int = 1, cached: bool = False
+    ) -> Table[Any]: ...
 
     def table(self, name: str, type: Any, *, default: Any = None, history: int = 1, cached: bool = False) -> Table[Any]:
         """Declare a table: values of one type by key, in a bucket that all workers of the app share.
@@ -696,6 +728,13 @@ def _check_classifier(agent: str, classify: object) -> None:
         signature.bind(ValueError())
     except TypeError as error:
         raise DeclarationError(f"{wanted}, and nothing else; found {classify!r:.100}{signature}") from error
+
+
+def _seconds(name: str, argument: str, duration: object) -> float:
+    try:
+        return literals.seconds_of(duration)
+    except ValueError as error:
+        raise DeclarationError(f"agent {name!r:.100}: {argument}=: {error}") from error
 
 
 def _start(name: str, start: int | str | datetime) -> str:

@@ -83,6 +83,7 @@ class Delete(Enum):
 
 DELETE: Final = Delete.DELETE
 """Returned by a function that `Table.update` calls: delete the key."""
+D = TypeVar("D", bound=Delete)
 
 
 class Change(Struct, Generic[T], frozen=True, kw_only=True):
@@ -194,25 +195,26 @@ class Table(Generic[T]):
     async def update(
         self,
         key: str,
-        change: Callable[[T], T | Delete],
+        change: Callable[[T], T | D],
         *,
         once: Notification[Any] | None = None,
         ttl: AnyDuration | None = None,
-    ) -> T | None: ...
+    ) -> T | D: ...
 
     @event_loops.awaited
     async def update(
         self,
         key: str,
-        change: Callable[[T], T | Delete],
+        change: Callable[[T], Any],
         *,
         once: Notification[Any] | None = None,
         ttl: AnyDuration | None = None,
-    ) -> T | None:
+    ) -> Any:
         """Store the value that `change` returns for the present value (or the default), and return it.
 
-        Where `change` returns `DELETE`, the key is deleted, and None is returned. None is not a value: a function that
-        changes a list in place and returns nothing raises `DeclarationError`, and the key stays as it is.
+        Where `change` returns `DELETE`, the key is deleted, and `DELETE` is returned. None is not a value: for a
+        function that changes a list in place and returns nothing, this raises `DeclarationError`, and the key stays as
+        it is.
 
         A key that expires does so at the same time as before, or a second after the update if that is later. With a
         `ttl`, as in `put`, its time begins anew.
@@ -240,10 +242,10 @@ class Table(Generic[T]):
         self,
         kept: KeyValue,
         spelled: str,
-        change: Callable[[T], T | Delete],
+        change: Callable[[T], Any],
         once: Notification[Any] | None,
         ttl_seconds: float | None,
-    ) -> T | None:
+    ) -> Any:
         conflicts = 0
         _, applied_before, turns, _ = self._connection
         # Callers of one process take turns: side by side they would only defeat each other's compare-and-set.
@@ -262,7 +264,7 @@ class Table(Generic[T]):
                 try:
                     ttl = await _left_of_ttl(kept, entry) if ttl_seconds is None else ttl_seconds
                     await self._store(kept, spelled, entry, value, applied, ttl)
-                    return None if value is DELETE else value
+                    return value
                 except ConflictError:  # another process was faster
                     conflicts += 1
                     longest_wait = (anyio.current_time() - began) * 2**conflicts
@@ -341,20 +343,20 @@ class Table(Generic[T]):
     def update_sync(
         self,
         key: str,
-        change: Callable[[T], T | Delete],
+        change: Callable[[T], T | D],
         *,
         once: Notification[Any] | None = None,
         ttl: AnyDuration | None = None,
-    ) -> T | None: ...
+    ) -> T | D: ...
 
     def update_sync(
         self,
         key: str,
-        change: Callable[[T], T | Delete],
+        change: Callable[[T], Any],
         *,
         once: Notification[Any] | None = None,
         ttl: AnyDuration | None = None,
-    ) -> T | None:
+    ) -> Any:
         """Do what `update` does, from a thread without an event loop; `change` is called on the event loop.
 
         Raises `DeclarationError` where an event loop runs in this thread.

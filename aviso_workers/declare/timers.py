@@ -15,7 +15,8 @@ from zoneinfo import ZoneInfo
 from cronsim import CronSim, CronSimError
 from msgspec import Struct
 
-from aviso_workers.aviso.literals import Duration
+from aviso_workers.aviso import literals
+from aviso_workers.aviso.literals import AnyDuration, Duration
 from aviso_workers.aviso.notifications import Notify
 from aviso_workers.declare import resources
 from aviso_workers.declare.resources import Resource
@@ -106,12 +107,14 @@ class Timer(Generic[P, R]):
         return f"<Timer {self.name}>"
 
 
-def every(interval: str) -> Every:
+def every(interval: AnyDuration) -> Every:
     """Return the schedule of an interval such as `10m`. Raises ValueError."""
-    duration = Duration.parse(interval)
-    if not duration:
+    seconds = literals.seconds_of(interval)
+    if not isinstance(seconds, int):
+        raise ValueError(f"the interval must be whole seconds, found {interval!r}")
+    if seconds <= 0:
         raise ValueError("the interval must be longer than 0 seconds")
-    return Every(duration)
+    return Every(Duration(seconds))
 
 
 def cron(expression: str, timezone: str) -> Cron:

@@ -18,6 +18,7 @@ from typing import TypeVar
 import anyio
 from msgspec import Struct, structs
 
+from aviso_workers.aviso import literals
 from aviso_workers.aviso.codec import Message, NotificationWriter, with_headers
 from aviso_workers.aviso.notifications import Notify, Receipt
 from aviso_workers.backends import Backend, Outgoing, OutgoingChunk, PubAck
@@ -278,12 +279,9 @@ class Publisher:
             message = with_headers(wanted.event_type, message, wanted.headers)
         if wanted.ttl is None:
             return spec, message
-        if not (isinstance(wanted.ttl, int) and wanted.ttl >= 1):
-            raise InvalidNotificationError(
-                f"{wanted.event_type}: ttl must be whole seconds from 1, found {wanted.ttl!r}"
-            )
+        ttl = _whole_seconds(wanted.event_type, wanted.ttl)
         self._backend.connection.require_server(2, 11, to="publish with a ttl")
-        headers = {**(message.headers or {}), "Nats-TTL": f"{wanted.ttl}s"}
+        headers = {**(message.headers or {}), "Nats-TTL": f"{ttl}s"}
         return spec, structs.replace(message, headers=headers)
 
     def _ready(self, event_type: str, spec: StreamSpec, message: Message, message_id: str) -> _Prepared:
@@ -460,3 +458,12 @@ def _parts(chunk: OutgoingChunk) -> Iterator[OutgoingChunk]:
         if end - first == CHUNK or size >= CHUNK_BYTES or end == len(chunk):
             yield chunk.part(first, end)
             first, size = end, 0
+
+
+def _whole_seconds(event_type: str, ttl: object) -> int:
+    with suppress(ValueError):
+        if isinstance(seconds := literals.seconds_of(ttl), int) and seconds >= 1:
+            return seconds
+    raise InvalidNotificationError(
+        f'{event_type}: ttl must be a duration of whole seconds from 1, such as 60 or "1m", found {ttl!r:.100}'
+    )

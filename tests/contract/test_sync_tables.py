@@ -44,7 +44,7 @@ async def test_a_plain_function_reads_and_writes(app: App, url: str | None) -> N
         await t.notify("mars", mars(), {})
         await t.settle()
         assert t.outcomes(index) == ["acked"]
-        assert found == [2, 2, [1, 2], [("od", 2), ("rd", 7)], None, [], 3, 3, {"od": 3}]
+        assert found == [2, 2, [1, 2], [("od", 2), ("rd", 7)], DELETE, [], 3, 3, {"od": 3}]
 
 
 async def test_once_counts_once_from_a_thread(app: App, url: str | None) -> None:

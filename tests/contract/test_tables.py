@@ -92,9 +92,9 @@ async def test_an_update_stores_what_the_function_makes_of_the_value(counts: Tab
 
 async def test_an_update_deletes_the_key_where_its_function_says_so(counts: Table[int]) -> None:
     await counts.put("od", 1)
-    assert await counts.update("od", lambda count: DELETE) is None
+    assert await counts.update("od", lambda count: DELETE) is DELETE
     assert await counts.get("od") == 0
-    assert await counts.update("od", lambda count: DELETE) is None
+    assert await counts.update("od", lambda count: DELETE) is DELETE
     assert await counts.update("od", lambda count: count + 5) == 5
 
 
