@@ -412,7 +412,7 @@ class App(Router[Any]):
 
         They are taken from the iterable as they can be sent. Raises as `notify` does, at the first that fails.
         """
-        return await self.session.publisher.notify_many(notifications)
+        return await self.session.publisher.notify_many(_several(notifications))
 
     @event_loops.awaited
     async def notify_together(self, notifications: Iterable[Notify], *, message_id: str | None = None) -> Receipt:
@@ -422,7 +422,7 @@ class App(Router[Any]):
         `notify`, for all together; single ones must have none. Raises as `notify` does;
         `RefusedError` where the server is older than 2.12, or the stream's `allow_atomic` is off.
         """
-        return await self.session.publisher.notify_together(notifications, message_id=message_id)
+        return await self.session.publisher.notify_together(_several(notifications), message_id=message_id)
 
     def check(self, notification: Notify) -> None:
         """Raise `InvalidNotificationError` if `notify` would refuse it before sending. Needs no connection."""
@@ -674,6 +674,14 @@ def _checked(config: Config | str | Path | None) -> Config | str | Path | None:
     if config is None or isinstance(config, Config | str | Path):
         return config
     raise DeclarationError(f"config= must be the path of a file or a loaded Config, found {config!r:.100}")
+
+
+def _several(notifications: Iterable[Notify]) -> Iterable[Notify]:
+    if isinstance(notifications, Notify) or not isinstance(notifications, Iterable):
+        raise InvalidNotificationError(
+            f"notify_many and notify_together take a list of Notify, found {notifications!r:.100}"
+        )
+    return notifications
 
 
 def _key_mistakes(agent: Agent[Any, Any], declared: EventType, where: Where) -> Iterator[str]:

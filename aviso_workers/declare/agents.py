@@ -120,6 +120,7 @@ class Agent(Generic[P, R]):
         policy: Policy,
         decode: Callable[[bytes], Any] | None = None,
     ) -> None:
+        _refuse_declared("agent", function)
         if inspect.isclass(function):
             raise DeclarationError(f"agent of the class {function.__name__}: give an object of it, which is called")
         if not isinstance(function, partial) and not inspect.isroutine(function) and callable(function):
@@ -431,6 +432,7 @@ class Router(Generic[S]):
         """
         if not callable(function):
             raise DeclarationError(f"task: must be an async function below @app.task, found {function!r:.100}")
+        _refuse_declared("task", function)
         self._add_task(Task(function, name=check_name("task", getattr(function, "__name__", ""))))
         return function
 
@@ -606,6 +608,7 @@ class Router(Generic[S]):
         self, schedule: Callable[[], Schedule], *, leader: bool, catch_up: bool, name: str | None
     ) -> Callable[[Callable[P, R]], Timer[P, R]]:
         def declare(function: Callable[P, R]) -> Timer[P, R]:
+            _refuse_declared("timer", function)
             known_as = check_name("timer", name or str(getattr(function, "__name__", "")))
             try:
                 made = schedule()
@@ -666,6 +669,18 @@ def is_at_prompt(module: str = "__main__") -> bool:
     and again: what they declare takes the place of what they declared before.
     """
     return module == "__main__" and hasattr(sys, "ps1")  # which an interactive shell sets, IPython's as well
+
+
+def _refuse_declared(kind: str, function: object) -> None:
+    """Raise `DeclarationError` where a decorator is above another one that has made an agent or timer of the function.
+
+    An agent of an agent is declared again (`Router.agent`), with its function.
+    """
+    if isinstance(function, Agent | Timer):
+        raise DeclarationError(
+            f"{kind} of {function!r}: a function is one of these: declare another function, which may call "
+            f"{function.name}.function"
+        )
 
 
 def _is_called_at_prompt(caller: FrameType) -> bool:

@@ -62,19 +62,36 @@ HEADER_ALLOWANCE = 12 * 1024
 
 def encode(config: Config, wanted: Notify) -> Message:
     """Return the message that a notification is on the wire. Raises `InvalidNotificationError`."""
+    _require_sound(wanted)
     declared = config.notification_schema.get(wanted.event_type)
     if declared is None:
         raise UnknownEventTypeError(wanted.event_type, config.notification_schema)
     if delayed_messages.is_later(wanted):
         delayed_messages.due_of(wanted, now=datetime.now(UTC))
-    _require_printable(wanted.event_type, wanted.message_id)
+    if wanted.ttl is not None:
+        _whole_seconds(wanted.event_type, wanted.ttl)
     message = NotificationWriter(wanted.event_type, declared).message(wanted.identifier, wanted.payload)
     return with_headers(wanted.event_type, message, wanted.headers) if wanted.headers else message
 
 
+def _require_sound(wanted: Notify) -> None:
+    """Raise `InvalidNotificationError` for what is no notification, and as `_require_printable` does."""
+    if not isinstance(wanted, Notify):
+        raise InvalidNotificationError(
+            f"a notification to be published must be a Notify(event_type, identifier, payload), found {wanted!r:.100}"
+        )
+    if not isinstance(wanted.event_type, str):
+        raise InvalidNotificationError(
+            f"the event type of a notification must be text, found {wanted.event_type!r:.100}"
+        )
+    _require_printable(wanted.event_type, wanted.message_id)
+
+
 def _require_printable(event_type: str, message_id: str | None) -> None:
     """Raise `InvalidNotificationError` for a message id that a header would carry as another one."""
-    if message_id and not (message_id.isprintable() and message_id == message_id.strip()):
+    if message_id and not (
+        isinstance(message_id, str) and message_id.isprintable() and message_id == message_id.strip()
+    ):
         raise InvalidNotificationError(
             f"{event_type}: message id {message_id!r:.100}: it must be printable text without spaces at its ends"
         )
@@ -272,7 +289,7 @@ class Publisher:
         Raises `InvalidNotificationError`, `TakenOverError`, `RefusedError` where the server is too old for a ttl.
         """
         singletons.check()
-        _require_printable(wanted.event_type, wanted.message_id)
+        _require_sound(wanted)
         writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
         message = writer.message(wanted.identifier, wanted.payload)
         if wanted.headers:
@@ -298,6 +315,8 @@ class Publisher:
 
     def _as_one(self, wanted: Sequence[Notify], *, message_id: str | None) -> list[_Prepared]:
         """Notifications under ids that belong to all of them. Raises `InvalidNotificationError`."""
+        for each in wanted:
+            _require_sound(each)
         if any(each.message_id is not None for each in wanted):
             raise InvalidNotificationError(
                 "what is stored together has one message_id, so give it to all and not to one"
