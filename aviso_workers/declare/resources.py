@@ -97,8 +97,8 @@ def declare(function: Callable[..., Any], scope: Scope = "worker") -> Resource:
     if inspect.iscoroutinefunction(function) and typing.get_origin(given) in ITERATES:
         (wanted, *_) = (*typing.get_args(given), Any)
         raise DeclarationError(
-            f"resource {name!r}: it is annotated {spelled(given)} and yields nothing: let it yield the {spelled(wanted)}, "
-            f"or return it and annotate it -> {spelled(wanted)}"
+            f"resource {name!r}: it is annotated {spelled(given)} and yields nothing: let it yield the "
+            f"{spelled(wanted)}, or return it and annotate it -> {spelled(wanted)}"
         )
     if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
         gives = typing.get_args(given)[0] if typing.get_origin(given) in ITERATES else None
