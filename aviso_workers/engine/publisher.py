@@ -289,8 +289,12 @@ class Publisher:
         Raises `InvalidNotificationError`, `TakenOverError`, `RefusedError` where the server is too old for a ttl.
         """
         singletons.check()
-        _require_sound(wanted)
-        writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
+        try:
+            _require_printable(wanted.event_type, wanted.message_id)
+            writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
+        except (AttributeError, TypeError):  # here, so that a sound one is not looked at twice
+            _require_sound(wanted)
+            raise
         message = writer.message(wanted.identifier, wanted.payload)
         if wanted.headers:
             message = with_headers(wanted.event_type, message, wanted.headers)
