@@ -478,6 +478,7 @@ class App(Router[Any]):
             async for notification in notifications:
                 yield notification
 
+    @event_loops.awaited
     async def open_windows(self, agent: Callable[Concatenate[Window[A], ...], Any], key: str = "") -> list[Window[A]]:
         """Return the windows of a key that are open now, the oldest first, each with its value so far.
 
@@ -499,6 +500,7 @@ class App(Router[Any]):
             raise DeclarationError(f"agent {declared.name!r} has no windows: it is a function of no Window")
         return await self.session.open_windows(declared, declared.policy.window, key)
 
+    @event_loops.awaited
     async def key_value(self, bucket: str) -> KeyValue:
         """Return a bucket of JetStream KV, created where it is missing. Raises `BackendError`."""
         return await self.session.backend.key_value(bucket)

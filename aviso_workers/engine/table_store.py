@@ -78,12 +78,14 @@ class Tables:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._portal.__aexit__(None, None, None)  # when the calls of threads that are under way are done
-        while self._connected:
-            self._connected.pop().disconnect()
-        # The body's own exception is not the caches' business: it must leave as it is, not in a group.
-        self._keeping.cancel_scope.cancel()
-        await self._keeping.__aexit__(None, None, None)
+        try:
+            await self._portal.__aexit__(None, None, None)  # waits for the calls of threads that are under way
+        finally:
+            while self._connected:
+                self._connected.pop().disconnect()
+            # The body's own exception is not the caches' business: it must leave as it is, not in a group.
+            self._keeping.cancel_scope.cancel()
+            await self._keeping.__aexit__(None, None, None)
 
     def _connect(self, name: str, table: Table[Any] | Counter) -> None:
         patience = self._config.notification_backend.jetstream.publish_deadline_seconds

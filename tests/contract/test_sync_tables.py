@@ -11,7 +11,7 @@ import anyio.to_thread
 import pytest
 
 from aviso_workers import DELETE, App, Backoff, Counter, Notification, Table
-from aviso_workers.errors import DeclarationError
+from aviso_workers.errors import DeclarationError, OutcomeUnknownError
 from aviso_workers.testing import harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -76,6 +76,8 @@ AWAITED: dict[str, Callable[[App, Table[int], Counter], object]] = {
     "notify": lambda app, table, counter: app.notify("plain", {"a": 1, "b": 2}),
     "notify_many": lambda app, table, counter: app.notify_many([]),
     "notify_together": lambda app, table, counter: app.notify_together([]),
+    "open_windows": lambda app, table, counter: app.open_windows(app.agents[0]),
+    "key_value": lambda app, table, counter: app.key_value("bucket"),
     "cancel": lambda app, table, counter: app.cancel("plain", "1"),
 }
 
@@ -158,3 +160,29 @@ async def test_an_app_that_closes_waits_for_the_calls_of_threads(app: App) -> No
         with anyio.fail_after(PATIENCE_SECONDS):
             await begun.wait()
     assert found == [1]
+
+
+async def test_an_app_that_is_cancelled_ends_the_calls_of_threads(app: App) -> None:
+    counts, begun = app.table("counts", int, default=0), anyio.Event()
+    failures: list[BaseException] = []
+
+    async def update() -> None:
+        try:
+            await anyio.to_thread.run_sync(counts.update_sync, "od", lambda count: count + 1)
+        except BaseException as error:
+            failures.append(error)
+
+    async def store(*_: object) -> None:
+        begun.set()
+        await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as tasks:
+        with anyio.CancelScope() as scope:
+            async with app:
+                counts._store = store  # type: ignore[method-assign, assignment]
+                tasks.start_soon(update)
+                await begun.wait()
+                scope.cancel()
+    assert [type(error) for error in failures] == [OutcomeUnknownError]
+    async with app:
+        assert await counts.get("od") == 0
