@@ -17,7 +17,7 @@ import pytest
 from aviso_workers import Ack, App, Backoff, Batch, Notification, Notify, Receipt, Reject, Retry
 from aviso_workers.declare import outputs
 from aviso_workers.testing import Harness, harness
-from tests.contract.settings import mars
+from tests.contract.settings import app_config, mars
 from tests.documented import PROJECT
 
 pytestmark = pytest.mark.anyio
@@ -39,6 +39,11 @@ def later() -> Coroutine[Any, Any, Notify]:
     coroutine = made()
     MADE.append(coroutine)
     return coroutine
+
+
+@pytest.fixture
+def in_memory() -> App:
+    return App("contract", config=app_config("in_memory", ""))
 
 
 @pytest.fixture(autouse=True)
@@ -126,36 +131,36 @@ class TestWhateverIsReturned:
         async with harness(app, server=url) as t:
             assert await outcome(t, derive) == expected
 
-    async def test_by_a_plain_function(self, app: App, shape: str) -> None:
+    async def test_by_a_plain_function(self, in_memory: App, shape: str) -> None:
         make, expected = SHAPES[shape]
         if shape == "a task":
             pytest.skip("a thread has no event loop that could run a task")
 
-        @app.agent("mars", retry=ONCE)
+        @in_memory.agent("mars", retry=ONCE)
         def derive(notification: Notification[Any]) -> Any:
             return make()
 
-        async with harness(app) as t:
+        async with harness(in_memory) as t:
             assert await outcome(t, derive) == expected
 
-    async def test_for_a_batch(self, app: App, shape: str) -> None:
+    async def test_for_a_batch(self, in_memory: App, shape: str) -> None:
         make, expected = SHAPES[shape]
 
-        @app.agent("mars", retry=ONCE)
+        @in_memory.agent("mars", retry=ONCE)
         async def derive(batch: Batch[Any]) -> Any:
             return make()
 
-        async with harness(app) as t:
+        async with harness(in_memory) as t:
             assert await outcome(t, derive) == expected
 
-    async def test_when_it_is_yielded(self, app: App, shape: str) -> None:
+    async def test_when_it_is_yielded(self, in_memory: App, shape: str) -> None:
         make, expected = SHAPES[shape]
 
-        @app.agent("mars", retry=ONCE)
+        @in_memory.agent("mars", retry=ONCE)
         async def derive(notification: Notification[Any]) -> AsyncIterator[Any]:
             yield make()
 
-        async with harness(app) as t:
+        async with harness(in_memory) as t:
             assert await outcome(t, derive) == expected
 
 
@@ -165,18 +170,18 @@ def test_the_documentation_names_every_shape() -> None:
     assert [shape for shape in SHAPES if shape.removeprefix("a ").removeprefix("an ") not in table] == []
 
 
-async def test_the_lazy_output_of_a_plain_function_is_computed_in_its_thread(app: App) -> None:
+async def test_the_lazy_output_of_a_plain_function_is_computed_in_its_thread(in_memory: App) -> None:
     threads: list[bool] = []
 
     def derived(a: int) -> Notify:
         threads.append(threading.current_thread() is threading.main_thread())
         return plain(a)
 
-    @app.agent("mars")
+    @in_memory.agent("mars")
     def derive(notification: Notification[Any]) -> Iterable[Notify]:
         return map(derived, [1, 2])
 
-    async with harness(app) as t:
+    async with harness(in_memory) as t:
         assert await outcome(t, derive) == ["1", "2"]
         assert threads == [False, False]
 
@@ -210,7 +215,7 @@ Some = TypeVar("Some")
         (Callable[[], Notify], "collections.abc.Callable[[], aviso_workers.aviso.notifications.Notify]"),
     ],
 )
-def test_the_annotation_is_judged_by_the_same_rules(app: App, annotation: Any, refused: str) -> None:
+def test_the_annotation_is_judged_by_the_same_rules(in_memory: App, annotation: Any, refused: str) -> None:
     async def derive(notification: Notification[Any]) -> Any: ...
 
     async def derive_each(notification: Notification[Any]) -> Any:
@@ -218,9 +223,9 @@ def test_the_annotation_is_judged_by_the_same_rules(app: App, annotation: Any, r
 
     derive.__annotations__["return"] = annotation
     derive_each.__annotations__["return"] = AsyncIterator[annotation]
-    assert outputs.refused_return(app.agent("mars")(derive)) == refused
-    assert outputs.refused_return(app.agent("mars")(derive_each)) == refused
-    told = [found for found in app.mistakes() if "its annotation says that it returns" in found]
+    assert outputs.refused_return(in_memory.agent("mars")(derive)) == refused
+    assert outputs.refused_return(in_memory.agent("mars")(derive_each)) == refused
+    told = [found for found in in_memory.mistakes() if "its annotation says that it returns" in found]
     assert len(told) == (2 if refused else 0)
 
 
