@@ -32,7 +32,7 @@ from aviso_workers import App
 from aviso_workers.server import NatsServer
 from tests import programs
 from tests.commands import Command
-from tests.documented import PROJECT, lines, texts
+from tests.documented import EVENT_TYPE, PROJECT, lines, texts
 from tests.examples.conftest import EXAMPLES, database, postgres_server
 from tests.ops.test_mirrors import Site
 from tests.waits import PATIENCE_SECONDS
@@ -57,18 +57,7 @@ server: {port: 0, monitoring: {port: 0}, cluster: {port: 0}, leafnodes: {port: 0
 """
 
 
-SCHEMA = """
-notification_schema:
-  mars:
-    topic: {base: mars, key_order: [class, date, step]}
-    identifier:
-      class: {type: StringHandler, required: true}
-      date: {type: DateHandler, canonical_format: "%Y%m%d", required: true}
-      step: {type: IntHandler, range: [0, 360], required: true}
-    storage_policy: {allow_duplicates: true}
-"""
-"""The event type of the tutorial, for pages whose commands read a file."""
-CONFIGURATION = texts("docs/tutorial.md", "yaml")[0] + SCHEMA
+CONFIGURATION = texts("docs/tutorial.md", "yaml")[0] + EVENT_TYPE
 PUBLISH = texts("docs/tutorial.md", "bash")[2].replace(" --app fields:app", "")
 
 
