@@ -35,6 +35,7 @@ from aviso_workers.errors import InvalidNotificationError, LateError, ResourceEr
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.odd_errors import EndlessError, nested
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -216,22 +217,25 @@ async def test_an_exit_of_a_window_lets_it_be_run_again(app: App, url: str | Non
         assert [type(run.error) for run in t.windows(total)] == [SystemExit, type(None)]
 
 
-async def test_an_exit_of_a_timer_or_a_task_is_its_failure(app: App, url: str | None) -> None:
-    starts: list[int] = []
-
+async def test_an_exit_of_a_timer_is_its_failure(app: App, url: str | None) -> None:
     @app.every("1s")
     async def tidy() -> None:
         sys.exit("no room")
 
-    @app.task
-    async def follow(app: App) -> None:
-        starts.append(1)
-        sys.exit("no peer")
-
     async with harness(app, server=url) as t:
-        while len(t.ticks(tidy)) < 2 or len(starts) < 2:
+        while len(t.ticks(tidy)) < 2:
             await t.advance(0.5)
         assert {repr(tick.error) for tick in t.ticks(tidy)} == {"SystemExit('no room')"}
+
+
+async def test_an_exit_of_a_task_is_its_failure(app: App, url: str | None) -> None:
+    @app.task
+    async def follow() -> None:
+        sys.exit("no peer")
+
+    with pytest.raises(SystemExit, match="no peer"):  # the worker goes on, and the harness raises what has failed
+        async with harness(app, server=url):
+            await anyio.sleep(PATIENCE_SECONDS)
 
 
 async def test_an_exit_of_a_resource_says_that_it_cannot_be_opened(app: App, url: str | None) -> None:
