@@ -5,7 +5,7 @@ from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.declare.agents import Agent, Router
 from aviso_workers.declare.batches import Batch, Batching, Stream
 from aviso_workers.declare.retry import Backoff
-from aviso_workers.declare.tables import Change, Counter, Table
+from aviso_workers.declare.tables import DELETE, Change, Counter, Delete, Table
 from aviso_workers.declare.timers import Tick, Timer
 from aviso_workers.declare.verdicts import Ack, Reject, Retry
 from aviso_workers.declare.windows import Window, Windowing
@@ -14,6 +14,7 @@ from aviso_workers.jetstream.key_value import KeyValue
 from aviso_workers.version import __version__
 
 __all__ = [
+    "DELETE",
     "Ack",
     "Agent",
     "App",
@@ -23,6 +24,7 @@ __all__ = [
     "Batching",
     "Change",
     "Counter",
+    "Delete",
     "KeyValue",
     "Notification",
     "Notify",

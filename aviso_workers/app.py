@@ -15,7 +15,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
@@ -24,16 +24,28 @@ import anyio
 import msgspec
 from anyio.from_thread import BlockingPortal
 
+from aviso_workers import event_loops
 from aviso_workers.aviso import positions, schema, topics, typed_identifiers
+from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, completed, examine
 from aviso_workers.config.documents import Node
 from aviso_workers.declare import around, outputs, resources
-from aviso_workers.declare.agents import Agent, Router, check_filter, check_name, included, is_at_prompt
+from aviso_workers.declare.agents import (
+    Agent,
+    Declaration,
+    Router,
+    Task,
+    check_filter,
+    check_name,
+    included,
+    is_at_prompt,
+)
 from aviso_workers.declare.around import Around
-from aviso_workers.declare.resources import Needing
+from aviso_workers.declare.resources import Needing, Resource
+from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.windows import Window
 from aviso_workers.engine import portal
@@ -56,12 +68,13 @@ if TYPE_CHECKING:
 __all__ = ["App"]
 
 A = TypeVar("A")
-D = TypeVar("D", Agent[Any, Any], Timer[Any, Any])
+S = TypeVar("S")
+D = TypeVar("D", Agent[Any, Any], Timer[Any, Any], Task)
 
 METRIC = re.compile(r"(?!aviso_worker_)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
-class App(Router):
+class App(Router[Any]):
     """An application: agents and what else a router declares, the routers that it includes, and a configuration.
 
     `name` is part of every agent's durable consumer: two apps of the same name share the work. `config` is a path,
@@ -128,7 +141,7 @@ class App(Router):
         """
         if self._session is None:
             raise DeclarationError(f"app {self.name!r} is not connected: use it inside `async with app:`")
-        if portal.running_loop() not in (None, self._loop):
+        if event_loops.running_loop() not in (None, self._loop):
             raise DeclarationError(
                 f"app {self.name!r} is connected in another event loop: from this one, "
                 "`await asyncio.to_thread(app.notify_sync, ...)` publishes"
@@ -149,7 +162,7 @@ class App(Router):
         return self._session.runs if self._session else {}
 
     def include(self, router: Router, *, prefix: str = "", config: Mapping[str, Any] | None = None) -> None:
-        """Add all that a router declares. With a `prefix`, its names begin with that and `_`.
+        """Add all that a router declares, before or after this. With a `prefix`, its names begin with that and `_`.
 
         `config` has settings for the router, with the keys of `workers.agents.<router>`; the configuration's values
         have precedence. Raises `DeclarationError` where a name is taken.
@@ -162,31 +175,40 @@ class App(Router):
                 raise DeclarationError(f"router {router.name!r} has its settings already: give config= once")
             self._given[router.name] = dict(config)
         begin = f"{prefix}_" if prefix else ""
-        for agent in router.agents:
-            renamed = _renamed(agent, begin)
-            self._add_agent(renamed, again=again)
-            self._included[renamed.name] = router, agent.name
-        for timer in router.timers:
-            self._add_timer(_renamed(timer, begin), again=again)
-        for task in router.tasks:
-            self._add_task(msgspec.structs.replace(task, name=begin + task.name), again=again)
-        for name, table in router.tables.items():
-            self._add_table(begin + name, table, again=again)
-        for resource in router.resources:
-            self._add_resource(resource, again=again)
-        for name, entry in router.event_types:
-            self._add_event_type(name, entry, again=again)
+        take = partial(self._take, router, begin)
+        for declared in router.declarations():
+            take(declared, again=again)
+        router.tell(take, of=(self, begin))
         self._routers = [known for known in self._routers if not (again and known.name == router.name)] + [router]
 
-    def settings(self, router: Router) -> Any:
+    def _take(self, router: Router, begin: str, declared: Declaration, *, again: bool) -> None:
+        """Add what an included router has declared."""
+        match declared:
+            case Agent():
+                renamed = _renamed(declared, begin)
+                self._add_agent(renamed, again=again)
+                self._included[renamed.name] = router, declared.name
+            case Timer():
+                self._add_timer(_renamed(declared, begin), again=again)
+            case Task():
+                self._add_task(_renamed(declared, begin), again=again)
+            case Resource():
+                self._add_resource(declared, again=again)
+            case (name, (Table() | Counter()) as table):
+                self._add_table(begin + name, table, again=again)
+            case (name, Node() as entry):
+                self._add_event_type(name, entry, again=again)
+
+    def settings(self, router: Router[S]) -> S:
         """Return a router's settings, as its settings Struct.
 
         They are those that it was included with; values that the configuration has under `workers.agents.<name>` have
         precedence. Raises `ConfigError`.
         """
-        return self._settings(router, self.config)
+        settings: S = self._settings(router, self.config)
+        return settings
 
-    def _settings(self, router: Router, config: Config) -> Any:
+    def _settings(self, router: Router[Any], config: Config) -> Any:
         sections = config.workers.agents
         # A variable of the environment cannot spell the '-' of a name.
         name = next((each for each in (router.name, _as_variable(router.name)) if each in sections), router.name)
@@ -215,6 +237,11 @@ class App(Router):
         event_types = examined.config.notification_schema
         found = list(examined.mistakes)
         for agent in self.agents:
+            if refused := outputs.refused_return(agent):
+                found.append(
+                    f"agent {agent.name!r}: its annotation says that it returns {refused}, which fails each call: "
+                    f"{outputs.CURE}, and annotate that"
+                )
             if agent.event_type in examined.unclear:
                 continue
             if agent.event_type not in event_types:
@@ -252,11 +279,20 @@ class App(Router):
         ]
         needing = [
             *((what, each.needs) for what, _, each in called),
+            *((f"task {task.name!r}", task.needs) for task in self.tasks),
             *((each.label, each.needed_resources) for router in (self, *self._routers) for each in router.arounds),
         ]
         found = resources.mistakes(self.resources, needing, app=type(self))
         for what, form, each in called:
             found += around.mistakes_of_calls(what, form, each.around)
+        of_calls = {resource.gives: resource.label for resource in self.resources if resource.scope == "call"}
+        found += [
+            f"task {task.name!r}: {of_calls[wanted]} is opened for each call, and a task runs as long as its worker: "
+            "open it inside of the task"
+            for task in self.tasks
+            for wanted in task.needs.values()
+            if wanted in of_calls
+        ]
         return found
 
     def _examined(self) -> Examined:
@@ -282,20 +318,10 @@ class App(Router):
     def warnings(self) -> list[str]:
         """Return a sentence for each thing that is not a mistake and may be meant otherwise.
 
-        These are the warnings of the configuration, the agents that return a value with which nothing is done, and the
-        agents whose stream keeps only the newest notification of a subject although `allow_duplicates` is not set.
+        These are the warnings of the configuration, and the agents whose stream keeps only the newest notification of
+        a subject although `allow_duplicates` is not set.
         """
-        ignored = {agent.name: outputs.ignored_return(agent) for agent in self.agents}
-        return [
-            *self.config.warnings,
-            *(
-                f"agent {name!r}: nothing is done with the {returned} that it returns. What an agent returns is "
-                "published where it is a Notify or a list of them; annotate it to return None, or publish it"
-                for name, returned in ignored.items()
-                if returned
-            ),
-            *self._undecided(),
-        ]
+        return [*self.config.warnings, *self._undecided()]
 
     def _undecided(self) -> Iterator[str]:
         if self.config.notification_backend.kind != "jetstream":
@@ -309,6 +335,7 @@ class App(Router):
                     "counts, or false where the newest is enough"
                 )
 
+    @event_loops.awaited
     async def notify(
         self,
         event_type: str,
@@ -316,17 +343,18 @@ class App(Router):
         payload: Any = None,
         *,
         message_id: str | None = None,
-        ttl: int | None = None,
+        ttl: AnyDuration | None = None,
         deliver_at: datetime | None = None,
-        deliver_after: float | None = None,
+        deliver_after: AnyDuration | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Receipt:
         """Publish one notification and wait until it is stored, or until it is kept for later.
 
         With a `message_id` of your own, a repeat within the stream's duplicate window (2 minutes unless configured)
-        is recognised and stored once. With a `ttl`, in seconds, the stream forgets it after that time: see
-        `Notify.ttl`. With `deliver_at`, a datetime with a time zone, or `deliver_after`, in seconds, it waits on the
-        server until then, and a worker of any app stores it. One that waits can be cancelled, and gives way to another
+        is recognised and stored once. With a `ttl`, the stream forgets it after that time: see
+        `Notify.ttl`. With `deliver_at`, a datetime with a time zone, or `deliver_after`, a time from now, it waits on
+        the server until then, and a worker of any app stores it. A duration is a number of seconds, a text such as
+        `10m`, or a timedelta. One that waits can be cancelled, and gives way to another
         that is to be delivered later under its message id. `headers` are those of its message: see `Notify.headers`.
 
         Raises `InvalidNotificationError` before anything is sent, `BackendError` when it could not be stored.
@@ -341,9 +369,9 @@ class App(Router):
         payload: Any = None,
         *,
         message_id: str | None = None,
-        ttl: int | None = None,
+        ttl: AnyDuration | None = None,
         deliver_at: datetime | None = None,
-        deliver_after: float | None = None,
+        deliver_after: AnyDuration | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Receipt:
         """Do what `notify` does, from code without an event loop: a view, a script, a thread.
@@ -357,19 +385,20 @@ class App(Router):
         Raises as `notify` does, also where no connection can be made; `ConfigError`; `DeclarationError` where an event
         loop runs in this thread, which waiting would stop.
         """
-        if (running := portal.running_loop()) is not None:
+        if (running := event_loops.running_loop()) is not None:
             instead = "app.notify(...)" if self._loop in (None, running) else "asyncio.to_thread(app.notify_sync, ...)"
             raise DeclarationError(f"notify_sync would stop the event loop that runs here: `await {instead}` instead")
         wanted = Notify(event_type, identifier, payload, message_id, ttl, deliver_at, deliver_after, headers)
         config, opening, session, ours = self.config, self._opening, self._session, self._portal
         if session is not None and ours is not None and ours[1] == os.getpid():
-            return portal.call(ours[0], session.publisher.notify, wanted)
+            return event_loops.call(ours[0], session.publisher.notify, wanted)
         kept = portal.of_process()
         session = kept.session(
             (self, id(config)), lambda: open_session(app=self.name, config=config, events=Events(), opening=opening)
         )
-        return portal.call(kept.blocking, session.publisher.notify, wanted)
+        return event_loops.call(kept.blocking, session.publisher.notify, wanted)
 
+    @event_loops.awaited
     async def cancel(self, event_type: str, message_id: str) -> bool:
         """Remove a notification that waits to be delivered; return False where none waits under this message id.
 
@@ -377,13 +406,15 @@ class App(Router):
         """
         return await self.session.cancel(event_type, message_id)
 
+    @event_loops.awaited
     async def notify_many(self, notifications: Iterable[Notify]) -> int:
         """Publish many, some hundred at a time, and wait until all are stored; returns how many there were.
 
         They are taken from the iterable as they can be sent. Raises as `notify` does, at the first that fails.
         """
-        return await self.session.publisher.notify_many(notifications)
+        return await self.session.publisher.notify_many(_several(notifications))
 
+    @event_loops.awaited
     async def notify_together(self, notifications: Iterable[Notify], *, message_id: str | None = None) -> Receipt:
         """Publish up to 1000 notifications of one stream: all of them are stored, in this order, or none.
 
@@ -391,7 +422,7 @@ class App(Router):
         `notify`, for all together; single ones must have none. Raises as `notify` does;
         `RefusedError` where the server is older than 2.12, or the stream's `allow_atomic` is off.
         """
-        return await self.session.publisher.notify_together(notifications, message_id=message_id)
+        return await self.session.publisher.notify_together(_several(notifications), message_id=message_id)
 
     def check(self, notification: Notify) -> None:
         """Raise `InvalidNotificationError` if `notify` would refuse it before sending. Needs no connection."""
@@ -447,6 +478,7 @@ class App(Router):
             async for notification in notifications:
                 yield notification
 
+    @event_loops.awaited
     async def open_windows(self, agent: Callable[Concatenate[Window[A], ...], Any], key: str = "") -> list[Window[A]]:
         """Return the windows of a key that are open now, the oldest first, each with its value so far.
 
@@ -468,6 +500,7 @@ class App(Router):
             raise DeclarationError(f"agent {declared.name!r} has no windows: it is a function of no Window")
         return await self.session.open_windows(declared, declared.policy.window, key)
 
+    @event_loops.awaited
     async def key_value(self, bucket: str) -> KeyValue:
         """Return a bucket of JetStream KV, created where it is missing. Raises `BackendError`."""
         return await self.session.backend.key_value(bucket)
@@ -643,6 +676,14 @@ def _checked(config: Config | str | Path | None) -> Config | str | Path | None:
     if config is None or isinstance(config, Config | str | Path):
         return config
     raise DeclarationError(f"config= must be the path of a file or a loaded Config, found {config!r:.100}")
+
+
+def _several(notifications: Iterable[Notify]) -> Iterable[Notify]:
+    if isinstance(notifications, Notify) or not isinstance(notifications, Iterable):
+        raise InvalidNotificationError(
+            f"notify_many and notify_together take a list of Notify, found {notifications!r:.100}"
+        )
+    return notifications
 
 
 def _key_mistakes(agent: Agent[Any, Any], declared: EventType, where: Where) -> Iterator[str]:

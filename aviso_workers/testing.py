@@ -85,7 +85,7 @@ from aviso_workers.errors import (
     describe,
     text_of,
 )
-from aviso_workers.events import AgentDisturbed, Event, Events, Settled, Ticked, WindowDone
+from aviso_workers.events import AgentDisturbed, Event, Events, Settled, TaskFailed, Ticked, WindowDone
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import agent_control
 from aviso_workers.ops.agent_control import AgentConsumer
@@ -187,8 +187,8 @@ class Harness:
         self._entered_in: asyncio.Task[Any] | None = None
         self._block = anyio.CancelScope()
         """The test's own block, as far as it is in one task."""
-        self._failure: Exception | None = None
-        """What ended a worker that should have gone on; raised where the test ends, which is at once."""
+        self._failure: BaseException | None = None
+        """What ended a worker or task that should have gone on; raised where the test ends, which is at once."""
 
     @property
     def clock(self) -> Clock:
@@ -496,6 +496,8 @@ class Harness:
                 self._windows.append(event)
             case AgentDisturbed():
                 self._disturbed[event.agent] = event.error
+            case TaskFailed() if not isinstance(event.error, BackendError):  # as `disconnect` causes
+                self._failed(event.error)
 
     async def _take_turns(self) -> None:
         """Let a request of one of several workers take longer than another's: in a loop that they share, and without a
@@ -518,7 +520,7 @@ class Harness:
                 while kept.version is not None and kept.seen < stored:
                     await self.clock.sleep(NAP_SECONDS)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         self._failure = error
         self._tasks.cancel_scope.cancel()
         if self._entered_in is not None and not self._entered_in.done():

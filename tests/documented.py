@@ -7,10 +7,21 @@ from pathlib import Path
 
 from msgspec import Struct
 
-__all__ = ["PAGES", "PROJECT", "Block", "blocks", "lines", "prose", "texts"]
+__all__ = ["EVENT_TYPE", "PAGES", "PROJECT", "Block", "blocks", "lines", "prose", "texts"]
 
 PROJECT = Path(__file__).parents[1]
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"))]
+EVENT_TYPE = """
+notification_schema:
+  mars:
+    topic: {base: mars, key_order: [class, date, step]}
+    identifier:
+      class: {type: StringHandler, required: true}
+      date: {type: DateHandler, canonical_format: "%Y%m%d", required: true}
+      step: {type: IntHandler, range: [0, 360], required: true}
+    storage_policy: {allow_duplicates: true}
+"""
+"""The event type of the tutorial as a file has it, for pages whose programs and commands read a file."""
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 

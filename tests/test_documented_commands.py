@@ -32,7 +32,7 @@ from aviso_workers import App
 from aviso_workers.server import NatsServer
 from tests import programs
 from tests.commands import Command
-from tests.documented import PROJECT, lines, texts
+from tests.documented import EVENT_TYPE, PROJECT, lines, texts
 from tests.examples.conftest import EXAMPLES, database, postgres_server
 from tests.ops.test_mirrors import Site
 from tests.waits import PATIENCE_SECONDS
@@ -55,6 +55,10 @@ PRIVATE = {
 ANYWHERE = """
 server: {port: 0, monitoring: {port: 0}, cluster: {port: 0}, leafnodes: {port: 0}}
 """
+
+
+CONFIGURATION = texts("docs/tutorial.md", "yaml")[0] + EVENT_TYPE
+PUBLISH = texts("docs/tutorial.md", "bash")[2].replace(" --app fields:app", "")
 
 
 class Reader:
@@ -110,8 +114,7 @@ class Reader:
 def reader(tmp_path: Path, nats_server: NatsServer) -> Reader:
     """A reader of the tutorial, with its files."""
     reader = Reader(tmp_path, nats_server.url)
-    (configuration,) = texts("docs/tutorial.md", "yaml")
-    reader.write("aviso.yaml", configuration)
+    reader.write("aviso.yaml", CONFIGURATION)
     reader.write("fields.py", texts("docs/tutorial.md", "python")[0])
     return reader
 
@@ -177,8 +180,8 @@ def test_what_newcomer_types_are_lines_of_the_tutorial() -> None:
 
 
 def test_a_replay_that_is_published_elsewhere(reader: Reader, other_server: NatsServer) -> None:
-    reader.write("other.yaml", texts("docs/tutorial.md", "yaml")[0], url=other_server.url)
-    reader.types(texts("docs/tutorial.md", "bash")[2])
+    reader.write("other.yaml", CONFIGURATION, url=other_server.url)
+    reader.types(PUBLISH)
     assert "1 notifications stored" in reader.types(texts("docs/aviso.md", "bash")[0])
 
 
@@ -281,10 +284,10 @@ class TestFailover:
         other.start()
         try:
             at_hub, at_other = (Reader(tmp_path / each, site.node.url) for each, site in (("a", hub), ("b", other)))
-            at_hub.write("aviso.yaml", texts("docs/tutorial.md", "yaml")[0])
-            declared = texts("docs/tutorial.md", "yaml")[0] + texts("docs/failover.md", "yaml")[0]
+            at_hub.write("aviso.yaml", CONFIGURATION)
+            declared = CONFIGURATION + texts("docs/failover.md", "yaml")[0]
             at_other.write("aviso.yaml", declared)
-            at_hub.types(texts("docs/tutorial.md", "bash")[2])
+            at_hub.types(PUBLISH)
             until(lambda: "cannot" not in at_other.types("aviso-workers streams apply", code=None))
             until(lambda: " 1 " in at_other.types("aviso-workers streams ls", code=None))
             yield hub, at_hub, at_other
@@ -297,7 +300,7 @@ class TestFailover:
         (report,), (promote,) = (lines("docs/failover.md", number) for number in (0, 1))
         until(lambda: "MARS" in at_other.types(report, code=None))
         assert "MARS" in at_other.types(promote)
-        assert "fenced" in at_hub.types(texts("docs/tutorial.md", "bash")[2], code=1)
+        assert "fenced" in at_hub.types(PUBLISH, code=1)
 
     def test_of_a_site_that_is_lost(self, sites: tuple[Site, Reader, Reader]) -> None:
         hub, at_hub, at_other = sites
@@ -305,8 +308,8 @@ class TestFailover:
         hub.lose()
         at_other.types(promote, code=3)
         hub.start()
-        at_hub.write("aviso.yaml", texts("docs/tutorial.md", "yaml")[0], url=hub.node.url)
-        at_hub.types(texts("docs/tutorial.md", "bash")[2])  # which only the hub has
+        at_hub.write("aviso.yaml", CONFIGURATION, url=hub.node.url)
+        at_hub.types(PUBLISH)  # which only the hub has
         assert "is fenced" in at_hub.types(fence)
         until(lambda: "only the origin of MARS has 1 messages" in at_other.types(look, code=None))
         # A publish whose first answer is late is sent again, and found there.
@@ -326,9 +329,9 @@ class TestOperating:
         reader.write("mine.py", texts("docs/tutorial.md", "python")[0])
         (port,) = re.findall(r"Starting http monitor on [\d.]+:(\d+)", monitored.log)
         reader.instead = {f"http://n{number}:8222": f"http://127.0.0.1:{port}" for number in (1, 2, 3)}
-        reader.write("aviso.yaml", texts("docs/tutorial.md", "yaml")[0], url=monitored.url)
+        reader.write("aviso.yaml", CONFIGURATION, url=monitored.url)
         reader.instead["/backups"] = str(reader.folder / "backups")
-        reader.types(texts("docs/tutorial.md", "bash")[2])
+        reader.types(PUBLISH)
         reader.types("aviso-workers backup create mars --to /backups")
         (plain, full), (prometheus, nagios) = lines("docs/operations.md", 0), lines("docs/operations.md", 1)
         with ThreadPoolExecutor() as threads:
@@ -344,7 +347,7 @@ class TestOperating:
 
     def test_what_shows_how_it_is(self, reader: Reader) -> None:
         top, *others = lines("docs/operations.md", 2)
-        reader.types(texts("docs/tutorial.md", "bash")[2])
+        reader.types(PUBLISH)
         with ThreadPoolExecutor() as threads, reader.runs(top, code=INTERRUPTED) as running:
             agents, consumers, streams = threads.map(reader.types, others)
             assert running.lines(2)[1].startswith("MARS ")
@@ -356,7 +359,7 @@ class TestOperating:
         """On the one server of the test, which can have neither three replicas nor a tag."""
         declared, _ = texts("docs/streams.md", "yaml")
         declared = re.sub(r"    (num_replicas|placement): .*\n", "", declared)
-        reader.write("aviso.yaml", texts("docs/tutorial.md", "yaml")[0] + declared)
+        reader.write("aviso.yaml", CONFIGURATION + declared)
         plan, apply, show = lines("docs/streams.md", 0)
         assert re.search(r"^ORDERS +create", reader.types(plan), re.MULTILINE)
         reader.types(apply)
@@ -367,7 +370,7 @@ class TestOperating:
         (role,) = lines("docs/security.md", 0)
         assert "mars.>" in reader.types(role)
         production, one_of_three = texts("docs/server.md", "bash")[1:3]
-        reader.write("aviso.yaml", texts("docs/tutorial.md", "yaml")[0] + texts("docs/server.md", "yaml")[0])
+        reader.write("aviso.yaml", CONFIGURATION + texts("docs/server.md", "yaml")[0])
         rendered = reader.folder / "nats-server.conf"
         reader.types(one_of_three)
         assert '"n1"' in rendered.read_text()
@@ -378,7 +381,7 @@ class TestOperating:
         assert '"n2"' in rendered.read_text()
 
     def test_a_cluster(self, reader: Reader) -> None:
-        reader.write("aviso.yaml", texts("docs/tutorial.md", "yaml")[0] + ANYWHERE)
+        reader.write("aviso.yaml", CONFIGURATION + ANYWHERE)
         start, status, _, reload, stop = lines("docs/server.md", 0)
         try:
             reader.types(start)
@@ -394,13 +397,13 @@ class TestOperating:
         encrypted = texts("docs/server.md", "yaml")[2].replace(
             "server:\n", f"server:\n  port: {free_port}\n  monitoring: {{port: 0}}\n"
         )
-        document = texts("docs/tutorial.md", "yaml")[0] + reader.here(encrypted)
+        document = CONFIGURATION + reader.here(encrypted)
         reader.write("aviso.yaml", document, url=f"nats://127.0.0.1:{free_port}")
         reader.write("old.key", KEY)
         reader.write("jetstream.key", KEY)
         try:
             reader.types(start)
-            reader.types(texts("docs/tutorial.md", "bash")[2])
+            reader.types(PUBLISH)
             reader.types(stop)
             reader.write("jetstream.key", KEY[::-1])
             assert "MARS" in reader.types(rotate)
@@ -416,10 +419,10 @@ class TestOperating:
 
     def test_a_worker_that_is_reloaded(self, reader: Reader, free_port: int) -> None:
         reader.instead = {"mine:app": "fields:app"}
-        reader.write("aviso.yaml", texts("docs/tutorial.md", "yaml")[0], url=f"nats://127.0.0.1:{free_port}")
+        reader.write("aviso.yaml", CONFIGURATION, url=f"nats://127.0.0.1:{free_port}")
         with reader.runs(*lines("docs/fleets.md", 2)) as running:
             running.until_told("The agents start again when a file changes.")
-            reader.types(texts("docs/tutorial.md", "bash")[2])
+            reader.types(PUBLISH)
             assert running.lines(1) == ["12 /data/12\n"]
 
     def test_every_benchmark_is_one_that_there_is(self) -> None:

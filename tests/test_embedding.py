@@ -18,6 +18,7 @@ import yaml
 
 from aviso_workers import App
 from aviso_workers.server import NatsServer
+from tests.documented import EVENT_TYPE
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -52,7 +53,7 @@ def executed(program: str) -> dict[str, Any]:
 @pytest.fixture
 def config(tmp_path: Path, nats_server: NatsServer) -> Path:
     """The tutorial's file, with a server of the test's own."""
-    text = (DOCS / "tutorial.md").read_text().partition("```yaml\n")[2].partition("```")[0]
+    text = (DOCS / "tutorial.md").read_text().partition("```yaml\n")[2].partition("```")[0] + EVENT_TYPE
     document = yaml.safe_load(text)
     document["notification_backend"]["jetstream"]["nats_url"] = nats_server.url
     path = tmp_path / "aviso.yaml"

@@ -15,8 +15,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from aviso_workers import App, Notification, Receipt
-from aviso_workers.engine import portal
+from aviso_workers import App, Notification, Receipt, event_loops
 from aviso_workers.engine.portal import Portal
 from aviso_workers.errors import (
     ConfigError,
@@ -132,7 +131,7 @@ def run(program: str, config: Path) -> tuple[int, str, str]:
 
 def until_refused(opened: Portal) -> None:
     while True:
-        portal.call(opened.blocking, anyio.sleep, 0)
+        event_loops.call(opened.blocking, anyio.sleep, 0)
 
 
 def test_many_threads_publish_at_once_over_one_connection(app: App, nats_server: NatsServer) -> None:
@@ -220,10 +219,10 @@ def test_closing_waits_for_what_is_under_way_and_refuses_what_comes_after() -> N
         return "done"
 
     with ThreadPoolExecutor(2) as threads:
-        answer = threads.submit(portal.call, opened.blocking, slow)
+        answer = threads.submit(event_loops.call, opened.blocking, slow)
         assert begun.wait(PATIENCE_SECONDS)
         closing = threads.submit(opened.close)
-        with pytest.raises(UnavailableError, match="the event loop that publishes has ended: This portal is not runn"):
+        with pytest.raises(UnavailableError, match="the event loop of the app has ended: This portal is not runn"):
             until_refused(opened)
         assert not closing.done()
         go.set()

@@ -290,7 +290,7 @@ def test_keda_scales_the_deployment_on_the_consumer_of_the_agent(project: Path) 
     assert scaled["scaleTargetRef"]["name"] == load(project, "kubernetes/deployment.yaml")["metadata"]["name"]
     assert "replicas" not in load(project, "kubernetes/deployment.yaml")["spec"], "KEDA and it would contradict"
     (trigger,) = scaled["triggers"]
-    base = load(project, "aviso.yaml")["notification_schema"]["mars"]["topic"]["base"]
+    (base,) = re.findall(r'app\.event_type\(\s+"(\w+)"', (project / "field_index" / "agents.py").read_text())
     assert trigger["metadata"]["consumer"] == durable_name("field_index", "index_field")
     assert trigger["metadata"]["stream"] == base.upper()
     assert all(isinstance(value, str) for value in trigger["metadata"].values()), "KEDA takes text only"

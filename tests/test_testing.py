@@ -776,14 +776,18 @@ class TestInVirtualTime:
         assert seen == [1, 2]
 
     async def test_a_lost_connection_is_found_again(self, app: App) -> None:
+        lost = anyio.Event()
+
         @app.agent("mars")
         async def derive(notification: Notification[Any]) -> None:
             if notification.num_delivered == 1:
                 t.disconnect()
+                lost.set()
             await app.notify("derived", notification.identifier)
 
         @app.task
-        async def reconnect(app: App) -> None:
+        async def reconnect() -> None:
+            await lost.wait()
             await t.clock.sleep(5)
             t.reconnect()
 

@@ -23,6 +23,6 @@ def test_what_runs_around_them_is_declared() -> None:
 def test_all_else_is_declared() -> None:
     assert [timer.name for timer in apps.app.timers] == ["tidy", "report"]
     assert [task.name for task in apps.app.tasks] == ["tail"]
-    assert sorted(apps.app.tables) == ["counts", "rows", "seen"]
+    assert sorted(apps.app.tables) == ["counts", "lists", "numbers", "rows", "seen"]
     assert [name for name, _ in apps.app.event_types] == ["plain", "ride"]
     assert callable(spark_jobs.run)

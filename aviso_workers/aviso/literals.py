@@ -13,11 +13,14 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from contextlib import suppress
+from datetime import datetime, timedelta
 from decimal import Decimal, localcontext
+from numbers import Real
 from typing import Self
 
 __all__ = [
+    "AnyDuration",
     "Duration",
     "Size",
     "SizeLimit",
@@ -26,6 +29,7 @@ __all__ = [
     "parse_float",
     "printable",
     "printable_lines",
+    "seconds_of",
     "suggestion",
     "time_text",
 ]
@@ -71,6 +75,30 @@ class Duration(int):
         return _shortest(self, _SECONDS)
 
     __str__ = literal
+
+
+AnyDuration = float | str | timedelta
+"""A duration as an author may give it: a number of seconds, a text such as `30s`, or a timedelta. See `seconds_of`."""
+
+
+def seconds_of(duration: object) -> float:
+    """Return the seconds of a duration: of a number, of a text such as `30s`, `10m`, `1h` or `7d`, or of a timedelta.
+
+    Whole seconds are an int. Raises ValueError for anything else, also for a truth value and what is not finite.
+    """
+    if isinstance(duration, str):
+        return int(Duration.parse(duration))
+    number = math.nan
+    if isinstance(duration, timedelta):
+        number = duration.total_seconds()
+    elif isinstance(duration, Real) and not isinstance(duration, bool):
+        with suppress(OverflowError):
+            number = float(duration)
+    if not math.isfinite(number):
+        raise ValueError(
+            f'a duration is a number of seconds, a text such as "30s", or a timedelta; found {duration!r:.100}'
+        )
+    return int(number) if number.is_integer() else number
 
 
 class Size(int):

@@ -14,6 +14,7 @@ from msgspec import Struct, field
 from typing_extensions import TypeVar
 
 from aviso_workers.aviso import payloads, spatial
+from aviso_workers.aviso.literals import AnyDuration
 
 __all__ = ["Notification", "Notify", "Receipt"]
 
@@ -94,14 +95,16 @@ class Notify(Struct, frozen=True):
     """Any JSON value, or anything that msgspec or pydantic turns into one. `bytes` are stored as they are."""
     message_id: str | None = None
     """With one of your own, a repeat within the stream's duplicate window is recognised and stored once."""
-    ttl: int | None = None
-    """Whole seconds, at least 1, after which the stream forgets it, if its own limits have not made it before. It
-    needs nats-server 2.11 and a stream with `allow_msg_ttl`. Of one that is delivered later it begins then."""
+    ttl: AnyDuration | None = None
+    """The time after which the stream forgets it, if its own limits have not made it before: whole seconds, at least 1,
+    a text such as `1h`, or a timedelta. It needs nats-server 2.11 and a stream with `allow_msg_ttl`. Of one that is
+    delivered later it begins then."""
     deliver_at: datetime | None = None
     """When it is to be stored, with a time zone; what is past means at once. It needs nats-server 2.12, and a worker
     of any app at that time."""
-    deliver_after: float | None = None
-    """The same, as seconds from now. Both count by the clock of the server, not by that of the publisher."""
+    deliver_after: AnyDuration | None = None
+    """The same, as a time from now: seconds, a text such as `10m`, or a timedelta. Both count by the clock of the
+    server, not by that of the publisher."""
     headers: Mapping[str, str] | None = None
     """Headers of its message, for other programs to read. Names that begin with `Aviso-`, `Nats-` or `spatial_` have a
     meaning already and are refused. A value is printable text without spaces at its ends."""

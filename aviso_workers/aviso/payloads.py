@@ -51,7 +51,8 @@ def encode(name: str, payload: Any) -> bytes:
     try:
         data = _sorting.encode(payload)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise InvalidPayloadError(f"{name}: the payload is not JSON: {error}") from error
+        problem = "the keys of a mapping must be text" if "str keys" in str(error) else error
+        raise InvalidPayloadError(f"{name}: the payload is not JSON: {problem}") from error
     # The encoder writes NaN and infinity as null; JSON has neither, and null would be another value.
     if b"null" in data and _holds_non_finite(msgspec.to_builtins(payload, enc_hook=_plain)):
         raise InvalidPayloadError(f"{name}: the payload holds NaN or an infinity, which JSON cannot carry")

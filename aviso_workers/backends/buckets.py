@@ -11,6 +11,7 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
+from datetime import datetime
 
 from msgspec import UNSET
 
@@ -20,7 +21,7 @@ from aviso_workers.errors import BackendError, ConflictError, NotFoundError, Ref
 from aviso_workers.jetstream import error_codes, metadata
 from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
 from aviso_workers.jetstream.info import StreamConfig
-from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.jetstream.key_value import TTL, Entry, ttl_text
 from aviso_workers.jetstream.specs import StreamSpec
 
 __all__ = ["Bucket", "open_bucket"]
@@ -33,7 +34,6 @@ MARKER_SECONDS = 60
 TIMEOUT_SECONDS = 5.0
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 DELETED = {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}
-TTL = "Nats-TTL"
 SHORTEST_TTL_SECONDS = 1.0
 
 
@@ -87,7 +87,7 @@ class Bucket:
         self._knows_ttl = config.allow_msg_ttl
         self._tells_ttl = config.subject_delete_marker_ttl > 0
         # What tells of a deletion goes some time later, so that a bucket does not grow by all keys there ever were.
-        self._deletion = {**DELETED, TTL: _milliseconds(MARKER_SECONDS)} if self._knows_ttl else DELETED
+        self._deletion = {**DELETED, TTL: ttl_text(MARKER_SECONDS)} if self._knows_ttl else DELETED
 
     async def get(self, key: str) -> Entry | None:
         newest = await self.newest(key)
@@ -142,6 +142,9 @@ class Bucket:
         for result in await self._backend.publish_many(outgoing, timeout_seconds=TIMEOUT_SECONDS):
             if not isinstance(result, PubAck):
                 raise result
+
+    async def time(self) -> datetime:
+        return (await self._backend.stream_info(self._stream)).time
 
     async def keys(self) -> list[str]:
         return sorted(entry.key for entry in await self.entries())
@@ -209,13 +212,9 @@ class Bucket:
             )
         if not seconds >= SHORTEST_TTL_SECONDS:
             raise RefusedError(f"{what}: ttl must be {SHORTEST_TTL_SECONDS:g} s or more, found {seconds:g}")
-        return _milliseconds(seconds)
+        return ttl_text(seconds)
 
     def _subject(self, key: str) -> str:
         if not KEY.fullmatch(key):
             raise RefusedError(f"bucket {self._name}, key {key!r}: keys are made of letters, digits and -_=./")
         return f"{self._prefix}{key}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{round(seconds * 1000)}ms"

@@ -165,7 +165,7 @@ def completed(config: Config, event_types: EventTypes = ()) -> Examined:
         # The environment may have changed what was declared since it was taken over.
         elif schema_entries.differ(name, taken.get(name, whole[name]), entry):
             reader.places.setdefault(path, Place(rank=0, line=0, source=config.origins.get(path, "")))
-            reader.refuse(path, schema_entries.clash(entry))
+            reader.refuse(path, schema_entries.clash(name, taken.get(name, whole[name]), entry))
     values = {"notification_backend": config.notification_backend, _SCHEMA: whole, "streams": config.streams}
     _refuse_all(reader, _schema_mistakes(values, reader))
     _refuse_all(reader, _stream_mistakes(values, reader))
@@ -388,7 +388,9 @@ def _schema_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tupl
     for name, event_type in event_types.items():
         for option in structs.asdict(event_type.storage_policy) if event_type.storage_policy else ():
             path = f"notification_schema.{name}.storage_policy.{option}"
-            if path in reader.places:
+            # Every event type of Python says `allow_duplicates`, which a stream in memory knows as well.
+            is_default = option == "allow_duplicates" and reader.place(path).rank == IN_PYTHON
+            if path in reader.places and not is_default:
                 yield path, f"is not supported by backend {backend.kind!r}"
 
 

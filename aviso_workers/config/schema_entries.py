@@ -39,7 +39,7 @@ def laid_over(root: Node, event_types: EventTypes) -> tuple[Node, list[tuple[str
         if before is entry:
             continue
         if differ(name, before, entry):
-            clashes.append((f"{SCHEMA}.{name}", clash(entry)))
+            clashes.append((f"{SCHEMA}.{name}", clash(name, before, entry)))
         elif before.place.rank < IN_PYTHON:
             whole[name] = entry  # by its place `loading.completed` knows that it was loaded
     place = section.place if section else next(iter(whole.values())).place
@@ -52,9 +52,22 @@ def differ(name: str, before: Node | EventType, entry: Node) -> bool:
     return meaning is None or meaning != _meaning(name, entry)
 
 
-def clash(entry: Node) -> str:
+def clash(name: str, before: Node | EventType, entry: Node) -> str:
     """Return the mistake of an event type that this entry declares another way."""
-    return f"is declared another way at {entry.place}: keep one of them, or let both say the same"
+    said = f"is declared another way at {entry.place}: keep one of them, or let both say the same"
+    here, there = _meaning(name, before), _meaning(name, entry)
+    if here is None or there is None or here[:-1] != there[:-1]:
+        return said
+    policies = {"this one": here[-1], "that in Python": there[-1]}
+    each = [
+        place for place, policy in policies.items() if isinstance(policy, StoragePolicy) and policy.allow_duplicates
+    ]
+    if len(each) != 1:
+        return f"{said}; only their storage policies differ"
+    return (
+        f"{said}. Of the two, only {each[0]} keeps every notification: say `allow_duplicates: true` in the file, or "
+        "latest_only=True in Python"
+    )
 
 
 @cache
@@ -74,4 +87,6 @@ def _meaning(name: str, declared: Node | EventType) -> tuple[object, ...] | None
         return None
     rules = {field: structs.replace(rule, required=True, description=None) for field, rule in known.identifier.items()}
     payload = known.payload or PayloadRule(required=False)
-    return schema.topic_of(name, known), rules, payload, known.storage_policy or StoragePolicy()
+    policy = known.storage_policy or StoragePolicy()
+    policy = structs.replace(policy, allow_duplicates=bool(policy.allow_duplicates))
+    return schema.topic_of(name, known), rules, payload, policy

@@ -14,12 +14,14 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapp
 from datetime import datetime
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
-from types import FrameType, NoneType
+from types import FrameType, NoneType, UnionType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from msgspec import Struct
+from typing_extensions import TypeVar as DefaultTypeVar
 
-from aviso_workers.aviso import payloads, positions, typed_identifiers
+from aviso_workers.aviso import literals, payloads, positions, typed_identifiers
+from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.config.documents import Node
 from aviso_workers.declare import around, event_types, resources, timers
@@ -29,7 +31,7 @@ from aviso_workers.declare.resources import Resource, Scope
 from aviso_workers.declare.retry import LONGEST_DELAY_SECONDS, Backoff
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Schedule, Timer
-from aviso_workers.declare.verdicts import Classifier, Reject, Retry
+from aviso_workers.declare.verdicts import Ack, Classifier, Reject, Retry
 from aviso_workers.declare.windows import State, Window, Windowing
 from aviso_workers.errors import DeclarationError, InvalidPositionError
 
@@ -48,6 +50,12 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+S = DefaultTypeVar("S", default=Any)
+E1 = TypeVar("E1", bound=Exception)
+E2 = TypeVar("E2", bound=Exception)
+E3 = TypeVar("E3", bound=Exception)
+Classifying = Callable[[T], Retry | Reject | Ack | None]
+"""A function of `on_error`, by the exceptions that it takes."""
 Yields = AsyncIterator[None]
 A = TypeVar(
     "A",
@@ -112,6 +120,7 @@ class Agent(Generic[P, R]):
         policy: Policy,
         decode: Callable[[bytes], Any] | None = None,
     ) -> None:
+        _refuse_declared("agent", function)
         if inspect.isclass(function):
             raise DeclarationError(f"agent of the class {function.__name__}: give an object of it, which is called")
         if not isinstance(function, partial) and not inspect.isroutine(function) and callable(function):
@@ -122,6 +131,9 @@ class Agent(Generic[P, R]):
         self.where = dict(where)
         self.policy = policy
         self.classifiers: list[tuple[type[Exception], Classifier]] = []
+        """Shared by the declarations of one function, and by its copies with a prefix."""
+        self.declaration = object()
+        """Shared by the copies of one declaration."""
         self.yields = inspect.isasyncgenfunction(function)
         self.in_thread = not (inspect.iscoroutinefunction(function) or self.yields)
         self.can_be_cancelled = not self.in_thread
@@ -148,7 +160,23 @@ class Agent(Generic[P, R]):
             )
         self.__doc__ = function.__doc__
 
-    def on_error(self, *kinds: type[Exception]) -> Callable[[Classifier], Classifier]:
+    @overload
+    def on_error(self, kind: type[E1], /) -> Callable[[Classifying[E1]], Classifying[E1]]: ...
+
+    @overload
+    def on_error(
+        self, kind: type[E1], other: type[E2], /
+    ) -> Callable[[Classifying[E1 | E2]], Classifying[E1 | E2]]: ...
+
+    @overload
+    def on_error(
+        self, kind: type[E1], other: type[E2], third: type[E3], /
+    ) -> Callable[[Classifying[E1 | E2 | E3]], Classifying[E1 | E2 | E3]]: ...
+
+    @overload
+    def on_error(self, *kinds: type[Exception]) -> Callable[[Classifying[Any]], Classifying[Any]]: ...
+
+    def on_error(self, *kinds: type[Exception]) -> Callable[[Classifying[Any]], Classifying[Any]]:
         """Declare a function that says what to do about exceptions of these types.
 
         It is given the exception and returns an answer:
@@ -157,17 +185,18 @@ class Agent(Generic[P, R]):
         - `Ack`: the notification is acked although the handler failed, which is logged.
         - None: no answer.
 
-        The functions whose types fit are asked in turn until one answers. If none does, the notification is tried again
+        The functions whose types fit are asked in turn until one answers. They hold for every agent that the function
+        was declared as. If none answers, the notification is tried again
         as `retry` says. They are not asked about a `Retry` or `Reject` of the handler.
 
         Raises `DeclarationError`.
         """
         _check_kinds(self.name, kinds)
 
-        def declare(classify: Classifier) -> Classifier:
+        def declare(classify: Classifying[Any]) -> Classifying[Any]:
             _check_classifier(self.name, classify)
             known = [(kind, each) for kind, each in self.classifiers if not _is_again(each, classify, by_name=True)]
-            self.classifiers = [*known, *((kind, classify) for kind in kinds)]
+            self.classifiers[:] = [*known, *((kind, classify) for kind in kinds)]
             return classify
 
         return declare
@@ -218,12 +247,17 @@ class Agent(Generic[P, R]):
             raise DeclarationError(f"agent {self.name!r}: {problem}")
 
 
-class Task(Struct, frozen=True, kw_only=True):
-    """A long-running coroutine function that a worker runs beside its agents and starts again when it raises."""
+class Task:
+    """A long-running async function that a worker runs beside its agents and starts again when it raises."""
 
-    name: str
-    function: Callable[[Any], Coroutine[Any, Any, None]]
-    """Called with the app."""
+    def __init__(self, function: Callable[..., Coroutine[Any, Any, None]], *, name: str) -> None:
+        if not inspect.iscoroutinefunction(function):
+            raise DeclarationError(f"task {name!r}: must be an async function")
+        self.function = function
+        self.name = name
+        self.needs: Mapping[str, Any] = resources.needs_of(f"task {name!r}", function)
+        """By argument, the type of the resource that gives it."""
+        self.around: Sequence[Resource] = ()
 
 
 class Declared(Protocol):
@@ -237,9 +271,17 @@ class Declared(Protocol):
 
 
 D = TypeVar("D", bound=Declared)
+Declaration = Agent[Any, Any] | Timer[Any, Any] | Task | Resource | tuple[str, Table[Any] | Counter] | tuple[str, Node]
+"""What a router has: some have a name that is not their own."""
 
 
-class Router:
+class Taker(Protocol):
+    """Adds a declaration to an app; `again` lets it take the place of one of the same name."""
+
+    def __call__(self, declared: Declaration, *, again: bool) -> None: ...
+
+
+class Router(Generic[S]):
     """A group of agents, timers, tasks, tables, resources, event types, and functions that run around agents.
 
     An app includes it. `settings` is the msgspec Struct of the group's settings, which the configuration has under
@@ -249,7 +291,7 @@ class Router:
     _kind = "router"
     """What an error calls it."""
 
-    def __init__(self, name: str, *, settings: type[Struct] | None = None) -> None:
+    def __init__(self, name: str, *, settings: type[S] | None = None) -> None:
         self.name = check_name(self._kind, name)
         self.settings_type = settings
         self.agents: list[Agent[Any, Any]] = []
@@ -260,6 +302,8 @@ class Router:
         self.event_types: list[tuple[str, Node]] = []
         """By name, each as an entry of `notification_schema`."""
         self.arounds: list[Around] = []
+        self._takers: dict[object, Taker] = {}
+        """By app and prefix, what adds a declaration to an app that includes the router."""
 
     def agent(
         self,
@@ -269,8 +313,8 @@ class Router:
         name: str | None = None,
         concurrency: int = 1,
         retry: Backoff | None = None,
-        ack_wait: float = 20.0,
-        timeout: float | None = None,
+        ack_wait: AnyDuration = 20.0,
+        timeout: AnyDuration | None = None,
         rate_limit: float | None = None,
         order_by: Sequence[str] = (),
         batch: Batching | None = None,
@@ -283,7 +327,7 @@ class Router:
 
         The function's first argument is annotated `Notification[T]`, `Batch[T]`, `Stream[T]` or `Window[A]`. `T` is the
         type of the payload. A second type, as in `Notification[T, K]`, is that of `notification.key`. A plain function
-        runs in a thread. All times are in seconds.
+        runs in a thread. A duration is a number of seconds, a text such as `30s`, or a timedelta.
 
         - `where`: a value, a list of values, or one constraint such as `{"gte": 24}` for each identifier field to
           filter by. Default: all notifications.
@@ -309,7 +353,7 @@ class Router:
           instead of `T`. A body for which it raises becomes a dead letter.
 
         A function may be declared again, for another event type or on another router. Each declaration is an agent of
-        its own, with a consumer, a name and a policy.
+        its own, with a consumer, a name and a policy. What `on_error` of one of them declares holds for all.
 
         Raises `DeclarationError`.
         """
@@ -322,8 +366,8 @@ class Router:
             policy = Policy(
                 concurrency=concurrency,
                 retry=Backoff() if retry is None else retry,
-                ack_wait=ack_wait,
-                timeout=timeout,
+                ack_wait=_seconds(name or _name_of(itself), "ack_wait", ack_wait),
+                timeout=None if timeout is None else _seconds(name or _name_of(itself), "timeout", timeout),
                 rate_limit=rate_limit,
                 order_by=fields,
                 batch=Batching() if batch is None else batch,
@@ -333,16 +377,18 @@ class Router:
                 singleton=singleton,
             )
             agent = Agent(itself, event_type=event_type, where=filtered, name=name, policy=policy, decode=decode)
+            if isinstance(function, Agent):
+                agent.classifiers = function.classifiers
             self._add_agent(agent)
             return agent
 
         return declare
 
     def every(
-        self, interval: str, *, leader: bool = False, catch_up: bool = False, name: str | None = None
+        self, interval: AnyDuration, *, leader: bool = False, catch_up: bool = False, name: str | None = None
     ) -> Callable[[Callable[P, R]], Timer[P, R]]:
         """Declare a timer: the function is run by every worker at whole multiples of an interval such as `30s`, `5m` or
-        `1h`, counted from 1970 UTC.
+        `1h`, counted from 1970 UTC. It may also be a whole number of seconds or a timedelta.
 
         The function is async. It may take a `Tick`, and resources.
 
@@ -354,7 +400,10 @@ class Router:
 
         A tick that raises is not run again. Raises `DeclarationError`.
         """
-        _check_text("every", "interval", interval, 'text with a unit, as in @app.every("30s")')
+        if callable(interval):
+            raise DeclarationError(
+                f'every: interval must be a duration, as in @app.every("30s"), found {interval!r:.100}'
+            )
         return self._timer(lambda: timers.every(interval), leader=leader, catch_up=catch_up, name=name)
 
     def cron(
@@ -376,16 +425,15 @@ class Router:
         _check_text("cron", "expression", expression, 'text of five fields, as in @app.cron("0 6 * * *")')
         return self._timer(lambda: timers.cron(expression, timezone), leader=leader, catch_up=catch_up, name=name)
 
-    def task(self, function: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], Coroutine[Any, Any, None]]:
-        """Declare a task: an async function of one argument, the app, that runs as long as the worker does. If it
-        raises, it is started again.
+    def task(self, function: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, Coroutine[Any, Any, None]]:
+        """Declare a task: an async function that runs as long as the worker does. If it raises, it is started again.
+
+        It may take resources, and the app as an argument that is annotated `App`. Raises `DeclarationError`.
         """
         if not callable(function):
             raise DeclarationError(f"task: must be an async function below @app.task, found {function!r:.100}")
-        name = check_name("task", getattr(function, "__name__", ""))
-        if not inspect.iscoroutinefunction(function):
-            raise DeclarationError(f"task {name!r}: must be an async function")
-        self._add_task(Task(name=name, function=function))
+        _refuse_declared("task", function)
+        self._add_task(Task(function, name=check_name("task", getattr(function, "__name__", ""))))
         return function
 
     @overload
@@ -393,6 +441,11 @@ class Router:
 
     @overload
     def table(self, name: str, type: type[T], *, history: int = 1, cached: bool = False) -> Table[T | None]: ...
+
+    @overload  # for what a type checker sees no class in, such as `int | None`
+    def table(
+        self, name: str, type: UnionType, *, default: Any = None, history: int = 1, cached: bool = False
+    ) -> Table[Any]: ...
 
     def table(self, name: str, type: Any, *, default: Any = None, history: int = 1, cached: bool = False) -> Table[Any]:
         """Declare a table: values of one type by key, in a bucket that all workers of the app share.
@@ -425,6 +478,7 @@ class Router:
         identifier: Mapping[str, Mapping[str, Any]] | None = None,
         payload: Mapping[str, Any] | None = None,
         storage_policy: Mapping[str, Any] | None = None,
+        latest_only: bool = False,
         base: str | None = None,
     ) -> None:
         """Declare an event type, as an entry of `notification_schema` does in a configuration file.
@@ -437,7 +491,10 @@ class Router:
         - `identifier`: a rule for each field, such as `{"step": {"type": "IntHandler", "range": [0, 360], "required":
           True}}`. A field of the key without a rule may be any text (StringHandler).
         - `payload`: `{"required": True}` if each notification must have a payload.
-        - `storage_policy`: what the stream keeps, such as `{"allow_duplicates": True, "retention_time": "30d"}`.
+        - `latest_only`: keep only the newest notification of each subject, as Aviso does for an event type of a file
+          that says nothing else. A newer one then removes an older one, also before an agent has handled that. Default:
+          the stream keeps every notification.
+        - `storage_policy`: what limits the stream, such as `{"retention_time": "30d", "max_size": "2Gi"}`.
 
         `App.mistakes` lists what is wrong with it, with the file and line of this call, and also an event type that the
         configuration's file or another declaration describes differently. Raises `DeclarationError` for what no file
@@ -450,6 +507,7 @@ class Router:
             identifier=identifier,
             payload=payload,
             storage_policy=storage_policy,
+            latest_only=latest_only,
             base=base,
             owner=f"{type(self).__name__} {self.name!r}",
             call=caller,
@@ -459,11 +517,13 @@ class Router:
     def _add_event_type(self, name: str, entry: Node, *, again: bool) -> None:
         known = [each for each in self.event_types if not (again and each[0] == name)]
         self.event_types = [*known, (name, entry)]
+        self._tell((name, entry), again=again)
 
     def _add_table(self, name: str, table: Table[Any] | Counter, *, again: bool) -> None:
         if name in self.tables and not again:
             raise self._twice("table", name)
         self.tables[name] = table
+        self._tell((name, table), again=again)
 
     @overload
     def resource(self, function: Callable[P, R], /) -> Callable[P, R]: ...
@@ -535,6 +595,7 @@ class Router:
                     f"{resources.spelled(resource.gives)}: let one of them give a type of its own, such as a NewType"
                 )
         self.resources = [*others, resource]
+        self._tell(resource, again=again)
 
     def _add_around(self, declared: Around) -> None:
         for place, known in enumerate(self.arounds):
@@ -547,6 +608,7 @@ class Router:
         self, schedule: Callable[[], Schedule], *, leader: bool, catch_up: bool, name: str | None
     ) -> Callable[[Callable[P, R]], Timer[P, R]]:
         def declare(function: Callable[P, R]) -> Timer[P, R]:
+            _refuse_declared("timer", function)
             known_as = check_name("timer", name or str(getattr(function, "__name__", "")))
             try:
                 made = schedule()
@@ -560,12 +622,34 @@ class Router:
 
     def _add_timer(self, timer: Timer[Any, Any], *, again: bool = False) -> None:
         self._add("timer", self.timers, timer, again=again)
+        self._tell(timer, again=again)
 
     def _add_agent(self, agent: Agent[Any, Any], *, again: bool = False) -> None:
         self._add("agent", self.agents, agent, again=again)
+        self._tell(agent, again=again)
 
     def _add_task(self, task: Task, *, again: bool = False) -> None:
         self._add("task", self.tasks, task, again=again)
+        self._tell(task, again=again)
+
+    def declarations(self) -> list[Declaration]:
+        """Return all that the router has, but for what runs around its agents."""
+        return [
+            *self.agents,
+            *self.timers,
+            *self.tasks,
+            *self.tables.items(),
+            *self.resources,
+            *self.event_types,
+        ]
+
+    def tell(self, taker: Taker, *, of: object) -> None:
+        """Hand what is declared from now on to the taker as well. `of` says whose it is: each has one."""
+        self._takers[of] = taker
+
+    def _tell(self, declared: Declaration, *, again: bool) -> None:
+        for taker in self._takers.values():
+            taker(declared, again=again)
 
     def _add(self, kind: str, known: list[D], declared: D, *, again: bool) -> None:
         for place, each in enumerate(known):
@@ -585,6 +669,18 @@ def is_at_prompt(module: str = "__main__") -> bool:
     and again: what they declare takes the place of what they declared before.
     """
     return module == "__main__" and hasattr(sys, "ps1")  # which an interactive shell sets, IPython's as well
+
+
+def _refuse_declared(kind: str, function: object) -> None:
+    """Raise `DeclarationError` where a decorator is above another one that has made an agent or timer of the function.
+
+    An agent of an agent is declared again (`Router.agent`), with its function.
+    """
+    if isinstance(function, Agent | Timer):
+        raise DeclarationError(
+            f"{kind} of {function!r}: a function is one of these: declare another function, which may call "
+            f"{function.name}.function"
+        )
 
 
 def _is_called_at_prompt(caller: FrameType) -> bool:
@@ -649,6 +745,13 @@ def _check_classifier(agent: str, classify: object) -> None:
         raise DeclarationError(f"{wanted}, and nothing else; found {classify!r:.100}{signature}") from error
 
 
+def _seconds(name: str, argument: str, duration: object) -> float:
+    try:
+        return literals.seconds_of(duration)
+    except ValueError as error:
+        raise DeclarationError(f"agent {name!r:.100}: {argument}=: {error}") from error
+
+
 def _start(name: str, start: int | str | datetime) -> str:
     try:
         return positions.parse_start(start)
@@ -667,7 +770,7 @@ def durable_name(app: str, agent: str) -> str:
 def included(agent: Agent[Any, Any], agents: Sequence[Agent[Any, Any]]) -> Agent[Any, Any] | None:
     """Return the one of an app's agents that was declared as this one, and may have a prefix now; None where there is
     none, or several."""
-    same = [each for each in agents if each.classifiers is agent.classifiers]  # one that was renamed shares them
+    same = [each for each in agents if each.declaration is agent.declaration]
     return same[0] if len(same) == 1 else None
 
 

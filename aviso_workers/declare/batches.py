@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
-from typing import Any, Generic, Protocol
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from typing_extensions import TypeVar
 
+from aviso_workers.aviso import literals
+from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.declare.verdicts import Reject, Retry
 from aviso_workers.errors import DeclarationError
@@ -23,18 +25,32 @@ G = TypeVar("G", bound=Hashable)
 class Batching(Struct, frozen=True):
     """How the notifications of a `Batch` are collected.
 
-    A batch has up to `size` notifications: those that come `within` this many seconds of the first. Raises
-    `DeclarationError` for a size below 1 and a time below 0.
+    A batch has up to `size` notifications: those that come `within` this time of the first, which is a number of
+    seconds, a text such as `5s`, or a timedelta, and is kept as seconds. Raises `DeclarationError` for a size below 1
+    and a time below 0.
     """
 
     size: int = 100
     within: float = 1.0
 
+    if TYPE_CHECKING:  # it is given any duration, and has seconds
+
+        def __init__(self, size: int = 100, within: AnyDuration = 1.0) -> None: ...
+
     def __post_init__(self) -> None:
-        if not self.size >= 1:
-            raise DeclarationError(f"Batching: size must be 1 or more, found {self.size}")
-        if not 0 <= self.within < math.inf:
-            raise DeclarationError(f"Batching: within must be a number of seconds from 0, found {self.within}")
+        if not (isinstance(self.size, int) and not isinstance(self.size, bool) and self.size >= 1):
+            raise DeclarationError(f"Batching: size must be a whole number of 1 or more, found {self.size!r:.100}")
+        structs.force_setattr(self, "within", _within("Batching", self.within))
+
+
+def _within(what: str, duration: object) -> float:
+    """Return the seconds. Raises `DeclarationError` for what is no duration, or below 0."""
+    with suppress(ValueError):
+        if (seconds := literals.seconds_of(duration)) >= 0:
+            return seconds
+    raise DeclarationError(
+        f'{what}: within must be a duration from 0 seconds, such as 5 or "5s", found {duration!r:.100}'
+    )
 
 
 class Batch(Generic[T, K]):
@@ -59,8 +75,9 @@ class Batch(Generic[T, K]):
         """Ack a notification of the batch, even if the function raises later."""
         self.outcomes[notification.sequence] = None
 
-    def retry(self, notification: Notification[T, K], *, after: float | None = None) -> None:
-        """Try a notification of the batch again `after` this many seconds. Default: the delay of the agent's policy."""
+    def retry(self, notification: Notification[T, K], *, after: AnyDuration | None = None) -> None:
+        """Try a notification of the batch again `after` this time, as in `Retry`. Default: the delay of the agent's
+        policy."""
         self.outcomes[notification.sequence] = Retry(after)
 
     def reject(self, notification: Notification[T, K], reason: str) -> None:
@@ -93,21 +110,24 @@ class Stream(Generic[T, K]):
         before = self._only
         return Stream(self._source, only=lambda one: (before is None or before(one)) and only(one))
 
-    async def take(self, size: int, within: float) -> AsyncIterator[list[Notification[T, K]]]:
-        """Yield lists of up to `size` notifications: those that come `within` this many seconds of the first.
+    async def take(self, size: int, within: AnyDuration) -> AsyncIterator[list[Notification[T, K]]]:
+        """Yield lists of up to `size` notifications: those that come `within` this time of the first, which is a number
+        of seconds, a text such as `5s`, or a timedelta.
 
-        All notifications of a list are acked when the function asks for the next list.
+        All notifications of a list are acked when the function asks for the next list. Raises `DeclarationError` for
+        what is no duration.
         """
+        seconds = _within("take", within)
         while (first := await self._next()) is not None:
             taken = [first]
-            while len(taken) < size and (another := await self._source.next(within_seconds=within)) is not None:
+            while len(taken) < size and (another := await self._source.next(within_seconds=seconds)) is not None:
                 if self._only is None or self._only(another):
                     taken.append(another)
             yield taken
             await self._source.settle()
 
     async def group_by(
-        self, key: Callable[[Notification[T, K]], G], *, size: int = 100, within: float = 1.0
+        self, key: Callable[[Notification[T, K]], G], *, size: int = 100, within: AnyDuration = 1.0
     ) -> AsyncIterator[dict[G, list[Notification[T, K]]]]:
         """Yield what `take` yields as a mapping from each key to its notifications, in order."""
         async for taken in self.take(size, within):

@@ -2,7 +2,8 @@
 
 Pure. `Router.event_type` calls `declare`; `config.loading` reads the entry as it reads one of a file, so that both have
 one meaning, one set of checks and one set of messages. This module only fills in the defaults that Python has and a
-file has not, and refuses what no file could contain, and keys of a storage policy that mean nothing.
+file has not: a field of the key may be any text, and the stream keeps every notification. It refuses what no file could
+contain, and keys of a storage policy that mean nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def declare(
     identifier: Mapping[str, Mapping[str, Any]] | None,
     payload: Mapping[str, Any] | None,
     storage_policy: Mapping[str, Any] | None,
+    latest_only: bool,
     base: str | None,
     owner: str,
     call: FrameType | None,
@@ -49,18 +51,33 @@ def declare(
         "topic": {"base": name if base is None else base, "key_order": key},
         "identifier": rules,
         "payload": payload,
-        "storage_policy": storage_policy,
+        "storage_policy": _completed(name, storage_policy, latest_only),
     }
-    _refuse_unknown(name, storage_policy)
     try:
         return name, node_of(entry, Place(rank=IN_PYTHON, line=line, source=f"{owner}, {file}"))
     except ValueError as error:
         raise DeclarationError(f"event type {name!r}: {error}") from error
 
 
-def _refuse_unknown(name: str, storage_policy: object) -> None:
+def _completed(name: str, storage_policy: object, latest_only: object) -> object:
+    """Return the storage policy with what `latest_only` says. Raises `DeclarationError` where the two differ."""
+    if not isinstance(latest_only, bool):
+        raise DeclarationError(f"event type {name!r}: latest_only= must be True or False, found {latest_only!r:.100}")
+    if storage_policy is not None and not isinstance(storage_policy, Mapping):
+        return storage_policy  # which is refused as in a file
+    given = storage_policy or {}
+    _refuse_unknown(name, given)
+    if latest_only and given.get("allow_duplicates"):
+        raise DeclarationError(
+            f"event type {name!r}: latest_only=True keeps one notification per subject, and allow_duplicates keeps all "
+            "of them: leave out one of the two"
+        )
+    return {"allow_duplicates": not latest_only, **given}
+
+
+def _refuse_unknown(name: str, storage_policy: Mapping[Any, Any]) -> None:
     """Raise `DeclarationError` for a key that no storage policy has. In a file it may be one of an aviso-server's."""
-    for key in storage_policy if isinstance(storage_policy, Mapping) else ():
+    for key in storage_policy:
         if key not in StoragePolicy.__struct_fields__:
             elsewhere = (
                 f"; {key} is a key of notification_backend.jetstream" if key in JetStream.__struct_fields__ else ""

@@ -1,6 +1,8 @@
-"""What the code of an agent says that it publishes, as far as that can be read before anything runs.
+"""The notifications in what an agent's function returns or yields, and what its code says of them before it runs.
 
-`App.mistakes` and `App.warnings` ask, and the doctor. What a function calls inside of other functions is not looked at.
+`engine.handlers.outputs` publishes them. Whatever a function returns is published, or says that there is nothing to
+publish (None, an `Ack`, the `Receipt` of what is stored), or fails the call. The annotation is judged by the same
+rules: `App.mistakes` asks, and the doctor. What a function calls inside of other functions is not looked at.
 """
 
 from __future__ import annotations
@@ -10,37 +12,82 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Set
 from typing import Any, Union
 
-from aviso_workers.aviso.notifications import Notify
-from aviso_workers.declare import resources
+from aviso_workers.aviso.notifications import Notify, Receipt
+from aviso_workers.declare import resources, verdicts
 from aviso_workers.declare.agents import Agent
-from aviso_workers.declare.verdicts import Ack, Reject, Retry
+from aviso_workers.declare.verdicts import Ack, FinalError, Reject, Retry
+from aviso_workers.errors import InvalidNotificationError
 
-__all__ = ["ignored_return", "named_event_types", "publishes"]
+__all__ = ["named_event_types", "notifications", "publishes", "refused_return"]
 
-MEANT = (Notify, Retry, Reject, Ack, BaseException)
-"""What is done with one of these says the documentation of agents."""
+NOTHING = (type(None), Ack, Receipt)
+"""Types of which nothing is published where a function returns one by itself."""
+ACCEPTED = (Notify, *NOTHING, Retry, Reject, BaseException)
+IN_SEVERAL = (Notify, Receipt, BaseException)
+"""What may be among several. None may not: there it is more often a forgotten `return` than meant."""
+NO_SEVERAL = (str, bytes, bytearray, memoryview, Mapping, Set)
+"""Iterables that are not taken for several notifications: these have no order, or are a payload."""
+CURE = "return a Notify, several in a list, or None"
 UNIONS = (Union, types.UnionType)
+
+
+def notifications(output: object) -> Iterator[Notify]:
+    """Yield the notifications in what a function returned or yielded, in order, also of nested lists.
+
+    Raises `FinalError` for anything else, an exception that is among them, and what a lazy iterable raises.
+    """
+    if output is None or isinstance(output, Ack):
+        return
+    yield from _inside(output, output)
+
+
+def _inside(output: object, whole: object) -> Iterator[Notify]:
+    if isinstance(output, Notify):
+        yield output
+    elif isinstance(output, Receipt):
+        return
+    elif isinstance(output, Iterable) and not isinstance(output, (*NO_SEVERAL, type, AsyncIterator, Awaitable)):
+        for each in output:
+            yield from _inside(each, whole)
+    elif verdicts.is_instruction(output):
+        raise _refused(whole, f"there is {output!r:.100} in a {type(whole).__name__}: return it by itself")
+    elif failure := verdicts.failure_returned(output):
+        raise failure.error
+    elif output is whole:
+        raise _refused(whole, f"the handler returned {_shown(output)}: {CURE}")
+    else:
+        raise _refused(whole, f"the handler returned a {type(whole).__name__} with {_shown(output)} in it: {CURE}")
+
+
+def _refused(whole: object, problem: str) -> FinalError:
+    return FinalError(InvalidNotificationError(problem), reason="invalid_notification")
+
+
+def _shown(output: object) -> str:
+    return (
+        f"{output!r:.100}"
+        if output is None or isinstance(output, type)
+        else f"the {type(output).__name__} {output!r:.100}"
+    )
 
 
 def publishes(agent: Agent[Any, Any]) -> bool:
     """Return whether the agent's annotation says that it returns or yields notifications."""
-    return Notify in _inside(_returned(agent))
+    return Notify in _parts(_returned(agent))
 
 
-def ignored_return(agent: Agent[Any, Any]) -> str:
-    """Return what the agent's annotation says that it returns although nothing is done with it; empty where it is used.
+def refused_return(agent: Agent[Any, Any]) -> str:
+    """Return what the agent's annotation says that it returns or yields although that fails each call; else "".
 
     Without an annotation it is not known.
     """
     returned = _returned(agent)
-    if returned in (None, type(None), Any) or isinstance(returned, str) or agent.yields:
-        return ""
-    members = typing.get_args(returned) if typing.get_origin(returned) in UNIONS else (returned,)
-    ignored = [member for member in members if not _means_something(member)]
-    return " | ".join(_spelled(member) for member in ignored)
+    if agent.yields:
+        returned = next(iter(typing.get_args(returned)), Any)
+    return " | ".join(_spelled(member) for member in _members(returned) if not _is_accepted(member, ACCEPTED))
 
 
 def named_event_types(function: Callable[..., Any]) -> set[str]:
@@ -70,14 +117,51 @@ def _returned(agent: Agent[Any, Any]) -> Any:
     return resources.hints_of(f"agent {agent.name!r}", agent.function).get("return")
 
 
-def _means_something(annotation: Any) -> bool:
-    if annotation in (None, type(None), Any, typing.NoReturn, typing.Never):
+def _members(annotation: Any) -> tuple[Any, ...]:
+    annotation = _plain(annotation)
+    return typing.get_args(annotation) if typing.get_origin(annotation) in UNIONS else (annotation,)
+
+
+def _plain(annotation: Any) -> Any:
+    """Return what an alias, a NewType or an Annotated stands for."""
+    while True:
+        if typing.get_origin(annotation) is typing.Annotated:
+            annotation = typing.get_args(annotation)[0]
+        elif hasattr(annotation, "__supertype__"):
+            annotation = annotation.__supertype__
+        elif hasattr(annotation, "__value__"):
+            annotation = annotation.__value__
+        else:
+            return annotation
+
+
+def _is_accepted(annotation: Any, accepted: tuple[type, ...]) -> bool:
+    """Return whether a value of this type can be one that does not fail the call; also where that is not known."""
+    annotation = _plain(annotation)
+    if annotation is Any:
         return True
-    kinds = [kind for kind in _inside(annotation) if isinstance(kind, type)]
-    return not kinds or any(issubclass(kind, MEANT) for kind in kinds)
+    if annotation is None:
+        return type(None) in accepted
+    if typing.get_origin(annotation) in UNIONS:
+        return all(_is_accepted(member, accepted) for member in typing.get_args(annotation))
+    kind = typing.get_origin(annotation) or annotation
+    if not isinstance(kind, type):
+        return kind is not typing.Literal
+    if kind is type:
+        return False
+    if issubclass(kind, (Retry, Reject)) and accepted is IN_SEVERAL:
+        return False
+    if issubclass(kind, accepted) or any(issubclass(each, kind) for each in accepted):
+        return True
+    if not issubclass(kind, Iterable) or issubclass(kind, (*NO_SEVERAL, AsyncIterator, Awaitable)):
+        return False
+    within = [each for each in typing.get_args(annotation) if each is not Ellipsis]
+    if issubclass(kind, Generator):
+        within = within[:1]
+    return all(_is_accepted(each, IN_SEVERAL) for each in within)
 
 
-def _inside(annotation: Any) -> Iterator[Any]:
+def _parts(annotation: Any) -> Iterator[Any]:
     yield annotation
     for argument in typing.get_args(annotation):
-        yield from _inside(argument)
+        yield from _parts(argument)

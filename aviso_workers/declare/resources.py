@@ -83,6 +83,8 @@ class Needing(Protocol):
 
 
 N = TypeVar("N", bound=Needing)
+ITERATES = (AsyncIterator, AsyncGenerator, Iterator, Generator)
+"""What a function is annotated to return that yields."""
 
 
 def declare(function: Callable[..., Any], scope: Scope = "worker") -> Resource:
@@ -92,9 +94,14 @@ def declare(function: Callable[..., Any], scope: Scope = "worker") -> Resource:
         raise DeclarationError(f"resource {name!r}: scope must be 'worker' or 'call', found {scope!r}")
     hints = hints_of(f"resource {name!r}", function)
     gives: Any = (given := hints.get("return"))
+    if inspect.iscoroutinefunction(function) and typing.get_origin(given) in ITERATES:
+        (wanted, *_) = (*typing.get_args(given), Any)
+        raise DeclarationError(
+            f"resource {name!r}: it is annotated {spelled(given)} and yields nothing: let it yield the "
+            f"{spelled(wanted)}, or return it and annotate it -> {spelled(wanted)}"
+        )
     if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-        iterates = typing.get_origin(given) in (AsyncIterator, AsyncGenerator, Iterator, Generator)
-        gives = typing.get_args(given)[0] if iterates else None
+        gives = typing.get_args(given)[0] if typing.get_origin(given) in ITERATES else None
     if gives in (None, type(None), Any):
         raise DeclarationError(
             f"resource {name!r}: must be a function that yields, annotated `-> AsyncIterator[Type]`, or one that "
@@ -178,7 +185,7 @@ def mistakes(
 
     `needing` is who needs something, and what.
     """
-    given = {resource.gives for resource in resources} | {app}
+    given = {resource.gives for resource in resources} | set(app.__mro__)
     of_calls = {resource.gives for resource in resources if resource.scope == "call"}
     known = sorted(spelled(resource.gives) for resource in resources)
     everybody = [

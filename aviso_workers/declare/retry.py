@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import random
 from numbers import Real
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
+from aviso_workers.aviso import literals
+from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.errors import DeclarationError
 
 __all__ = ["LONGEST_DELAY_DAYS", "LONGEST_DELAY_SECONDS", "Backoff", "Restarts", "RetryShare", "Tries", "is_number"]
@@ -39,7 +41,8 @@ class Backoff(Struct, frozen=True, kw_only=True):
     """How often and after which delays a failed notification is tried again.
 
     It is tried `attempts` times in all, and becomes a dead letter after the last one. The delay after the n-th failure
-    is `first * factor ** (n - 1)` seconds, at most `max` seconds and 366 days. It is varied by plus or minus `jitter`,
+    is `first * factor ** (n - 1)`, at most `max` and 366 days. Both are a number of seconds, a text such as `30s`, or a
+    timedelta; they are kept as seconds. The delay is varied by plus or minus `jitter`,
     a share of it, so that notifications which failed together do not come back together.
 
     The defaults wait for 71 seconds in all. With handlers of up to 8 seconds, all six attempts are within a duplicate
@@ -50,11 +53,27 @@ class Backoff(Struct, frozen=True, kw_only=True):
     first: float = 1.0
     factor: float = 2.5
     max: float = 600.0
-    attempts: int = 6
-    """The number of attempts in all. After the last one, the notification becomes a dead letter."""
+    attempts: float = 6
+    """The number of attempts in all, a whole number, or `math.inf` for no end. After the last one, the notification
+    becomes a dead letter."""
     jitter: float = 0.1
 
+    if TYPE_CHECKING:  # it is given any duration, and has seconds
+
+        def __init__(
+            self,
+            *,
+            first: AnyDuration = 1.0,
+            factor: float = 2.5,
+            max: AnyDuration = 600.0,
+            attempts: float = 6,
+            jitter: float = 0.1,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
+        for name in ("first", "max"):
+            if not is_number(given := getattr(self, name)):
+                structs.force_setattr(self, name, _seconds(name, given))
         for name, (least, most) in _SENSIBLE.items():
             found = getattr(self, name)
             if not (is_number(found) and least <= found <= most):
@@ -160,6 +179,13 @@ class Restarts:
         self.failures = 1 if healthy else self.failures + 1
         self._started = math.inf
         return self._backoff.delay_seconds(self.failures)
+
+
+def _seconds(name: str, duration: object) -> float:
+    try:
+        return literals.seconds_of(duration)
+    except ValueError as error:
+        raise DeclarationError(f"Backoff: {name}: {error}") from error
 
 
 def is_number(found: object) -> TypeGuard[float]:

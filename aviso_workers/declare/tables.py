@@ -6,34 +6,54 @@ values, and compare-and-set. Where it is kept, tried again and cached is `engine
 
 from __future__ import annotations
 
+import asyncio
 import builtins
+import inspect
+import os
 import random
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AbstractContextManager, aclosing
 from contextvars import ContextVar
 from datetime import datetime
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, overload
+from enum import Enum
+from functools import partial
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar, overload
 from weakref import WeakValueDictionary
 
 import anyio
 import msgspec
+from anyio.from_thread import BlockingPortal
 from msgspec import Struct
 
-from aviso_workers.aviso import payloads
+from aviso_workers import event_loops
+from aviso_workers.aviso import literals, payloads
+from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.errors import (
     ConflictError,
     DeclarationError,
     InvalidKeyError,
     OutcomeUnknownError,
+    UnavailableError,
     UndecodableError,
 )
 from aviso_workers.jetstream.key_value import Entry, KeyValue
 
-__all__ = ["PROCESS", "Change", "Counter", "CounterStore", "Table", "decode_key", "encode_key"]
+__all__ = [
+    "DELETE",
+    "PROCESS",
+    "Change",
+    "Counter",
+    "CounterStore",
+    "Delete",
+    "Table",
+    "decode_key",
+    "encode_key",
+]
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 PROCESS: ContextVar[object] = ContextVar("process", default=None)
 """Which worker this code runs in, where a test plays several of them in one process: each is connected by itself."""
@@ -46,8 +66,24 @@ APPLIED = "Aviso-Applied"
 """The header of a key that tells which notifications its updates were applied for."""
 REMEMBERED_SECONDS = 31 * 86400.0
 """How long it is remembered of a key that an update has deleted."""
+SHORTEST_TTL_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 0.5
 """After a conflict with another process an update waits for a random time before it is tried again, at most so long."""
+
+
+class Delete(Enum):
+    """The type of `DELETE`, for the annotation of a function that `Table.update` calls."""
+
+    DELETE = "DELETE"
+    """Returned by a function that `Table.update` calls: delete the key."""
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+DELETE: Final = Delete.DELETE
+"""Returned by a function that `Table.update` calls: delete the key."""
+D = TypeVar("D", bound=Delete)
 
 
 class Change(Struct, Generic[T], frozen=True, kw_only=True):
@@ -67,6 +103,28 @@ class Applied(Protocol):
     async def added(self, key: str, header: str, notification: Notification[Any]) -> str | None: ...
 
 
+class _Loop(NamedTuple):
+    """Where a table or counter is connected."""
+
+    portal: BlockingPortal
+    loop: asyncio.AbstractEventLoop
+    process: int
+
+    def check(self, what: str) -> None:
+        """Raise `DeclarationError` in another event loop, to which no answer would come."""
+        if event_loops.running_loop() not in (None, self.loop):
+            raise DeclarationError(
+                f"{what} is connected in another event loop: from this one, call its methods whose names end in _sync, "
+                "as in `await asyncio.to_thread(table.get_sync, key)`"
+            )
+
+    def wait(self, what: str, method: Callable[..., Coroutine[Any, Any, R]], *arguments: Any, **named: Any) -> R:
+        """Run the method on the loop from another thread, and return what it returns."""
+        if os.getpid() != self.process:
+            raise UnavailableError(f"{what} is connected in the process that this one was forked from")
+        return event_loops.call(self.portal, partial(method, *arguments, **named))
+
+
 class _Connection(NamedTuple):
     """What a table works with while it is connected."""
 
@@ -74,13 +132,17 @@ class _Connection(NamedTuple):
     applied: Applied
     turns: WeakValueDictionary[str, anyio.Lock]
     """By key as it is spelled, the updates that wait for each other."""
+    where: _Loop
 
 
 class Table(Generic[T]):
     """Values of one type by key, for use inside `async with app:`; see `Router.table`.
 
-    Every method raises `InvalidKeyError` if the key is empty or too long, and `BackendError` if the server cannot be
-    reached within `publish_deadline_seconds`.
+    A plain `def`, which runs in a thread, calls the methods whose names end in `_sync`. They do the same and wait.
+
+    Every method raises `InvalidKeyError` if the key is empty or too long, `BackendError` if the server cannot be
+    reached within `publish_deadline_seconds`, and `DeclarationError` where the table is not connected, or a method that
+    has to be awaited is called in a thread without an event loop.
     """
 
     def __init__(self, name: str, type: Any, *, default: Any, history: int, cached: bool) -> None:
@@ -99,6 +161,7 @@ class Table(Generic[T]):
         if not 1 <= history <= MOST_HISTORY:
             raise DeclarationError(f"table {name!r}: history must be from 1 to {MOST_HISTORY}, found {history}")
 
+    @event_loops.awaited
     async def get(self, key: str) -> T:
         """Return the value of a key, or the table's default if there is none (None if it has no default).
 
@@ -108,27 +171,53 @@ class Table(Generic[T]):
         value: T = self._value(await self._kept.get(encode_key(key)))
         return value
 
-    async def put(self, key: str, value: T, *, ttl: float | None = None) -> None:
-        """Store a value, which expires after `ttl` seconds (1 or more; not in a table with a history). Default: it does
-        not expire.
+    @event_loops.awaited
+    async def put(self, key: str, value: T, *, ttl: AnyDuration | None = None) -> None:
+        """Store a value, which expires after the `ttl`: a number of seconds (1 or more), a text such as `10m`, or a
+        timedelta; not in a table with a history. Default: it does not expire.
 
-        Raises `RefusedError` for a `ttl` if the server is older than 2.11.
+        Raises `DeclarationError` for a `ttl` that is no duration; `RefusedError` for one below 1 s, and for any if the
+        server is older than 2.11.
         """
-        await self._kept.put(encode_key(key), self._encode(value), ttl_seconds=ttl)
-
-    @overload
-    async def update(self, key: str, change: Callable[[T], T], *, once: Notification[Any] | None = None) -> T: ...
+        await self._kept.put(encode_key(key), self._encode(value), ttl_seconds=self._ttl_seconds(ttl))
 
     @overload
     async def update(
-        self, key: str, change: Callable[[T], T | None], *, once: Notification[Any] | None = None
-    ) -> T | None: ...
+        self,
+        key: str,
+        change: Callable[[T], T],
+        *,
+        once: Notification[Any] | None = None,
+        ttl: AnyDuration | None = None,
+    ) -> T: ...
 
+    @overload
     async def update(
-        self, key: str, change: Callable[[T], T | None], *, once: Notification[Any] | None = None
-    ) -> T | None:
-        """Store the value that `change` returns for the present value (or the default), and return it. None deletes the
-        key.
+        self,
+        key: str,
+        change: Callable[[T], T | D],
+        *,
+        once: Notification[Any] | None = None,
+        ttl: AnyDuration | None = None,
+    ) -> T | D: ...
+
+    @event_loops.awaited
+    async def update(
+        self,
+        key: str,
+        change: Callable[[T], Any],
+        *,
+        once: Notification[Any] | None = None,
+        ttl: AnyDuration | None = None,
+    ) -> Any:
+        """Store the value that `change` returns for the present value (or the default), and return it.
+
+        Where `change` returns `DELETE`, the key is deleted, and `DELETE` is returned. None is not a value: for a
+        function that changes a list in place and returns nothing, this raises `DeclarationError`, and the key stays as
+        it is.
+
+        A key that expires does so at the same time as before, or a second after the update if that is later. With a
+        `ttl`, as in `put`, its time begins anew.
 
         No update is lost: if another one was faster, `change` is called again with the new value, so it must do nothing
         else. Raises `OutcomeUnknownError` if an acknowledgement was lost and the key has changed since, so that it is
@@ -141,19 +230,24 @@ class Table(Generic[T]):
         `DeclarationError` for any other notification, for a second update of a key within a call, and if the table has
         a history; `RefusedError` if the server is older than 2.11.
         """
-        kept, spelled = self._kept, encode_key(key)
+        kept, spelled, seconds = self._kept, encode_key(key), self._ttl_seconds(ttl)
         if once is None:
-            return await self._update(kept, spelled, change, None)
+            return await self._update(kept, spelled, change, None, seconds)
         if self.keeps_history > 1:
             raise DeclarationError(f"table {self.name!r}: once= needs a table without a history")
         with self._connection.applied.once(spelled, once):
-            return await self._update(kept, spelled, change, once)
+            return await self._update(kept, spelled, change, once, seconds)
 
     async def _update(
-        self, kept: KeyValue, spelled: str, change: Callable[[T], T | None], once: Notification[Any] | None
-    ) -> T | None:
+        self,
+        kept: KeyValue,
+        spelled: str,
+        change: Callable[[T], Any],
+        once: Notification[Any] | None,
+        ttl_seconds: float | None,
+    ) -> Any:
         conflicts = 0
-        _, applied_before, turns = self._connection
+        _, applied_before, turns, _ = self._connection
         # Callers of one process take turns: side by side they would only defeat each other's compare-and-set.
         async with turns.setdefault(spelled, anyio.Lock()):
             while True:
@@ -166,8 +260,10 @@ class Table(Generic[T]):
                 if applied is None:
                     return current
                 value = change(current)
+                self._refuse_forgotten(value)
                 try:
-                    await self._store(kept, spelled, entry, value, applied)
+                    ttl = await _left_of_ttl(kept, entry) if ttl_seconds is None else ttl_seconds
+                    await self._store(kept, spelled, entry, value, applied, ttl)
                     return value
                 except ConflictError:  # another process was faster
                     conflicts += 1
@@ -177,17 +273,27 @@ class Table(Generic[T]):
                     if once is None:
                         raise  # else the key tells whether it was applied
 
-    async def _store(self, kept: KeyValue, spelled: str, entry: Entry | None, value: T | None, applied: str) -> None:
+    async def _store(
+        self,
+        kept: KeyValue,
+        spelled: str,
+        entry: Entry | None,
+        value: T | Delete,
+        applied: str,
+        ttl_seconds: float | None,
+    ) -> None:
         """Store the value of a key with what was applied to it, if nobody has changed the entry."""
         revision = entry.revision if entry else 0
         headers = {APPLIED: applied} if applied else None
-        if value is not None:
-            await kept.put(spelled, self._encode(value), revision=revision, headers=headers)
+        if value is not DELETE:
+            data = self._encode(value)
+            await kept.put(spelled, data, revision=revision, headers=headers, ttl_seconds=ttl_seconds)
         elif applied:
             await kept.delete(spelled, revision=revision, headers=headers, ttl_seconds=REMEMBERED_SECONDS)
         elif entry is not None and not entry.deleted:
             await kept.delete(spelled, revision=revision)
 
+    @event_loops.awaited
     async def delete(self, key: str) -> None:
         """Delete a key and its history. A key that does not exist is not an error."""
         await self._kept.delete(encode_key(key))
@@ -198,6 +304,7 @@ class Table(Generic[T]):
             if not entry.key.startswith(PAGES):
                 yield decode_key(entry.key), self._value(entry)
 
+    @event_loops.awaited
     async def history(self, key: str) -> list[Change[T]]:
         """Return the last values of a key, as many as the table keeps, the newest at the end."""
         kept = self._kept
@@ -214,11 +321,70 @@ class Table(Generic[T]):
                 if not entry.key.startswith(PAGES):
                     yield self._change(entry)
 
-    def connect(self, bucket: KeyValue, applied: Applied) -> None:
+    def get_sync(self, key: str) -> T:
+        """Do what `get` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
+        return self._wait(self.get, key)
+
+    def put_sync(self, key: str, value: T, *, ttl: AnyDuration | None = None) -> None:
+        """Do what `put` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
+        self._wait(self.put, key, value, ttl=ttl)
+
+    @overload
+    def update_sync(
+        self,
+        key: str,
+        change: Callable[[T], T],
+        *,
+        once: Notification[Any] | None = None,
+        ttl: AnyDuration | None = None,
+    ) -> T: ...
+
+    @overload
+    def update_sync(
+        self,
+        key: str,
+        change: Callable[[T], T | D],
+        *,
+        once: Notification[Any] | None = None,
+        ttl: AnyDuration | None = None,
+    ) -> T | D: ...
+
+    def update_sync(
+        self,
+        key: str,
+        change: Callable[[T], Any],
+        *,
+        once: Notification[Any] | None = None,
+        ttl: AnyDuration | None = None,
+    ) -> Any:
+        """Do what `update` does, from a thread without an event loop; `change` is called on the event loop.
+
+        Raises `DeclarationError` where an event loop runs in this thread.
+        """
+        return self._wait(self.update, key, change, once=once, ttl=ttl)
+
+    def delete_sync(self, key: str) -> None:
+        """Do what `delete` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
+        self._wait(self.delete, key)
+
+    def items_sync(self) -> list[tuple[str, T]]:
+        """Return what `items` yields, from a thread without an event loop. Raises `DeclarationError` where one runs."""
+
+        async def items() -> list[tuple[str, T]]:
+            return [each async for each in self.items()]
+
+        return self._wait(items)
+
+    def history_sync(self, key: str) -> list[Change[T]]:
+        """Do what `history` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
+        return self._wait(self.history, key)
+
+    def connect(self, bucket: KeyValue, applied: Applied, portal: BlockingPortal) -> None:
         """Connect the table, as the app does. Raises `DeclarationError` if another app uses the table."""
         if PROCESS.get() in self._connections:
             raise DeclarationError(f"table {self.name!r} is in use by another app of this process")
-        self._connections[PROCESS.get()] = _Connection(bucket, applied, WeakValueDictionary())
+        where = _Loop(portal, asyncio.get_running_loop(), os.getpid())
+        self._connections[PROCESS.get()] = _Connection(bucket, applied, WeakValueDictionary(), where)
 
     def disconnect(self) -> None:
         self._connections.pop(PROCESS.get(), None)
@@ -230,15 +396,39 @@ class Table(Generic[T]):
     def _connection(self) -> _Connection:
         if (connection := self._connections.get(PROCESS.get())) is None:
             raise DeclarationError(f"table {self.name!r} is not connected: use it inside `async with app:`")
+        connection.where.check(f"table {self.name!r}")
         return connection
 
     @property
     def _kept(self) -> KeyValue:
         return self._connection.bucket
 
+    def _wait(self, method: Callable[..., Coroutine[Any, Any, R]], *arguments: Any, **named: Any) -> R:
+        event_loops.refuse_blocking(f"{method.__name__}_sync", f"table.{method.__name__}(...)")
+        return self._connection.where.wait(f"table {self.name!r}", method, *arguments, **named)
+
+    def _ttl_seconds(self, ttl: object) -> float | None:
+        try:
+            return None if ttl is None else literals.seconds_of(ttl)
+        except ValueError as error:
+            raise DeclarationError(f"table {self.name!r}: ttl: {error}") from error
+
+    def _refuse_forgotten(self, value: object) -> None:
+        """Raise `DeclarationError` for what a function of `update` returns where it has forgotten the new value."""
+        if value is None:
+            raise DeclarationError(
+                f"table {self.name!r}: the function of update returned None, as `list.append` does: let it return the "
+                "new value, or DELETE where the key is to be deleted"
+            )
+        if inspect.iscoroutine(value):
+            value.close()
+            raise DeclarationError(
+                f"table {self.name!r}: the function of update is async: let a plain function return the new value"
+            )
+
     def _encode(self, value: Any) -> bytes:
         if value is None:
-            raise TypeError(f"table {self.name!r}: None is not a value: delete the key instead")
+            raise DeclarationError(f"table {self.name!r}: None is not a value: delete the key instead")
         data = payloads.to_json(value)
         self._read(data)  # so that a mistake shows where it is made, and not where it is read
         return data
@@ -271,34 +461,52 @@ class Counter:
     """Whole numbers by key, which the server adds up, for use inside `async with app:`; see `Router.counter`.
 
     Nothing is read before it is written, so that workers do not conflict. Every method raises as those of a `Table` do,
-    and `RefusedError` if the server is older than 2.12.
+    and `RefusedError` if the server is older than 2.12. A plain `def` calls the methods whose names end in `_sync`.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._stores: dict[object, CounterStore] = {}
+        self._stores: dict[object, tuple[CounterStore, _Loop]] = {}
         """By `PROCESS`."""
 
+    @event_loops.awaited
     async def add(self, key: str, amount: int = 1, *, message_id: str | None = None) -> int:
         """Add an amount to the number of a key, and return the new number.
 
-        With a `message_id` of your own, such as the notification's, a repeat within two minutes adds nothing.
+        With a `message_id` of your own, such as the notification's, a repeat within two minutes adds nothing. Raises
+        `DeclarationError` for an amount that is not a whole number.
         """
+        if not isinstance(amount, int) or isinstance(amount, bool):
+            raise DeclarationError(f"counter {self.name!r}: the amount must be a whole number, found {amount!r:.100}")
         return await self._connected.add(encode_key(key), amount, message_id=message_id)
 
+    @event_loops.awaited
     async def get(self, key: str) -> int:
         """Return the number of a key; 0 if nothing was added."""
         return await self._connected.get(encode_key(key))
 
+    @event_loops.awaited
     async def items(self) -> dict[str, int]:
         """Return the numbers of all keys."""
         return {decode_key(key): total for key, total in (await self._connected.all()).items()}
 
-    def connect(self, store: CounterStore) -> None:
+    def add_sync(self, key: str, amount: int = 1, *, message_id: str | None = None) -> int:
+        """Do what `add` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
+        return self._wait(self.add, key, amount, message_id=message_id)
+
+    def get_sync(self, key: str) -> int:
+        """Do what `get` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
+        return self._wait(self.get, key)
+
+    def items_sync(self) -> dict[str, int]:
+        """Do what `items` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
+        return self._wait(self.items)
+
+    def connect(self, store: CounterStore, portal: BlockingPortal) -> None:
         """Connect the counter, as the app does. Raises `DeclarationError` if another app uses the counter."""
         if PROCESS.get() in self._stores:
             raise DeclarationError(f"counter {self.name!r} is in use by another app of this process")
-        self._stores[PROCESS.get()] = store
+        self._stores[PROCESS.get()] = store, _Loop(portal, asyncio.get_running_loop(), os.getpid())
 
     def disconnect(self) -> None:
         self._stores.pop(PROCESS.get(), None)
@@ -306,11 +514,28 @@ class Counter:
     def __repr__(self) -> str:
         return f"<Counter {self.name}>"
 
+    def _wait(self, method: Callable[..., Coroutine[Any, Any, R]], *arguments: Any, **named: Any) -> R:
+        event_loops.refuse_blocking(f"{method.__name__}_sync", f"counter.{method.__name__}(...)")
+        return self._connection[1].wait(f"counter {self.name!r}", method, *arguments, **named)
+
     @property
     def _connected(self) -> CounterStore:
-        if (store := self._stores.get(PROCESS.get())) is None:
+        return self._connection[0]
+
+    @property
+    def _connection(self) -> tuple[CounterStore, _Loop]:
+        if (connection := self._stores.get(PROCESS.get())) is None:
             raise DeclarationError(f"counter {self.name!r} is not connected: use it inside `async with app:`")
-        return store
+        connection[1].check(f"counter {self.name!r}")
+        return connection
+
+
+async def _left_of_ttl(kept: KeyValue, entry: Entry | None) -> float | None:
+    """Return after how many seconds an entry expires, at least `SHORTEST_TTL_SECONDS`; None where it does not."""
+    if entry is None or (ttl := entry.ttl_seconds) is None:
+        return None
+    age = (await kept.time() - entry.time).total_seconds()
+    return max(SHORTEST_TTL_SECONDS, ttl - age)
 
 
 def encode_key(key: str) -> str:

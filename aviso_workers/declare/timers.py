@@ -15,12 +15,14 @@ from zoneinfo import ZoneInfo
 from cronsim import CronSim, CronSimError
 from msgspec import Struct
 
-from aviso_workers.aviso.literals import Duration
+from aviso_workers.aviso import literals
+from aviso_workers.aviso.literals import AnyDuration, Duration
+from aviso_workers.aviso.notifications import Notify
 from aviso_workers.declare import resources
 from aviso_workers.declare.resources import Resource
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["LATE_SECONDS", "Cron", "Every", "Schedule", "Tick", "Timer", "next_tick"]
+__all__ = ["LATE_SECONDS", "Cron", "Every", "Schedule", "Tick", "Timer", "next_tick", "refuse_notifications"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -117,12 +119,14 @@ class Timer(Generic[P, R]):
         return f"<Timer {self.name}>"
 
 
-def every(interval: str) -> Every:
+def every(interval: AnyDuration) -> Every:
     """Return the schedule of an interval such as `10m`. Raises ValueError."""
-    duration = Duration.parse(interval)
-    if not duration:
+    seconds = literals.seconds_of(interval)
+    if not isinstance(seconds, int):
+        raise ValueError(f"the interval must be whole seconds, found {interval!r}")
+    if seconds <= 0:
         raise ValueError("the interval must be longer than 0 seconds")
-    return Every(duration)
+    return Every(Duration(seconds))
 
 
 def cron(expression: str, timezone: str) -> Cron:
@@ -140,6 +144,16 @@ def cron(expression: str, timezone: str) -> Cron:
     except StopIteration:
         raise ValueError(f"cron {expression!r} never comes") from None
     return Cron(expression, zone)
+
+
+def refuse_notifications(timer: str, returned: object) -> None:
+    """Raise `DeclarationError` where a timer returned notifications, which only agents publish so."""
+    several = returned if isinstance(returned, list | tuple) else (returned,)
+    if any(isinstance(each, Notify) for each in several):
+        raise DeclarationError(
+            f"timer {timer!r} returned a {type(returned).__name__} of notifications, and nothing is published of it: "
+            "a timer publishes with `await app.notify(...)`"
+        )
 
 
 def next_tick(schedule: Schedule, last: datetime, *, now: datetime, catch_up: bool) -> datetime:

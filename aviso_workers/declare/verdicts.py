@@ -7,13 +7,15 @@ wrong; `classify` asks the author what the exception means, and `decide` returns
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal, TypeGuard
 
 from msgspec import Struct
 
-from aviso_workers.declare.retry import LONGEST_DELAY_DAYS, LONGEST_DELAY_SECONDS, Backoff, is_number
+from aviso_workers.aviso import literals
+from aviso_workers.aviso.literals import AnyDuration
+from aviso_workers.declare.retry import LONGEST_DELAY_DAYS, LONGEST_DELAY_SECONDS, Backoff
 from aviso_workers.errors import DeclarationError
 
 __all__ = [
@@ -49,22 +51,29 @@ UNCOUNTED_DELIVERIES = 20
 
 
 class Retry(Exception):  # noqa: N818 - an instruction, also given as a value
-    """Raised or returned by an agent: try this notification again, `after` this many seconds.
+    """Raised or returned by an agent: try this notification again, `after` this time: a number of seconds, a text such
+    as `10m`, or a timedelta.
 
     Without `after`, the delay is that of the agent's policy. It counts as a failed attempt. Raises `DeclarationError`
-    for an `after` below 0 or above 366 days, such as a time since 1970.
+    for an `after` that is no duration, below 0, or above 366 days, such as a time since 1970.
     """
 
     after: float | None = None
+    """The delay in seconds."""
 
-    def __init__(self, after: float | None = None) -> None:
-        if after is not None and not (is_number(after) and 0 <= after <= LONGEST_DELAY_SECONDS):
-            raise DeclarationError(
-                f"Retry: after must be a number of seconds from 0 to {LONGEST_DELAY_SECONDS} "
-                f"({LONGEST_DELAY_DAYS} days) from now on, found {after!r:.100}"
-            )
-        self.after = after
-        super().__init__("asked to be tried again" + (f" after {after:g} s" if after is not None else ""))
+    def __init__(self, after: AnyDuration | None = None) -> None:
+        self.after = None if after is None else _delay_seconds(after)
+        super().__init__("asked to be tried again" + (f" after {self.after:g} s" if self.after is not None else ""))
+
+
+def _delay_seconds(after: object) -> float:
+    with suppress(ValueError):
+        if 0 <= (seconds := literals.seconds_of(after)) <= LONGEST_DELAY_SECONDS:
+            return seconds
+    raise DeclarationError(
+        f"Retry: after must be a duration from 0 to {LONGEST_DELAY_SECONDS} seconds ({LONGEST_DELAY_DAYS} days) from "
+        f'now on, such as 30 or "30s", found {after!r:.100}'
+    )
 
 
 class Reject(Exception):  # noqa: N818 - an instruction, also given as a value
@@ -135,8 +144,7 @@ Settlement = Ack | Nak | Term
 Instruction = Retry | Reject
 UNFINISHED: Mapping[type, str] = {
     Awaitable: "await it",
-    AsyncGenerator: "loop over it with `async for`, and yield what it yields",
-    Generator: "return a list of what it yields",
+    AsyncIterator: "loop over it with `async for`, and yield what it yields",
 }
 """What a handler may return by mistake, as its work is not done, and what to do instead."""
 Classifier = Callable[[Exception], Retry | Reject | Ack | None]
@@ -178,7 +186,7 @@ class OtherVersionError(Exception):
 
 
 def before_handling(
-    record: Record, *, num_delivered: int, attempts: int
+    record: Record, *, num_delivered: int, attempts: float
 ) -> Literal["run", "run_recorded", "run_alone", "worker_died", "max_deliveries"]:
     """Return what to do with a notification that is delivered again, before its handler is run.
 

@@ -22,12 +22,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from types import CodeType
-from typing import Annotated, Any, Generic
+from typing import Annotated, Any, Generic, Never
 
 from msgspec import Meta, Struct, structs
 from typing_extensions import TypeVar
 
-from aviso_workers.aviso.literals import Duration
+from aviso_workers.aviso import literals
+from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.declare.verdicts import FinalError
 from aviso_workers.errors import DeclarationError, LateError
@@ -119,7 +120,9 @@ class Window(Struct, Generic[A], frozen=True, kw_only=True):
 class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
     """How the notifications of a `Window` are gathered.
 
-    - `size`: the length of the windows, such as `15m`, `1h` or `1d`. They begin at whole multiples of it since 1970 UTC
+    Durations are a text such as `15m`, `1h` or `1d`, a whole number of seconds, or a timedelta.
+
+    - `size`: the length of the windows. They begin at whole multiples of it since 1970 UTC
       (tumbling windows).
     - `every`: the interval at which windows begin, if it is shorter than `size`. Such windows overlap (hopping
       windows).
@@ -136,14 +139,14 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
     Raises `DeclarationError`.
     """
 
-    size: str
+    size: AnyDuration
     fold: Callable[[A, Notification[T]], A]
-    initial: A
-    every: str | None = None
+    initial: A | list[Never] | dict[Never, Never] | set[Never]
+    every: AnyDuration | None = None
     key: Callable[[Notification[T]], str] | None = None
     time: Callable[[Notification[T]], datetime] | None = None
-    lateness: str = "0s"
-    idle: str | None = None
+    lateness: AnyDuration = "0s"
+    idle: AnyDuration | None = None
 
     def __post_init__(self) -> None:
         for name in ("fold", "key", "time"):
@@ -153,15 +156,13 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
             given = getattr(self, name)
             if given in (None, "") and name in ("every", "idle"):
                 continue
-            if not isinstance(given, str):
-                raise DeclarationError(
-                    f'Windowing: {name} must be text with a unit, such as "1h", found {given!r:.100}'
-                )
             try:
-                seconds = _seconds(given)
+                seconds = literals.seconds_of(given)
             except ValueError as error:
                 raise DeclarationError(f"Windowing: {name}: {error}") from error
-            if not seconds and name != "lateness":
+            if not isinstance(seconds, int):
+                raise DeclarationError(f"Windowing: {name} must be whole seconds, found {given!r:.100}")
+            if seconds < 0 or (not seconds and name != "lateness"):
                 raise DeclarationError(f"Windowing: {name} must be longer than 0 seconds")
         if self.every_seconds > self.size_seconds:
             raise DeclarationError(
@@ -421,7 +422,7 @@ def add(
         raise late(f"all of its windows have closed, the last at {_text(last)}")
     values = dict(state.open)
     for start in taking:
-        before = values[start] if start in values else copy.deepcopy(windowing.initial)
+        before: Any = values[start] if start in values else copy.deepcopy(windowing.initial)
         values[start] = windowing.fold(before, notification)
     this = {sequence: stored}
     newer = time > state.time
@@ -571,8 +572,8 @@ def _content(constant: object) -> str:
 
 
 @functools.cache
-def _seconds(duration: str) -> int:
-    return Duration.parse(duration)
+def _seconds(duration: AnyDuration) -> int:
+    return int(literals.seconds_of(duration))
 
 
 def _text(time: int) -> str:

@@ -13,10 +13,10 @@ the stream MARS, and nowhere else; and only under the base of an event type that
 from __future__ import annotations
 
 import hashlib
-import math
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
-from aviso_workers.aviso import topics
+from aviso_workers.aviso import literals, topics
 from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.notifications import Notify
 from aviso_workers.backends import Backend, Outgoing
@@ -93,9 +93,12 @@ def _due(wanted: Notify, *, now: datetime) -> datetime:
     if at is not None and after is not None:
         raise InvalidNotificationError(f"{name}: give it deliver_at or deliver_after, and not both")
     if at is None:
-        if not (isinstance(after, int | float) and 0 <= after < math.inf):
-            raise InvalidNotificationError(f"{name}: deliver_after must be a number of seconds from 0, found {after!r}")
-        return now + timedelta(seconds=after)
+        with suppress(ValueError):
+            if (seconds := literals.seconds_of(after)) >= 0:
+                return now + timedelta(seconds=seconds)
+        raise InvalidNotificationError(
+            f'{name}: deliver_after must be a duration from 0 seconds, such as 600 or "10m", found {after!r:.100}'
+        )
     if not (isinstance(at, datetime) and at.tzinfo):
         raise InvalidNotificationError(f"{name}: deliver_at must be a datetime with a time zone, found {at!r}")
     return at.astimezone(UTC)

@@ -18,7 +18,7 @@ from aviso_workers.clocks import Clock
 from aviso_workers.declare.retry import Backoff, Tries
 from aviso_workers.engine import replay, singletons
 from aviso_workers.errors import BackendError, ConflictError, NotFoundError, OutcomeUnknownError, UnavailableError
-from aviso_workers.jetstream.key_value import Entry, KeyValue
+from aviso_workers.jetstream.key_value import TTL, Entry, KeyValue, ttl_text
 
 __all__ = ["CachedKeyValue", "RetryingKeyValue", "retried"]
 
@@ -92,6 +92,9 @@ class RetryingKeyValue:
                 key, revision=revision, ttl_seconds=ttl_seconds, message_id=once, headers=headers
             ),
         )
+
+    async def time(self) -> datetime:
+        return await self._do(lambda bucket: bucket.time())
 
     async def keys(self) -> list[str]:
         return await self._do(lambda bucket: bucket.keys())
@@ -202,9 +205,12 @@ class CachedKeyValue(RetryingKeyValue):
         return None if entry is None or entry.deleted else entry
 
     async def newest(self, key: str) -> Entry | None:
-        """Return what is here; the server is asked about a key that is not, because deletions are not kept."""
+        """Return what is here; the server is asked about a key that is not, because deletions are not kept, and about
+        one with a ttl, which counts from the server's time."""
         entry = self._rows.get(key) if self._current else None
-        return entry if entry is not None and not entry.deleted else await super().newest(key)
+        if entry is None or entry.deleted or entry.ttl_seconds is not None:
+            return await super().newest(key)
+        return entry
 
     async def entries(self) -> list[Entry]:
         if not self._current:
@@ -228,7 +234,8 @@ class CachedKeyValue(RetryingKeyValue):
         except ConflictError:
             await self._read_again(key)
             raise
-        self._note(key, stored, value, headers)
+        own = {} if ttl_seconds is None else {TTL: ttl_text(ttl_seconds)}
+        self._note(key, stored, value, {**(headers or {}), **own})
         return stored
 
     async def delete(

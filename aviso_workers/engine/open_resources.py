@@ -23,7 +23,7 @@ async def opened(
 
     Raises `ResourceError` where one cannot be opened.
     """
-    values: dict[Any, Any] = {type(app): app, **(instead or {})}
+    values: dict[Any, Any] = dict.fromkeys(type(app).__mro__, app) | dict(instead or {})
     async with AsyncExitStack() as stack:
         for resource in resources.opened_by_workers(declared):
             if resource.gives in values:

@@ -7,51 +7,24 @@ of its parent's threads: it gets a thread and sessions of its own.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import os
 import threading
-from collections.abc import Callable, Coroutine, Hashable
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 from anyio.from_thread import BlockingPortal
 
+from aviso_workers import event_loops
 from aviso_workers.engine.session import Session
-from aviso_workers.errors import OutcomeUnknownError, UnavailableError
 
-__all__ = ["Portal", "call", "of_process", "running_loop"]
-
-T = TypeVar("T")
+__all__ = ["Portal", "of_process"]
 
 Opening = Callable[[], AbstractAsyncContextManager[Session]]
-
-
-def running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that runs in this thread, which a call that blocks would stop; None where none runs."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
-
-
-def call(portal: BlockingPortal, function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
-    """Run it on the portal's loop, and return what it returns.
-
-    Raises what it raises, `UnavailableError` where the portal is closed, `OutcomeUnknownError` where its loop ends
-    before the answer comes.
-    """
-    try:
-        answer: Future[T] = portal.start_task_soon(function, *arguments)
-    except RuntimeError as error:
-        raise UnavailableError(f"the event loop that publishes has ended: {error}") from error
-    try:
-        return answer.result()
-    except CancelledError as error:
-        raise OutcomeUnknownError("the event loop that publishes ended before the answer came") from error
 
 
 class Portal:
@@ -73,7 +46,7 @@ class Portal:
                 opened = self._open[of] = Future()
                 first = True
         if first:  # without the lock, which the loop may wait for
-            call(self.blocking, self._start, of, opening, opened)
+            event_loops.call(self.blocking, self._start, of, opening, opened)
         return opened.result()
 
     async def _start(self, *arguments: Any) -> None:

@@ -10,6 +10,7 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
@@ -17,6 +18,7 @@ from typing import TypeVar
 import anyio
 from msgspec import Struct, structs
 
+from aviso_workers.aviso import literals
 from aviso_workers.aviso.codec import Message, NotificationWriter, with_headers
 from aviso_workers.aviso.notifications import Notify, Receipt
 from aviso_workers.backends import Backend, Outgoing, OutgoingChunk, PubAck
@@ -60,19 +62,36 @@ HEADER_ALLOWANCE = 12 * 1024
 
 def encode(config: Config, wanted: Notify) -> Message:
     """Return the message that a notification is on the wire. Raises `InvalidNotificationError`."""
+    _require_sound(wanted)
     declared = config.notification_schema.get(wanted.event_type)
     if declared is None:
         raise UnknownEventTypeError(wanted.event_type, config.notification_schema)
     if delayed_messages.is_later(wanted):
         delayed_messages.due_of(wanted, now=datetime.now(UTC))
-    _require_printable(wanted.event_type, wanted.message_id)
+    if wanted.ttl is not None:
+        _whole_seconds(wanted.event_type, wanted.ttl)
     message = NotificationWriter(wanted.event_type, declared).message(wanted.identifier, wanted.payload)
     return with_headers(wanted.event_type, message, wanted.headers) if wanted.headers else message
 
 
+def _require_sound(wanted: Notify) -> None:
+    """Raise `InvalidNotificationError` for what is no notification, and as `_require_printable` does."""
+    if not isinstance(wanted, Notify):
+        raise InvalidNotificationError(
+            f"a notification to be published must be a Notify(event_type, identifier, payload), found {wanted!r:.100}"
+        )
+    if not isinstance(wanted.event_type, str):
+        raise InvalidNotificationError(
+            f"the event type of a notification must be text, found {wanted.event_type!r:.100}"
+        )
+    _require_printable(wanted.event_type, wanted.message_id)
+
+
 def _require_printable(event_type: str, message_id: str | None) -> None:
     """Raise `InvalidNotificationError` for a message id that a header would carry as another one."""
-    if message_id and not (message_id.isprintable() and message_id == message_id.strip()):
+    if message_id and not (
+        isinstance(message_id, str) and message_id.isprintable() and message_id == message_id.strip()
+    ):
         raise InvalidNotificationError(
             f"{event_type}: message id {message_id!r:.100}: it must be printable text without spaces at its ends"
         )
@@ -273,19 +292,20 @@ class Publisher:
         Raises `InvalidNotificationError`, `TakenOverError`, `RefusedError` where the server is too old for a ttl.
         """
         singletons.check()
-        _require_printable(wanted.event_type, wanted.message_id)
-        writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
+        try:
+            _require_printable(wanted.event_type, wanted.message_id)
+            writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
+        except (AttributeError, TypeError):  # here, so that a sound one is not looked at twice
+            _require_sound(wanted)
+            raise
         message = writer.message(wanted.identifier, wanted.payload)
         if wanted.headers:
             message = with_headers(wanted.event_type, message, wanted.headers)
         if wanted.ttl is None:
             return spec, message
-        if not (isinstance(wanted.ttl, int) and wanted.ttl >= 1):
-            raise InvalidNotificationError(
-                f"{wanted.event_type}: ttl must be whole seconds from 1, found {wanted.ttl!r}"
-            )
+        ttl = _whole_seconds(wanted.event_type, wanted.ttl)
         self._backend.connection.require_server(2, 11, to="publish with a ttl")
-        headers = {**(message.headers or {}), "Nats-TTL": f"{wanted.ttl}s"}
+        headers = {**(message.headers or {}), "Nats-TTL": f"{ttl}s"}
         return spec, structs.replace(message, headers=headers)
 
     def _ready(self, event_type: str, spec: StreamSpec, message: Message, message_id: str) -> _Prepared:
@@ -302,6 +322,8 @@ class Publisher:
 
     def _as_one(self, wanted: Sequence[Notify], *, message_id: str | None) -> list[_Prepared]:
         """Notifications under ids that belong to all of them. Raises `InvalidNotificationError`."""
+        for each in wanted:
+            _require_sound(each)
         if any(each.message_id is not None for each in wanted):
             raise InvalidNotificationError(
                 "what is stored together has one message_id, so give it to all and not to one"
@@ -470,3 +492,12 @@ def _parts(chunk: OutgoingChunk) -> Iterator[OutgoingChunk]:
         if end - first == CHUNK or size >= CHUNK_BYTES or end == len(chunk):
             yield chunk.part(first, end)
             first, size = end, 0
+
+
+def _whole_seconds(event_type: str, ttl: object) -> int:
+    with suppress(ValueError):
+        if isinstance(seconds := literals.seconds_of(ttl), int) and seconds >= 1:
+            return seconds
+    raise InvalidNotificationError(
+        f'{event_type}: ttl must be a duration of whole seconds from 1, such as 60 or "1m", found {ttl!r:.100}'
+    )

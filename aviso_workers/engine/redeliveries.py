@@ -53,7 +53,7 @@ class Redeliveries:
         settler: Settler,
         isolation: Isolation,
         shield: Shield,
-        attempts: int,
+        attempts: float,
         clock: Clock,
         events: Events,
     ) -> None:

@@ -183,6 +183,7 @@ class Session:
                     stop,
                     agents=[resources.bound(agent, values) for agent in agents],
                     timers=[resources.bound(timer, values) for timer in app.timers_at_work()],
+                    tasks=[resources.bound(task, values) for task in app.tasks],
                     begun=begun,
                 )
         finally:
@@ -195,6 +196,7 @@ class Session:
         *,
         agents: Sequence[Agent[Any, Any]],
         timers: Sequence[Timer[Any, Any]],
+        tasks: Sequence[Task],
         begun: anyio.Event | None,
     ) -> None:
         failure: BackendError | None = None
@@ -208,7 +210,7 @@ class Session:
                 work.cancel()
 
         async def run_task(task: Task) -> None:
-            await supervise_task(task, app, clock=self.backend.clock, events=self._events, stop=stop)
+            await supervise_task(task, clock=self.backend.clock, events=self._events, stop=stop)
 
         async def run_app_timers() -> None:
             await run_timers(
@@ -239,7 +241,7 @@ class Session:
                 work.start_soon(self.run_delayed_delivery, stop)
                 if timers:
                     work.start_soon(run_app_timers)
-                for task in app.tasks:
+                for task in tasks:
                     work.start_soon(run_task, task)
                 await stop.wait()
             watching.cancel_scope.cancel()

@@ -421,14 +421,15 @@ async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> P
     return Passed(0, (await backend.stream_info(stream.name)).last_sequence)
 
 
-async def supervise_task(task: Task, app: Any, *, clock: Clock, events: Events, stop: anyio.Event) -> None:
-    """Run the task until `stop`; when it raises, start it again after a wait. One that returns is done."""
+async def supervise_task(task: Task, *, clock: Clock, events: Events, stop: anyio.Event) -> None:
+    """Run the task, which was given its resources, until `stop`; when it raises, start it again after a wait. One that
+    returns is done."""
     restarts = Restarts(REOPENED, healthy_seconds=HEALTHY_SECONDS)
     ended: object
 
     async def run() -> None:
         nonlocal ended
-        ended = await calls.attempt(task.function, app)
+        ended = await calls.attempt(lambda _: task.function(), None)
 
     while not stop.is_set():
         restarts.note_start(clock.monotonic())

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 from anyio.abc import TaskGroup
+from anyio.from_thread import BlockingPortal
 
 from aviso_workers.backends import Backend, Message, PubAck
 from aviso_workers.config import Config, streams
@@ -57,10 +58,13 @@ class Tables:
         self._own_streams = own_streams
         self._connected: list[Table[Any] | Counter] = []
         self._keeping: TaskGroup
+        self._portal: BlockingPortal
 
     async def __aenter__(self) -> Tables:
         self._keeping = anyio.create_task_group()
         await self._keeping.__aenter__()
+        self._portal = BlockingPortal()
+        await self._portal.__aenter__()
         try:
             for name, table in self._tables.items():
                 self._connect(name, table)
@@ -73,11 +77,14 @@ class Tables:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        while self._connected:
-            self._connected.pop().disconnect()
-        # The body's own exception is not the caches' business: it must leave as it is, not in a group.
-        self._keeping.cancel_scope.cancel()
-        await self._keeping.__aexit__(None, None, None)
+        try:
+            await self._portal.__aexit__(None, None, None)  # waits for the calls of threads that are under way
+        finally:
+            while self._connected:
+                self._connected.pop().disconnect()
+            # The body's own exception is not the caches' business: it must leave as it is, not in a group.
+            self._keeping.cancel_scope.cancel()
+            await self._keeping.__aexit__(None, None, None)
 
     def _connect(self, name: str, table: Table[Any] | Counter) -> None:
         patience = self._config.notification_backend.jetstream.publish_deadline_seconds
@@ -89,11 +96,12 @@ class Tables:
             prefix = f"{COUNTERS_SUBJECT}.{self._app}.{name}."
             table.connect(
                 Counters(self._backend, spec, self._own_streams, prefix=prefix, patience_seconds=patience),
+                self._portal,
             )
             return
         kind = CachedKeyValue if table.cached else RetryingKeyValue
         bucket = kind(self._backend, bucket_of(self._app, name), history=table.keeps_history, patience_seconds=patience)
-        table.connect(bucket, AppliedNotifications(bucket, self._backend, table=name))
+        table.connect(bucket, AppliedNotifications(bucket, self._backend, table=name), self._portal)
         if table.keeps_history > 1:
             self._keeping.start_soon(self._raise_history, bucket.name, table.keeps_history)
         if isinstance(bucket, CachedKeyValue):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,8 @@ def _run(function: Callable[[], object]) -> object:
     future by a frame of the exception's traceback. A `GeneratorExit` would be taken for the end of who waits.
     """
     try:
-        return function()
+        returned = function()
+        # A lazy output, such as a `map`, still has to run the author's code: in this thread as well.
+        return list(returned) if isinstance(returned, Iterator) else returned
     except BaseException as error:
         return Failure(error)

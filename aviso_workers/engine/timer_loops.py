@@ -419,7 +419,7 @@ async def _run(timer: Timer[Any, Any], tick: Tick, clock: Clock, events: Events)
 
     async def run(given: Mapping[str, Any]) -> None:
         async with call_scope.opened(timer, {}) as opened:
-            await timer.function(**given, **opened)
+            timers.refuse_notifications(timer.name, await timer.function(**given, **opened))
 
     returned = await calls.attempt_apart(run, given)
     error = returned.error if isinstance(returned, Failure) else None

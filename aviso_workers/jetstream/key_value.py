@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Mapping
 from datetime import datetime
 from typing import Protocol
 
 from msgspec import Struct
 
-__all__ = ["BulkKeyValue", "Entry", "KeyValue"]
+__all__ = ["TTL", "BulkKeyValue", "Entry", "KeyValue", "ttl_text"]
+
+TTL = "Nats-TTL"
+"""The header with the time after which the server forgets a message."""
+_UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 
 
 class Entry(Struct, frozen=True, kw_only=True):
@@ -25,6 +30,18 @@ class Entry(Struct, frozen=True, kw_only=True):
     """Of the put or the delete; empty where the bucket itself forgot the key."""
     headers: Mapping[str, str] = {}
     """Of the message that stores it, the server's own as well."""
+
+    @property
+    def ttl_seconds(self) -> float | None:
+        """How long after `time` the server forgets the key; None where it does not, or where a deletion is forgotten.
+
+        The header is a duration of Go such as `90s` or `1h30m`, or whole seconds.
+        """
+        text = "" if self.deleted else self.headers.get(TTL, "")
+        if text.isdecimal():
+            return float(text)
+        parts = re.findall(r"([0-9.]+)(ms|s|m|h)", text)
+        return sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts) or None
 
 
 class KeyValue(Protocol):
@@ -68,6 +85,9 @@ class KeyValue(Protocol):
         `ttl_seconds`; where the server is older than 2.11, until the key is put again.
         """
 
+    async def time(self) -> datetime:
+        """Return the time of the server, which the times of entries are of."""
+
     async def keys(self) -> list[str]:
         """Return the keys that have a value, in alphabetical order."""
 
@@ -95,3 +115,8 @@ class BulkKeyValue(KeyValue, Protocol):
 
         Raises the error of the first that could not be stored; the others are stored or not.
         """
+
+
+def ttl_text(seconds: float) -> str:
+    """Return the header of a key that is to be forgotten after so many seconds."""
+    return f"{round(seconds * 1000)}ms"

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from aviso_workers.aviso import schema, topics
-from aviso_workers.aviso.literals import time_text
+from aviso_workers.aviso.literals import Duration, time_text
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.declare import agents
@@ -240,7 +240,8 @@ def policy(config: Config, agent: Agent[Any, Any]) -> dict[str, str]:
     if agent.form is Batch:
         rows["batch"] = f"{chosen.batch.size}, or what came within {chosen.batch.within:g} s"
     if window := chosen.window:
-        rows["window"] = f"{window.size} every {window.every or window.size}, {window.lateness} late at most"
+        size, every, lateness = map(Duration, (window.size_seconds, window.every_seconds, window.lateness_seconds))
+        rows["window"] = f"{size} every {every}, {lateness} late at most"
     return rows
 
 

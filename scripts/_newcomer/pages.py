@@ -12,7 +12,7 @@ __all__ = ["Page", "read", "write_files"]
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 HANDLED = re.compile(r"The (?:agent prints|worker logs) `([^`]+)`")
-FILES = {"aviso.yaml": "notification_schema:", "fields.py": "@app.agent(", "test_fields.py": "def test_"}
+FILES = {"aviso.yaml": "notification_backend:", "fields.py": "@app.agent(", "test_fields.py": "def test_"}
 """The files of the tutorial, each with what its block of code has."""
 
 

@@ -9,7 +9,7 @@ import anyio
 import anyio.from_thread
 import pytest
 
-from aviso_workers import App, Backoff, Batch, Notification, Reject, Stream, Table
+from aviso_workers import DELETE, App, Backoff, Batch, Delete, Notification, Reject, Stream, Table
 from aviso_workers.declare.tables import PAGES
 from aviso_workers.engine import applied
 from aviso_workers.engine.key_value import RetryingKeyValue
@@ -167,9 +167,10 @@ async def test_the_value_is_returned_where_it_was_applied_before(app: App, url: 
 async def test_a_key_that_an_update_deletes_remembers(app: App, url: str | None, counts: Table[int]) -> None:
     deleted = 0
 
-    def delete(_: int) -> None:
+    def delete(_: int) -> Delete:
         nonlocal deleted
         deleted += 1
+        return DELETE
 
     @app.agent("mars", retry=PROMPT)
     async def count(notification: Notification[Any]) -> None:

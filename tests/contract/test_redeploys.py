@@ -472,7 +472,7 @@ async def test_what_waits_is_read_by_the_version_that_handles_it(deploy: Deploy)
 async def test_a_value_is_read_by_the_type_of_the_version_that_asks(deploy: Deploy) -> None:
     before, after = App("contract"), App("contract")
     numbers: Any = before.table("t", int)
-    counts: Any = after.table("t", Count | int)  # type: ignore[arg-type]
+    counts: Any = after.table("t", Count | int)
     other: Any = (third := App("contract")).table("t", Count)
     await deploy.start(before)
     await numbers.put("a", 3)

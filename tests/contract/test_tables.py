@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,10 @@ import anyio
 import msgspec
 import pytest
 
-from aviso_workers import App, Change, Table
+from aviso_workers import DELETE, App, Change, Table
+from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.errors import DeclarationError, InvalidKeyError, NotFoundError, RefusedError, UndecodableError
+from aviso_workers.testing import harness
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -87,12 +90,27 @@ async def test_an_update_stores_what_the_function_makes_of_the_value(counts: Tab
     assert await counts.get("od") == 2
 
 
-async def test_an_update_to_none_deletes(counts: Table[int]) -> None:
+async def test_an_update_deletes_the_key_where_its_function_says_so(counts: Table[int]) -> None:
     await counts.put("od", 1)
-    assert await counts.update("od", lambda count: None) is None
+    assert await counts.update("od", lambda count: DELETE) is DELETE
     assert await counts.get("od") == 0
-    assert await counts.update("od", lambda count: None) is None
+    assert await counts.update("od", lambda count: DELETE) is DELETE
     assert await counts.update("od", lambda count: count + 5) == 5
+
+
+async def test_an_update_whose_function_forgets_to_return_changes_nothing(app: App) -> None:
+    steps = app.table("steps", list[int], default=[])
+
+    async def add(found: list[int]) -> list[int]:
+        return [*found, 2]
+
+    async with app:
+        await steps.put("od", [1])
+        with pytest.raises(DeclarationError, match=r"table 'steps': the function of update returned None.* or DELETE"):
+            await steps.update("od", lambda found: found.append(2))  # type: ignore[arg-type, return-value]
+        with pytest.raises(DeclarationError, match="table 'steps': the function of update is async"):
+            await steps.update("od", add)  # type: ignore[arg-type]
+        assert await steps.get("od") == [1]
 
 
 async def test_no_update_is_lost_among_many(counts: Table[int]) -> None:
@@ -199,6 +217,42 @@ async def test_a_value_is_forgotten_after_its_ttl(counts: Table[int], elapse: Ca
     await reads(counts, "od", 0)
 
 
+@pytest.mark.parametrize("cached", [False, True])
+async def test_an_update_keeps_when_a_value_expires(app: App, url: str | None, cached: bool) -> None:
+    counts = app.table("counts", int, default=0, cached=cached)
+    async with harness(app, server=url) as t:
+        await counts.put("od", 1, ttl=2)
+        await t.advance(0.8)
+        for _ in range(2):
+            await counts.update("od", lambda count: count + 1)
+        assert await counts.get("od") == 3
+        await t.advance(1.3)
+        await reads(counts, "od", 0)
+
+
+@pytest.mark.parametrize("ttl", [1, "1s", timedelta(seconds=1)], ids=str)
+async def test_an_update_with_a_ttl_begins_its_time_anew(app: App, url: str | None, ttl: AnyDuration) -> None:
+    counts = app.table("counts", int, default=0)
+    async with harness(app, server=url) as t:
+        await counts.put("od", 1, ttl="1h")
+        await counts.put("rd", 1, ttl=ttl)
+        await counts.update("od", lambda count: count + 1, ttl=ttl)
+        await counts.update("rd", lambda count: count + 1, ttl=3600)
+        await t.advance(1.2)
+        await reads(counts, "od", 0)
+        assert await counts.get("rd") == 2
+
+
+async def test_a_ttl_that_is_no_duration_is_refused(app: App) -> None:
+    counts = app.table("counts", int, default=0)
+    async with app:
+        for ttl in ("soon", True, float("nan")):
+            with pytest.raises(DeclarationError, match="table 'counts': ttl: "):
+                await counts.put("od", 1, ttl=ttl)
+        with pytest.raises(RefusedError, match=r"ttl must be 1 s or more, found 0\.5"):
+            await counts.put("od", 1, ttl=timedelta(milliseconds=500))
+
+
 async def test_a_table_with_a_history_has_no_ttl(app: App) -> None:
     counts = app.table("counts", int, history=2)
     async with app:
@@ -209,7 +263,7 @@ async def test_a_table_with_a_history_has_no_ttl(app: App) -> None:
 async def test_a_value_of_another_type_is_not_stored(counts: Table[int]) -> None:
     with pytest.raises(msgspec.ValidationError, match="Expected `int`, got `str`"):
         await counts.put("od", "many")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="None is not a value: delete the key instead"):
+    with pytest.raises(DeclarationError, match="None is not a value: delete the key instead"):
         await counts.put("od", None)  # type: ignore[arg-type]
     assert await counts.get("od") == 0
 
@@ -255,3 +309,12 @@ async def test_a_repeat_of_a_message_id_counts_once(app: App) -> None:
         assert [await sizes.add("od", 5, message_id="mars@1") for _ in range(3)] == [5, 5, 5]
         assert await sizes.add("rd", 5, message_id="mars@1") == 5
         assert await sizes.add("od", 5, message_id="mars@2") == 10
+
+
+@pytest.mark.parametrize("amount", [True, 1.5, "2", None])
+async def test_a_counter_adds_whole_numbers_only(app: App, amount: Any) -> None:
+    volume = app.counter("volume")
+    async with app:
+        with pytest.raises(DeclarationError, match="counter 'volume': the amount must be a whole number, found"):
+            await volume.add("od", amount)
+        assert await volume.get("od") == 0

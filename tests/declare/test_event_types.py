@@ -106,6 +106,19 @@ class TestWithoutAFile:
         assert seen == ["7"]
 
 
+async def kept_of_two(app: App, url: str | None) -> list[Any]:
+    """Return what is stored after two notifications of one subject."""
+    async with harness(app, server=url) as t:
+        for payload in (1, 2):
+            await t.notify("ride", {"n": 1}, payload)
+        return [each.payload async for each in app.replay("ride")]
+
+
+@pytest.fixture(params=["in_memory", "jetstream"])
+def url(request: pytest.FixtureRequest) -> str | None:
+    return None if request.param == "in_memory" else str(request.getfixturevalue("nats_server").url)
+
+
 class TestWhatItMeans:
     def test_a_field_of_the_key_without_a_rule_is_any_text(self) -> None:
         app = App("rides")
@@ -113,9 +126,31 @@ class TestWhatItMeans:
         text = StringHandler(required=True)
         assert app.config.notification_schema == {
             "ride": EventType(
-                topic=Topic(base="ride", key_order=("vendor", "n")), identifier={"vendor": text, "n": text}
+                topic=Topic(base="ride", key_order=("vendor", "n")),
+                identifier={"vendor": text, "n": text},
+                storage_policy=StoragePolicy(allow_duplicates=True),
             )
         }
+
+    @pytest.mark.anyio
+    async def test_its_stream_keeps_every_notification(self, url: str | None) -> None:
+        app = App("rides")
+        app.event_type("ride", key=["n"], storage_policy={"retention_time": "1h"})
+        assert await kept_of_two(app, url) == [1, 2]
+
+    @pytest.mark.anyio
+    async def test_its_stream_keeps_the_newest_of_each_subject_where_it_says_so(self, url: str | None) -> None:
+        app = App("rides")
+        app.event_type("ride", key=["n"], latest_only=True)
+        assert await kept_of_two(app, url) == [2]
+
+    def test_latest_only_does_not_say_the_opposite_of_the_storage_policy(self) -> None:
+        with pytest.raises(DeclarationError, match=r"event type 'ride': latest_only=True keeps one .* and allow_dup"):
+            App("rides").event_type("ride", key=["n"], latest_only=True, storage_policy={"allow_duplicates": True})
+        with pytest.raises(
+            DeclarationError, match="event type 'ride': latest_only= must be True or False, found 'yes'"
+        ):
+            App("rides").event_type("ride", key=["n"], latest_only="yes")  # type: ignore[arg-type]
 
     def test_everything_is_said_in_the_words_of_a_file(self) -> None:
         app = App("rides")
@@ -253,8 +288,15 @@ class TestBesideAFile:
     def test_one_that_says_the_same_in_both_is_one(self, write: Write) -> None:
         path = write(IN_MEMORY + RIDE.replace("required: true", "required: false, description: What"))
         app = App("rides", config=path)
-        app.event_type("ride", key=["vendor", "n"], identifier={"n": N})
+        app.event_type("ride", key=["vendor", "n"], identifier={"n": N}, latest_only=True)
         assert app.mistakes() == []
+        app = App("rides", config=path)
+        app.event_type("ride", key=["vendor", "n"], identifier={"n": N})
+        (mistake,) = app.mistakes()
+        assert mistake.endswith(
+            ". Of the two, only that in Python keeps every notification: say `allow_duplicates: true` in the file, or "
+            "latest_only=True in Python"
+        )
 
     def test_one_that_differs_is_a_mistake_that_names_both_places(self, write: Write) -> None:
         app = App("rides", config=write(IN_MEMORY + RIDE))

@@ -86,11 +86,11 @@ def test_who_asks_to_be_tried_again_may_say_when() -> None:
     assert decided(Retry(), failures=1) == Again(after_seconds=3.0, reason="Retry")
 
 
-@pytest.mark.parametrize("after", [1_764_083_318_000, 10**400, math.inf, "5", timedelta(seconds=5), -0.1])
+@pytest.mark.parametrize("after", [1_764_083_318_000, 10**400, math.inf, "5", timedelta(days=400), -0.1])
 def test_who_asks_for_a_wait_that_no_server_keeps_is_told_what_it_may_be(after: Any) -> None:
     with pytest.raises(
         DeclarationError,
-        match=r"Retry: after must be a number of seconds from 0 to 31622400 \(366 days\) from now on, found ",
+        match=r"Retry: after must be a duration from 0 to 31622400 seconds \(366 days\) from now on, such as",
     ):
         Retry(after=after)
 
@@ -211,10 +211,6 @@ def test_what_is_returned_before_it_has_run_is_a_failure_that_says_what_to_do() 
         (coroutine, "the coroutine later, of which nothing has run: await it"),
         (Ready(), "the Ready, of which nothing has run: await it"),
         (each_later(), "the async_generator each_later, of which nothing has run: loop over it with `async for`, and "),
-        (
-            (each for each in "ab"),
-            "the generator .*<genexpr>, of which nothing has run: return a list of what",
-        ),
     ):
         failure = failure_returned(output)
         assert failure is not None
@@ -285,7 +281,7 @@ class TestObjectsOfTheAuthors:
         for failure in (classify(Failure(said), []), classify(Failure(OSError()), [(OSError, lambda _: said)])):
             assert isinstance(failure, Failure)
             assert isinstance(failure.error, DeclarationError)
-            assert "Retry: after must be a number of seconds from 0 to " in str(failure.error)
+            assert "Retry: after must be a duration from 0 to " in str(failure.error)
             assert decide(failure, failures=0, retry=STEADY) == Again(after_seconds=1.0, reason="DeclarationError")
 
     def test_an_exception_of_which_nothing_can_be_read_is_a_failure(self) -> None:

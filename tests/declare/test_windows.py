@@ -89,8 +89,10 @@ class TestStarts:
     [
         ({"size": "an hour"}, "Windowing: size: .*'an hour'"),
         ({"size": "0s"}, "Windowing: size must be longer than 0 seconds"),
-        ({"size": 3600}, 'Windowing: size must be text with a unit, such as "1h", found 3600'),
-        ({"lateness": None}, "Windowing: lateness must be text with a unit, .* found None"),
+        ({"size": 0.5}, "Windowing: size must be whole seconds, found 0.5"),
+        ({"size": True}, "Windowing: size: a duration is a number of seconds, .* found True"),
+        ({"lateness": -1}, "Windowing: lateness must be longer than 0 seconds"),
+        ({"lateness": None}, "Windowing: lateness: a duration is .* found None"),
         ({"every": "11s"}, "Windowing: every must be at most size, or some notifications are in no window, found 11s"),
         ({"lateness": "-1s"}, "Windowing: lateness: "),
         ({"idle": "0s"}, "Windowing: idle must be longer than 0 seconds"),

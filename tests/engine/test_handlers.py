@@ -237,7 +237,7 @@ async def test_where_failures_cannot_be_stored_a_worker_says_so_once_and_counts_
     await notify(6)
     await notify(12)
     async with working(index):
-        await facts.wait_for(Settled, 2 * PROMPT.attempts)
+        await facts.wait_for(Settled, 2 * int(PROMPT.attempts))
     assert (tries.count(1), tries.count(2)) == (PROMPT.attempts, PROMPT.attempts)
     assert [present(dead_letter.headers)["Aviso-Reason"] for dead_letter in await stored(STREAM)] == [
         "attempts_exhausted"

@@ -10,11 +10,12 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import Notification, Router, config
+from aviso_workers import App, Notification, Router, config
 from aviso_workers.backends import ConsumerInfo, Delivery, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.in_memory.consumer import InMemoryConsumer
 from aviso_workers.clocks import LoopClock
+from aviso_workers.declare import resources
 from aviso_workers.engine.session import Session
 from aviso_workers.engine.subscription import HEALTHY_SECONDS, supervise_task
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
@@ -312,7 +313,7 @@ class TestATask:
     def supervise(self, facts: Facts) -> Supervise:
         async def supervise(router: Router, stop: anyio.Event) -> None:
             (task,) = router.tasks
-            await supervise_task(task, APP, clock=LoopClock(), events=facts.events, stop=stop)
+            await supervise_task(resources.bound(task, {App: APP}), clock=LoopClock(), events=facts.events, stop=stop)
 
         return supervise
 
@@ -322,7 +323,7 @@ class TestATask:
         called_with: list[Any] = []
 
         @router.task
-        async def tail(app: Any) -> None:
+        async def tail(app: App) -> None:
             called_with.append(app)
 
         await supervise(router, anyio.Event())
@@ -334,7 +335,7 @@ class TestATask:
         times: list[float] = []
 
         @router.task
-        async def tail(app: Any) -> None:
+        async def tail(app: App) -> None:
             times.append(anyio.current_time())
             if len(times) < 10:
                 raise OSError("no such directory")
@@ -351,7 +352,7 @@ class TestATask:
         runs = 0
 
         @router.task
-        async def tail(app: Any) -> None:
+        async def tail(app: App) -> None:
             nonlocal runs
             runs += 1
             await anyio.sleep(HEALTHY_SECONDS + 1 if runs == 3 else 1)
@@ -366,7 +367,7 @@ class TestATask:
         ended: list[bool] = []
 
         @router.task
-        async def tail(app: Any) -> None:
+        async def tail(app: App) -> None:
             try:
                 await anyio.sleep_forever()
             finally:
@@ -384,7 +385,7 @@ class TestATask:
         stop = anyio.Event()
 
         @router.task
-        async def tail(app: Any) -> None:
+        async def tail(app: App) -> None:
             raise OSError
 
         async with anyio.create_task_group() as tasks:
@@ -400,7 +401,7 @@ class TestATask:
         runs = 0
 
         @router.task
-        async def tail(app: Any) -> None:
+        async def tail(app: App) -> None:
             nonlocal runs
             runs += 1
             if runs == 1:

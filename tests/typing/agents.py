@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, date, datetime
@@ -27,10 +28,25 @@ from aviso_workers import (
     Windowing,
 )
 
+FOREVER = Backoff(attempts=math.inf)
+
 
 class Field(msgspec.Struct):
     location: str
     size: int = 0
+
+
+def listed(values: list[int], notification: Notification[Field]) -> list[int]:
+    return [*values, notification.payload.size]
+
+
+def by_location(values: dict[str, int], notification: Notification[Field]) -> dict[str, int]:
+    return values | {notification.payload.location: notification.payload.size}
+
+
+assert_type(Windowing(size="1h", fold=listed, initial=[]), Windowing[list[int], Field])
+assert_type(Windowing(size="1h", fold=by_location, initial={}), Windowing[dict[str, int], Field])
+Windowing(size="1h", fold=listed, initial=())  # type: ignore[arg-type]  # pyright: ignore
 
 
 class Database:
@@ -282,6 +298,34 @@ async def so_far(app: App) -> None:
 @index.on_error(ConnectionError, TimeoutError)
 def later(error: Exception) -> Retry:
     return Retry(after=60)
+
+
+class CatalogueError(Exception):
+    seconds: int = 3
+
+
+@index.on_error(CatalogueError)
+def wait(error: CatalogueError) -> Retry | None:
+    return Retry(after=error.seconds)
+
+
+@index.on_error(CatalogueError, OSError)
+def skip(error: CatalogueError | OSError) -> Ack | None: ...
+
+
+@index.on_error(CatalogueError, OSError, KeyError)
+def give_up(error: CatalogueError | OSError | KeyError) -> Reject:
+    return Reject(str(error))
+
+
+@index.on_error(ValueError, OSError, KeyError, CatalogueError)
+def wait_again(error: Exception) -> Retry:
+    return Retry(after="1m")
+
+
+@index.on_error(OSError)  # type: ignore[arg-type]
+def of_another_error(error: ValueError) -> Ack:  # pyright: ignore
+    return Ack()
 
 
 @index.on_error(ValueError)

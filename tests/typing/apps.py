@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, assert_type
 
 import msgspec
 
-from aviso_workers import App, Change, Counter, KeyValue, Notification, Notify, Receipt, Table, Tick, Timer
+from aviso_workers import (
+    DELETE,
+    App,
+    Change,
+    Counter,
+    Delete,
+    KeyValue,
+    Notification,
+    Notify,
+    Receipt,
+    Table,
+    Tick,
+    Timer,
+)
 from aviso_workers.pytest_plugin import AvisoHarness
 from aviso_workers.testing import DeadLetter, Harness, harness
 
@@ -24,7 +37,9 @@ class Cache:
 app = App("typed-apps")
 rows = app.table("rows", Row)
 seen = app.table("seen", int, default=0, history=5)
+lists = app.table("lists", list[str], default=[])
 counts = app.counter("counts")
+numbers = app.table("numbers", int | None)
 assert_type(rows, Table[Row | None])
 assert_type(seen, Table[int])
 assert_type(counts, Counter)
@@ -54,8 +69,8 @@ async def tidy(tick: Tick, cache: Cache) -> None:
 
 
 @app.cron("0 6 * * mon", timezone="Europe/Berlin", catch_up=True)
-async def report() -> Notify:
-    return Notify("reports", {"day": 1})
+async def report() -> None:
+    await app.notify_many([Notify("reports", {"day": 1})])
 
 
 @app.task
@@ -68,12 +83,34 @@ def one_more(number: int) -> int:
     return number + 1
 
 
+def less(number: int) -> int | Delete:
+    return number - 1 if number > 1 else DELETE
+
+
+def use_tables_in_a_thread() -> None:
+    assert_type(rows.get_sync("a"), Row | None)
+    rows.put_sync("a", Row(location="here"), ttl=timedelta(minutes=1))
+    assert_type(seen.update_sync("a", one_more), int)
+    assert_type(seen.update_sync("a", less), int | Delete)
+    assert_type(seen.items_sync(), list[tuple[str, int]])
+    assert_type(seen.history_sync("a"), list[Change[int]])
+    seen.delete_sync("a")
+    assert_type(counts.add_sync("a", 2), int)
+    assert_type(counts.get_sync("a"), int)
+    assert_type(counts.items_sync(), dict[str, int])
+
+
 async def use_tables() -> None:
     assert_type(await rows.get("a"), Row | None)
     await rows.put("a", Row(location="here"), ttl=60)
     assert_type(await seen.get("a"), int)
     assert_type(await seen.update("a", one_more), int)
-    assert_type(await seen.update("a", lambda number: number or None), int | None)
+    assert_type(await seen.update("a", lambda number: number + 1), int)
+    assert_type(await seen.update("a", lambda number: number or DELETE, ttl="10m"), int | Delete)
+    assert_type(await seen.update("a", less), int | Delete)
+    await lists.update("a", lambda found: [*found, "x"])
+    await seen.update("a", lambda number: None)  # type: ignore[arg-type, return-value]  # pyright: ignore
+    await lists.update("a", lambda found: found.append("x"))  # type: ignore[arg-type, return-value]  # pyright: ignore
     total: int = await seen.update("a", lambda number: number + 1)
     assert total
     assert_type(await seen.history("a"), list[Change[int]])

@@ -134,9 +134,10 @@ class Account:
 
     def _store(self, taker: Stream, whole: Message, outgoing: Outgoing) -> tuple[int, bool]:
         sequence, duplicate = self.store(taker, whole, message_id=outgoing.message_id)
-        if (ttl_ns := ttl_of(whole)) is not None:
-            over = self._clock.monotonic() + ttl_ns / 1e9
-            self._clock.call_at(over, lambda: taker.forget_expired(self._clock.time_ns()))
+        if (ttl_ns := ttl_of(whole)) is not None and (stored := taker.messages.get(sequence)) is not None:
+            over, over_ns = self._clock.monotonic() + ttl_ns / 1e9, stored.timestamp_ns + ttl_ns
+            # The store times of messages differ by a nanosecond where they are stored at the same moment.
+            self._clock.call_at(over, lambda: taker.forget_expired(max(over_ns, self._clock.time_ns())))
         if (due_ns := schedules.due_ns(whole)) is not None and not duplicate:
             due = self._clock.monotonic() + (due_ns - self._clock.time_ns()) / 1e9
             self._clock.call_at(due, lambda: self._store_due(taker, whole, sequence))

@@ -2,18 +2,16 @@
 
 The call forms use it. A publish that fails is a failure of the handling, as if the function had raised it. A
 notification that is not valid was certainly made by the handler, so that trying again cannot help. The same holds for
-a list with something else among the notifications, or with `Retry` or `Reject`, and for a set or mapping of
-notifications. What else is returned means nothing.
+a returned value that is no notification (`declare.outputs`). Either all that is returned is published, or nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
 from contextlib import aclosing
 from typing import Any
 
 from aviso_workers.aviso.notifications import Notify
-from aviso_workers.declare import verdicts
+from aviso_workers.declare import outputs, verdicts
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.verdicts import FinalError
 from aviso_workers.engine.idempotency import IdempotencyKeys
@@ -37,39 +35,22 @@ class Outputs:
         return IdempotencyKeys(app=self._app, agent=self._agent.name, stream=self._stream)
 
     async def publish(self, output: object) -> None:
-        """Publish one output. Raises `FinalError` for an invalid notification, else as `Publisher.notify` does."""
+        """Publish one output. Raises `FinalError` for an invalid notification and for what is none, what a lazy output
+        raises, else as `Publisher.notify` does."""
+        several = () if isinstance(output, Notify) else tuple(outputs.notifications(output))
         try:
-            await self._publish(output)
+            if isinstance(output, Notify):
+                await self._publisher.notify(output)
+            elif several:
+                await self._publisher.notify_many(several)
         except InvalidNotificationError as error:
             raise FinalError(error, reason="invalid_notification") from error
 
     async def run(self, argument: Any, **given: Any) -> None:
         """Run the agent's async generator: what it yields is stored when it goes on. Raises as `publish` does, and an
         exception that it yields."""
-        async with aclosing(self._agent.function(argument, **given)) as outputs:
-            async for output in outputs:
+        async with aclosing(self._agent.function(argument, **given)) as yielded:
+            async for output in yielded:
                 if failure := verdicts.failure_returned(output):
                     raise failure.error
                 await self.publish(output)
-
-    async def _publish(self, output: object) -> None:
-        if isinstance(output, Notify):
-            await self._publisher.notify(output)
-            return
-        if not isinstance(output, list | tuple | Set | Mapping):
-            return
-        several = list(output.values() if isinstance(output, Mapping) else output)
-        if not any(isinstance(each, Notify) or verdicts.is_instruction(each) for each in several):
-            return
-        for each in several:
-            if verdicts.is_instruction(each):
-                raise InvalidNotificationError(
-                    f"there is {each!r:.100} in a {type(output).__name__}: return it by itself"
-                )
-            if not isinstance(each, Notify):
-                raise InvalidNotificationError(f"among the notifications to be published there is {each!r:.100}")
-        if not isinstance(output, list | tuple):
-            raise InvalidNotificationError(
-                f"the notifications to be published are in a {type(output).__name__}: put them in a list"
-            )
-        await self._publisher.notify_many(output)

@@ -1,4 +1,4 @@
-"""The app: one agent, and the type of the payload that it takes."""
+"""The app: an event type, one agent, and the type of the payload that it takes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ import structlog
 from aviso_workers import App, Notification, Reject
 
 app = App("project_name", config="aviso.yaml")
+app.event_type(
+    "mars",
+    key=["class", "date", "step"],
+    identifier={
+        "date": {"type": "DateHandler", "canonical_format": "%Y%m%d", "required": True},
+        "step": {"type": "IntHandler", "range": [0, 360], "required": True},
+    },
+    payload={"required": True},
+)
 log = structlog.get_logger()
 
 
