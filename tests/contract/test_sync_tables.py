@@ -140,7 +140,7 @@ async def test_in_another_event_loop_a_table_is_refused(app: App) -> None:
 
 async def test_a_table_that_is_not_connected_is_refused_in_a_thread_as_well(app: App) -> None:
     counts = app.table("counts", int)
-    with pytest.raises(DeclarationError, match="table 'counts' is not connected: use it inside `async with app:`"):
+    with pytest.raises(DeclarationError, match="table 'counts' is not connected: declare it before `async with app:`"):
         await anyio.to_thread.run_sync(counts.get_sync, "od")
 
 
