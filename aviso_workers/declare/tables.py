@@ -69,6 +69,7 @@ REMEMBERED_SECONDS = 31 * 86400.0
 SHORTEST_TTL_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 0.5
 """After a conflict with another process an update waits for a random time before it is tried again, at most so long."""
+NOT_CONNECTED = "is not connected: declare it before `async with app:`, and use it inside"
 
 
 class Delete(Enum):
@@ -140,9 +141,9 @@ class Table(Generic[T]):
 
     A plain `def`, which runs in a thread, calls the methods whose names end in `_sync`. They do the same and wait.
 
-    Every method raises `InvalidKeyError` if the key is not a text, is empty or too long, `BackendError` if the server cannot be
-    reached within `publish_deadline_seconds`, and `DeclarationError` where the table is not connected, or a method that
-    has to be awaited is called in a thread without an event loop.
+    Every method raises `InvalidKeyError` if the key is not a text, is empty or too long, `BackendError` if the server
+    cannot be reached within `publish_deadline_seconds`, and `DeclarationError` where the table is not connected, or a
+    method that has to be awaited is called in a thread without an event loop.
     """
 
     def __init__(self, name: str, type: Any, *, default: Any, history: int, cached: bool) -> None:
@@ -395,9 +396,7 @@ class Table(Generic[T]):
     @property
     def _connection(self) -> _Connection:
         if (connection := self._connections.get(PROCESS.get())) is None:
-            raise DeclarationError(
-                f"table {self.name!r} is not connected: declare it before `async with app:`, and use it inside"
-            )
+            raise DeclarationError(f"table {self.name!r} {NOT_CONNECTED}")
         connection.where.check(f"table {self.name!r}")
         return connection
 
@@ -536,9 +535,7 @@ class Counter:
     @property
     def _connection(self) -> tuple[CounterStore, _Loop]:
         if (connection := self._stores.get(PROCESS.get())) is None:
-            raise DeclarationError(
-                f"counter {self.name!r} is not connected: declare it before `async with app:`, and use it inside"
-            )
+            raise DeclarationError(f"counter {self.name!r} {NOT_CONNECTED}")
         connection[1].check(f"counter {self.name!r}")
         return connection
 
