@@ -30,6 +30,7 @@ from contextlib import (
 )
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from inspect import isclass
 from types import TracebackType
 from typing import Any, cast
 
@@ -41,6 +42,7 @@ from msgspec import structs
 from aviso_workers.app import App
 from aviso_workers.aviso import payloads
 from aviso_workers.aviso.codec import Message, NotificationReader, is_reserved
+from aviso_workers.aviso.literals import AnyDuration, seconds_of
 from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.backends import (
     Admin,
@@ -221,13 +223,20 @@ class Harness:
         if self._clock is None:
             await self._catch_up()
 
-    async def advance(self, seconds: float) -> None:
-        """Let so much time pass. On a server this is a sleep."""
+    async def advance(self, time: AnyDuration) -> None:
+        """Let so much time pass: a number of seconds, a text such as `10m`, or a timedelta. On a server this is a
+        sleep. Raises `ValueError` for anything else."""
+        seconds = _positive_seconds("advance", time)
         with self._moving():
             await (self._clock.advance(seconds) if self._clock else anyio.sleep(seconds))
 
     def fail(self, agent: Agent[Any, Any] | str, error: Exception, *, times: int = 1) -> None:
-        """Let the agent's next calls raise this instead of calling its function (of a Stream: its next turns)."""
+        """Let the agent's next calls raise this instead of calling its function (of a Stream: its next turns).
+
+        Raises `TypeError` for what is not an exception.
+        """
+        if not isinstance(error, BaseException) and not (isclass(error) and issubclass(error, BaseException)):
+            raise TypeError(f"fail takes an exception such as ConnectionError(), found {error!r:.100}")
         self._code.faults.setdefault(self._name(agent), deque()).extend([error] * times)
 
     def settled(self, agent: Agent[Any, Any] | str) -> list[Settled]:
@@ -269,8 +278,11 @@ class Harness:
         neither notifications nor retries. `settle` waits for the end of a pause that has one, and else leaves out what
         waits for the agent.
 
-        Raises `BackendError`, and `AssertionError` where no worker has ever read the agent's stream.
+        Raises `ValueError` for what is not a time above 0, `BackendError`, and `AssertionError` where no worker has
+        ever read the agent's stream.
         """
+        if seconds is not None and _positive_seconds("pause", seconds) == 0:
+            raise ValueError("pause takes a time above 0 seconds, or None until resume, found 0")
         consumer = self._consumer(agent)
         await self._until_read(consumer)
         await agent_control.pause(self._watch, consumer, seconds=seconds)
@@ -289,8 +301,14 @@ class Harness:
         `app` is another `App` that is declared with the same name, or one that was deployed before. From now on,
         `notify` publishes by its schema, and `start` starts its workers.
 
-        Raises `ConfigError` with every mistake of the app, and `DeclarationError` where it is connected elsewhere.
+        Raises `ConfigError` with every mistake of the app, and `DeclarationError` where it has another name or is
+        connected elsewhere.
         """
+        if app.name != self.app.name:
+            raise DeclarationError(
+                f"deploy takes another version of the app {self.app.name!r}, declared with the same name, found the "
+                f"app {app.name!r}"
+            )
         version = next((each for each in self._versions if each.app is app), None)
         if version is None:
             version = _Version(app, self._server)
@@ -698,6 +716,17 @@ class Harness:
 
 def _text(error: BaseException | None) -> str:
     return text_of(error) if error else "no error"
+
+
+def _positive_seconds(method: str, time: object) -> float:
+    """Return the seconds of a duration. Raises `ValueError` for a negative one, and for what is none."""
+    try:
+        seconds = seconds_of(time)
+    except ValueError as error:
+        raise ValueError(f"{method}: {error}") from error
+    if seconds < 0:
+        raise ValueError(f"{method}: a time from 0 seconds, found {time!r}")
+    return seconds
 
 
 class _Version:

@@ -1087,6 +1087,43 @@ class TestPaused:
                 await t.pause(index)
 
 
+class TestMistakesOfATest:
+    """What a test gives the harness by mistake is refused by name."""
+
+    @pytest.mark.parametrize("time", [-1, "soon", "10 minutes", None, True, timedelta(seconds=-5)])
+    async def test_a_time(self, app: App, time: Any) -> None:
+        index = TestVersions.agent_of(app, [], says="index")
+        async with harness(app) as t:
+            with pytest.raises(ValueError, match=r"^advance: "):
+                await t.advance(time)
+            if time is not None:
+                with pytest.raises(ValueError, match=r"^pause: "):
+                    await t.pause(index, seconds=time)
+            with pytest.raises(ValueError, match=r"^pause takes a time above 0 seconds"):
+                await t.pause(index, seconds=0)
+
+    @pytest.mark.parametrize("time", [60, "1m", timedelta(minutes=1)])
+    async def test_a_time_in_any_spelling_is_none(self, app: App, time: Any) -> None:
+        async with harness(app) as t:
+            began = t.clock.monotonic()
+            await t.advance(time)
+            assert t.clock.monotonic() - began == pytest.approx(60, abs=5)
+
+    async def test_an_error_that_is_not_an_exception(self, app: App) -> None:
+        index = TestVersions.agent_of(app, [], says="index")
+        async with harness(app) as t:
+            t.fail(index, ConnectionError("away"))
+            with pytest.raises(TypeError, match="fail takes an exception such as ConnectionError"):
+                t.fail(index, "away")  # type: ignore[arg-type]
+
+    async def test_a_version_of_another_app(self, app: App) -> None:
+        async with harness(app) as t:
+            with pytest.raises(
+                DeclarationError, match=r"another version of the app 'tested', .* found the app 'other'"
+            ):
+                await t.deploy(App("other", config=app.config))
+
+
 class TestVersions:
     """A second version of the code, after the first or beside it."""
 

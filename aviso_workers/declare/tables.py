@@ -156,9 +156,12 @@ class Table(Generic[T]):
             if isinstance(default, builtins.type):
                 raise TypeError(f"default= is a value such as {default.__name__}(), found the type itself")
             self._read = payloads.json_reader(type)
-            self._default = None if default is None else self._encode(default)
         except (TypeError, ValueError) as error:
             raise DeclarationError(f"table {name!r}: {error}") from error
+        try:
+            self._default = None if default is None else self._encode(default)
+        except (TypeError, ValueError) as error:
+            raise DeclarationError(f"{error}") from error  # which names the table
         if not 1 <= history <= MOST_HISTORY:
             raise DeclarationError(f"table {name!r}: history must be from 1 to {MOST_HISTORY}, found {history}")
 
