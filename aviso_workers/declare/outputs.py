@@ -13,7 +13,7 @@ import textwrap
 import types
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Iterable, Iterator, Mapping, Set
-from typing import Any, Union
+from typing import Any, Union, cast
 
 from aviso_workers.aviso.notifications import Notify, Receipt
 from aviso_workers.declare import resources, verdicts
@@ -64,7 +64,7 @@ def _inside(output: object, whole: object) -> Iterator[Notify]:
 
 def each_of(several: Iterable[object]) -> Iterator[object]:
     """Yield what is in an iterable, and at the end what a generator returns with `return`, unless that is None."""
-    returned = yield from several
+    returned = yield from cast("Generator[object, None, object]", several)  # others return None
     if returned is not None:
         yield returned
 
