@@ -293,7 +293,7 @@ async def test_a_key_is_a_text(app: App, key: Any) -> None:
 
 async def test_once_takes_a_notification(counts: Table[int]) -> None:
     with pytest.raises(DeclarationError, match="the notification that an agent handles now, found 'mars@1'"):
-        await counts.update("od", lambda count: count + 1, once="mars@1")  # type: ignore[arg-type]
+        await counts.update("od", lambda count: count + 1, once="mars@1")  # type: ignore[call-overload]
 
 
 async def test_what_does_not_fit_is_told_with_its_key(app: App) -> None:

@@ -1,5 +1,6 @@
 """Calls without an `await`, of which nothing would run: `check`, a worker's start and the harness refuse them."""
 
+# mypy: disable-error-code="unused-coroutine"
 from __future__ import annotations
 
 import asyncio
@@ -125,11 +126,11 @@ async def test_the_harness_refuses_it_with_its_line() -> None:
     other = App("other")
     other.event_type("order", key=["id"])
 
-    @other.agent("order")
     async def index(order: Notification) -> None:
         save(1)
 
-    line = index.function.__code__.co_firstlineno + 2
+    other.agent("order")(index)
+    line = index.__code__.co_firstlineno + 1
     with pytest.raises(ConfigError, match=rf"agent 'index': line {line}: nothing of `save\(...\)` runs"):
         async with harness(other):
             pass
