@@ -87,7 +87,7 @@ from aviso_workers.errors import (
     describe,
     text_of,
 )
-from aviso_workers.events import AgentDisturbed, Event, Events, Settled, TaskFailed, Ticked, WindowDone
+from aviso_workers.events import AgentDisturbed, Event, Events, Overdue, Settled, TaskFailed, Ticked, WindowDone
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import agent_control
 from aviso_workers.ops.agent_control import AgentConsumer
@@ -174,6 +174,8 @@ class Harness:
         self._ticks: list[Ticked] = []
         self._windows: list[WindowDone] = []
         self._disturbed: dict[str, Exception] = {}
+        self._overdue: dict[str, Overdue] = {}
+        """By message id, the delayed notifications that could not be stored."""
         self._count = workers
         self._random = random.Random(workers)
         """The same in each run, so that a test in virtual time ends as it has ended before."""
@@ -512,6 +514,8 @@ class Harness:
                 self._ticks.append(event)
             case WindowDone():
                 self._windows.append(event)
+            case Overdue():
+                self._overdue[event.message_id] = event
             case AgentDisturbed():
                 self._disturbed[event.agent] = event.error
             case TaskFailed() if not isinstance(event.error, BackendError):  # as `disconnect` causes
@@ -680,7 +684,7 @@ class Harness:
         if delayed_messages.STREAM in self._made and (
             due := await self._left_of(delayed_messages.STREAM, delayed_delivery.DURABLE)
         ):
-            left.append(f"{delayed_delivery.NAME}: {due}")
+            left.append(f"delayed notifications: {'; '.join([due, *map(_reason, self._overdue.values())])}")
         return left
 
     async def _left_of(self, stream: str, durable: str) -> str:
@@ -716,6 +720,10 @@ class Harness:
 
 def _text(error: BaseException | None) -> str:
     return text_of(error) if error else "no error"
+
+
+def _reason(overdue: Overdue) -> str:
+    return f"one of stream {overdue.stream} cannot be stored yet: {_text(overdue.error)}"
 
 
 def _positive_seconds(method: str, time: object) -> float:

@@ -481,6 +481,22 @@ class TestUnsettled:
             "the last one was retried (ConnectionError: no database)"
         )
 
+    async def test_a_delayed_notification_is_told_with_its_reason(self, app: App, server: str | None) -> None:
+        @app.agent("mars")
+        async def remind(notification: Notification[Any]) -> Notify:
+            return Notify("mars", notification.identifier | {"step": 2}, ttl=60, deliver_after=0.1)
+
+        async with harness(app, server=server) as t:
+            await notify(t, 1)
+            await t.settle()
+            await t.advance(2)
+            with pytest.raises(AssertionError) as raised:
+                await t.settle(within_seconds=3)
+        assert (
+            "\n  delayed notifications: aviso_workers_schedule: 0 waiting, 1 delivered and not settled; one of stream "
+            "MARS cannot be stored yet: publish mars.od.2: stream MARS does not take it, switch on its allow_msg_ttl"
+        ) in str(raised.value)
+
     async def test_no_time_at_all_is_a_look(self, app: App, server: str | None) -> None:
         @app.agent("mars", retry=SOON)
         async def index(notification: Notification[Any]) -> None:
