@@ -706,6 +706,8 @@ class Harness:
     def _reasons(self, agent: str) -> Iterator[str]:
         if not self._workers:
             yield "no worker runs"
+        elif agent not in self._disturbed and not any(agent in worker.session.runs for worker in self._workers):
+            yield "no worker runs it, as it was declared after they had started: declare it before"
         if not all(worker.session.backend.connection.ready for worker in self._workers):
             yield "the connection was taken away"
         if last := self.settled(agent)[-1:]:

@@ -488,7 +488,6 @@ class TestUnsettled:
 
         async with harness(app, server=server) as t:
             await notify(t, 1)
-            await t.settle()
             await t.advance(2)
             with pytest.raises(AssertionError) as raised:
                 await t.settle(within_seconds=3)
@@ -496,6 +495,16 @@ class TestUnsettled:
             "\n  delayed notifications: aviso_workers_schedule: 0 waiting, 1 delivered and not settled; one of stream "
             "MARS cannot be stored yet: publish mars.od.2: stream MARS does not take it, switch on its allow_msg_ttl"
         ) in str(raised.value)
+
+    async def test_an_agent_that_was_declared_too_late_is_told(self, app: App) -> None:
+        async with harness(app) as t:
+
+            @app.agent("mars")
+            async def index(notification: Notification[Any]) -> None: ...
+
+            await notify(t, 1)
+            with pytest.raises(AssertionError, match="declared after they had started: declare it before"):
+                await t.settle(within_seconds=1)
 
     async def test_no_time_at_all_is_a_look(self, app: App, server: str | None) -> None:
         @app.agent("mars", retry=SOON)
