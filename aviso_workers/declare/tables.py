@@ -162,8 +162,8 @@ class Table(Generic[T]):
             self._default = None if default is None else self._encode(default)
         except (TypeError, ValueError) as error:
             raise DeclarationError(f"{error}") from error  # which names the table
-        if not 1 <= history <= MOST_HISTORY:
-            raise DeclarationError(f"table {name!r}: history must be from 1 to {MOST_HISTORY}, found {history}")
+        if not isinstance(history, int) or not 1 <= history <= MOST_HISTORY:
+            raise DeclarationError(f"table {name!r}: history must be from 1 to {MOST_HISTORY}, found {history!r:.100}")
 
     @event_loops.awaited
     async def get(self, key: str) -> T:

@@ -132,7 +132,7 @@ def cron(expression: str, timezone: str) -> Cron:
     """Return the schedule of a cron expression in a time zone. Raises ValueError."""
     try:
         zone = ZoneInfo(timezone)
-    except (KeyError, ValueError, OSError) as error:
+    except (KeyError, TypeError, ValueError, OSError) as error:
         raise ValueError(
             f"no time zone {timezone!r}; say one such as Europe/Berlin, and install tzdata where a machine has none"
         ) from error

@@ -150,7 +150,10 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in ("fold", "key", "time"):
-            if inspect.iscoroutinefunction(getattr(self, name)):
+            function = getattr(self, name)
+            if not callable(function) and (function is not None or name == "fold"):
+                raise DeclarationError(f"Windowing: {name} must be a function, found {function!r:.100}")
+            if inspect.iscoroutinefunction(function):
                 raise DeclarationError(f"Windowing: {name} must not be async: it only computes a value")
         for name in ("size", "every", "lateness", "idle"):
             given = getattr(self, name)
