@@ -484,7 +484,7 @@ class TestUnsettled:
     async def test_a_delayed_notification_is_told_with_its_reason(self, app: App, server: str | None) -> None:
         @app.agent("mars")
         async def remind(notification: Notification[Any]) -> Notify:
-            return Notify("mars", notification.identifier | {"step": 2}, ttl=60, deliver_after=0.1)
+            return Notify("mars", {**notification.identifier, "step": 2}, ttl=60, deliver_after=0.1)
 
         async with harness(app, server=server) as t:
             await notify(t, 1)

@@ -302,6 +302,7 @@ class Table(Generic[T]):
         """Delete a key and its history. A key that does not exist is not an error."""
         await self._kept.delete(encode_key(key))
 
+    @event_loops.awaited
     async def items(self) -> AsyncGenerator[tuple[str, T], None]:
         """Yield all keys with their values, those that changed last at the end."""
         for entry in await self._kept.entries():
