@@ -678,8 +678,8 @@ def _refuse_declared(kind: str, function: object) -> None:
     """
     if isinstance(function, Agent | Timer):
         raise DeclarationError(
-            f"{kind} of {function!r}: a function is one of these: declare another function, which may call "
-            f"{function.name}.function"
+            f"{kind} of {function!r}: a function is one agent, timer or task only: declare another function, which may "
+            f"call {function.name}.function"
         )
 
 
