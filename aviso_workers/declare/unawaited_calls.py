@@ -1,7 +1,8 @@
 """The calls in an author's function whose coroutine is dropped: without an `await` nothing of them runs.
 
-`App.mistakes` asks. Only a statement that is such a call and nothing else is found, and only where the name of what is
-called is a global of the function's module, or of a function around it: what a local variable holds is not known.
+`App.mistakes` asks. Such a call is found where it is a statement, part of a condition (a coroutine is always true), or
+in an f-string, and only where the name of what is called is a global of the function's module, or of a function around
+it: what a local variable holds is not known.
 """
 
 from __future__ import annotations
@@ -38,15 +39,36 @@ def unawaited_calls(function: Callable[..., Any]) -> list[str]:
     awaits = isinstance(tree.body[0], ast.AsyncFunctionDef)
     found = []
     for node in _own(tree.body[0]):
-        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
-            continue
-        called = _called(node.value.func, names)
-        if called is not None and inspect.iscoroutinefunction(called):
-            call = ast.unparse(node.value.func)
-            line = function.__code__.co_firstlineno + node.lineno - 1
-            cure = f"`await {call}(...)`" if awaits else _cure_of_a_plain_function(node.value.func, names)
-            found.append(f"line {line}: nothing of `{call}(...)` runs, because it is not awaited: {cure}")
+        for call in _dropped(node):
+            if inspect.iscoroutinefunction(_called(call.func, names)):
+                text = ast.unparse(call.func)
+                line = function.__code__.co_firstlineno + call.lineno - 1
+                cure = f"`await {text}(...)`" if awaits else _cure_of_a_plain_function(call.func, names)
+                found.append(f"line {line}: nothing of `{text}(...)` runs, because it is not awaited: {cure}")
     return found
+
+
+def _dropped(node: ast.AST) -> Iterator[ast.Call]:
+    """Yield the calls of which a node takes the value as it is: it drops it, asks whether it is true, or prints it."""
+    match node:
+        case ast.Expr(ast.Call() as call) | ast.FormattedValue(ast.Call() as call):
+            yield call
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) | ast.Assert(test=test):
+            yield from _asked(test)
+
+
+def _asked(test: ast.expr) -> Iterator[ast.Call]:
+    match test:
+        case ast.Call():
+            yield test
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield from _asked(operand)
+        case ast.BoolOp(values=values):
+            for value in values:
+                yield from _asked(value)
+        case ast.Compare(left=left, comparators=others):
+            for value in (left, *others):
+                yield from _asked(value)
 
 
 def _names(function: FunctionType) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """Calls without an `await`, of which nothing would run: `check`, a worker's start and the harness refuse them."""
 
-# mypy: disable-error-code="unused-coroutine"
+# mypy: disable-error-code="unused-coroutine, truthy-bool, comparison-overlap"
 from __future__ import annotations
 
 import asyncio
@@ -92,6 +92,26 @@ def test_a_plain_function_is_told_what_waits() -> None:
     assert told(index) == [
         "nothing of `counts.put(...)` runs, because it is not awaited: `counts.put_sync(...)`",
         "nothing of `save(...)` runs, because it is not awaited: make the function `async def`, and `await save(...)`",
+    ]
+
+
+def test_a_condition_and_a_text() -> None:
+    async def index(order: Notification) -> None:
+        if counts.get("all"):
+            print("always")
+        while not save(1):
+            pass
+        known = 1 if order.payload and counts.get("all") == 3 else 2
+        print(f"there are {volume.get('all')}", known)
+        assert await counts.get("all")
+        if await counts.get("all") > 3 and len(await volume.items()):
+            print("awaited")
+
+    assert [mistake.split("`")[1] for mistake in told(index)] == [
+        "counts.get(...)",
+        "save(...)",
+        "counts.get(...)",
+        "volume.get(...)",
     ]
 
 
