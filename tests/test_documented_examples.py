@@ -118,14 +118,17 @@ async def test_the_example_of_the_start_page(
     assert capsys.readouterr().out == "12 /data/od\n"
 
 
-async def test_the_example_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    found = example("../README.md")
-    app: App = found["app"]
-    app.configure(DOCS.parent / "config" / "dev.yaml")
-    assert app.mistakes() == []
-    field = found["Field"](location="/data/12")
-    await found["index_field"](Notification(event_type="mars", identifier={"step": "12"}, payload=field))
-    assert capsys.readouterr().out == "12 /data/12\n"
+async def test_the_example_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    async with harness(example("../README.md")["app"]) as at_work:
+        for stream in ("oper", "scda"):
+            identifier = {"class": "od", "stream": stream, "step": 12}
+            await at_work.notify("mars", identifier, {"location": f"/data/{stream}"})
+        await at_work.settle()
+    assert capsys.readouterr().out == "12 /data/oper\n"
 
 
 async def test_the_example_of_timers(tmp_path: Path) -> None:
