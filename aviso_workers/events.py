@@ -19,6 +19,7 @@ from aviso_workers.aviso.literals import printable
 __all__ = [
     "AckWaitDiffers",
     "AgentDisturbed",
+    "AgentMoved",
     "AgentStarted",
     "AgentStopped",
     "CallOverdue",
@@ -461,6 +462,19 @@ class FiltersDiffer(Struct, frozen=True, kw_only=True):
     """Of those that were among them until now."""
 
 
+class AgentMoved(Struct, frozen=True, kw_only=True):
+    """An agent reads another stream than before, because the `topic.base` of its event type was changed."""
+
+    agent: str
+    stream: str
+    before: str
+    """The stream that it has read before."""
+    consumer: str
+    """The name of its consumer on either stream."""
+    left: int
+    """Notifications of the former stream that it has not settled."""
+
+
 class FunctionsDiffer(Struct, frozen=True, kw_only=True):
     """Which other functions share the notifications of an agent is not what it was before.
 
@@ -573,6 +587,7 @@ Event = (
     | FiltersDiffer
     | FilterHides
     | FunctionsDiffer
+    | AgentMoved
     | AckWaitDiffers
     | ConnectionChanged
     | ConnectionSlow

@@ -55,30 +55,34 @@ class KnownAgents:
                     f"or run `aviso-workers agents rm {self._app} --agent {each.agent}`"
                 )
 
-    async def note(self, agent: str, stream: str, filter_subjects: tuple[str, ...]) -> None:
-        """Record that the app runs the agent. Where that fails, the next start does it."""
+    async def note(self, agent: str, stream: str, filter_subjects: tuple[str, ...]) -> tuple[str, ...]:
+        """Record that the app runs the agent, and return other streams that the agent has read before.
+
+        Where that fails, the next start does it.
+        """
         wanted = _Known(agent, stream, filter_subjects)
         if wanted in self._noted:
-            return
+            return ()
         try:
             async with self._lock:
-                await self._store(wanted)
+                known = await self._store(wanted)
         except BackendError:
-            return
+            return ()
         self._noted.add(wanted)
+        return tuple(each.stream for each in known if each.agent == agent and each.stream != stream)
 
-    async def _store(self, wanted: _Known) -> None:
+    async def _store(self, wanted: _Known) -> tuple[_Known, ...]:
         while True:
             known, revision = await self._read()
             if wanted in known:
-                return
+                return known
             others = (each for each in known if (each.agent, each.stream) != (wanted.agent, wanted.stream))
             value = msgspec.json.encode(sorted([*others, wanted]))
             try:
                 await (await self._backend.key_value(consumer_records.BUCKET)).put(self._key, value, revision=revision)
             except ConflictError:
                 continue
-            return
+            return known
 
     async def _read(self) -> tuple[tuple[_Known, ...], int]:
         """Return the known agents, and the revision of their entry; none where it cannot be read as such."""

@@ -46,6 +46,7 @@ from aviso_workers.engine.versions import Registered, Versions
 from aviso_workers.errors import BackendError, UnavailableError
 from aviso_workers.events import (
     AckWaitDiffers,
+    AgentMoved,
     ConsumerNotRecorded,
     Events,
     FilterHides,
@@ -154,7 +155,8 @@ class SharedFilter:
         info, registered = await (self._alone(found) if known is None else self._beside(found, *known))
         await self._recorder.record(info)
         if self._known_agents:
-            await self._known_agents.note(self._agent, self._stream, self._own.filter_subjects)
+            for stream in await self._known_agents.note(self._agent, self._stream, self._own.filter_subjects):
+                await self._report_moved(stream)
         self._granted = info.config.max_ack_pending
         self._follow(info)
         self._note(registered)
@@ -221,6 +223,20 @@ class SharedFilter:
                 break
         await self._note_reading()
         return info, registered
+
+    async def _report_moved(self, before: str) -> None:
+        """State what the agent has left in another stream that it has read before."""
+        with suppress(BackendError):  # the consumer there was removed
+            left = await self._backend.consumer_info(before, self.consumer.durable_name)
+            self._events.emit(
+                AgentMoved(
+                    agent=self._agent,
+                    stream=self._stream,
+                    before=before,
+                    consumer=self.consumer.durable_name,
+                    left=left.num_pending + left.num_ack_pending,
+                )
+            )
 
     async def _register(
         self, found: ConsumerInfo | None

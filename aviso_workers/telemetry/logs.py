@@ -20,6 +20,7 @@ from aviso_workers.config import Logging
 from aviso_workers.events import (
     AckWaitDiffers,
     AgentDisturbed,
+    AgentMoved,
     AgentStarted,
     AgentStopped,
     CallOverdue,
@@ -164,7 +165,7 @@ def observe(event: Event) -> None:
     match event:
         case ConsumerDiffers() | FiltersDiffer() | FilterHides() | FunctionsDiffer() | AckWaitDiffers():
             _observe_consumer(event)
-        case ConsumerResumed() | ConsumerNotRecorded():
+        case ConsumerResumed() | ConsumerNotRecorded() | AgentMoved():
             _observe_record(event)
         case AgentStarted():
             log.info("agent.started", agent=event.agent, stream=event.stream, consumer=event.consumer)
@@ -312,7 +313,18 @@ def _observe_consumer(
         log.warning("consumer.filter_narrowed", **of, gone=_spelled(event.gone))
 
 
-def _observe_record(event: ConsumerResumed | ConsumerNotRecorded) -> None:
+def _observe_record(event: ConsumerResumed | ConsumerNotRecorded | AgentMoved) -> None:
+    if isinstance(event, AgentMoved):
+        log.warning(
+            "agent.moved",
+            agent=event.agent,
+            stream=event.stream,
+            before=event.before,
+            left=event.left,
+            cure="to handle what is left, run a worker with the former topic.base; else remove the consumer: "
+            f"`aviso-workers consumers rm {event.before} {event.consumer}`",
+        )
+        return
     if isinstance(event, ConsumerResumed):
         log.warning(
             "consumer.resumed",

@@ -52,6 +52,10 @@ STEPS = itertools.count()
 
 ELSEWHERE = {
     "`where` of an agent": "tests/contract/test_shared_filters.py",
+    "the name of an agent, also by the prefix of its router": "tests/contract/test_renamed_agents.py",
+    "the function or the module of an agent": "tests/contract/test_renamed_agents.py",
+    "`key_order` of an event type": "tests/contract/test_key_orders.py",
+    "`topic.base` of an event type": "tests/contract/test_renamed_agents.py",
     "`ack_wait` of an agent": "tests/contract/test_shared_filters.py",
     "`storage_policy` of an event type": "tests/engine/test_provisioning.py",
     "`singleton` of an agent": "tests/test_singletons.py",

@@ -13,7 +13,7 @@ from aviso_workers import Agent, App, Notification, Router
 from aviso_workers.engine import consumer_records
 from aviso_workers.engine.known_agents import KnownAgents
 from aviso_workers.errors import NotFoundError, RefusedError
-from aviso_workers.events import AgentDisturbed, AgentStarted, FunctionsDiffer
+from aviso_workers.events import AgentDisturbed, AgentMoved, AgentStarted, FunctionsDiffer
 from aviso_workers.ops import agent_control
 from aviso_workers.ops import deployment as deployment_
 from aviso_workers.testing import Harness, harness
@@ -149,6 +149,26 @@ async def test_an_agent_that_works_is_not_renamed(deployment: Deployment) -> Non
         await agent_control.plan_rename(admin, "contract", "index", "index_field", workers_stopped=True)
     with pytest.raises(NotFoundError, match="no worker of app contract has recorded an agent indx"):
         await agent_control.plan_rename(admin, "contract", "indx", "index_field")
+
+
+async def test_an_agent_whose_event_type_gets_another_base_says_what_it_leaves(app: App, nats_url: str) -> None:
+    moved: list[AgentMoved] = []
+    old, new = App("moved"), App("moved")
+    for version, base in ((old, "before"), (new, "after")):
+        version.event_type("job", base=base, key=["id"])
+        version.agent("job", name="index")(handles_nothing)
+        version.events.listen(moved.append, AgentMoved)
+    async with harness(old, server=nats_url or None) as t:
+        await t.notify("job", {"id": "1"})
+        await t.settle()
+        await t.stop()
+        await t.notify("job", {"id": "2"})
+        await t.deploy(new)
+        await t.settle()
+    assert [(event.before, event.stream, event.left) for event in moved] == [("BEFORE", "AFTER", 1)]
+
+
+async def handles_nothing(notification: Notification[Any]) -> None: ...
 
 
 async def test_two_programs_that_share_an_agent_say_so(deployment: Deployment) -> None:
