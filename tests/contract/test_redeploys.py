@@ -536,7 +536,7 @@ async def test_nothing_is_stored_of_a_default(deploy: Deploy) -> None:
     await deploy.stop_all(after)
 
 
-@row("the name of a table or counter, the prefix of a router, the name of the app")
+@row("the name of a table, counter or timer, the name of the app")
 async def test_another_name_begins_with_nothing(deploy: Deploy) -> None:
     before, after, back = App("contract"), App("contract"), App("contract")
     old, new, again = before.counter("jobs"), after.counter("tasks"), back.counter("jobs")
