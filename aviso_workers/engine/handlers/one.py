@@ -8,7 +8,7 @@ or the `Failure` of the one step that failed.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
 
@@ -133,16 +133,22 @@ class OneByOne:
         self._step = step or context.step
 
     async def work(self) -> None:
-        """Handle one notification after the other from the buffer; see `subscription.Handler`."""
-        with self._context.outputs.keys() as keys:
-            while await calls.in_context(copy_context(), self._work_in_context, keys):
-                pass
+        """Handle one notification after the other from the buffer; see `subscription.Handler`.
 
-    async def _work_in_context(self, keys: IdempotencyKeys) -> bool:
-        """Do the same, but return True once a call has changed the context, in which the next one is not to be."""
+        Each call has the context variables with which this began. The first calls run in the context of this task: most
+        agents change none, and what runs in another context costs more whenever it waits.
+        """
+        with self._context.outputs.keys() as keys:
+            unchanged = copy_context()
+            changed = await self._work_unchanged(unchanged, keys)
+            while changed:
+                work = partial(self._work_unchanged, unchanged)
+                changed = await calls.in_context(unchanged.copy(), work, keys)
+
+    async def _work_unchanged(self, unchanged: Context, keys: IdempotencyKeys) -> bool:
+        """Handle notifications, and return True once a call has changed the context, in which the next is not to be."""
         context = self._context
         run = calls.runner(self._step)
-        unchanged = copy_context()
         while (delivery := await context.buffer.take()) is not None:
             if context.pace.limited:
                 await context.pace.wait()
