@@ -111,8 +111,10 @@ async def test_a_failed_call_leaves_none_of_its_variables(
         tasks.start_soon(app.session.run_agent, agent, stop)
         with anyio.fail_after(PATIENCE_SECONDS):
             await done.wait()
-        await anyio.sleep(0.05)  # what has stated it goes on to its next wait
-        left = [each for each in fail.made if each() is not None]
+        with anyio.move_on_after(PATIENCE_SECONDS):  # what has stated it goes on to its next wait
+            while any(each() is not None for each in fail.made):
+                await anyio.sleep(0.01)
+        left = [each() for each in fail.made if each() is not None]
         stop.set()
     assert len(fail.made) >= 3
     assert left == []
