@@ -221,7 +221,7 @@ class SharedFilter:
             registered = versions.including(await self._registry.read(), self._own)
             if not (removed := await self._removed(info, registered)):
                 break
-        await self._note_reading()
+        await self._note_reading(registered)
         return info, registered
 
     async def _report_moved(self, before: str) -> None:
@@ -250,6 +250,8 @@ class SharedFilter:
         def register(known: tuple[Registered, ...]) -> tuple[Registered, ...]:
             if not known and found is not None:  # created by somebody who registers no versions
                 known = tuple(Registered(version=each, reads=True) for each in metadata.noted_versions(found.config))
+            if [each.version for each in known] == [self._own]:
+                return known  # nobody is there who could take it for gone
             return versions.with_heartbeat(known, self._own)
 
         try:
@@ -263,8 +265,10 @@ class SharedFilter:
             self._events.emit(ConsumerNotRecorded(agent=self._agent, bucket=BUCKET, error=error))
             return None
 
-    async def _note_reading(self) -> None:
+    async def _note_reading(self, registered: Iterable[Registered]) -> None:
         """Register that the consumer lets through from now on what this version wants."""
+        if any(each.version == self._own and each.reads for each in registered):
+            return
 
         def note(known: tuple[Registered, ...]) -> tuple[Registered, ...]:
             return tuple(
@@ -328,7 +332,7 @@ class SharedFilter:
             if await self._removed(found, registered):
                 return
         if not self._hides(found, registered):
-            await self._note_reading()
+            await self._note_reading(registered)
             await self._recorder.record(found)
         self._note(registered)
         with suppress(BackendError):
