@@ -27,7 +27,7 @@ from anyio.lowlevel import checkpoint_if_cancelled
 
 from aviso_workers.declare.verdicts import Failure, FinalError, OtherVersionError
 
-__all__ = ["attempt", "attempt_apart", "call", "has_changed", "in_context", "runner"]
+__all__ = ["attempt", "attempt_apart", "call", "in_context", "runner"]
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -71,14 +71,6 @@ def in_context(context: Context, function: Callable[[A], Awaitable[R]], argument
                 awaited = run(steps.send, answer)
     except StopIteration as returned:
         return cast("R", returned.value)  # kept in no variable: of a failure, the frames of the traceback lead to here
-
-
-def has_changed(context: Context) -> bool:
-    """Return whether context variables have other values now than in this context."""
-    try:
-        return copy_context() != context
-    except Exception:  # values that cannot be compared are not the same
-        return True
 
 
 def runner(step: Callable[[A], Awaitable[R]]) -> Callable[[A], Awaitable[R | Failure]]:

@@ -147,26 +147,26 @@ class OneByOne:
 
     async def _work_unchanged(self, unchanged: Context, keys: IdempotencyKeys) -> bool:
         """Handle notifications, and return True once a call has changed the context, in which the next is not to be."""
-        context = self._context
-        run = calls.runner(self._step)
+        context, run = self._context, calls.runner(self._step)
         while (delivery := await context.buffer.take()) is not None:
             if context.pace.limited:
                 await context.pace.wait()
-            await self._handle(delivery, keys, run)
-            if calls.has_changed(unchanged):
+            started = context.clock.monotonic()
+            notification = context.read(delivery)
+            if isinstance(notification, Notification):
+                keys.begin(delivery.message)
+                failure = await run(notification)
+                await context.settler.settle(delivery, failure, started=started)
+                del failure  # the frames of its traceback lead to this one, and would keep it until the next collection
+            else:
+                await context.settle_unread(delivery, notification)
+            del delivery, notification  # they may be large, and the next ones may come late
+            try:
+                if copy_context() != unchanged:
+                    return True
+            except Exception:  # values that cannot be compared are not the same
                 return True
         return False
-
-    async def _handle(self, delivery: Delivery, keys: IdempotencyKeys, run: Step) -> None:
-        started = self._context.clock.monotonic()
-        notification = self._context.read(delivery)
-        if not isinstance(notification, Notification):
-            await self._context.settle_unread(delivery, notification)
-            return
-        keys.begin(delivery.message)
-        failure = await run(notification)
-        await self._context.settler.settle(delivery, failure, started=started)
-        del failure  # the frames of its traceback lead to this one, and would keep it until the next collection
 
 
 def _awaitable(agent: Agent[Any, Any], *, outputs: Outputs) -> Callable[..., Awaitable[object]]:
