@@ -74,7 +74,8 @@ async def attempt_apart(step: Callable[[A], Awaitable[R]], argument: A) -> R | F
 def in_context(context: Context, function: Callable[[A], Awaitable[R]], argument: A) -> Generator[Any, Any, R]:
     """Return what the function returns, which runs in this context and in the present task."""
     run, generation = context.run, forks.generation
-    steps = function(argument).__await__()
+    called = function(argument)  # kept in a variable: `worker.ending` reads in it where the code waits
+    steps = called.__await__()
     try:
         awaited = run(next, steps)
         while True:
