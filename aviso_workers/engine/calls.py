@@ -89,6 +89,8 @@ def in_context(context: Context, function: Callable[[A], Awaitable[R]], argument
                 awaited = run(steps.send, answer)
     except StopIteration as returned:
         return cast("R", returned.value)  # kept in no variable: of a failure, the frames of the traceback lead to here
+    finally:
+        awaited = None  # the future of a thread has a failure too
 
 
 def has_changed(context: Context) -> bool:
