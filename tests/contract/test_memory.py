@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Router
-from aviso_workers.events import Settled
+from aviso_workers.events import Settled, TaskFailed
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
 
@@ -75,6 +75,12 @@ def in_batches(fail: Failing, router: Router, **policy: Any) -> None:
         fail()
 
 
+def plain_in_batches(fail: Failing, router: Router, **policy: Any) -> None:
+    @router.agent("mars", batch=Batching(size=2, within=0.01), **policy)
+    def index(batch: Batch[Any]) -> None:
+        fail()
+
+
 def add_around(router: Router) -> None:
     @router.around
     async def each(notification: Notification[Any]) -> AsyncIterator[None]:
@@ -85,7 +91,7 @@ def add_around(router: Router) -> None:
         yield
 
 
-@pytest.mark.parametrize("form", [plain, not_plain, in_batches])
+@pytest.mark.parametrize("form", [plain, not_plain, in_batches, plain_in_batches])
 @pytest.mark.parametrize("surrounded", [False, True])
 @pytest.mark.parametrize("how", ["by itself", "with the variable", "with a cause"])
 async def test_a_failed_call_leaves_none_of_its_variables(
@@ -117,4 +123,25 @@ async def test_a_failed_call_leaves_none_of_its_variables(
         left = [each() for each in fail.made if each() is not None]
         stop.set()
     assert len(fail.made) >= 3
+    assert left == []
+
+
+@pytest.mark.parametrize("how", ["by itself", "with the variable", "with a cause"])
+async def test_a_failed_task_leaves_none_of_its_variables_while_it_waits(
+    app: App, no_collection: None, how: str
+) -> None:
+    fail, failed, stop = Failing(how), anyio.Event(), anyio.Event()
+
+    @app.task
+    async def work() -> None:
+        fail()
+
+    app.events.listen(lambda event: failed.set(), TaskFailed)
+    async with app, anyio.create_task_group() as tasks:
+        tasks.start_soon(app.work, stop)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            await failed.wait()
+        await anyio.sleep(0.05)
+        left = [each for each in fail.made if each() is not None]
+        stop.set()
     assert left == []

@@ -21,7 +21,7 @@ from aviso_workers.clocks import Clock
 from aviso_workers.declare import verdicts
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.verdicts import Failure
-from aviso_workers.engine import call_scope, calls
+from aviso_workers.engine import call_scope, calls, forks
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.handlers.outputs import Outputs
@@ -66,6 +66,7 @@ class HandlerContext:
         self.clock = clock
         self.pace = Pace(clock, per_second=agent.policy.rate_limit)
         self._timeouts = timeouts
+        self._generation = forks.generation
         self._function = _awaitable(agent, outputs=outputs)
         timeout = agent.policy.timeout
         self.step: Step = partial(self._call_and_publish, timeouts.limit(self._function, timeout))
@@ -97,7 +98,11 @@ class HandlerContext:
 
     async def _call_and_publish(self, call: Call, argument: Any) -> Failure | None:
         returned = await call(argument)
-        return None if returned is None else await self._publish(returned)
+        if returned is None:
+            return None
+        if forks.generation != self._generation:
+            forks.end_child()  # before it publishes
+        return await self._publish(returned)
 
     async def _call_in_scope(self, argument: Any) -> Failure | None:
         """Do the same inside of what is around the agent's calls, which is told of a failure as an exception."""
