@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from aviso_workers.declare import outputs
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import forks
@@ -44,7 +45,7 @@ def _run(function: Callable[[], object]) -> object:
     try:
         returned = function()
         # A lazy output, such as a `map`, still has to run the author's code: in this thread as well.
-        returned = list(returned) if isinstance(returned, Iterator) else returned
+        returned = list(outputs.each_of(returned)) if isinstance(returned, Iterator) else returned
         if forks.generation != generation:
             forks.end_child()
         return returned
