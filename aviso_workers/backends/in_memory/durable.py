@@ -14,9 +14,9 @@ from itertools import permutations
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from aviso_workers.aviso.codec import Message, store_time
+from aviso_workers.aviso.codec import SIZE_HEADER, Message, store_time
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.errors import RefusedError
 from aviso_workers.jetstream import error_codes, metadata, plans
@@ -127,7 +127,7 @@ class Durable:
                 outstanding.num_delivered += 1
                 self._deliveries += 1
                 outstanding.deadline = now + self.ack_wait_seconds
-                return self._messages[sequence], outstanding.num_delivered
+                return self._delivered(sequence), outstanding.num_delivered
             del self._outstanding[sequence]
             self.exceeded.append((sequence, outstanding.num_delivered))
         if not self._waiting or len(self._outstanding) >= self.config["max_ack_pending"] > 0:
@@ -135,7 +135,15 @@ class Durable:
         self._cursor, _ = self._waiting.popitem(last=False)
         self._deliveries += 1
         self._outstanding[self._cursor] = Outstanding(deadline=now + self.ack_wait_seconds)
-        return self._messages[self._cursor], 1
+        return self._delivered(self._cursor), 1
+
+    def _delivered(self, sequence: int) -> Message:
+        """Return a message as it is delivered: with `headers_only`, it has the size of its body in place of it."""
+        message = self._messages[sequence]
+        if not self.config["headers_only"]:
+            return message
+        headers = {**(message.headers or {}), SIZE_HEADER: str(len(message.data))}
+        return structs.replace(message, data=b"", headers=headers)
 
     def settle(self, sequence: int) -> None:
         """Acked or terminated. It does not matter by which of several deliveries."""
