@@ -80,9 +80,7 @@ async def test_a_body_that_the_server_leaves_out_is_read_from_the_stream(worker:
     assert not (await backend.consumer_info("MARS", "contract__index")).config.get("headers_only")
 
 
-async def test_a_worker_that_starts_sets_it_right(
-    worker: Harness, app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_starts_sets_it_right(worker: Harness, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = worker.app.session.backend
     await edit(backend, "MARS", "contract__index", headers_only=True)
     monkeypatch.setattr(shared_filters, "CHECK_SECONDS", 1000.0)
