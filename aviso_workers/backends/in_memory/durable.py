@@ -63,6 +63,7 @@ class Durable:
         self.last_delivered_ns = 0
         self.last_settled_ns = 0
         self.pinned_ns = 0
+        self.readers = 0
         self.paused_until: datetime | None = None
         self.exceeded: list[tuple[int, int]] = []
         """Sequence and deliveries of what was delivered `max_deliver` times, until somebody takes note."""
@@ -75,6 +76,7 @@ class Durable:
             time=datetime.fromtimestamp(now_ns // 1000 / 1e6, UTC),
             num_pending=self.num_pending,
             num_ack_pending=len(self._outstanding),
+            num_waiting=self.readers,
             num_redelivered=sum(1 for message in self._outstanding.values() if message.num_delivered > 1),
             deliveries=self._deliveries,
             position=self._cursor,
