@@ -47,6 +47,7 @@ from aviso_workers.errors import BackendError, UnavailableError
 from aviso_workers.events import (
     AckWaitDiffers,
     AgentMoved,
+    ConsumerEdited,
     ConsumerNotRecorded,
     Events,
     FilterHides,
@@ -71,6 +72,9 @@ LAST_RECORD_SECONDS = 2.0
 GIVEN_BACK = Backoff(first=0.05, factor=1.3, max=5.0, jitter=0.5)
 """When a notification that was given back comes again, by how often it was delivered: about fifteen times in the first
 ten seconds, because a server gives it to any worker. At equal intervals, it could be the same worker each time."""
+
+ALIKE = ("headers_only", "max_deliver")
+"""The fields of the consumer that all versions want alike, and without which an agent misses bodies or attempts."""
 
 Filters = tuple[str, ...]
 """Filter subjects; none means everything."""
@@ -325,9 +329,19 @@ class SharedFilter:
         if await self._removed(found, (each for each in before if each.reads)):
             return
         wanted = specs.beginning_after(self._shared(registered), found.settled)
-        if not _is_as(wanted, found) or found.config.max_ack_pending < self._granted:
+        edited = _edited(wanted, found)
+        if edited or not _is_as(wanted, found) or found.config.max_ack_pending < self._granted:
             found = await self._backend.ensure_consumer(self._stream, wanted)
             self._follow(found)
+            if edited:
+                self._events.emit(
+                    ConsumerEdited(
+                        agent=self._agent,
+                        stream=self._stream,
+                        consumer=self.consumer.durable_name,
+                        differences=edited,
+                    )
+                )
             registered = versions.including(await self._registry.read(), self._own)
             if await self._removed(found, registered):
                 return
@@ -427,6 +441,12 @@ class SharedFilter:
                 in_effect_seconds=in_effect_seconds,
             )
         )
+
+
+def _edited(wanted: ConsumerSpec, found: ConsumerInfo) -> tuple[str, ...]:
+    """Return what of the consumer is not as wanted that all versions of an agent want alike."""
+    differences = plans.consumer_differences(wanted, found.config)
+    return tuple(str(each) for each in differences if each.field in ALIKE)
 
 
 def _is_as(wanted: ConsumerSpec, found: ConsumerInfo) -> bool:
