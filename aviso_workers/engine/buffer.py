@@ -29,6 +29,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 from msgspec import structs
 
+from aviso_workers.aviso import codec
 from aviso_workers.backends import Delivery, Message
 from aviso_workers.clocks import Clock
 from aviso_workers.declare.verdicts import Record
@@ -232,7 +233,10 @@ class Buffer:
             self._note_waiting(held)
             self._let_go(held)
         self._bytes += len(message.data)
-        self._held[message.sequence] = _Entry(delivery, self._clock.monotonic())
+        entry = self._held[message.sequence] = _Entry(delivery, self._clock.monotonic())
+        if not message.data and codec.lacks_body(message) and delivery.can_be_read_again:
+            entry.bodiless = True
+            self._bodiless += 1
         if self._gathered is not None:
             self._gather(delivery)
         elif self.ordered:

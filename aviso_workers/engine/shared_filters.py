@@ -427,4 +427,5 @@ class SharedFilter:
 
 def _is_as(wanted: ConsumerSpec, found: ConsumerInfo) -> bool:
     filters = tuple(sorted(found.config.filters))
-    return filters == wanted.filter_subjects and found.config.ack_wait == wanted.ack_wait
+    same_bodies = found.config.headers_only == wanted.headers_only
+    return same_bodies and filters == wanted.filter_subjects and found.config.ack_wait == wanted.ack_wait

@@ -88,6 +88,8 @@ class ConsumerSpec(Struct, frozen=True, kw_only=True):
     priority_groups: tuple[str, ...] = ()
     priority_timeout: int = 0
     """Nanoseconds after its last request for which a pinned reader stays the only one that is served."""
+    headers_only: bool = False
+    """Whether the server leaves out the bodies."""
 
 
 def stated(spec: StreamSpec) -> dict[str, Any]:
