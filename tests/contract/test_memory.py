@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Backoff, Batch, Batching, Notification, Router
+from aviso_workers import App, Backoff, Batch, Batching, Notification, Retry, Router
 from aviso_workers.events import Settled, TaskFailed
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -51,6 +51,10 @@ class Failing:
             raise ValueError
         if self._how == "with the variable":
             raise LargeError(large)
+        if self._how == "to be retried":
+            raise Retry(after=0.01)
+        if self._how == "in a group":
+            raise ExceptionGroup("two", [LargeError(large), ValueError()])
         try:
             raise LargeError(large)
         except LargeError as error:
@@ -93,7 +97,7 @@ def add_around(router: Router) -> None:
 
 @pytest.mark.parametrize("form", [plain, not_plain, in_batches, plain_in_batches])
 @pytest.mark.parametrize("surrounded", [False, True])
-@pytest.mark.parametrize("how", ["by itself", "with the variable", "with a cause"])
+@pytest.mark.parametrize("how", ["by itself", "with the variable", "with a cause", "to be retried", "in a group"])
 async def test_a_failed_call_leaves_none_of_its_variables(
     app: App, no_collection: None, form: Any, surrounded: bool, how: str
 ) -> None:
