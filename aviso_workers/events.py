@@ -19,6 +19,7 @@ from aviso_workers.aviso.literals import printable
 __all__ = [
     "AckWaitDiffers",
     "AgentDisturbed",
+    "AgentMoved",
     "AgentStarted",
     "AgentStopped",
     "CallOverdue",
@@ -28,6 +29,7 @@ __all__ = [
     "ConnectionChanged",
     "ConnectionSlow",
     "ConsumerDiffers",
+    "ConsumerEdited",
     "DeadLettersRefused",
     "DeadLettersStored",
     "Event",
@@ -461,6 +463,19 @@ class FiltersDiffer(Struct, frozen=True, kw_only=True):
     """Of those that were among them until now."""
 
 
+class AgentMoved(Struct, frozen=True, kw_only=True):
+    """An agent reads another stream than before, because the `topic.base` of its event type was changed."""
+
+    agent: str
+    stream: str
+    before: str
+    """The stream that it has read before."""
+    consumer: str
+    """The name of its consumer on either stream."""
+    left: int
+    """Notifications of the former stream that it has not settled."""
+
+
 class FunctionsDiffer(Struct, frozen=True, kw_only=True):
     """Which other functions share the notifications of an agent is not what it was before.
 
@@ -491,6 +506,15 @@ class FilterHides(Struct, frozen=True, kw_only=True):
     """The filter subjects that it had."""
     wanted: tuple[str, ...]
     """The filter subjects that it has to have."""
+
+
+class ConsumerEdited(Struct, frozen=True, kw_only=True):
+    """Somebody has edited the consumer of an agent, and a worker has set these fields right."""
+
+    agent: str
+    stream: str
+    consumer: str
+    differences: tuple[str, ...]
 
 
 class AckWaitDiffers(Struct, frozen=True, kw_only=True):
@@ -568,11 +592,13 @@ Event = (
     | StreamNotRead
     | StreamProvisioned
     | ConsumerDiffers
+    | ConsumerEdited
     | ConsumerResumed
     | ConsumerNotRecorded
     | FiltersDiffer
     | FilterHides
     | FunctionsDiffer
+    | AgentMoved
     | AckWaitDiffers
     | ConnectionChanged
     | ConnectionSlow

@@ -31,6 +31,7 @@ from aviso_workers.errors import InvalidNotificationError, InvalidPayloadError, 
 
 __all__ = [
     "MARKER_HEADER",
+    "SIZE_HEADER",
     "UNREADABLE_JSON",
     "Message",
     "NotificationReader",
@@ -39,6 +40,7 @@ __all__ = [
     "encode",
     "is_marker",
     "is_reserved",
+    "lacks_body",
     "read_json",
     "read_number",
     "store_time",
@@ -71,6 +73,8 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 """A token of HTTP (RFC 9110), which every client of NATS reads as it was written."""
 MARKER_HEADER = "Nats-Marker-Reason"
 """JetStream's, of what it stores where a stream has a `subject_delete_marker_ttl` and a subject's last message goes."""
+SIZE_HEADER = "Nats-Msg-Size"
+"""JetStream's, of what it delivers without its body: how many bytes that has."""
 
 T = TypeVar("T")
 LARGEST_NUMBER = 2**63 - 1
@@ -99,6 +103,11 @@ def is_marker(message: Message) -> bool:
     notification.
     """
     return not message.data and message.headers is not None and MARKER_HEADER in message.headers
+
+
+def lacks_body(message: Message) -> bool:
+    """Return whether the server has left out the body of the message, as for a consumer with `headers_only`."""
+    return not message.data and message.headers is not None and SIZE_HEADER in message.headers
 
 
 UNREADABLE_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

@@ -443,6 +443,7 @@ async def supervise_task(task: Task, *, clock: Clock, events: Events, stop: anyi
             return
         delay = restarts.next_wait(clock.monotonic())
         events.emit(TaskFailed(task=task.name, error=ended.error, again_in_seconds=delay))
+        ended = None  # it would be kept during the wait
         await clocks.sleep_until(clock, delay, stop)
 
 

@@ -78,6 +78,7 @@ class ConsumerSpec(Struct, frozen=True, kw_only=True):
     """Nanoseconds."""
     max_ack_pending: int
     max_deliver: int = -1
+    headers_only: bool = False
     ack_policy: str = "explicit"
     deliver_policy: str = "all"
     opt_start_seq: int | UnsetType = UNSET

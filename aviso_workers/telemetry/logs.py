@@ -20,6 +20,7 @@ from aviso_workers.config import Logging
 from aviso_workers.events import (
     AckWaitDiffers,
     AgentDisturbed,
+    AgentMoved,
     AgentStarted,
     AgentStopped,
     CallOverdue,
@@ -29,6 +30,7 @@ from aviso_workers.events import (
     ConnectionChanged,
     ConnectionSlow,
     ConsumerDiffers,
+    ConsumerEdited,
     ConsumerNotRecorded,
     ConsumerResumed,
     DeadLettersRefused,
@@ -162,9 +164,16 @@ def _write_traceback(target: TextIO, raised: structlog.typing.ExcInfo) -> None:
 def observe(event: Event) -> None:
     """Log an event of the engine; the observer of those that are `OBSERVED`."""
     match event:
-        case ConsumerDiffers() | FiltersDiffer() | FilterHides() | FunctionsDiffer() | AckWaitDiffers():
+        case (
+            ConsumerDiffers()
+            | ConsumerEdited()
+            | FiltersDiffer()
+            | FilterHides()
+            | FunctionsDiffer()
+            | AckWaitDiffers()
+        ):
             _observe_consumer(event)
-        case ConsumerResumed() | ConsumerNotRecorded():
+        case ConsumerResumed() | ConsumerNotRecorded() | AgentMoved():
             _observe_record(event)
         case AgentStarted():
             log.info("agent.started", agent=event.agent, stream=event.stream, consumer=event.consumer)
@@ -258,7 +267,7 @@ def _observe_stream(event: StreamProvisioned | StreamGone | StreamMadeAgain | St
 
 
 def _observe_consumer(
-    event: ConsumerDiffers | FiltersDiffer | FilterHides | FunctionsDiffer | AckWaitDiffers,
+    event: ConsumerDiffers | ConsumerEdited | FiltersDiffer | FilterHides | FunctionsDiffer | AckWaitDiffers,
 ) -> None:
     if isinstance(event, ConsumerDiffers):
         log.warning(
@@ -267,6 +276,16 @@ def _observe_consumer(
             consumer=event.consumer,
             differences=list(event.differences),
             cure=_cure_of(event),
+        )
+        return
+    if isinstance(event, ConsumerEdited):
+        log.warning(
+            "consumer.edited",
+            agent=event.agent,
+            stream=event.stream,
+            consumer=event.consumer,
+            differences=list(event.differences),
+            cure="the worker has set these fields right; do not edit the consumer of an agent, but the agent",
         )
         return
     if isinstance(event, AckWaitDiffers):
@@ -312,7 +331,18 @@ def _observe_consumer(
         log.warning("consumer.filter_narrowed", **of, gone=_spelled(event.gone))
 
 
-def _observe_record(event: ConsumerResumed | ConsumerNotRecorded) -> None:
+def _observe_record(event: ConsumerResumed | ConsumerNotRecorded | AgentMoved) -> None:
+    if isinstance(event, AgentMoved):
+        log.warning(
+            "agent.moved",
+            agent=event.agent,
+            stream=event.stream,
+            before=event.before,
+            left=event.left,
+            cure="to handle what is left, run a worker with the former topic.base; else remove the consumer: "
+            f"`aviso-workers consumers rm {event.before} {event.consumer}`",
+        )
+        return
     if isinstance(event, ConsumerResumed):
         log.warning(
             "consumer.resumed",

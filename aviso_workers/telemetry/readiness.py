@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from aviso_workers.declare.agents import Agent
+from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.events import (
     AgentDisturbed,
     AgentStarted,
@@ -65,9 +66,10 @@ class Readiness:
             case ConnectionChanged(reason=reason):
                 self._connection = f"not connected: {reason}"
             case AgentStarted(agent=agent, stream=stream):
-                self._agents.pop((agent, ""), None)
+                self._note_begun(agent, stream)
                 self._agents.pop((agent, stream), None)
             case AgentDisturbed(agent=agent, stream=stream, error=error):
+                self._note_begun(agent, stream)
                 self._agents[agent, stream] = str(error)
             case DeadLettersRefused(agent=agent, error=error):
                 self._agents[agent, DEAD_LETTERS] = f"dead letters cannot be stored: {error}"
@@ -91,6 +93,10 @@ class Readiness:
     def stop(self) -> None:
         self._stopping = True
         self._say()
+
+    def _note_begun(self, agent: str, stream: str) -> None:
+        if stream != RETRIES:  # an agent may read what is tried again before it reads its own stream
+            self._agents.pop((agent, ""), None)
 
     def _say(self) -> None:
         agents = (f"agent {name}: {problem}" for (name, _), problem in self._agents.items())

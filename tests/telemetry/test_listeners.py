@@ -10,7 +10,10 @@ import anyio
 import pytest
 
 from aviso_workers.clocks import VirtualClock
+from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.events import (
+    AgentDisturbed,
+    AgentStarted,
     ConnectionChanged,
     LeadershipHindered,
     LeadershipUnhindered,
@@ -77,4 +80,17 @@ def test_what_keeps_a_worker_from_its_work_makes_it_unready_until_it_is_over() -
     ]
     readiness.observe(ReadAgain(agent="index", stream="MARS"))
     readiness.observe(LeadershipUnhindered(bucket="fields_leases"))
+    assert readiness.health.unready == []
+
+
+def test_a_worker_is_ready_when_its_agents_read_their_own_streams() -> None:
+    agents: Any = [SimpleNamespace(name="index")]
+    readiness = Readiness(agents)
+    readiness.observe(ConnectionChanged(connected=True, reason=""))
+    readiness.observe(AgentStarted(agent="index", stream=RETRIES, consumer="fields__index"))
+    assert readiness.health.unready == ["agent index: has not started"]
+    denied = ValueError("denied")
+    readiness.observe(AgentDisturbed(agent="index", stream="MARS", error=denied, again_in_seconds=0.1))
+    assert readiness.health.unready == ["agent index: denied"]
+    readiness.observe(AgentStarted(agent="index", stream="MARS", consumer="fields__index"))
     assert readiness.health.unready == []
