@@ -53,6 +53,7 @@ STEPS = itertools.count()
 ELSEWHERE = {
     "`where` of an agent": "tests/contract/test_shared_filters.py",
     "`ack_wait` of an agent": "tests/contract/test_shared_filters.py",
+    "`key_order` of an event type (`key` in Python)": "tests/contract/test_key_orders.py",
     "`storage_policy` of an event type": "tests/engine/test_provisioning.py",
     "`singleton` of an agent": "tests/test_singletons.py",
 }
