@@ -86,6 +86,10 @@ async def _used(backend: Backend, stream: str) -> str:
         with suppress(NotFoundError):
             if (await backend.consumer_info(stream, durable_name(app, agent))).num_waiting:
                 return f"workers of agent {agent} of app {app} read stream {stream} with"
+        with suppress(NotFoundError):
+            retries = await backend.consumer_info(dead_letter_store.RETRIES, durable_name(app, agent))
+            if retries.num_pending or retries.num_ack_pending:
+                return f"retried dead letters of agent {agent} of app {app} are of stream {stream} with"
     return ""
 
 

@@ -148,4 +148,6 @@ async def test_an_empty_stream_with_dead_letters_is_not_read_with_another_order(
         with refusals(new) as told:
             await t.deploy(new)
             assert "dead letters, which may be retried, are of stream JOB with id, step" in await told_by(t, told)
+        await t.retry_dead_letters()
+        await t.advance(1)
     assert handled_by_new == []
