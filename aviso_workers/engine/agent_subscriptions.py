@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,7 @@ from aviso_workers.engine.singletons import WhileHeld
 from aviso_workers.engine.subscription import Handler, Run, Subscription, consumer_spec
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.engine.versions import Versions
+from aviso_workers.errors import NotFoundError
 from aviso_workers.events import Events
 from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSpec, StreamSpec
 
@@ -233,9 +235,17 @@ class AgentSubscriptions:
         retries_consumer = _served(consumer, singleton=policy.singleton)
         leaves = None if shared.wants_everything else shared.leaves
 
-        async def ensure() -> ConsumerInfo:
+        async def require_order() -> None:
             topic = schema.topic_of(agent.event_type, event_type)
             await key_orders.require_same(self._backend, stream.name, agent.event_type, tuple(topic.key_order))
+
+        async def ensure_retries() -> ConsumerInfo:
+            with suppress(NotFoundError):  # there is no stream yet
+                await require_order()
+            return await shared.ensure_retries(retries_consumer)
+
+        async def ensure() -> ConsumerInfo:
+            await require_order()
             if windows is not None:
                 await windows.require_values()
             return await shared.ensure()
@@ -257,7 +267,7 @@ class AgentSubscriptions:
             Feed(
                 stream=dead_letter_store.retries_spec(self._config),
                 consumer=retries_consumer,
-                ensure=lambda: shared.ensure_retries(retries_consumer),
+                ensure=ensure_retries,
                 provisioner=self._own_streams,
                 unwrap=Requeued,
                 leaves=leaves,

@@ -2,13 +2,13 @@
 
 A subject has values and no names: `mars.od.6` is `class=od step=6` or, with another `key_order`, `class=6 step=od`. So
 the workers of all apps record the order with which they read a stream. A worker whose event type has another one does
-not read the stream while it has notifications, other workers read it, or delayed notifications wait for it: one of the
-two would handle each of them as another one, and ack it.
+not read the stream while it has notifications, other workers read it, or it has delayed notifications or dead letters:
+one of the two would handle each of them as another one, and ack it.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from datetime import datetime
 
 import msgspec
@@ -17,7 +17,7 @@ from msgspec import Struct
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend
 from aviso_workers.declare.agents import durable_name
-from aviso_workers.engine import consumer_records, delayed_messages
+from aviso_workers.engine import consumer_records, dead_letter_store, delayed_messages
 from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError, UndecodableError
 
 __all__ = ["require_same"]
@@ -30,7 +30,7 @@ class _Order(Struct, frozen=True, kw_only=True):
 
 async def require_same(backend: Backend, stream: str, event_type: str, key_order: tuple[str, ...]) -> None:
     """Record the order with which a stream is read, or compare it with the recorded one. A stream without messages is
-    read with any order, unless workers still read it with another one, or delayed notifications wait for it.
+    read with any order, unless workers still read it with another one, or it has delayed notifications or dead letters.
 
     Where the order cannot be recorded, nothing is compared: what is missing then is said by `consumer_records`. Raises
     `RefusedError` for another order, `NotFoundError` where the stream does not exist.
@@ -47,7 +47,8 @@ async def require_same(backend: Backend, stream: str, event_type: str, key_order
             f"event type {event_type} has key_order {', '.join(key_order)}, and {why} {', '.join(recorded.key_order)}: "
             f"they would be read as other ones. Take the former key_order back, or give the event type another "
             f"topic.base; with the same base, stop all programs that publish to it or read it, wait until stream "
-            f"{stream} has no messages and no delayed ones wait for it, or purge it and cancel them, and start again"
+            f"{stream} has no messages and no delayed ones wait for it, or purge it and cancel them; drop its "
+            f"dead letters; and start again"
         )
 
 
@@ -77,13 +78,34 @@ async def _used(backend: Backend, stream: str) -> str:
         waiting = delayed_messages.all_waiting(stream)
         if count := await backend.count(delayed_messages.STREAM, filter_subjects=waiting):
             return f"{count} delayed notifications wait for stream {stream} with"
+    if await _has_dead_letters(backend, stream):
+        return f"dead letters, which may be retried, are of stream {stream} with"
     for app, agent, of in await consumer_records.stored(backend):
         if of != stream:
             continue
         with suppress(NotFoundError):
             if (await backend.consumer_info(stream, durable_name(app, agent))).num_waiting:
                 return f"workers of agent {agent} of app {app} read stream {stream} with"
+        with suppress(NotFoundError):
+            retries = await backend.consumer_info(dead_letter_store.RETRIES, durable_name(app, agent))
+            if retries.num_pending or retries.num_ack_pending:
+                return f"retried dead letters of agent {agent} of app {app} are of stream {stream} with"
     return ""
+
+
+async def _has_dead_letters(backend: Backend, stream: str) -> bool:
+    try:
+        info = await backend.stream_info(dead_letter_store.STREAM)
+    except NotFoundError:
+        return False
+    if not info.messages:
+        return False
+    reading = backend.read(dead_letter_store.STREAM, filter_subjects=(), last_sequence=info.last_sequence)
+    async with aclosing(reading):
+        async for message in reading:
+            if (message.headers or {}).get("Aviso-Stream") == stream:
+                return True
+    return False
 
 
 def _read(value: bytes) -> _Order | None:

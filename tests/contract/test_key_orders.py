@@ -130,3 +130,24 @@ async def test_an_output_with_another_order_is_refused(nats_url: str) -> None:
         await t.deploy(old)
         await t.settle()
     assert handled == [{"id": "b", "step": "0"}]
+
+
+async def test_an_empty_stream_with_dead_letters_is_not_read_with_another_order(nats_url: str) -> None:
+    old = App("ordered")
+    old.event_type("job", key=["id", "step"])
+
+    @old.agent("job", retry=Backoff(attempts=1))
+    async def handle(notification: Notification[Any]) -> None:
+        raise ValueError("as asked for")
+
+    new, handled_by_new = version("step", "id")
+    async with harness(old, server=nats_url or None) as t:
+        await t.notify("job", {"id": "b", "step": "0"})
+        await t.settle()
+        await t.app.session.backend.purge_stream("JOB")
+        with refusals(new) as told:
+            await t.deploy(new)
+            assert "dead letters, which may be retried, are of stream JOB with id, step" in await told_by(t, told)
+        await t.retry_dead_letters()
+        await t.advance(1)
+    assert handled_by_new == []
