@@ -223,7 +223,7 @@ class SharedFilter:
             if not changes:
                 break
             registered = versions.including(await self._registry.read(), self._own)
-            if not (removed := await self._removed(info, registered)):
+            if not (removed := await self._removed(info, registered, own_update=True)):
                 break
         await self._note_reading(registered)
         return info, registered
@@ -291,14 +291,19 @@ class SharedFilter:
         filters = consumer.config.filters
         return not all(subjects.within(each.version.filter_subjects, filters) for each in registered)
 
-    async def _removed(self, found: ConsumerInfo, registered: Iterable[Registered]) -> bool:
+    async def _removed(
+        self, found: ConsumerInfo, registered: Iterable[Registered], *, own_update: bool = False
+    ) -> bool:
         """Remove the consumer where its filter hides something that one of these versions wants, and return whether it
         does: all workers open it again, and it begins after what is recorded.
+
+        What an `own_update` has hidden stays hidden where somebody has widened the filter since. What was found before
+        the versions were read may have been widened by the newest of them, before it read.
         """
         registered = tuple(registered)
         if not self._hides(found, registered):
             return False
-        now = await self._recorder.found()  # the version may have widened it since
+        now = found if own_update else await self._recorder.found()
         if now is None or not self._hides(now, registered):
             return False
         self._events.emit(
@@ -343,7 +348,7 @@ class SharedFilter:
                     )
                 )
             registered = versions.including(await self._registry.read(), self._own)
-            if await self._removed(found, registered):
+            if await self._removed(found, registered, own_update=True):
                 return
         if not self._hides(found, registered):
             await self._note_reading(registered)
