@@ -47,6 +47,7 @@ from aviso_workers.declare.around import Around
 from aviso_workers.declare.resources import Needing, Resource
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
+from aviso_workers.declare.unawaited_calls import unawaited_calls
 from aviso_workers.declare.windows import Window
 from aviso_workers.engine import portal
 from aviso_workers.engine.publisher import encode
@@ -263,6 +264,7 @@ class App(Router[Any]):
             except InvalidNotificationError as error:
                 found.append(f"agent {agent.name!r}: {error}")
         found += self._mistakes_of_resources()
+        found += self._unawaited_calls()
         for router in (self, *self._routers):
             found += around.mistakes(router.arounds, router.agents, router=router.name)
         for router in self._routers:
@@ -271,6 +273,14 @@ class App(Router[Any]):
             except ConfigError as error:
                 found += error.mistakes
         return found
+
+    def _unawaited_calls(self) -> list[str]:
+        declared: list[tuple[str, Callable[..., Any]]] = [
+            *((f"agent {agent.name!r}", agent.function) for agent in self.agents),
+            *((f"timer {timer.name!r}", timer.function) for timer in self.timers),
+            *((f"task {task.name!r}", task.function) for task in self.tasks),
+        ]
+        return [f"{what}: {call}" for what, function in declared for call in unawaited_calls(function)]
 
     def _mistakes_of_resources(self) -> list[str]:
         called: list[tuple[str, type | None, Needing]] = [

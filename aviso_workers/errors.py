@@ -132,7 +132,7 @@ class InvalidPayloadError(InvalidNotificationError):
 
 
 class InvalidKeyError(AvisoWorkersError):
-    """A text is not allowed as the key of a table, because it is empty or too long."""
+    """A key of a table is not a text, is empty or is too long."""
 
 
 class LateError(AvisoWorkersError):

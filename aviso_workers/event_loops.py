@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar, cast
 
@@ -20,7 +20,7 @@ from aviso_workers.errors import DeclarationError, OutcomeUnknownError, Unavaila
 __all__ = ["awaited", "call", "refuse_blocking", "running_loop"]
 
 T = TypeVar("T")
-M = TypeVar("M", bound=Callable[..., Coroutine[Any, Any, Any]])
+M = TypeVar("M", bound=Callable[..., Coroutine[Any, Any, Any] | AsyncGenerator[Any, None]])
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
@@ -32,14 +32,15 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def awaited(method: M) -> M:
-    """Return an async method that raises `DeclarationError` at its call where no event loop runs in this thread.
+    """Return an async method, also one that yields, that raises `DeclarationError` at its call where no event loop runs
+    in this thread.
 
     There, as in a plain `def`, nobody has awaited it, and with `asyncio.run` it would wait for an answer that comes to
     another event loop.
     """
 
     @functools.wraps(method)
-    def checked(self: object, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+    def checked(self: object, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any] | AsyncGenerator[Any, None]:
         if running_loop() is None:
             name = method.__name__
             cure = f"call {name}_sync" if hasattr(self, f"{name}_sync") else "make it `async def`, and await this"

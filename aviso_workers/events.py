@@ -29,6 +29,7 @@ __all__ = [
     "ConnectionChanged",
     "ConnectionSlow",
     "ConsumerDiffers",
+    "ConsumerEdited",
     "DeadLettersRefused",
     "DeadLettersStored",
     "Event",
@@ -507,6 +508,15 @@ class FilterHides(Struct, frozen=True, kw_only=True):
     """The filter subjects that it has to have."""
 
 
+class ConsumerEdited(Struct, frozen=True, kw_only=True):
+    """Somebody has edited the consumer of an agent, and a worker has set these fields right."""
+
+    agent: str
+    stream: str
+    consumer: str
+    differences: tuple[str, ...]
+
+
 class AckWaitDiffers(Struct, frozen=True, kw_only=True):
     """The server redelivers what a worker holds after another `ack_wait` than the agent's, or not any more.
 
@@ -582,6 +592,7 @@ Event = (
     | StreamNotRead
     | StreamProvisioned
     | ConsumerDiffers
+    | ConsumerEdited
     | ConsumerResumed
     | ConsumerNotRecorded
     | FiltersDiffer

@@ -30,6 +30,7 @@ from contextlib import (
 )
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from inspect import isclass
 from types import TracebackType
 from typing import Any, cast
 
@@ -41,6 +42,7 @@ from msgspec import structs
 from aviso_workers.app import App
 from aviso_workers.aviso import payloads
 from aviso_workers.aviso.codec import Message, NotificationReader, is_reserved
+from aviso_workers.aviso.literals import AnyDuration, seconds_of
 from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.backends import (
     Admin,
@@ -85,7 +87,7 @@ from aviso_workers.errors import (
     describe,
     text_of,
 )
-from aviso_workers.events import AgentDisturbed, Event, Events, Settled, TaskFailed, Ticked, WindowDone
+from aviso_workers.events import AgentDisturbed, Event, Events, Overdue, Settled, TaskFailed, Ticked, WindowDone
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import agent_control
 from aviso_workers.ops.agent_control import AgentConsumer
@@ -172,6 +174,8 @@ class Harness:
         self._ticks: list[Ticked] = []
         self._windows: list[WindowDone] = []
         self._disturbed: dict[str, Exception] = {}
+        self._overdue: dict[str, Overdue] = {}
+        """By message id, the delayed notifications that could not be stored."""
         self._count = workers
         self._random = random.Random(workers)
         """The same in each run, so that a test in virtual time ends as it has ended before."""
@@ -221,13 +225,20 @@ class Harness:
         if self._clock is None:
             await self._catch_up()
 
-    async def advance(self, seconds: float) -> None:
-        """Let so much time pass. On a server this is a sleep."""
+    async def advance(self, time: AnyDuration) -> None:
+        """Let so much time pass: a number of seconds, a text such as `10m`, or a timedelta. On a server this is a
+        sleep. Raises `ValueError` for anything else."""
+        seconds = _positive_seconds("advance", time)
         with self._moving():
             await (self._clock.advance(seconds) if self._clock else anyio.sleep(seconds))
 
     def fail(self, agent: Agent[Any, Any] | str, error: Exception, *, times: int = 1) -> None:
-        """Let the agent's next calls raise this instead of calling its function (of a Stream: its next turns)."""
+        """Let the agent's next calls raise this instead of calling its function (of a Stream: its next turns).
+
+        Raises `TypeError` for what is not an exception.
+        """
+        if not isinstance(error, BaseException) and not (isclass(error) and issubclass(error, BaseException)):
+            raise TypeError(f"fail takes an exception such as ConnectionError(), found {error!r:.100}")
         self._code.faults.setdefault(self._name(agent), deque()).extend([error] * times)
 
     def settled(self, agent: Agent[Any, Any] | str) -> list[Settled]:
@@ -269,8 +280,11 @@ class Harness:
         neither notifications nor retries. `settle` waits for the end of a pause that has one, and else leaves out what
         waits for the agent.
 
-        Raises `BackendError`, and `AssertionError` where no worker has ever read the agent's stream.
+        Raises `ValueError` for what is not a time above 0, `BackendError`, and `AssertionError` where no worker has
+        ever read the agent's stream.
         """
+        if seconds is not None and _positive_seconds("pause", seconds) == 0:
+            raise ValueError("pause takes a time above 0 seconds, or None until resume, found 0")
         consumer = self._consumer(agent)
         await self._until_read(consumer)
         await agent_control.pause(self._watch, consumer, seconds=seconds)
@@ -289,8 +303,14 @@ class Harness:
         `app` is another `App` that is declared with the same name, or one that was deployed before. From now on,
         `notify` publishes by its schema, and `start` starts its workers.
 
-        Raises `ConfigError` with every mistake of the app, and `DeclarationError` where it is connected elsewhere.
+        Raises `ConfigError` with every mistake of the app, and `DeclarationError` where it has another name or is
+        connected elsewhere.
         """
+        if app.name != self.app.name:
+            raise DeclarationError(
+                f"deploy takes another version of the app {self.app.name!r}, declared with the same name, found the "
+                f"app {app.name!r}"
+            )
         version = next((each for each in self._versions if each.app is app), None)
         if version is None:
             version = _Version(app, self._server)
@@ -494,6 +514,8 @@ class Harness:
                 self._ticks.append(event)
             case WindowDone():
                 self._windows.append(event)
+            case Overdue():
+                self._overdue[event.message_id] = event
             case AgentDisturbed():
                 self._disturbed[event.agent] = event.error
             case TaskFailed() if not isinstance(event.error, BackendError):  # as `disconnect` causes
@@ -662,7 +684,7 @@ class Harness:
         if delayed_messages.STREAM in self._made and (
             due := await self._left_of(delayed_messages.STREAM, delayed_delivery.DURABLE)
         ):
-            left.append(f"{delayed_delivery.NAME}: {due}")
+            left.append(f"delayed notifications: {'; '.join([due, *map(_reason, self._overdue.values())])}")
         return left
 
     async def _left_of(self, stream: str, durable: str) -> str:
@@ -684,6 +706,8 @@ class Harness:
     def _reasons(self, agent: str) -> Iterator[str]:
         if not self._workers:
             yield "no worker runs"
+        elif agent not in self._disturbed and not any(agent in worker.session.runs for worker in self._workers):
+            yield "no worker runs it, as it was declared after they had started: declare it before"
         if not all(worker.session.backend.connection.ready for worker in self._workers):
             yield "the connection was taken away"
         if last := self.settled(agent)[-1:]:
@@ -698,6 +722,21 @@ class Harness:
 
 def _text(error: BaseException | None) -> str:
     return text_of(error) if error else "no error"
+
+
+def _reason(overdue: Overdue) -> str:
+    return f"one of stream {overdue.stream} cannot be stored yet: {_text(overdue.error)}"
+
+
+def _positive_seconds(method: str, time: object) -> float:
+    """Return the seconds of a duration. Raises `ValueError` for a negative one, and for what is none."""
+    try:
+        seconds = seconds_of(time)
+    except ValueError as error:
+        raise ValueError(f"{method}: {error}") from error
+    if seconds < 0:
+        raise ValueError(f"{method}: a time from 0 seconds, found {time!r}")
+    return seconds
 
 
 class _Version:

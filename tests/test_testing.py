@@ -481,6 +481,31 @@ class TestUnsettled:
             "the last one was retried (ConnectionError: no database)"
         )
 
+    async def test_a_delayed_notification_is_told_with_its_reason(self, app: App, server: str | None) -> None:
+        @app.agent("mars")
+        async def remind(notification: Notification[Any]) -> Notify:
+            return Notify("mars", {**notification.identifier, "step": 2}, ttl=60, deliver_after=0.1)
+
+        async with harness(app, server=server) as t:
+            await notify(t, 1)
+            await t.advance(2)
+            with pytest.raises(AssertionError) as raised:
+                await t.settle(within_seconds=3)
+        assert (
+            "\n  delayed notifications: aviso_workers_schedule: 0 waiting, 1 delivered and not settled; one of stream "
+            "MARS cannot be stored yet: publish mars.od.2: stream MARS does not take it, switch on its allow_msg_ttl"
+        ) in str(raised.value)
+
+    async def test_an_agent_that_was_declared_too_late_is_told(self, app: App) -> None:
+        async with harness(app) as t:
+
+            @app.agent("mars")
+            async def index(notification: Notification[Any]) -> None: ...
+
+            await notify(t, 1)
+            with pytest.raises(AssertionError, match="declared after they had started: declare it before"):
+                await t.settle(within_seconds=1)
+
     async def test_no_time_at_all_is_a_look(self, app: App, server: str | None) -> None:
         @app.agent("mars", retry=SOON)
         async def index(notification: Notification[Any]) -> None:
@@ -1085,6 +1110,43 @@ class TestPaused:
         async with harness(app, workers=0) as t:
             with pytest.raises(AssertionError, match="agent index was never at work"):
                 await t.pause(index)
+
+
+class TestMistakesOfATest:
+    """What a test gives the harness by mistake is refused by name."""
+
+    @pytest.mark.parametrize("time", [-1, "soon", "10 minutes", None, True, timedelta(seconds=-5)])
+    async def test_a_time(self, app: App, time: Any) -> None:
+        index = TestVersions.agent_of(app, [], says="index")
+        async with harness(app) as t:
+            with pytest.raises(ValueError, match=r"^advance: "):
+                await t.advance(time)
+            if time is not None:
+                with pytest.raises(ValueError, match=r"^pause: "):
+                    await t.pause(index, seconds=time)
+            with pytest.raises(ValueError, match=r"^pause takes a time above 0 seconds"):
+                await t.pause(index, seconds=0)
+
+    @pytest.mark.parametrize("time", [60, "1m", timedelta(minutes=1)])
+    async def test_a_time_in_any_spelling_is_none(self, app: App, time: Any) -> None:
+        async with harness(app) as t:
+            began = t.clock.monotonic()
+            await t.advance(time)
+            assert t.clock.monotonic() - began == pytest.approx(60, abs=5)
+
+    async def test_an_error_that_is_not_an_exception(self, app: App) -> None:
+        index = TestVersions.agent_of(app, [], says="index")
+        async with harness(app) as t:
+            t.fail(index, ConnectionError("away"))
+            with pytest.raises(TypeError, match="fail takes an exception such as ConnectionError"):
+                t.fail(index, "away")  # type: ignore[arg-type]
+
+    async def test_a_version_of_another_app(self, app: App) -> None:
+        async with harness(app) as t:
+            with pytest.raises(
+                DeclarationError, match=r"another version of the app 'tested', .* found the app 'other'"
+            ):
+                await t.deploy(App("other", config=app.config))
 
 
 class TestVersions:

@@ -31,6 +31,7 @@ from aviso_workers.errors import InvalidNotificationError, InvalidPayloadError, 
 
 __all__ = [
     "MARKER_HEADER",
+    "SIZE_HEADER",
     "UNREADABLE_JSON",
     "Message",
     "NotificationReader",
@@ -73,7 +74,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 MARKER_HEADER = "Nats-Marker-Reason"
 """JetStream's, of what it stores where a stream has a `subject_delete_marker_ttl` and a subject's last message goes."""
 SIZE_HEADER = "Nats-Msg-Size"
-"""JetStream's, of a message whose body it leaves out."""
+"""JetStream's, of what it delivers without its body: how many bytes that has."""
 
 T = TypeVar("T")
 LARGEST_NUMBER = 2**63 - 1
@@ -105,7 +106,7 @@ def is_marker(message: Message) -> bool:
 
 
 def lacks_body(message: Message) -> bool:
-    """Return whether the server has left out its body, as of a consumer with `headers_only`."""
+    """Return whether the server has left out the body of the message, as for a consumer with `headers_only`."""
     return not message.data and message.headers is not None and SIZE_HEADER in message.headers
 
 

@@ -6,6 +6,7 @@ proven to be whole, 4 a worker that had to end itself because something in it di
 
 from __future__ import annotations
 
+import errno
 import importlib
 import inspect
 import os
@@ -232,7 +233,7 @@ def _run() -> int:
         return int(end.code or 0)
     except REFUSED as error:
         _complain(error)
-        return 2
+        return 1 if _is_port_in_use(error) else 2
     except AvisoWorkersError as error:
         _complain(error)
         return 1
@@ -246,6 +247,11 @@ def _run() -> int:
         )
         return 1
     return 0
+
+
+def _is_port_in_use(error: AvisoWorkersError) -> bool:
+    """Return whether a port was in use: it may be free soon, and systemd does not restart what exits with 2."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
 
 
 def _is_of_stdout() -> bool:

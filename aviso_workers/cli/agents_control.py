@@ -142,6 +142,8 @@ def rename(
         print_table(("stream", "goes on at"), rows, none="")
         if plan.unsettled:
             typer.echo(f"{plan.unsettled} notifications begin with their first attempt again")
+        if plan.again:
+            typer.echo(f"{plan.again} notifications that were settled after an unsettled one are handled again")
         confirm(yes, to="rename it")
         await agent_control.rename(server.admin, plan)
         typer.echo(f"{agent} of {name} is {to} now")

@@ -253,7 +253,7 @@ class Task:
     def __init__(self, function: Callable[..., Coroutine[Any, Any, None]], *, name: str) -> None:
         if not inspect.iscoroutinefunction(function):
             raise DeclarationError(f"task {name!r}: must be an async function")
-        self.function = function
+        self.function: Callable[..., Coroutine[Any, Any, object]] = function
         self.name = name
         self.needs: Mapping[str, Any] = resources.needs_of(f"task {name!r}", function)
         """By argument, the type of the resource that gives it."""

@@ -9,9 +9,12 @@ contain, and keys of a storage policy that mean nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
+from aviso_workers.aviso import literals
+from aviso_workers.aviso.literals import Duration
 from aviso_workers.aviso.schema import StoragePolicy
 from aviso_workers.config.documents import IN_PYTHON, Node, Place, node_of
 from aviso_workers.config.settings import JetStream
@@ -72,7 +75,23 @@ def _completed(name: str, storage_policy: object, latest_only: object) -> object
             f"event type {name!r}: latest_only=True keeps one notification per subject, and allow_duplicates keeps all "
             "of them: leave out one of the two"
         )
-    return {"allow_duplicates": not latest_only, **given}
+    completed = {"allow_duplicates": not latest_only, **given}
+    if isinstance(time := given.get("retention_time"), (int, float, timedelta)):
+        completed["retention_time"] = _literal(name, time)
+    return completed
+
+
+def _literal(name: str, time: float | timedelta) -> str:
+    """Return a duration as a file has it, such as `30d`."""
+    try:
+        seconds = literals.seconds_of(time)
+    except ValueError as error:
+        raise DeclarationError(f"event type {name!r}: storage_policy.retention_time: {error}") from error
+    if not isinstance(seconds, int) or seconds <= 0:
+        raise DeclarationError(
+            f"event type {name!r}: storage_policy.retention_time must be whole seconds above 0, found {time!r:.100}"
+        )
+    return Duration(seconds).literal()
 
 
 def _refuse_unknown(name: str, storage_policy: Mapping[Any, Any]) -> None:

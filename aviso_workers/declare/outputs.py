@@ -12,16 +12,16 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Set
-from typing import Any, Union
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Iterable, Iterator, Mapping, Set
+from typing import Any, Union, cast
 
 from aviso_workers.aviso.notifications import Notify, Receipt
 from aviso_workers.declare import resources, verdicts
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.verdicts import Ack, FinalError, Reject, Retry
-from aviso_workers.errors import InvalidNotificationError
+from aviso_workers.errors import DeclarationError, InvalidNotificationError
 
-__all__ = ["named_event_types", "notifications", "publishes", "refused_return"]
+__all__ = ["each_of", "named_event_types", "notifications", "publishes", "refuse_unpublished", "refused_return"]
 
 NOTHING = (type(None), Ack, Receipt)
 """Types of which nothing is published where a function returns one by itself."""
@@ -50,7 +50,7 @@ def _inside(output: object, whole: object) -> Iterator[Notify]:
     elif isinstance(output, Receipt):
         return
     elif isinstance(output, Iterable) and not isinstance(output, (*NO_SEVERAL, type, AsyncIterator, Awaitable)):
-        for each in output:
+        for each in each_of(output):
             yield from _inside(each, whole)
     elif verdicts.is_instruction(output):
         raise _refused(whole, f"there is {output!r:.100} in a {type(whole).__name__}: return it by itself")
@@ -60,6 +60,37 @@ def _inside(output: object, whole: object) -> Iterator[Notify]:
         raise _refused(whole, f"the handler returned {_shown(output)}: {CURE}")
     else:
         raise _refused(whole, f"the handler returned a {type(whole).__name__} with {_shown(output)} in it: {CURE}")
+
+
+def each_of(several: Iterable[object]) -> Iterator[object]:
+    """Yield what is in an iterable, and at the end what a generator returns with `return`, unless that is None."""
+    returned = yield from cast("Generator[object, None, object]", several)  # others return None
+    if returned is not None:
+        yield returned
+
+
+def refuse_unpublished(who: str, returned: object) -> None:
+    """Raise where a timer or task has returned something of which nothing becomes, because only agents publish so.
+
+    A number, a text or a payload means nothing there. An exception that was returned is raised. Raises
+    `DeclarationError` for a notification, `Retry`, `Reject`, an iterator, and a coroutine and others of which nothing
+    has run; also where one of these is in a list, tuple, dict or another collection.
+    """
+    if returned is None or isinstance(returned, (str, bytes, bytearray, memoryview)):
+        return
+    if isinstance(returned, Notify):
+        raise DeclarationError(
+            f"{who} returned a Notify, and nothing is published of it: publish it with `await app.notify(...)`"
+        )
+    if verdicts.is_instruction(returned):
+        raise DeclarationError(f"{who} returned {returned!r:.100}, which only an agent may return: raise an exception")
+    if failure := verdicts.failure_returned(returned):
+        raise failure.error
+    if isinstance(returned, Iterator):
+        raise DeclarationError(f"{who} returned a {type(returned).__name__}, and nobody iterates over it: loop over it")
+    if isinstance(returned, Collection):
+        for each in returned.values() if isinstance(returned, Mapping) else returned:
+            refuse_unpublished(who, each)
 
 
 def _refused(whole: object, problem: str) -> FinalError:
@@ -156,7 +187,9 @@ def _is_accepted(annotation: Any, accepted: tuple[type, ...]) -> bool:
     if not issubclass(kind, Iterable) or issubclass(kind, (*NO_SEVERAL, AsyncIterator, Awaitable)):
         return False
     within = [each for each in typing.get_args(annotation) if each is not Ellipsis]
-    if issubclass(kind, Generator):
+    if issubclass(kind, Generator) and len(within) == 3 and within[2] not in (None, type(None)):
+        within = [within[0], within[2]]
+    elif issubclass(kind, Generator):
         within = within[:1]
     return all(_is_accepted(each, IN_SEVERAL) for each in within)
 

@@ -69,12 +69,13 @@ REMEMBERED_SECONDS = 31 * 86400.0
 SHORTEST_TTL_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 0.5
 """After a conflict with another process an update waits for a random time before it is tried again, at most so long."""
+NOT_CONNECTED = "is not connected: declare it before `async with app:`, and use it inside"
 
 
 class Delete(Enum):
     """The type of `DELETE`, for the annotation of a function that `Table.update` calls."""
 
-    DELETE = "DELETE"
+    DELETE = object()  # which is not JSON, so that it cannot be stored by mistake
     """Returned by a function that `Table.update` calls: delete the key."""
 
     def __repr__(self) -> str:
@@ -140,9 +141,9 @@ class Table(Generic[T]):
 
     A plain `def`, which runs in a thread, calls the methods whose names end in `_sync`. They do the same and wait.
 
-    Every method raises `InvalidKeyError` if the key is empty or too long, `BackendError` if the server cannot be
-    reached within `publish_deadline_seconds`, and `DeclarationError` where the table is not connected, or a method that
-    has to be awaited is called in a thread without an event loop.
+    Every method raises `InvalidKeyError` if the key is not a text, is empty or too long, `BackendError` if the server
+    cannot be reached within `publish_deadline_seconds`, and `DeclarationError` where the table is not connected, or a
+    method that has to be awaited is called in a thread without an event loop.
     """
 
     def __init__(self, name: str, type: Any, *, default: Any, history: int, cached: bool) -> None:
@@ -155,11 +156,14 @@ class Table(Generic[T]):
             if isinstance(default, builtins.type):
                 raise TypeError(f"default= is a value such as {default.__name__}(), found the type itself")
             self._read = payloads.json_reader(type)
-            self._default = None if default is None else self._encode(default)
         except (TypeError, ValueError) as error:
             raise DeclarationError(f"table {name!r}: {error}") from error
-        if not 1 <= history <= MOST_HISTORY:
-            raise DeclarationError(f"table {name!r}: history must be from 1 to {MOST_HISTORY}, found {history}")
+        try:
+            self._default = None if default is None else self._encode(default)
+        except (TypeError, ValueError) as error:
+            raise DeclarationError(f"{error}") from error  # which names the table
+        if not isinstance(history, int) or not 1 <= history <= MOST_HISTORY:
+            raise DeclarationError(f"table {name!r}: history must be from 1 to {MOST_HISTORY}, found {history!r:.100}")
 
     @event_loops.awaited
     async def get(self, key: str) -> T:
@@ -298,6 +302,7 @@ class Table(Generic[T]):
         """Delete a key and its history. A key that does not exist is not an error."""
         await self._kept.delete(encode_key(key))
 
+    @event_loops.awaited
     async def items(self) -> AsyncGenerator[tuple[str, T], None]:
         """Yield all keys with their values, those that changed last at the end."""
         for entry in await self._kept.entries():
@@ -395,7 +400,7 @@ class Table(Generic[T]):
     @property
     def _connection(self) -> _Connection:
         if (connection := self._connections.get(PROCESS.get())) is None:
-            raise DeclarationError(f"table {self.name!r} is not connected: use it inside `async with app:`")
+            raise DeclarationError(f"table {self.name!r} {NOT_CONNECTED}")
         connection.where.check(f"table {self.name!r}")
         return connection
 
@@ -429,8 +434,17 @@ class Table(Generic[T]):
     def _encode(self, value: Any) -> bytes:
         if value is None:
             raise DeclarationError(f"table {self.name!r}: None is not a value: delete the key instead")
-        data = payloads.to_json(value)
-        self._read(data)  # so that a mistake shows where it is made, and not where it is read
+        if value is DELETE:
+            raise DeclarationError(
+                f"table {self.name!r}: DELETE is what a function of update returns: `await table.delete(key)` instead"
+            )
+        try:
+            data = payloads.to_json(value)
+            self._read(data)  # so that a mistake shows where it is made, and not where it is read
+        except msgspec.ValidationError as error:
+            raise msgspec.ValidationError(f"table {self.name!r}: {value!r:.100} does not fit: {error}") from error
+        except TypeError as error:
+            raise TypeError(f"table {self.name!r}: {error}") from error
         return data
 
     def _value(self, entry: Entry | None) -> Any:
@@ -525,7 +539,7 @@ class Counter:
     @property
     def _connection(self) -> tuple[CounterStore, _Loop]:
         if (connection := self._stores.get(PROCESS.get())) is None:
-            raise DeclarationError(f"counter {self.name!r} is not connected: use it inside `async with app:`")
+            raise DeclarationError(f"counter {self.name!r} {NOT_CONNECTED}")
         connection[1].check(f"counter {self.name!r}")
         return connection
 
@@ -543,6 +557,8 @@ def encode_key(key: str) -> str:
 
     Raises `InvalidKeyError`.
     """
+    if not isinstance(key, str):
+        raise InvalidKeyError(f"key {key!r:.100}: it must be a text, found {type(key).__name__}: such as str(key)")
     try:
         raw = key.encode()
     except UnicodeEncodeError as error:

@@ -17,12 +17,11 @@ from msgspec import Struct
 
 from aviso_workers.aviso import literals
 from aviso_workers.aviso.literals import AnyDuration, Duration
-from aviso_workers.aviso.notifications import Notify
 from aviso_workers.declare import resources
 from aviso_workers.declare.resources import Resource
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["LATE_SECONDS", "Cron", "Every", "Schedule", "Tick", "Timer", "next_tick", "refuse_notifications"]
+__all__ = ["LATE_SECONDS", "Cron", "Every", "Schedule", "Tick", "Timer", "next_tick"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -133,7 +132,7 @@ def cron(expression: str, timezone: str) -> Cron:
     """Return the schedule of a cron expression in a time zone. Raises ValueError."""
     try:
         zone = ZoneInfo(timezone)
-    except (KeyError, ValueError, OSError) as error:
+    except (KeyError, TypeError, ValueError, OSError) as error:
         raise ValueError(
             f"no time zone {timezone!r}; say one such as Europe/Berlin, and install tzdata where a machine has none"
         ) from error
@@ -144,16 +143,6 @@ def cron(expression: str, timezone: str) -> Cron:
     except StopIteration:
         raise ValueError(f"cron {expression!r} never comes") from None
     return Cron(expression, zone)
-
-
-def refuse_notifications(timer: str, returned: object) -> None:
-    """Raise `DeclarationError` where a timer returned notifications, which only agents publish so."""
-    several = returned if isinstance(returned, list | tuple) else (returned,)
-    if any(isinstance(each, Notify) for each in several):
-        raise DeclarationError(
-            f"timer {timer!r} returned a {type(returned).__name__} of notifications, and nothing is published of it: "
-            "a timer publishes with `await app.notify(...)`"
-        )
 
 
 def next_tick(schedule: Schedule, last: datetime, *, now: datetime, catch_up: bool) -> datetime:

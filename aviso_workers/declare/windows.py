@@ -31,7 +31,7 @@ from aviso_workers.aviso import literals
 from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.declare.verdicts import FinalError
-from aviso_workers.errors import DeclarationError, LateError
+from aviso_workers.errors import DeclarationError, InvalidKeyError, LateError
 
 __all__ = [
     "Page",
@@ -150,7 +150,10 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in ("fold", "key", "time"):
-            if inspect.iscoroutinefunction(getattr(self, name)):
+            function = getattr(self, name)
+            if not callable(function) and (function is not None or name == "fold"):
+                raise DeclarationError(f"Windowing: {name} must be a function, found {function!r:.100}")
+            if inspect.iscoroutinefunction(function):
                 raise DeclarationError(f"Windowing: {name} must not be async: it only computes a value")
         for name in ("size", "every", "lateness", "idle"):
             given = getattr(self, name)
@@ -186,14 +189,21 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
         return _seconds(self.idle) if self.idle else None
 
     def key_of(self, notification: Notification[T]) -> str:
-        return self.key(notification) if self.key else ""
+        """Return the key of a notification's windows. Raises `InvalidKeyError` for one that is not a text."""
+        key = self.key(notification) if self.key else ""
+        if not isinstance(key, str):
+            raise InvalidKeyError(f"Windowing: key must return a text, returned {key!r:.100}: such as str(...)")
+        return key
 
     def time_of(self, notification: Notification[T]) -> float:
         """Return the time by which a notification is counted, in seconds since 1970.
 
-        Raises `ValueError` for a time that has no zone, or a year outside of 1001 to 8999.
+        Raises `ValueError` for a time that has no zone, or a year outside of 1001 to 8999, and `TypeError` for what is
+        not a datetime.
         """
         time = self.time(notification) if self.time else notification.time
+        if not isinstance(time, datetime):
+            raise TypeError(f"Windowing: time must return a datetime with a time zone, returned {time!r:.100}")
         if time.tzinfo is None or not 1000 < time.year < 9000:
             raise ValueError(f"the time of a notification needs a zone, and a year from 1001 to 8999; found {time!r}")
         return time.timestamp()

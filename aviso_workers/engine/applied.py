@@ -139,6 +139,11 @@ class AppliedNotifications:
         Raises `DeclarationError` where it is not the notification that an agent handles now, or where the same call has
         updated the key for it before: a second update could not be told from a repeat of the first.
         """
+        if not isinstance(notification, Notification):
+            raise DeclarationError(
+                f"table {self._table!r}: once= takes the notification that an agent handles now, found "
+                f"{notification!r:.100}"
+            )
         handling = idempotency.handling()
         if handling is None or not handling.handles(notification.sequence, notification.topic):
             raise DeclarationError(

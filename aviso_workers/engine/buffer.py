@@ -29,7 +29,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 from msgspec import structs
 
-from aviso_workers.aviso import codec
+from aviso_workers.aviso.codec import lacks_body
 from aviso_workers.backends import Delivery, Message
 from aviso_workers.clocks import Clock
 from aviso_workers.declare.verdicts import Record
@@ -61,7 +61,7 @@ class _Entry:
     def __init__(self, delivery: Delivery, waiting_since: float) -> None:
         self.delivery = delivery
         self.bodiless = False
-        """Whether the body of its message was dropped."""
+        """Whether the body of its message was dropped, or left out by the server (`headers_only`)."""
         self.waiting_since = waiting_since
         """When it arrived, or when its retry is due, on the agent's clock."""
         self.waited: float | None = None
@@ -233,8 +233,8 @@ class Buffer:
             self._note_waiting(held)
             self._let_go(held)
         self._bytes += len(message.data)
-        entry = self._held[message.sequence] = _Entry(delivery, self._clock.monotonic())
-        if not message.data and codec.lacks_body(message) and delivery.can_be_read_again:
+        self._held[message.sequence] = entry = _Entry(delivery, self._clock.monotonic())
+        if not message.data and self._screens and delivery.can_be_read_again and lacks_body(message):
             entry.bodiless = True
             self._bodiless += 1
         if self._gathered is not None:

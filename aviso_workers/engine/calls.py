@@ -11,6 +11,8 @@ nothing that it returned counts.
 
 What the code sets of context variables, such as a tenant or what structlog binds, holds for its call and not for the
 next one of the same task. A task for each call would do that, and costs ten times as much as an `in_context`.
+
+A child that the code has forked ends here (`forks`).
 """
 
 from __future__ import annotations
@@ -26,21 +28,34 @@ from typing import Any, TypeVar, cast
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from aviso_workers.declare.verdicts import Failure, FinalError, OtherVersionError
+from aviso_workers.engine import forks
 
-__all__ = ["attempt", "attempt_apart", "call", "has_changed", "in_context", "runner"]
+__all__ = ["attempt", "attempt_apart", "call", "in_context", "runner"]
 
 A = TypeVar("A")
 R = TypeVar("R")
+
+AWAITS = (
+    "a forked child of this worker cannot await: the event loop is its parent's. Run the child's code by "
+    "multiprocessing or subprocess, or end it by os._exit before it awaits"
+)
 
 
 async def call(function: Callable[[A], Awaitable[R]], argument: A) -> R:
     """Return what the function returns, unless it was cancelled meanwhile; then be cancelled."""
     returned: R | None
+    generation = forks.generation
     try:
         returned = await function(argument)
+        if forks.generation != generation:
+            forks.end_child()
         if (task := asyncio.current_task()) and task.cancelling():
             await _raise_cancellation()
         return returned
+    except BaseException as error:
+        if forks.generation != generation:
+            forks.end_child(error)
+        raise
     finally:
         returned = None  # it may be a failure: the frames of its traceback lead to this one, and would be kept with it
 
@@ -58,11 +73,14 @@ async def attempt_apart(step: Callable[[A], Awaitable[R]], argument: A) -> R | F
 @coroutine
 def in_context(context: Context, function: Callable[[A], Awaitable[R]], argument: A) -> Generator[Any, Any, R]:
     """Return what the function returns, which runs in this context and in the present task."""
-    run = context.run
-    steps = function(argument).__await__()
+    run, generation = context.run, forks.generation
+    called = function(argument)  # kept in a variable: `worker.ending` reads in it where the code waits
+    steps = called.__await__()
     try:
         awaited = run(next, steps)
         while True:
+            if forks.generation != generation:
+                forks.end_child(RuntimeError(AWAITS))
             try:
                 answer = yield awaited
             except BaseException as error:
@@ -71,27 +89,25 @@ def in_context(context: Context, function: Callable[[A], Awaitable[R]], argument
                 awaited = run(steps.send, answer)
     except StopIteration as returned:
         return cast("R", returned.value)  # kept in no variable: of a failure, the frames of the traceback lead to here
-
-
-def has_changed(context: Context) -> bool:
-    """Return whether context variables have other values now than in this context."""
-    try:
-        return copy_context() != context
-    except Exception:  # values that cannot be compared are not the same
-        return True
+    finally:
+        awaited = None  # the future of a thread has a failure too
 
 
 def runner(step: Callable[[A], Awaitable[R]]) -> Callable[[A], Awaitable[R | Failure]]:
     """Return what does `attempt` with this step, for many calls from this task and no other."""
     task = asyncio.current_task()
     assert task is not None
-    return partial(_attempt, step, task)
+    return partial(_attempt, step, task, forks.generation)
 
 
-async def _attempt(step: Callable[[A], Awaitable[R]], task: asyncio.Task[Any], argument: A) -> R | Failure:
+async def _attempt(
+    step: Callable[[A], Awaitable[R]], task: asyncio.Task[Any], generation: int, argument: A
+) -> R | Failure:
     returned: R | None
     try:
         returned = await step(argument)
+        if forks.generation != generation:
+            forks.end_child()
         if task.cancelling():
             await _raise_cancellation()
         return returned
@@ -103,6 +119,8 @@ async def _attempt(step: Callable[[A], Awaitable[R]], task: asyncio.Task[Any], a
         await _raise_cancellation()
         return Failure(_from_within(error))
     except BaseException as error:
+        if forks.generation != generation:
+            forks.end_child(error)
         if task.cancelling():
             await _raise_cancellation()
         return Failure(error)

@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Literal
 
 from aviso_workers.aviso import schema, topics
-from aviso_workers.aviso.codec import Message, store_time
+from aviso_workers.aviso.codec import Message, lacks_body, store_time
 from aviso_workers.aviso.schema import EventType
 from aviso_workers.backends import Backend, Delivery, Outgoing
 from aviso_workers.clocks import SKEW
@@ -78,7 +78,13 @@ class _DelayedDelivery:
 
     async def handle(self, delivery: Delivery) -> Settlement:
         """Return how one that is due is settled. Raises `UndecodableError`."""
-        outgoing = delayed_messages.original(delivery.message)
+        message = delivery.message
+        if lacks_body(message):  # somebody has edited the consumer
+            try:
+                message = await self._backend.message(STREAM, message.sequence) or message
+            except BackendError:
+                return Nak(AGAIN.delay_seconds(delivery.num_delivered))
+        outgoing = delayed_messages.original(message)
         event_type, base = self._event_types.get(outgoing.stream, ("", ""))
         if not event_type:
             unknown = RefusedError(f"this worker's configuration has no event type of the stream {outgoing.stream}")

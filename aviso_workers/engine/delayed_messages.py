@@ -31,6 +31,7 @@ from aviso_workers.jetstream.specs import StreamSpec
 __all__ = [
     "DUE",
     "STREAM",
+    "all_waiting",
     "due_of",
     "is_later",
     "is_served",
@@ -107,6 +108,11 @@ def _due(wanted: Notify, *, now: datetime) -> datetime:
 def waiting(stream: str, message_id: str) -> str:
     """Return the subject under which a notification waits that is to be stored in this stream."""
     return f"{SUBJECT}.wait.{stream}.{hashlib.blake2b(message_id.encode(), digest_size=DIGEST_BYTES).hexdigest()}"
+
+
+def all_waiting(stream: str) -> tuple[str, ...]:
+    """Return the filter subjects of what waits, or is due, to be stored in this stream."""
+    return f"{SUBJECT}.wait.{stream}.*", f"{DUE}.{stream}"
 
 
 def schedule(outgoing: Outgoing, due: datetime, *, event_type: str, message_id: str) -> Outgoing:

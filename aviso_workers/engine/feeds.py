@@ -12,7 +12,7 @@ from typing import Any
 from anyio.abc import TaskGroup
 from msgspec import Struct
 
-from aviso_workers.aviso.codec import Message
+from aviso_workers.aviso.codec import Message, lacks_body
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.declare.verdicts import Nak
 from aviso_workers.engine import acknowledging, parts
@@ -81,14 +81,17 @@ def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGro
         return put if leaves is None else take
 
     def deliver(delivery: Delivery) -> None:
-        if parts.first_part_of(delivery.message):
+        if parts.first_part_of(delivery.message) or lacks_body(delivery.message):
             joining.start_soon(deliver_whole, delivery)
         else:
             take_unwrapped(unwrap(delivery, delivery.message))
 
     async def deliver_whole(delivery: Delivery) -> None:
         try:
-            message = await parts.whole(backend, feed.stream.name, delivery.message)
+            message = delivery.message
+            if lacks_body(message):
+                message = await backend.message(feed.stream.name, message.sequence) or message
+            message = await parts.whole(backend, feed.stream.name, message)
         except UndecodableError:
             put(delivery)  # as it is, it becomes a dead letter
         except BackendError:

@@ -2,11 +2,13 @@
 
 A subject has values and no names: `mars.od.6` is `class=od step=6` or, with another `key_order`, `class=6 step=od`. So
 the workers of all apps record the order with which they read a stream. A worker whose event type has another one does
-not read the stream while it has notifications: it would handle each of them as another one, and ack it.
+not read the stream while it has notifications, other workers read it, or delayed notifications wait for it: one of the
+two would handle each of them as another one, and ack it.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import datetime
 
 import msgspec
@@ -14,8 +16,9 @@ from msgspec import Struct
 
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend
-from aviso_workers.engine import consumer_records
-from aviso_workers.errors import BackendError, ConflictError, RefusedError, UndecodableError
+from aviso_workers.declare.agents import durable_name
+from aviso_workers.engine import consumer_records, delayed_messages
+from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError, UndecodableError
 
 __all__ = ["require_same"]
 
@@ -27,40 +30,60 @@ class _Order(Struct, frozen=True, kw_only=True):
 
 async def require_same(backend: Backend, stream: str, event_type: str, key_order: tuple[str, ...]) -> None:
     """Record the order with which a stream is read, or compare it with the recorded one. A stream without messages is
-    read with any order.
+    read with any order, unless workers still read it with another one, or delayed notifications wait for it.
 
     Where the order cannot be recorded, nothing is compared: what is missing then is said by `consumer_records`. Raises
     `RefusedError` for another order, `NotFoundError` where the stream does not exist.
     """
     info = await backend.stream_info(stream)
     own = _Order(stream_created=info.created or info.time, key_order=key_order)
+    stored = f"the {info.messages} notifications of stream {stream} were stored with" if info.messages else ""
     try:
-        recorded = await _recorded(backend, stream, own, replaces=not info.messages)
+        recorded, why = await _recorded(backend, stream, own, stored=stored)
     except BackendError:
         return
-    if recorded.key_order != key_order:
+    if why:
         raise RefusedError(
-            f"event type {event_type} has key_order {', '.join(key_order)}, and the {info.messages} notifications of "
-            f"stream {stream} were stored with {', '.join(recorded.key_order)}: they would be read as other ones. Take "
-            f"the former key_order back, or give the event type another topic.base; with the same base, stop all "
-            f"programs that publish to it, wait until stream {stream} has no messages, or purge it, and start again"
+            f"event type {event_type} has key_order {', '.join(key_order)}, and {why} {', '.join(recorded.key_order)}: "
+            f"they would be read as other ones. Take the former key_order back, or give the event type another "
+            f"topic.base; with the same base, stop all programs that publish to it or read it, wait until stream "
+            f"{stream} has no messages and no delayed ones wait for it, or purge it and cancel them, and start again"
         )
 
 
-async def _recorded(backend: Backend, stream: str, own: _Order, *, replaces: bool) -> _Order:
-    """Return the recorded order of the stream, which is this one where there was none, or it `replaces` the other."""
+async def _recorded(backend: Backend, stream: str, own: _Order, *, stored: str) -> tuple[_Order, str]:
+    """Return the recorded order of the stream, and why it cannot be replaced: what is `stored` with it, or uses it.
+    Where it is this one, or was replaced by this one, there is no reason.
+    """
     bucket = await backend.key_value(consumer_records.BUCKET)
     while True:
         entry = await bucket.get(key := f"streams/{stream}")
         found = _read(entry.value) if entry else None
-        same_stream = found is not None and found.stream_created == own.stream_created
-        if found is not None and same_stream and (found.key_order == own.key_order or not replaces):
-            return found
+        if found is not None and found.stream_created == own.stream_created:
+            if found.key_order == own.key_order:
+                return found, ""
+            if why := stored or await _used(backend, stream):
+                return found, why
         try:
             await bucket.put(key, msgspec.json.encode(own), revision=entry.revision if entry else 0)
         except ConflictError:
             continue
-        return own
+        return own, ""
+
+
+async def _used(backend: Backend, stream: str) -> str:
+    """Return who uses the recorded order of an empty stream, for people; empty where nobody does."""
+    with suppress(NotFoundError):
+        waiting = delayed_messages.all_waiting(stream)
+        if count := await backend.count(delayed_messages.STREAM, filter_subjects=waiting):
+            return f"{count} delayed notifications wait for stream {stream} with"
+    for app, agent, of in await consumer_records.stored(backend):
+        if of != stream:
+            continue
+        with suppress(NotFoundError):
+            if (await backend.consumer_info(stream, durable_name(app, agent))).num_waiting:
+                return f"workers of agent {agent} of app {app} read stream {stream} with"
+    return ""
 
 
 def _read(value: bytes) -> _Order | None:

@@ -2,22 +2,24 @@
 
 An agent is known to the server by its name alone. One that is renamed, or given a prefix, has no consumer, and would
 handle its whole stream again. So workers record which agents of the app they have run (`note`). A new agent does not
-begin while an agent that the code does not declare any more has settled notifications of the same stream and filter:
+begin while an agent that the code does not declare any more has been given notifications of the same stream and filter:
 its author, or an operator, says first which of the two it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 
 import anyio
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend
+from aviso_workers.declare.agents import durable_name
 from aviso_workers.engine import consumer_records
-from aviso_workers.errors import BackendError, ConflictError, RefusedError, UndecodableError
+from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError, UndecodableError
 
 __all__ = ["KnownAgents"]
 
@@ -45,15 +47,36 @@ class KnownAgents:
         for each in known:
             if each.agent in self._declared or (each.stream, each.filter_subjects) != (stream, filter_subjects):
                 continue
-            record = await consumer_records.alive(self._backend, app=self._app, agent=each.agent, stream=stream)
-            if record is not None and record.ack_floor:
+            if what := await self._read_by(each):
                 raise RefusedError(
                     f"agent {agent} has never run, and agent {each.agent}, which the code does not declare any more, "
-                    f"has settled stream {stream} with the same filter up to sequence {record.ack_floor}. If {agent} "
+                    f"has {what}. If {agent} "
                     f"is {each.agent} renamed, give it name={each.agent!r} or run `aviso-workers agents rename "
                     f"{self._app} {each.agent} {agent}`; if it is another agent, give it start='new' or start='all', "
                     f"or run `aviso-workers agents rm {self._app} --agent {each.agent}`"
                 )
+
+    async def _read_by(self, known: _Known) -> str:
+        """Return what an agent has read of its stream, for people; empty where it has read nothing, or was removed."""
+        record = await consumer_records.alive(self._backend, app=self._app, agent=known.agent, stream=known.stream)
+        if record is None:
+            return ""
+        settled, deliveries = record.ack_floor, 0
+        with suppress(NotFoundError):  # the record is up to half a minute old
+            info = await self._backend.consumer_info(known.stream, durable_name(self._app, known.agent))
+            settled, deliveries = max(settled, info.settled), info.deliveries
+        if settled:
+            return f"settled stream {known.stream} with the same filter up to sequence {settled}"
+        if deliveries:  # with its first notification unfinished, as while that waits for a retry
+            return f"been given notifications of stream {known.stream} with the same filter"
+        return ""
+
+    async def rename(self, agent: str, to: str) -> None:
+        """Record that the app has run an agent under another name. Raises `BackendError`."""
+        known, _ = await self._read()
+        for each in known:
+            if each.agent == agent:
+                await self._store(structs.replace(each, agent=to))
 
     async def note(self, agent: str, stream: str, filter_subjects: tuple[str, ...]) -> tuple[str, ...]:
         """Record that the app runs the agent, and return other streams that the agent has read before.

@@ -18,13 +18,13 @@ from typing import TypeVar
 import anyio
 from msgspec import Struct, structs
 
-from aviso_workers.aviso import literals
+from aviso_workers.aviso import literals, schema
 from aviso_workers.aviso.codec import Message, NotificationWriter, with_headers
 from aviso_workers.aviso.notifications import Notify, Receipt
 from aviso_workers.backends import Backend, Outgoing, OutgoingChunk, PubAck
 from aviso_workers.config import Config, streams
 from aviso_workers.declare.retry import Backoff, Tries
-from aviso_workers.engine import delayed_messages, idempotency, singletons
+from aviso_workers.engine import delayed_messages, idempotency, key_orders, singletons
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import (
     BackendError,
@@ -146,8 +146,16 @@ class Publisher:
         self._events = events
         self._writers: dict[str, tuple[NotificationWriter, StreamSpec]] = {}
         """By event type, and its stream."""
+        self._orders: set[str] | None = None
+        """The streams whose key order was compared; None where none is."""
         self._nonce = secrets.token_hex(8)
         self._numbers = itertools.count(1)
+
+    def compare_key_orders(self) -> None:
+        """Publish from now on only to streams that are read with the key order of the configuration: see `key_orders`.
+        This needs the rights of a worker. Other notifications are refused.
+        """
+        self._orders = self._orders or set()
 
     async def notify(self, wanted: Notify) -> Receipt:
         """Store one notification, or have it wait until it is due, and return the receipt.
@@ -205,7 +213,7 @@ class Publisher:
         stored, in_doubt = 0, False
         if max(map(len, part.data)) <= self.most_bytes:
             try:
-                await self._provisioner.ensure(spec)
+                await self._ensure(event_type, spec)
                 stored = await self._backend.publish_chunk(spec.name, part, timeout_seconds=ACK_TIMEOUT_SECONDS)
             except BackendError as error:  # `_store` meets it too, and decides
                 in_doubt = isinstance(error, OutcomeUnknownError)
@@ -419,8 +427,8 @@ class Publisher:
     ) -> Sequence[PubAck | BackendError]:
         specs = {prepared.event_type: prepared.spec for prepared in chunk}
         try:
-            for spec in specs.values():
-                await self._provisioner.ensure(spec)
+            for event_type, spec in specs.items():
+                await self._ensure(event_type, spec)
             if later := [prepared for prepared in chunk if prepared.later]:
                 await self._schedule(later)
             if any(prepared.schedule for prepared in chunk):
@@ -437,6 +445,15 @@ class Publisher:
                 self._provisioner.forget(prepared.spec.name)
                 self._own_streams.forget(self._schedules.name)
         return results
+
+    async def _ensure(self, event_type: str, spec: StreamSpec) -> None:
+        await self._provisioner.ensure(spec)
+        if self._orders is None or spec.name in self._orders:
+            return
+        topic = schema.topic_of(event_type, self._config.notification_schema[event_type])
+        with suppress(NotFoundError):  # the stream was deleted since
+            await key_orders.require_same(self._backend, spec.name, event_type, tuple(topic.key_order))
+            self._orders.add(spec.name)
 
     async def _publish_together(self, outgoing: Sequence[Outgoing]) -> list[PubAck | BackendError]:
         try:

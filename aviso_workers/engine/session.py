@@ -175,6 +175,7 @@ class Session:
                 self.backend.connection.require_server(2, 11, to=f"keep the windows of agent {agent.name!r}")
         if agents:
             await consumer_records.create_bucket(self.backend)
+            self.publisher.compare_key_orders()
         token = _STOP.set(stop)
         try:
             async with open_resources.opened(app.resources, app, instead=given) as values:

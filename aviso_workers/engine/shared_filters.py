@@ -47,6 +47,7 @@ from aviso_workers.errors import BackendError, UnavailableError
 from aviso_workers.events import (
     AckWaitDiffers,
     AgentMoved,
+    ConsumerEdited,
     ConsumerNotRecorded,
     Events,
     FilterHides,
@@ -71,6 +72,9 @@ LAST_RECORD_SECONDS = 2.0
 GIVEN_BACK = Backoff(first=0.05, factor=1.3, max=5.0, jitter=0.5)
 """When a notification that was given back comes again, by how often it was delivered: about fifteen times in the first
 ten seconds, because a server gives it to any worker. At equal intervals, it could be the same worker each time."""
+
+ALIKE = ("headers_only", "max_deliver")
+"""The fields of the consumer that all versions want alike, and without which an agent misses bodies or attempts."""
 
 Filters = tuple[str, ...]
 """Filter subjects; none means everything."""
@@ -221,7 +225,7 @@ class SharedFilter:
             registered = versions.including(await self._registry.read(), self._own)
             if not (removed := await self._removed(info, registered)):
                 break
-        await self._note_reading()
+        await self._note_reading(registered)
         return info, registered
 
     async def _report_moved(self, before: str) -> None:
@@ -250,6 +254,8 @@ class SharedFilter:
         def register(known: tuple[Registered, ...]) -> tuple[Registered, ...]:
             if not known and found is not None:  # created by somebody who registers no versions
                 known = tuple(Registered(version=each, reads=True) for each in metadata.noted_versions(found.config))
+            if [each.version for each in known] == [self._own]:
+                return known  # nobody is there who could take it for gone
             return versions.with_heartbeat(known, self._own)
 
         try:
@@ -263,8 +269,10 @@ class SharedFilter:
             self._events.emit(ConsumerNotRecorded(agent=self._agent, bucket=BUCKET, error=error))
             return None
 
-    async def _note_reading(self) -> None:
+    async def _note_reading(self, registered: Iterable[Registered]) -> None:
         """Register that the consumer lets through from now on what this version wants."""
+        if any(each.version == self._own and each.reads for each in registered):
+            return
 
         def note(known: tuple[Registered, ...]) -> tuple[Registered, ...]:
             return tuple(
@@ -321,14 +329,24 @@ class SharedFilter:
         if await self._removed(found, (each for each in before if each.reads)):
             return
         wanted = specs.beginning_after(self._shared(registered), found.settled)
-        if not _is_as(wanted, found) or found.config.max_ack_pending < self._granted:
+        edited = _edited(wanted, found)
+        if edited or not _is_as(wanted, found) or found.config.max_ack_pending < self._granted:
             found = await self._backend.ensure_consumer(self._stream, wanted)
             self._follow(found)
+            if edited:
+                self._events.emit(
+                    ConsumerEdited(
+                        agent=self._agent,
+                        stream=self._stream,
+                        consumer=self.consumer.durable_name,
+                        differences=edited,
+                    )
+                )
             registered = versions.including(await self._registry.read(), self._own)
             if await self._removed(found, registered):
                 return
         if not self._hides(found, registered):
-            await self._note_reading()
+            await self._note_reading(registered)
             await self._recorder.record(found)
         self._note(registered)
         with suppress(BackendError):
@@ -425,7 +443,12 @@ class SharedFilter:
         )
 
 
+def _edited(wanted: ConsumerSpec, found: ConsumerInfo) -> tuple[str, ...]:
+    """Return what of the consumer is not as wanted that all versions of an agent want alike."""
+    differences = plans.consumer_differences(wanted, found.config)
+    return tuple(str(each) for each in differences if each.field in ALIKE)
+
+
 def _is_as(wanted: ConsumerSpec, found: ConsumerInfo) -> bool:
     filters = tuple(sorted(found.config.filters))
-    same_bodies = found.config.headers_only == wanted.headers_only
-    return same_bodies and filters == wanted.filter_subjects and found.config.ack_wait == wanted.ack_wait
+    return filters == wanted.filter_subjects and found.config.ack_wait == wanted.ack_wait

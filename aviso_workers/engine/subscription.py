@@ -19,6 +19,7 @@ from msgspec import UNSET, Struct
 from aviso_workers import clocks
 from aviso_workers.backends import Backend, Consumer, ConsumerInfo, Delivery
 from aviso_workers.clocks import Clock
+from aviso_workers.declare import outputs
 from aviso_workers.declare.agents import Task
 from aviso_workers.declare.retry import Backoff, Restarts
 from aviso_workers.declare.verdicts import Failure
@@ -427,9 +428,12 @@ async def supervise_task(task: Task, *, clock: Clock, events: Events, stop: anyi
     restarts = Restarts(REOPENED, healthy_seconds=HEALTHY_SECONDS)
     ended: object
 
+    async def finish(_: None) -> None:
+        outputs.refuse_unpublished(f"task {task.name!r}", await task.function())
+
     async def run() -> None:
         nonlocal ended
-        ended = await calls.attempt(lambda _: task.function(), None)
+        ended = await calls.attempt(finish, None)
 
     while not stop.is_set():
         restarts.note_start(clock.monotonic())
@@ -439,6 +443,7 @@ async def supervise_task(task: Task, *, clock: Clock, events: Events, stop: anyi
             return
         delay = restarts.next_wait(clock.monotonic())
         events.emit(TaskFailed(task=task.name, error=ended.error, again_in_seconds=delay))
+        ended = None  # it would be kept during the wait
         await clocks.sleep_until(clock, delay, stop)
 
 

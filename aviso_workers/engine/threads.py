@@ -9,8 +9,10 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from aviso_workers.declare import outputs
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.verdicts import Failure
+from aviso_workers.engine import forks
 
 __all__ = ["in_thread"]
 
@@ -39,9 +41,15 @@ def _run(function: Callable[[], object]) -> object:
     """Return what the function returns, or its failure: an exception that a future hands on is kept by it, and the
     future by a frame of the exception's traceback. A `GeneratorExit` would be taken for the end of who waits.
     """
+    generation = forks.generation
     try:
         returned = function()
         # A lazy output, such as a `map`, still has to run the author's code: in this thread as well.
-        return list(returned) if isinstance(returned, Iterator) else returned
+        returned = list(outputs.each_of(returned)) if isinstance(returned, Iterator) else returned
+        if forks.generation != generation:
+            forks.end_child()
+        return returned
     except BaseException as error:
+        if forks.generation != generation:
+            forks.end_child(error)
         return Failure(error)

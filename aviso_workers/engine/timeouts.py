@@ -105,17 +105,19 @@ class Timeouts:
         raise _late(timeout_seconds)
 
     async def _call(self, function: Callable[[A], Awaitable[R]], timeout_seconds: float, argument: A) -> R:
-        call = object()
+        call, has_ended = object(), False
         timer = self._time(timeout_seconds, partial(self._note_late, call, argument))
         try:
             returned = await calls.call(function, argument)
+            has_ended = True
         except Exception as error:
+            has_ended = True
             if call in self._late:
                 raise _late(timeout_seconds) from error
             raise
         finally:
             timer.cancel()
-            in_time = not self._note_end(call)
+            in_time = not self._note_end(call, has_ended=has_ended)  # else it was cancelled, and its thread runs on
         if in_time:
             return returned
         raise _late(timeout_seconds)
@@ -144,14 +146,15 @@ class Timeouts:
             timeout_seconds = self._agent.policy.timeout or 0.0
             self._events.emit(CallOverdue(agent=agent, timeout_seconds=timeout_seconds, in_thread=in_thread))
 
-    def _note_end(self, call: object) -> bool:
-        """Note that a call has ended, and return whether it was late."""
+    def _note_end(self, call: object, *, has_ended: bool = True) -> bool:
+        """Note that a call has ended or is waited for no longer, and return whether it was late."""
         if call not in self._late:
             return False
         was_stuck = self.stuck
         self._late.pop(call).timer.cancel()
         self._change()
-        if was_stuck and not self.stuck:
+        goes_on = has_ended or self._agent.policy.singleton  # whose call is cancelled also when it is taken over
+        if goes_on and was_stuck and not self.stuck:
             self._events.emit(CallsFreed(agent=self._agent.name, in_thread=self._agent.in_thread))
         return True
 

@@ -26,7 +26,7 @@ from aviso_workers import clocks
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend
 from aviso_workers.clocks import Clock
-from aviso_workers.declare import timers
+from aviso_workers.declare import outputs, timers
 from aviso_workers.declare.timers import Tick, Timer
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import call_scope, calls
@@ -419,7 +419,7 @@ async def _run(timer: Timer[Any, Any], tick: Tick, clock: Clock, events: Events)
 
     async def run(given: Mapping[str, Any]) -> None:
         async with call_scope.opened(timer, {}) as opened:
-            timers.refuse_notifications(timer.name, await timer.function(**given, **opened))
+            outputs.refuse_unpublished(f"timer {timer.name!r}", await timer.function(**given, **opened))
 
     returned = await calls.attempt_apart(run, given)
     error = returned.error if isinstance(returned, Failure) else None

@@ -150,7 +150,6 @@ class ConsumerConfig(_Config):
     deliver_policy: str
     deliver_subject: str | None
     flow_control: bool
-    headers_only: bool
     idle_heartbeat: int
     inactive_threshold: int
     max_ack_pending: int

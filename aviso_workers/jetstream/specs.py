@@ -78,6 +78,7 @@ class ConsumerSpec(Struct, frozen=True, kw_only=True):
     """Nanoseconds."""
     max_ack_pending: int
     max_deliver: int = -1
+    headers_only: bool = False
     ack_policy: str = "explicit"
     deliver_policy: str = "all"
     opt_start_seq: int | UnsetType = UNSET
@@ -88,8 +89,6 @@ class ConsumerSpec(Struct, frozen=True, kw_only=True):
     priority_groups: tuple[str, ...] = ()
     priority_timeout: int = 0
     """Nanoseconds after its last request for which a pinned reader stays the only one that is served."""
-    headers_only: bool = False
-    """Whether the server leaves out the bodies."""
 
 
 def stated(spec: StreamSpec) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from aviso_workers.engine import consumer_records
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.engine.handlers import windowed
+from aviso_workers.engine.known_agents import KnownAgents
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.ops import aviso_admin, deployment, retirement
 
@@ -84,6 +85,8 @@ class Rename(Struct, frozen=True, kw_only=True):
     """By stream, up to where the agent has settled everything."""
     unsettled: int
     """Notifications that were delivered and not settled: they are handled from their first attempt again."""
+    again: int
+    """Notifications that were settled after an unsettled one: they are handled again."""
 
 
 def declared(app: Router, config: Config, agent: str) -> AgentConsumer:
@@ -178,14 +181,17 @@ async def plan_rename(admin: Admin, owner: str, agent: str, to: str, *, workers_
     """Return the plan to let the agent `to` of the app named `owner` go on where `agent` is.
 
     Raises `NotFoundError` where `agent` is not known, `DeclarationError` for a name that no agent may have,
-    `RefusedError` where `to` has run, `agent` has retries or windows that would stay behind, or where it may have a
-    worker.
+    `RefusedError` where `to` has run, `agent` is paused, has retries or windows that would stay behind, or where it may
+    have a worker.
     """
     agents.check_name("agent", to)
+    if to == agent:
+        raise DeclarationError(f"agent {agent} has that name already: give the name that the code gives it now")
+    stored = await consumer_records.stored(admin)
     records = {
         stream: record
-        for (by, of, stream), record in (await consumer_records.stored(admin)).items()
-        if (by, of) == (owner, agent) and not record.removed
+        for (by, of, stream), record in stored.items()
+        if (by, of) == (owner, agent) and stream != RETRIES and not record.removed
     }
     if not records:
         raise NotFoundError(f"no worker of app {owner} has recorded an agent {agent}")
@@ -194,14 +200,28 @@ async def plan_rename(admin: Admin, owner: str, agent: str, to: str, *, workers_
             f"agent {agent} keeps windows under its name: let them close, then run `aviso-workers agents rm {owner} "
             f"--agent {agent}`, and declare {to} with start='new'"
         )
-    for stream in (*records, RETRIES):
+    for stream in records:  # of its retries, an agent has a consumer before it may begin
         if await _exists(admin, stream, agents.durable_name(owner, to)):
             raise RefusedError(f"agent {to} of app {owner} has run: it has a consumer on stream {stream}")
-    consumers = []
+    for stream, record in records.items():
+        known = stored.get((owner, to, stream))
+        if known is None or known.removed:
+            continue
+        if known.time != record.time:
+            raise RefusedError(
+                f"agent {to} of app {owner} has run: it has settled stream {stream} up to sequence {known.ack_floor}; "
+                f"to forget that, run `aviso-workers agents rm {owner} --agent {to}`"
+            )
+        records[stream] = known  # by a rename that was broken off, which knew the consumer
+    unsettled = again = 0
     for stream in (*records, RETRIES):
         with suppress(NotFoundError):
             info = await admin.consumer_info(stream, agents.durable_name(owner, agent))
-            consumers.append(info)
+            if info.paused:
+                raise RefusedError(
+                    f"agent {agent} is paused, and {to} would not be: stop its workers, and run `aviso-workers agents "
+                    f"resume {agent} --app {owner}` first"
+                )
             why = "workers ask for its notifications" if info.num_waiting else retirement.why_active(info)
             if info.num_waiting or (why and not workers_stopped):
                 raise RefusedError(
@@ -212,21 +232,24 @@ async def plan_rename(admin: Admin, owner: str, agent: str, to: str, *, workers_
                 raise RefusedError(f"agent {agent} has dead letters that are tried again: let its workers finish them")
             if stream in records:
                 records[stream] = structs.replace(records[stream], ack_floor=info.settled)
-    return Rename(
-        app=owner, agent=agent, to=to, records=records, unsettled=sum(each.num_ack_pending for each in consumers)
-    )
+                ahead = await admin.count(stream, filter_subjects=info.config.filters, start_sequence=info.settled + 1)
+                unsettled += info.num_ack_pending
+                again += max(0, ahead - info.num_pending - info.num_ack_pending)
+    return Rename(app=owner, agent=agent, to=to, records=records, unsettled=unsettled, again=again)
 
 
 async def rename(admin: Admin, plan: Rename) -> None:
     """Rename the agent as planned: its position is recorded for the new name, and its consumers are removed. Raises
     `BackendError`; it can be repeated then.
     """
+    # First, so that the code's agent is not taken for a new one where `to` is not its name.
+    await KnownAgents(admin, app=plan.app, declared=()).rename(plan.agent, plan.to)
     for stream, record in plan.records.items():
         await consumer_records.rename(admin, record, app=plan.app, agent=plan.to, stream=stream)
     for stream in (*plan.records, RETRIES):
         with suppress(NotFoundError):
             await admin.delete_consumer(stream, agents.durable_name(plan.app, plan.agent))
-    for stream in plan.records:
+    for stream in (*plan.records, RETRIES):
         await consumer_records.remove(admin, app=plan.app, agent=plan.agent, stream=stream)
 
 

@@ -30,6 +30,7 @@ from aviso_workers.events import (
     ConnectionChanged,
     ConnectionSlow,
     ConsumerDiffers,
+    ConsumerEdited,
     ConsumerNotRecorded,
     ConsumerResumed,
     DeadLettersRefused,
@@ -163,7 +164,14 @@ def _write_traceback(target: TextIO, raised: structlog.typing.ExcInfo) -> None:
 def observe(event: Event) -> None:
     """Log an event of the engine; the observer of those that are `OBSERVED`."""
     match event:
-        case ConsumerDiffers() | FiltersDiffer() | FilterHides() | FunctionsDiffer() | AckWaitDiffers():
+        case (
+            ConsumerDiffers()
+            | ConsumerEdited()
+            | FiltersDiffer()
+            | FilterHides()
+            | FunctionsDiffer()
+            | AckWaitDiffers()
+        ):
             _observe_consumer(event)
         case ConsumerResumed() | ConsumerNotRecorded() | AgentMoved():
             _observe_record(event)
@@ -259,7 +267,7 @@ def _observe_stream(event: StreamProvisioned | StreamGone | StreamMadeAgain | St
 
 
 def _observe_consumer(
-    event: ConsumerDiffers | FiltersDiffer | FilterHides | FunctionsDiffer | AckWaitDiffers,
+    event: ConsumerDiffers | ConsumerEdited | FiltersDiffer | FilterHides | FunctionsDiffer | AckWaitDiffers,
 ) -> None:
     if isinstance(event, ConsumerDiffers):
         log.warning(
@@ -268,6 +276,16 @@ def _observe_consumer(
             consumer=event.consumer,
             differences=list(event.differences),
             cure=_cure_of(event),
+        )
+        return
+    if isinstance(event, ConsumerEdited):
+        log.warning(
+            "consumer.edited",
+            agent=event.agent,
+            stream=event.stream,
+            consumer=event.consumer,
+            differences=list(event.differences),
+            cure="the worker has set these fields right; do not edit the consumer of an agent, but the agent",
         )
         return
     if isinstance(event, AckWaitDiffers):

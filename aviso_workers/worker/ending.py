@@ -9,6 +9,7 @@ a kill would do it, with an exit code that says so.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import math
 import os
@@ -16,10 +17,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, NoReturn
+
+import anyio
 
 from aviso_workers.telemetry.logs import log
 from aviso_workers.worker import NOT_ENDED, signals
@@ -29,7 +34,15 @@ __all__ = ["GRACE_SECONDS", "Ending"]
 GRACE_SECONDS = 5.0
 """How much longer than its drain timeout a process may take to end, and how long it may take after a second signal.
 Settlements that have begun have 3 seconds of it (`engine.shields`)."""
+MOST_LINES = 20
+"""How many lines of the author's code are named."""
 TIME_OVER: Literal["the time is over"] = "the time is over"
+NOT_OF_AUTHORS = (
+    contextlib.__file__,
+    *(f"{Path(file).parents[up]}{os.sep}" for file, up in ((__file__, 1), (asyncio.__file__, 0), (anyio.__file__, 0))),
+    f"{Path(anyio.__file__).parents[1] / 'nats'}{os.sep}",
+)
+"""What the names of the files begin with that run tasks of their own, or await an author's code."""
 LOG_SECONDS = 1.0
 """How long the last line may take: who reads the log may have stopped, or a thread may hold what writes it."""
 
@@ -44,6 +57,7 @@ class Ending:
         self._queue: SimpleQueue[signal.Signals | None] = SimpleQueue()
         self._signals: list[signal.Signals] = []
         self._wake: Callable[[], object] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         context = contextvars.copy_context()  # with the name of the process in a fleet, for the log
         threading.Thread(target=context.run, args=(self._watch,), name="ending", daemon=True).start()
         signals.hear(self._queue.put)
@@ -55,6 +69,7 @@ class Ending:
     async def signals(self) -> AsyncIterator[signal.Signals]:
         """Yield each signal that has come since this was made."""
         arrived, loop, taken = asyncio.Event(), asyncio.get_running_loop(), 0
+        self._loop = loop
         self._wake = lambda: loop.call_soon_threadsafe(arrived.set)
         try:
             while True:
@@ -103,15 +118,24 @@ class Ending:
 
     def _say(self, seconds: float) -> None:
         running: Sequence[str] = ()
+        awaits: Sequence[str] = ()
         with suppress(Exception):  # the loop goes on changing it
             running = self._running()
+        with suppress(Exception):
+            awaits = sorted({line for task in asyncio.all_tasks(self._loop) for line in _lines_of_author(task)})
+        threads = _threads()
+        of_app = running or awaits or len(threads) > 1
         log.error(
             "worker.not_ended",
             **({"seconds": round(seconds, 1)} if seconds else {}),
             running=list(running),
-            threads=_threads(),
+            awaits=awaits[:MOST_LINES],
+            threads=threads,
             exit_code=NOT_ENDED,
-            cure="give what the code waits for a timeout of its own, and let threads of the app be daemons",
+            cure="give what the code waits for a timeout of its own, and let threads of the app be daemons"
+            if of_app
+            else "no code of the app is known to run: does the nats-server answer? A longer "
+            "workers.drain_timeout_seconds leaves more time for it",
         )
         with suppress(OSError, ValueError):
             sys.stdout.flush()
@@ -125,6 +149,25 @@ def _threads() -> list[str]:
         for thread in threading.enumerate()
         if not thread.daemon and thread.is_alive()
     ]
+
+
+def _lines_of_author(task: asyncio.Task[Any]) -> Iterator[str]:
+    """Yield the line at which a function of the author waits in a task, if one does: the outermost function."""
+    frames = (frame for frame in _frames(task.get_coro()) if not frame.f_code.co_filename.startswith(NOT_OF_AUTHORS))
+    yield from (_line(frame) for frame in islice(frames, 1))
+
+
+def _frames(awaited: Any) -> Iterator[Any]:
+    """Yield the frames of what awaits each other, the outermost first."""
+    while awaited is not None:
+        kind = next((kind for kind in ("cr", "gi", "ag") if hasattr(awaited, f"{kind}_frame")), None)
+        if kind is None or (frame := getattr(awaited, f"{kind}_frame")) is None:
+            return
+        yield frame
+        awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
+        if not any(hasattr(awaited, name) for name in ("cr_frame", "gi_frame", "ag_frame")):
+            # `calls.in_context` has what it runs in a variable; a context manager has its generator in an attribute.
+            awaited = frame.f_locals.get("called", getattr(frame.f_locals.get("self"), "gen", None))
 
 
 def _line(frame: Any) -> str:

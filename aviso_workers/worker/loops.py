@@ -20,9 +20,13 @@ import anyio
 
 from aviso_workers.errors import text_of
 from aviso_workers.telemetry.logs import log
-from aviso_workers.worker import LoopEnded
+from aviso_workers.worker import NOT_ENDED, LoopEnded
 
 __all__ = ["run"]
+
+WITH_A_MEANING = frozenset({0, 2, NOT_ENDED})
+"""Exit codes that would say of a worker that it was told to end, or of 2, that no restart helps: systemd would leave it
+down."""
 
 NOT_OF_AUTHORS = ("uvloop/", *(f"{Path(file).parent}{os.sep}" for file in (__file__, asyncio.__file__, anyio.__file__)))
 """What the names of the files begin with that run a task. uvloop's are not absolute."""
@@ -79,9 +83,10 @@ async def _watch_for_cancellation(at_work: Callable[[], bool]) -> None:
 
 
 def _exit_code(error: BaseException) -> int:
-    """Return the exit code that was asked for, unless that would tell of an end in order."""
+    """Return the exit code that was asked for, or 1 where that has another meaning."""
     asked = error.code if isinstance(error, SystemExit) else None
-    return (asked & 0xFF if isinstance(asked, int) else 0) or 1
+    code = asked & 0xFF if isinstance(asked, int) else 0
+    return 1 if code in WITH_A_MEANING else code
 
 
 def _describe(error: BaseException) -> dict[str, Any]:

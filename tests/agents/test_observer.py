@@ -155,7 +155,7 @@ async def test_the_lag_of_an_agent_whose_workers_are_down_is_shown(app: App, sho
 async def test_an_agent_that_gets_nothing_done_is_stuck_until_it_does(
     app: App, shown: Shown, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consumer_records, "STUCK_SECONDS", 3.0)
+    monkeypatch.setattr(consumer_records, "STUCK_SECONDS", 6.0)
     may_go_on = anyio.Event()
 
     @app.agent("field", ack_wait=0.1, retry=Backoff(attempts=1))

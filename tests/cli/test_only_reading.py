@@ -98,6 +98,7 @@ CHANGING = {
     "mirror unfence",
     "notify",
     "agents pause",
+    "agents rename",
     "agents reset",
     "agents resume",
     "server reload",

@@ -9,8 +9,8 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Notification
-from aviso_workers.events import AgentDisturbed
+from aviso_workers import App, Backoff, Notification, Notify
+from aviso_workers.events import AgentDisturbed, AgentStarted
 from aviso_workers.testing import Harness, harness
 from tests.waits import PATIENCE_SECONDS
 
@@ -72,3 +72,61 @@ async def test_a_stream_without_notifications_is_read_with_the_new_order(nats_ur
         await t.notify("job", {"id": "c", "step": "1"})
         await t.settle()
     assert handled == [{"step": "1", "id": "c"}]
+
+
+async def test_an_empty_stream_that_others_read_is_not_read_with_another_order(nats_url: str) -> None:
+    old, handled = version("id", "step")
+    new, handled_by_new = version("step", "id")
+    async with harness(old, server=nats_url or None) as t:
+        with refusals(new) as told:
+            await t.deploy(new, beside=True)
+            refusal = await told_by(t, told)
+        assert "workers of agent handle of app ordered read stream JOB with id, step" in refusal
+        await old.notify("job", {"id": "b", "step": "0"})
+        await t.settle()
+    assert handled == [{"id": "b", "step": "0"}]
+    assert handled_by_new == []
+
+
+async def test_an_empty_stream_with_delayed_notifications_is_not_read_with_another_order(nats_url: str) -> None:
+    old, _ = version("id", "step")
+    new, handled_by_new = version("step", "id")
+    async with harness(old, server=nats_url or None) as t:
+        waits = await old.notify("job", {"id": "b", "step": "0"}, deliver_after=3600)
+        with refusals(new) as told:
+            await t.deploy(new)
+            refusal = await told_by(t, told)
+        assert "1 delayed notifications wait for stream JOB with id, step" in refusal
+        reads = anyio.Event()
+        with new.events.heard_by(lambda event: reads.set() if event.stream == "JOB" else None, AgentStarted):
+            assert await new.cancel("job", waits.message_id)
+            with anyio.fail_after(PATIENCE_SECONDS):
+                while not reads.is_set():
+                    await t.advance(0.5)
+        await t.notify("job", {"id": "c", "step": "1"})
+        await t.settle()
+    assert handled_by_new == [{"step": "1", "id": "c"}]
+
+
+async def test_an_output_with_another_order_is_refused(nats_url: str) -> None:
+    old, handled = version("id", "step")
+    new, _ = version("step", "id")
+    new.event_type("order", key=["id"])
+
+    @new.agent("order", retry=Backoff(attempts=1))
+    def produce(notification: Notification[Any]) -> Notify:
+        return Notify("job", {"id": "c", "step": "1"})
+
+    async with harness(old, server=nats_url or None) as t:
+        await t.notify("job", {"id": "b", "step": "0"})
+        await t.settle()
+        await t.deploy(new, beside=True)
+        await t.notify("order", {"id": "c"})
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not t.dead_letters:
+                await t.advance(0.1)
+        (dead_letter,) = t.dead_letters
+        assert "stream JOB were stored with id, step" in dead_letter.error
+        await t.deploy(old)
+        await t.settle()
+    assert handled == [{"id": "b", "step": "0"}]

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Retry, Router
-from aviso_workers.events import Settled
+from aviso_workers.events import Settled, TaskFailed
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
 
@@ -79,6 +79,12 @@ def in_batches(fail: Failing, router: Router, **policy: Any) -> None:
         fail()
 
 
+def plain_in_batches(fail: Failing, router: Router, **policy: Any) -> None:
+    @router.agent("mars", batch=Batching(size=2, within=0.01), **policy)
+    def index(batch: Batch[Any]) -> None:
+        fail()
+
+
 def add_around(router: Router) -> None:
     @router.around
     async def each(notification: Notification[Any]) -> AsyncIterator[None]:
@@ -89,7 +95,7 @@ def add_around(router: Router) -> None:
         yield
 
 
-@pytest.mark.parametrize("form", [plain, not_plain, in_batches])
+@pytest.mark.parametrize("form", [plain, not_plain, in_batches, plain_in_batches])
 @pytest.mark.parametrize("surrounded", [False, True])
 @pytest.mark.parametrize("how", ["by itself", "with the variable", "with a cause", "to be retried", "in a group"])
 async def test_a_failed_call_leaves_none_of_its_variables(
@@ -115,8 +121,31 @@ async def test_a_failed_call_leaves_none_of_its_variables(
         tasks.start_soon(app.session.run_agent, agent, stop)
         with anyio.fail_after(PATIENCE_SECONDS):
             await done.wait()
-        await anyio.sleep(0.05)  # what has stated it goes on to its next wait
-        left = [each for each in fail.made if each() is not None]
+        with anyio.move_on_after(PATIENCE_SECONDS):  # what has stated it goes on to its next wait
+            while any(each() is not None for each in fail.made):  # noqa: ASYNC110 - in a thread too, nothing says so
+                await anyio.sleep(0.01)
+        left = [each() for each in fail.made if each() is not None]
         stop.set()
     assert len(fail.made) >= 3
+    assert left == []
+
+
+@pytest.mark.parametrize("how", ["by itself", "with the variable", "with a cause"])
+async def test_a_failed_task_leaves_none_of_its_variables_while_it_waits(
+    app: App, no_collection: None, how: str
+) -> None:
+    fail, failed, stop = Failing(how), anyio.Event(), anyio.Event()
+
+    @app.task
+    async def work() -> None:
+        fail()
+
+    app.events.listen(lambda event: failed.set(), TaskFailed)
+    async with app, anyio.create_task_group() as tasks:
+        tasks.start_soon(app.work, stop)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            await failed.wait()
+        await anyio.sleep(0.05)
+        left = [each for each in fail.made if each() is not None]
+        stop.set()
     assert left == []

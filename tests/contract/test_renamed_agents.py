@@ -11,8 +11,9 @@ import pytest
 
 from aviso_workers import Agent, App, Notification, Router
 from aviso_workers.engine import consumer_records
+from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.engine.known_agents import KnownAgents
-from aviso_workers.errors import NotFoundError, RefusedError
+from aviso_workers.errors import DeclarationError, NotFoundError, RefusedError
 from aviso_workers.events import AgentDisturbed, AgentMoved, AgentStarted, FunctionsDiffer
 from aviso_workers.ops import agent_control
 from aviso_workers.ops import deployment as deployment_
@@ -138,6 +139,116 @@ async def test_it_goes_on_where_the_other_agent_was_when_that_is_renamed(deploym
     assert deployment.handled == [("index_field", "2")]
     with pytest.raises(NotFoundError):
         await admin.consumer_info("MARS", "contract__index")
+
+
+async def test_it_does_not_begin_where_the_rename_had_a_wrong_name(deployment: Deployment) -> None:
+    admin = deployment.t.app.session.admin
+    plan = await agent_control.plan_rename(admin, "contract", "index", "indx_field", workers_stopped=True)
+    await agent_control.rename(admin, plan)
+    refusal = await deployment.refusal(deployment.agent("index_field"))
+    assert "`aviso-workers agents rename contract indx_field index_field`" in refusal
+    plan = await agent_control.plan_rename(admin, "contract", "indx_field", "index_field", workers_stopped=True)
+    await agent_control.rename(admin, plan)
+    await deployment.publish(2)
+    await deployment.run(deployment.agent("index_field"))
+    assert deployment.handled == [("index_field", "2")]
+
+
+async def test_a_rename_that_was_broken_off_can_be_repeated(deployment: Deployment) -> None:
+    admin = deployment.t.app.session.admin
+    plan = await agent_control.plan_rename(admin, "contract", "index", "index_field", workers_stopped=True)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(consumer_records, "remove", broken_off)
+        with pytest.raises(KeyboardInterrupt):
+            await agent_control.rename(admin, plan)
+    again = await agent_control.plan_rename(admin, "contract", "index", "index_field", workers_stopped=True)
+    assert again.records == plan.records
+    await agent_control.rename(admin, again)
+    await deployment.publish(2)
+    await deployment.run(deployment.agent("index_field"))
+    assert deployment.handled == [("index_field", "2")]
+
+
+async def test_a_rename_keeps_the_position_of_an_agent_that_has_run(deployment: Deployment) -> None:
+    admin = deployment.t.app.session.admin
+    await deployment.run(deployment.agent("archive"), "index")
+    for stream in ("MARS", RETRIES):
+        await admin.delete_consumer(stream, "contract__archive")
+        await admin.delete_consumer(stream, "contract__index")
+    with pytest.raises(RefusedError, match=r"archive of app contract has run.* up to sequence 2.*agents rm"):
+        await agent_control.plan_rename(admin, "contract", "index", "archive", workers_stopped=True)
+    with pytest.raises(DeclarationError, match="agent index has that name already"):
+        await agent_control.plan_rename(admin, "contract", "index", "index", workers_stopped=True)
+
+
+async def test_a_paused_agent_is_not_renamed(deployment: Deployment) -> None:
+    admin = deployment.t.app.session.admin
+    index = agent_control.AgentConsumer(app="contract", agent="index", stream="MARS")
+    await agent_control.pause(admin, index)
+    with pytest.raises(RefusedError, match="`aviso-workers agents resume index --app contract`"):
+        await agent_control.plan_rename(admin, "contract", "index", "index_field", workers_stopped=True)
+
+
+async def test_an_agent_whose_first_notification_is_unfinished_has_run(deployment: Deployment) -> None:
+    begun, never = anyio.Event(), anyio.Event()
+
+    async def handle(notification: Notification[Any]) -> None:
+        if notification.identifier["step"] == "0":
+            await never.wait()
+        deployment.handled.append(("slow", notification.identifier["step"]))
+        begun.set()
+
+    slow = Router("deployed").agent("mars", name="slow", concurrency=2)(handle)
+    async with deployment.worker(slow, "index"):
+        with anyio.fail_after(PATIENCE_SECONDS):
+            await begun.wait()
+            admin = deployment.t.app.session.admin
+            while (await admin.consumer_info("MARS", "contract__slow")).num_ack_pending != 1:
+                await deployment.t.advance(0.05)
+        refusal = await deployment.refusal(deployment.agent("slow_field"), "index")
+        assert "agent slow, which the code does not declare any more, has been given notifications" in refusal
+        never.set()
+
+
+async def test_a_rename_says_what_is_handled_again(deployment: Deployment) -> None:
+    held: list[Any] = []
+
+    async def hold(notification: Notification[Any]) -> None:
+        if notification.identifier["step"] != "0":
+            return
+        held.append(notification)
+        await anyio.sleep_forever()
+
+    admin = deployment.t.app.session.admin
+    async with anyio.create_task_group() as tasks:
+        session = deployment.t.app.session
+        holding = Router("deployed").agent("mars", name="holding", concurrency=2)(hold)
+        known = KnownAgents(session.backend, app="contract", declared={"holding", "index"})
+        tasks.start_soon(session.run_agent, holding, anyio.Event(), known)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not held or (await admin.consumer_info("MARS", "contract__holding")).num_ack_pending != 1:
+                await deployment.t.advance(0.05)
+        tasks.cancel_scope.cancel()
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while (await admin.consumer_info("MARS", "contract__holding")).num_waiting:
+            await deployment.t.advance(0.05)
+    plan = await agent_control.plan_rename(admin, "contract", "holding", "kept", workers_stopped=True)
+    assert (plan.unsettled, plan.again) == (1, 1)
+
+
+async def broken_off(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+async def test_a_rename_follows_the_refusal_of_the_new_name(deployment: Deployment) -> None:
+    await deployment.refusal(deployment.agent("index_field"))
+    admin = deployment.t.app.session.admin
+    plan = await agent_control.plan_rename(admin, "contract", "index", "index_field", workers_stopped=True)
+    assert list(plan.records) == ["MARS"]
+    await agent_control.rename(admin, plan)
+    await deployment.publish(2)
+    await deployment.run(deployment.agent("index_field"))
+    assert deployment.handled == [("index_field", "2")]
 
 
 async def test_an_agent_that_works_is_not_renamed(deployment: Deployment) -> None:

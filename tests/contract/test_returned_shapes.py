@@ -54,6 +54,11 @@ def none_waits() -> Iterator[None]:
         MADE.pop().close()
 
 
+def returning(last: object) -> Generator[Notify, None, object]:
+    yield plain(1)
+    return last
+
+
 def failing() -> Iterator[Notify]:
     yield plain(1)
     raise ConnectionError("the catalogue is away")
@@ -73,6 +78,8 @@ SHAPES: dict[str, tuple[Callable[[], object], object]] = {
     "an iterator": (lambda: iter([plain(1)]), ["1"]),
     "a `deque`": (lambda: deque([plain(1)]), ["1"]),
     "a generator": (lambda: (plain(a) for a in (1, 2)), ["1", "2"]),
+    "a generator that returns a notification": (lambda: returning(plain(2)), ["1", "2"]),
+    "a generator that returns a text": (lambda: returning("done"), "invalid_notification"),
     "an empty list": (list, []),
     "None": (lambda: None, []),
     "`Ack()`": (Ack, []),
@@ -196,7 +203,8 @@ Some = TypeVar("Some")
         *((each, "") for each in (Notify, None, Any, object, Some, Wrapped, Annotated[Notify, "x"])),
         *((each, "") for each in (list, list[Notify], list[Any], list[list[Notify]], tuple[Notify, ...], Receipt)),
         *((each, "") for each in (tuple[Notify, list[Notify]], Iterable[Notify], Iterator[Notify], map, filter)),
-        *((each, "") for each in (Sequence[Notify | Wrapped], deque[Notify], Generator[Notify, int, str], Ack)),
+        *((each, "") for each in (Sequence[Notify | Wrapped], deque[Notify], Generator[Notify, int, None], Ack)),
+        (Generator[Notify, None, Notify], ""),
         *((each, "") for each in (Notify | None, list[Notify] | Retry | Reject | None, list[Receipt], ValueError)),
         *((each, "") for each in (list[Receipt | BaseException], Notify | list[Notify])),
         (int, "int"),
@@ -207,6 +215,7 @@ Some = TypeVar("Some")
         (list[int], "list[int]"),
         (list[list[int]] | None, "list[list[int]]"),
         (list[Notify | None], "list[aviso_workers.aviso.notifications.Notify | None]"),
+        (Generator[Notify, int, str], "collections.abc.Generator[aviso_workers.aviso.notifications.Notify, int, str]"),
         (list[Retry], "list[aviso_workers.declare.verdicts.Retry]"),
         (type[Notify], "type[aviso_workers.aviso.notifications.Notify]"),
         (Literal["done"], "Literal['done']"),
@@ -229,12 +238,55 @@ def test_the_annotation_is_judged_by_the_same_rules(in_memory: App, annotation: 
     assert len(told) == (2 if refused else 0)
 
 
-async def test_a_tick_of_a_timer_that_returns_notifications_has_failed(app: App) -> None:
+LOST: dict[str, tuple[Callable[[], object], str]] = {
+    "a notification": (lambda: plain(1), "returned a Notify, and nothing is published of it"),
+    "a list": (lambda: [plain(1)], "returned a Notify, and nothing is published of it"),
+    "lists in lists": (lambda: [[plain(1)]], "returned a Notify, and nothing is published of it"),
+    "a dict": (lambda: {"a": plain(1)}, "returned a Notify, and nothing is published of it"),
+    "values of a dict": (lambda: {"a": plain(1)}.values(), "returned a Notify, and nothing is published of it"),
+    "a map": (lambda: map(plain, [1]), "returned a map, and nobody iterates over it"),
+    "a generator": (lambda: (plain(a) for a in (1, 2)), "returned a generator, and nobody iterates over it"),
+    "a coroutine": (later, "of which nothing has run: await it"),
+    "a list of coroutines": (lambda: [later()], "of which nothing has run: await it"),
+    "a retry": (Retry, "which only an agent may return"),
+    "an exception": (lambda: ValueError("the catalogue is away"), "the catalogue is away"),
+}
+"""What a timer or a task must not return: nothing would become of it."""
+
+
+@pytest.mark.parametrize("shape", LOST)
+async def test_a_tick_that_returns_what_would_be_lost_has_failed(in_memory: App, shape: str) -> None:
+    make, told = LOST[shape]
+
+    @in_memory.every("5s")
+    async def remind() -> object:
+        return make()
+
+    async with harness(in_memory) as t:
+        await t.advance(5)
+        (tick, *_) = t.ticks(remind)
+        assert told in str(tick.error)
+
+
+@pytest.mark.parametrize("shape", LOST)
+async def test_a_task_that_returns_what_would_be_lost_has_failed(in_memory: App, shape: str) -> None:
+    make, told = LOST[shape]
+
+    @in_memory.task
+    async def remind() -> Any:
+        return make()
+
+    with pytest.raises(Exception, match=told):
+        async with harness(in_memory) as t:
+            await t.advance(5)
+
+
+@pytest.mark.parametrize("value", [None, RECEIPT, [RECEIPT], 3, "done", {"removed": 3}], ids=str)
+async def test_a_tick_may_return_what_means_nothing(app: App, value: object) -> None:
     @app.every("5s")
-    async def remind() -> list[Notify]:
-        return [plain(1)]
+    async def prune() -> object:
+        return value
 
     async with harness(app) as t:
         await t.advance(5)
-        (tick, *_) = t.ticks(remind)
-        assert str(tick.error).startswith("timer 'remind' returned a list of notifications, and nothing is published")
+        assert [tick.error for tick in t.ticks(prune)][:1] == [None]

@@ -284,49 +284,6 @@ async def test_an_edit_of_the_filter_hides_nothing_from_a_running_agent(deployme
     assert deployment.t.dead_letters == []
 
 
-@pytest.mark.parametrize("runs", [False, True], ids=["no worker runs", "a worker runs"])
-async def test_an_edit_of_a_consumer_leaves_out_no_bodies(deployment: Deployment, *, runs: bool) -> None:
-    found: list[object] = []
-
-    @Router("deployed").agent("mars", name="index", order_by=["step"])
-    async def index(notification: Notification[Any]) -> None:
-        found.append(notification.payload)
-
-    async def edit_and_publish() -> None:
-        info = await deployment.info()
-        spec = ConsumerSpec(
-            durable_name=info.name,
-            filter_subjects=tuple(info.config.filters),
-            ack_wait=info.config.ack_wait,
-            max_ack_pending=info.config.max_ack_pending,
-            headers_only=True,
-        )
-        await deployment.backend.ensure_consumer("MARS", spec)
-        await deployment.t.notify("mars", mars(step=1), {"large": "body"})
-        await deployment.t.notify("mars", mars(step=2), "")
-
-    @asynccontextmanager
-    async def running() -> AsyncIterator[None]:
-        stop = anyio.Event()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(deployment.t.app.session.run_agent, index, stop)
-            await deployment.settled()
-            yield
-            stop.set()
-
-    async with running():
-        if runs:
-            await edit_and_publish()
-            await deployment.until(lambda info: not info.config.headers_only)
-            await deployment.settled()
-    if not runs:
-        await edit_and_publish()
-        async with running():
-            await deployment.until(lambda info: not info.config.headers_only)
-
-    assert found == [{}, {"large": "body"}, ""]
-
-
 async def test_an_edit_of_the_filter_while_no_worker_runs_hides_nothing(deployment: Deployment) -> None:
     async with deployment.worker("od", "rd"):
         pass

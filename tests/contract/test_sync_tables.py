@@ -102,6 +102,21 @@ async def test_what_has_to_be_awaited_fails_the_call_of_a_plain_function(
         assert "has to be awaited in the event loop of the app, and none runs in this thread" in dead_letter.error
 
 
+async def test_a_loop_over_items_in_a_plain_function_is_told_what_waits(app: App, url: str | None) -> None:
+    counts = app.table("counts", int, default=0)
+
+    @app.agent("mars", retry=Backoff(attempts=1))
+    def index(notification: Notification[Any]) -> None:
+        for _ in counts.items():  # type: ignore[attr-defined]
+            pass
+
+    async with harness(app, server=url) as t:
+        await t.notify("mars", mars(), {})
+        await t.settle()
+        (dead_letter,) = t.dead_letters
+        assert "call items_sync" in dead_letter.error
+
+
 async def test_the_error_names_the_method_that_waits(app: App) -> None:
     counts = app.table("counts", int)
     async with app:
@@ -140,7 +155,7 @@ async def test_in_another_event_loop_a_table_is_refused(app: App) -> None:
 
 async def test_a_table_that_is_not_connected_is_refused_in_a_thread_as_well(app: App) -> None:
     counts = app.table("counts", int)
-    with pytest.raises(DeclarationError, match="table 'counts' is not connected: use it inside `async with app:`"):
+    with pytest.raises(DeclarationError, match="table 'counts' is not connected: declare it before `async with app:`"):
         await anyio.to_thread.run_sync(counts.get_sync, "od")
 
 

@@ -261,11 +261,39 @@ async def test_a_table_with_a_history_has_no_ttl(app: App) -> None:
 
 
 async def test_a_value_of_another_type_is_not_stored(counts: Table[int]) -> None:
-    with pytest.raises(msgspec.ValidationError, match="Expected `int`, got `str`"):
+    with pytest.raises(msgspec.ValidationError, match="table 'counts': 'many' does not fit: Expected `int`, got `str`"):
         await counts.put("od", "many")  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match="None is not a value: delete the key instead"):
         await counts.put("od", None)  # type: ignore[arg-type]
     assert await counts.get("od") == 0
+
+
+async def test_delete_is_never_stored_as_a_value(app: App) -> None:
+    texts, values = app.table("texts", str), app.table("values", Any)
+    async with app:
+        for table in (texts, values):
+            with pytest.raises(DeclarationError, match=r"`await table\.delete\(key\)` instead"):
+                await table.put("od", DELETE)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match=f"table {table.name!r}: "):
+                await table.put("od", {"a": [DELETE]})  # type: ignore[arg-type]
+            assert await table.get("od") is None
+
+
+@pytest.mark.parametrize("key", [5, None, b"od", ("od", 1)])
+async def test_a_key_is_a_text(app: App, key: Any) -> None:
+    counts, volume = app.table("counts", int), app.counter("volume")
+    async with app:
+        with pytest.raises(InvalidKeyError, match="it must be a text, found"):
+            await counts.put(key, 1)
+        with pytest.raises(InvalidKeyError, match="it must be a text, found"):
+            await counts.get(key)
+        with pytest.raises(InvalidKeyError, match="it must be a text, found"):
+            await volume.add(key)
+
+
+async def test_once_takes_a_notification(counts: Table[int]) -> None:
+    with pytest.raises(DeclarationError, match="the notification that an agent handles now, found 'mars@1'"):
+        await counts.update("od", lambda count: count + 1, once="mars@1")  # type: ignore[call-overload]
 
 
 async def test_what_does_not_fit_is_told_with_its_key(app: App) -> None:
@@ -278,7 +306,7 @@ async def test_what_does_not_fit_is_told_with_its_key(app: App) -> None:
 
 async def test_a_table_needs_a_connected_app(app: App) -> None:
     counts = app.table("counts", int)
-    with pytest.raises(DeclarationError, match="table 'counts' is not connected: use it inside `async with app:`"):
+    with pytest.raises(DeclarationError, match="table 'counts' is not connected: declare it before `async with app:`"):
         await counts.get("od")
     async with app:
         await counts.get("od")

@@ -349,6 +349,7 @@ class TestAnAgent:
                 await facts.until_stuck(2)
                 stop.set()
             assert (hanging.ended, facts.ends) == ([], {})
+            assert not [fact for fact in facts.of_threads if isinstance(fact, CallsFreed)]
             other = Hanging()
             with anyio.fail_after(PROMPT_SECONDS):
                 async with working(app, one_by_one(other, ack_wait=600.0)):

@@ -126,6 +126,26 @@ async def test_each_key_has_windows_and_all_close_together(
         assert sums(t) == {"0-60 od": 2, "0-60 rd": 1}
 
 
+@pytest.mark.parametrize("key", [None, 0, 5, b"od"])
+async def test_a_key_that_is_not_a_text_fails_the_call(app: App, declare: Callable[..., Any], key: Any) -> None:
+    agent = declare(hourly(key=lambda notification: key), retry=Backoff(attempts=1))
+    async with harness(app) as t:
+        await notify(t, 1)
+        await t.settle()
+        (settled,) = t.settled(agent)
+        assert str(settled.error).startswith(f"Windowing: key must return a text, returned {key!r}")
+
+
+@pytest.mark.parametrize("time", [None, 1_763_000_000.0, "2026-11-20T06:00:00Z"])
+async def test_a_time_that_is_not_a_datetime_fails_the_call(app: App, declare: Callable[..., Any], time: Any) -> None:
+    agent = declare(hourly(time=lambda notification: time), retry=Backoff(attempts=1))
+    async with harness(app) as t:
+        await notify(t, 1)
+        await t.settle()
+        (settled,) = t.settled(agent)
+        assert str(settled.error) == f"Windowing: time must return a datetime with a time zone, returned {time!r}"
+
+
 class TestOpenWindows:
     async def test_have_what_was_counted_so_far(
         self, app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -456,3 +457,18 @@ def test_a_field_that_no_message_carries_is_warned_of() -> None:
 def test_a_storage_policy_has_no_other_keys_than_its_own(key: Any, complaint: str) -> None:
     with pytest.raises(DeclarationError, match=f"event type 'ride': .*{complaint}"):
         App("tests").event_type("ride", key=["n"], storage_policy={"allow_duplicates": True, key: "new"})
+
+
+@pytest.mark.parametrize("time", ["1d", 86_400, 86_400.0, timedelta(days=1)])
+def test_a_retention_time_is_a_duration_in_every_spelling(time: Any) -> None:
+    app = App("rides")
+    app.event_type("ride", key=["n"], storage_policy={"retention_time": time})
+    policy = app.config.notification_schema["ride"].storage_policy
+    assert policy is not None
+    assert policy.retention_time == Duration(86_400)
+
+
+@pytest.mark.parametrize("time", [0, -5, 1.5, True, float("nan"), timedelta(seconds=-1), timedelta(milliseconds=5)])
+def test_a_retention_time_is_whole_seconds(time: Any) -> None:
+    with pytest.raises(DeclarationError, match=r"event type 'ride': storage_policy\.retention_time"):
+        App("rides").event_type("ride", key=["n"], storage_policy={"retention_time": time})

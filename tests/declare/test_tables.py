@@ -34,7 +34,8 @@ def test_what_a_bucket_takes_is_left_as_it_is(key: str, spelled: str) -> None:
     ("stated", "problem"),
     [
         ({"name": "a.b", "type": int}, "table name 'a.b': use 1 to 64 letters"),
-        ({"name": "t", "type": int, "default": "x"}, "table 't': Expected `int`, got `str`"),
+        ({"name": "t", "type": int, "history": "3"}, "table 't': history must be from 1 to 64, found '3'"),
+        ({"name": "t", "type": int, "default": "x"}, "table 't': 'x' does not fit: Expected `int`, got `str`"),
         ({"name": "t", "type": object()}, "table 't': "),
         ({"name": "t", "type": App}, "table 't': msgspec does not know <class 'aviso_workers.app.App'>"),
         ({"name": "t", "type": int, "history": 65}, "table 't': history must be from 1 to 64, found 65"),

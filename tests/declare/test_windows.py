@@ -97,6 +97,9 @@ class TestStarts:
         ({"lateness": "-1s"}, "Windowing: lateness: "),
         ({"idle": "0s"}, "Windowing: idle must be longer than 0 seconds"),
         ({"fold": add_later}, "Windowing: fold must not be async"),
+        ({"fold": None}, "Windowing: fold must be a function, found None"),
+        ({"key": "class"}, "Windowing: key must be a function, found 'class'"),
+        ({"time": "written"}, "Windowing: time must be a function, found 'written'"),
         ({"key": add_later}, "Windowing: key must not be async"),
     ],
 )

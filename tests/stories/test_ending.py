@@ -217,6 +217,65 @@ def test_a_fleet_ends_with_its_processes(start: Start, tmp_path: Path, form: str
     assert code == (0 if form in ENDS_IN_ORDER else NOT_ENDED), (tmp_path / "log").read_text()
 
 
+UNNAMED = """
+import asyncio
+from collections.abc import AsyncIterator
+
+import anyio
+from aviso_workers import App, Notification
+
+app = App("unnamed")
+
+
+class Db: ...
+
+
+async def shielded():
+    with anyio.CancelScope(shield=True):
+        await anyio.sleep(600)
+
+
+{code}
+"""
+WAITING = {
+    "timer": """
+@app.every("1s")
+async def tick() -> None:
+    print("begun", flush=True)
+    await shielded()  # here
+""",
+    "task": """
+@app.task
+async def work() -> None:
+    print("begun", flush=True)
+    await shielded()  # here
+""",
+    "resource": """
+@app.resource
+async def db() -> AsyncIterator[Db]:
+    print("begun", flush=True)
+    yield Db()
+    await shielded()  # here
+
+@app.task
+async def use(db: Db) -> None: ...
+""",
+}
+
+
+@pytest.mark.parametrize("waits", WAITING)
+def test_the_line_says_where_the_author_s_code_waits(start: Start, tmp_path: Path, waits: str) -> None:
+    code = UNNAMED.format(code=WAITING[waits])
+    (tmp_path / "agents.py").write_text(code)
+    worker = start(form=None, drain=DRAIN_SECONDS)
+    until_begun(worker)
+    time.sleep(0.2)  # else it would be told before it has begun to wait
+    worker.terminate()
+    assert end_of(worker, tmp_path / "log")[0] == NOT_ENDED
+    line = 1 + next(number for number, text in enumerate(code.splitlines()) if "# here" in text)
+    assert f"awaits=['{tmp_path / 'agents.py'}:{line}']" in (tmp_path / "log").read_text()
+
+
 def test_children_of_multiprocessing_end_with_a_worker_that_ends_itself(start: Start, tmp_path: Path) -> None:
     worker = start(form="process pool", drain=DRAIN_SECONDS)
     until_begun(worker)

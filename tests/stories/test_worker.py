@@ -312,11 +312,14 @@ class TestAWorkerThatCannotStart:
         assert told.startswith(f"aviso-workers: {server.url} refused the credentials: ")
         assert "wrong-one" not in told
 
-    def test_names_the_status_port_that_is_in_use(self, start: Start, config: Path) -> None:
+    @pytest.mark.parametrize("options", [(), ("--processes", "1")])
+    def test_names_the_status_port_that_is_in_use_and_may_be_restarted(
+        self, start: Start, config: Path, options: tuple[str, ...]
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
-            worker = start("worker", "agents:app", "--config", config, "--status-port", str(port))
-            assert worker.end() == 2
+            worker = start("worker", "agents:app", "--config", config, "--status-port", str(port), *options)
+            assert worker.end() == 1
         (told,) = worker.told
         assert f"workers.status.port: cannot listen on 127.0.0.1:{port} (Address already in use)" in told
 

@@ -49,8 +49,10 @@ def end(code: object, *, begin: str = "in_a_task") -> subprocess.CompletedProces
     )
 
 
-@pytest.mark.parametrize(("code", "exit_code"), [(3, 3), (0, 1), (None, 1), (256, 1), ("no such unit", 1)])
-def test_an_exit_in_a_task_ends_the_process_with_its_code_but_never_with_0_and_no_task_goes_on(
+@pytest.mark.parametrize(
+    ("code", "exit_code"), [(3, 3), (0, 1), (2, 1), (4, 1), (None, 1), (256, 1), ("no such unit", 1)]
+)
+def test_an_exit_in_a_task_ends_the_process_with_its_code_unless_it_has_a_meaning_and_no_task_goes_on(
     code: object, exit_code: int
 ) -> None:
     ended = end(code)

@@ -175,6 +175,7 @@ class Dispatcher:
     ) -> InMemoryConsumer:
         reader = InMemoryConsumer(self, connection, deliver=deliver, capacity=capacity, priority=priority)
         self._readers.append(reader)
+        self.durable.readers = len(self._readers)
         self._stream.watchers.add(self.wake)
         connection.watchers.add(self.wake)
         self.wake()
@@ -184,6 +185,7 @@ class Dispatcher:
         if reader not in self._readers:
             return
         self._readers.remove(reader)
+        self.durable.readers = len(self._readers)
         if all(other.connection is not reader.connection for other in self._readers):
             reader.connection.watchers.discard(self.wake)
         if not self._readers:

@@ -14,9 +14,9 @@ from itertools import permutations
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from aviso_workers.aviso.codec import Message, store_time
+from aviso_workers.aviso.codec import SIZE_HEADER, Message, store_time
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.errors import RefusedError
 from aviso_workers.jetstream import error_codes, metadata, plans
@@ -63,6 +63,7 @@ class Durable:
         self.last_delivered_ns = 0
         self.last_settled_ns = 0
         self.pinned_ns = 0
+        self.readers = 0
         self.paused_until: datetime | None = None
         self.exceeded: list[tuple[int, int]] = []
         """Sequence and deliveries of what was delivered `max_deliver` times, until somebody takes note."""
@@ -75,6 +76,7 @@ class Durable:
             time=datetime.fromtimestamp(now_ns // 1000 / 1e6, UTC),
             num_pending=self.num_pending,
             num_ack_pending=len(self._outstanding),
+            num_waiting=self.readers,
             num_redelivered=sum(1 for message in self._outstanding.values() if message.num_delivered > 1),
             deliveries=self._deliveries,
             position=self._cursor,
@@ -127,7 +129,7 @@ class Durable:
                 outstanding.num_delivered += 1
                 self._deliveries += 1
                 outstanding.deadline = now + self.ack_wait_seconds
-                return self._messages[sequence], outstanding.num_delivered
+                return self._delivered(sequence), outstanding.num_delivered
             del self._outstanding[sequence]
             self.exceeded.append((sequence, outstanding.num_delivered))
         if not self._waiting or len(self._outstanding) >= self.config["max_ack_pending"] > 0:
@@ -135,7 +137,15 @@ class Durable:
         self._cursor, _ = self._waiting.popitem(last=False)
         self._deliveries += 1
         self._outstanding[self._cursor] = Outstanding(deadline=now + self.ack_wait_seconds)
-        return self._messages[self._cursor], 1
+        return self._delivered(self._cursor), 1
+
+    def _delivered(self, sequence: int) -> Message:
+        """Return a message as it is delivered: with `headers_only`, it has the size of its body in place of it."""
+        message = self._messages[sequence]
+        if not self.config["headers_only"]:
+            return message
+        headers = {**(message.headers or {}), SIZE_HEADER: str(len(message.data))}
+        return structs.replace(message, data=b"", headers=headers)
 
     def settle(self, sequence: int) -> None:
         """Acked or terminated. It does not matter by which of several deliveries."""

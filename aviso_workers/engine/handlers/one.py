@@ -8,7 +8,7 @@ or the `Failure` of the one step that failed.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from aviso_workers.clocks import Clock
 from aviso_workers.declare import verdicts
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.verdicts import Failure
-from aviso_workers.engine import call_scope, calls
+from aviso_workers.engine import call_scope, calls, forks
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.handlers.outputs import Outputs
@@ -66,6 +66,7 @@ class HandlerContext:
         self.clock = clock
         self.pace = Pace(clock, per_second=agent.policy.rate_limit)
         self._timeouts = timeouts
+        self._generation = forks.generation
         self._function = _awaitable(agent, outputs=outputs)
         timeout = agent.policy.timeout
         self.step: Step = partial(self._call_and_publish, timeouts.limit(self._function, timeout))
@@ -97,7 +98,11 @@ class HandlerContext:
 
     async def _call_and_publish(self, call: Call, argument: Any) -> Failure | None:
         returned = await call(argument)
-        return None if returned is None else await self._publish(returned)
+        if returned is None:
+            return None
+        if forks.generation != self._generation:
+            forks.end_child()  # before it publishes
+        return await self._publish(returned)
 
     async def _call_in_scope(self, argument: Any) -> Failure | None:
         """Do the same inside of what is around the agent's calls, which is told of a failure as an exception."""
@@ -133,34 +138,40 @@ class OneByOne:
         self._step = step or context.step
 
     async def work(self) -> None:
-        """Handle one notification after the other from the buffer; see `subscription.Handler`."""
-        with self._context.outputs.keys() as keys:
-            while await calls.in_context(copy_context(), self._work_in_context, keys):
-                pass
+        """Handle one notification after the other from the buffer; see `subscription.Handler`.
 
-    async def _work_in_context(self, keys: IdempotencyKeys) -> bool:
-        """Do the same, but return True once a call has changed the context, in which the next one is not to be."""
-        context = self._context
-        run = calls.runner(self._step)
-        unchanged = copy_context()
+        Each call has the context variables with which this began. The first calls run in the context of this task: most
+        agents change none, and what runs in another context costs more whenever it waits.
+        """
+        with self._context.outputs.keys() as keys:
+            unchanged = copy_context()
+            changed = await self._work_unchanged(unchanged, keys)
+            while changed:
+                work = partial(self._work_unchanged, unchanged)
+                changed = await calls.in_context(unchanged.copy(), work, keys)
+
+    async def _work_unchanged(self, unchanged: Context, keys: IdempotencyKeys) -> bool:
+        """Handle notifications, and return True once a call has changed the context, in which the next is not to be."""
+        context, run = self._context, calls.runner(self._step)
         while (delivery := await context.buffer.take()) is not None:
             if context.pace.limited:
                 await context.pace.wait()
-            await self._handle(delivery, keys, run)
-            if calls.has_changed(unchanged):
+            started = context.clock.monotonic()
+            notification = context.read(delivery)
+            if isinstance(notification, Notification):
+                keys.begin(delivery.message)
+                failure = await run(notification)
+                await context.settler.settle(delivery, failure, started=started)
+                del failure  # the frames of its traceback lead to this one, and would keep it until the next collection
+            else:
+                await context.settle_unread(delivery, notification)
+            del delivery, notification  # they may be large, and the next ones may come late
+            try:
+                if copy_context() != unchanged:
+                    return True
+            except Exception:  # values that cannot be compared are not the same
                 return True
         return False
-
-    async def _handle(self, delivery: Delivery, keys: IdempotencyKeys, run: Step) -> None:
-        started = self._context.clock.monotonic()
-        notification = self._context.read(delivery)
-        if not isinstance(notification, Notification):
-            await self._context.settle_unread(delivery, notification)
-            return
-        keys.begin(delivery.message)
-        failure = await run(notification)
-        await self._context.settler.settle(delivery, failure, started=started)
-        del failure  # the frames of its traceback lead to this one, and would keep it until the next collection
 
 
 def _awaitable(agent: Agent[Any, Any], *, outputs: Outputs) -> Callable[..., Awaitable[object]]:

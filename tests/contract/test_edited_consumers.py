@@ -1,0 +1,121 @@
+"""A consumer of an agent that somebody edits by hand: nothing is handled without its body, on either backend."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import pytest
+from msgspec import structs
+
+from aviso_workers import App, Backoff, Notification
+from aviso_workers.backends import Backend
+from aviso_workers.engine import delayed_delivery, delayed_messages, shared_filters
+from aviso_workers.engine.dead_letter_store import RETRIES
+from aviso_workers.events import ConsumerEdited
+from aviso_workers.jetstream.specs import ConsumerSpec
+from aviso_workers.testing import Harness, harness
+from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+
+class Handled(list[tuple[str, Any]]):
+    """Step and payload of each call."""
+
+    fails = False
+
+
+@pytest.fixture
+def calls() -> Handled:
+    return Handled()
+
+
+@pytest.fixture(params=[(), ("class",)], ids=["unordered", "ordered"])
+async def worker(
+    app: App, url: str | None, calls: Handled, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Harness]:
+    monkeypatch.setattr(shared_filters, "CHECK_SECONDS", 0.5)
+    monkeypatch.setattr(shared_filters, "CHECK_AGAIN_SECONDS", 0.1)
+
+    @app.agent("mars", order_by=request.param, retry=Backoff(attempts=2, first=0.01, jitter=0))
+    async def index(notification: Notification[Any]) -> None:
+        calls.append((notification.identifier["step"], notification.payload))
+        if calls.fails:
+            raise ValueError("as asked for")
+
+    async with harness(app, server=url) as t:
+        yield t
+
+
+async def edit(backend: Backend, stream: str, consumer: str, **edited: Any) -> None:
+    found = await backend.consumer_info(stream, consumer)
+    spec = ConsumerSpec(
+        durable_name=consumer,
+        filter_subjects=tuple(found.config.filters),
+        ack_wait=found.config.ack_wait,
+        max_ack_pending=found.config.max_ack_pending,
+    )
+    await backend.ensure_consumer(stream, structs.replace(spec, **edited))
+    now = (await backend.consumer_info(stream, consumer)).config
+    assert {name: now[name] for name in edited} == edited
+
+
+async def test_a_body_that_the_server_leaves_out_is_read_from_the_stream(worker: Harness, calls: Handled) -> None:
+    edited: list[ConsumerEdited] = []
+    worker.app.events.listen(edited.append, ConsumerEdited)
+    backend = worker.app.session.backend
+    await edit(backend, "MARS", "contract__index", headers_only=True)
+    for step in range(3):
+        await worker.notify("mars", mars(step=step), {"n": step})
+    await worker.settle()
+    assert sorted(calls) == [("0", {"n": 0}), ("1", {"n": 1}), ("2", {"n": 2})]
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while not edited:
+            await worker.advance(0.1)
+    assert edited[0].consumer == "contract__index"
+    assert edited[0].differences == ("headers_only: true -> false",)
+    assert not (await backend.consumer_info("MARS", "contract__index")).config.get("headers_only")
+
+
+async def test_a_worker_that_starts_sets_it_right(worker: Harness, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = worker.app.session.backend
+    await edit(backend, "MARS", "contract__index", headers_only=True)
+    monkeypatch.setattr(shared_filters, "CHECK_SECONDS", 1000.0)
+    await worker.stop()
+    await worker.start()
+    assert not (await backend.consumer_info("MARS", "contract__index")).config.get("headers_only")
+
+
+async def test_a_limit_of_deliveries_is_removed(worker: Harness) -> None:
+    edited: list[ConsumerEdited] = []
+    worker.app.events.listen(edited.append, ConsumerEdited)
+    await edit(worker.app.session.backend, "MARS", "contract__index", max_deliver=1)
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while not edited:
+            await worker.advance(0.1)
+    assert (await worker.app.session.backend.consumer_info("MARS", "contract__index")).config["max_deliver"] == -1
+
+
+async def test_a_dead_letter_is_tried_again_with_its_body(worker: Harness, calls: Handled) -> None:
+    calls.fails = True
+    await worker.notify("mars", mars(step=0), {"n": 0})
+    await worker.settle()
+    calls.fails = False
+    calls.clear()
+    await edit(worker.app.session.backend, RETRIES, "contract__index", headers_only=True)
+    await worker.retry_dead_letters()
+    await worker.settle()
+    assert calls == [("0", {"n": 0})]
+
+
+async def test_a_delayed_notification_is_delivered_with_its_body(worker: Harness, calls: Handled) -> None:
+    backend = worker.app.session.backend
+    await worker.app.notify("mars", mars(step=0), {"n": 0}, deliver_after=1)
+    await edit(backend, delayed_messages.STREAM, delayed_delivery.DURABLE, headers_only=True)
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while not calls:
+            await worker.advance(0.5)
+    assert calls == [("0", {"n": 0})]
