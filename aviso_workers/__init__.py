@@ -1,5 +1,6 @@
 """Workers that react to data notifications on NATS JetStream, in the format of ECMWF's Aviso."""
 
+from aviso_workers import first_process  # noqa: F401 - before all others, which take their time
 from aviso_workers.app import App
 from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.declare.agents import Agent, Router

@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
+from aviso_workers import first_process
 from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.errors import (
     AvisoWorkersError,
@@ -34,7 +35,6 @@ from aviso_workers.errors import (
 )
 from aviso_workers.version import __version__
 from aviso_workers.worker import LoopEnded, threads_run_on
-from aviso_workers.worker.signals import end_as_first_process
 
 __all__ = ["NOT_PROVEN", "main"]
 
@@ -209,7 +209,7 @@ def _load(name: str) -> Any:
 
 def main() -> None:
     """Run the command line; our errors end it with a message and no traceback."""
-    end_as_first_process()
+    first_process.end_on_sigterm()
     code = _run()
     if threads_run_on():
         _leave(code)

@@ -126,8 +126,8 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
       (tumbling windows).
     - `every`: the interval at which windows begin, if it is shorter than `size`. Such windows overlap (hopping
       windows).
-    - `fold`: a function that makes the new value of a window from the old value and a notification. It may be called
-      again with the same ones, so it must do nothing else.
+    - `fold`: a function that returns the new value of a window, made from the old value and a notification. It may be
+      called again with the same ones, so it must do nothing else. None is refused unless `initial` is None.
     - `initial`: the value before the first notification.
     - `key`: a function that returns the key of a notification. Each key has its own windows. Default: no keys.
     - `time`: a function that returns when the notification happened, with a time zone. Default: when its stream stored
@@ -419,7 +419,8 @@ def add(
     before.
 
     `time` is when it happened. Windows that end by `passed` are closed, whatever the key. `retry` is the id of the dead
-    letter that it was, if it was one. Raises `FinalError` where none of its windows is open.
+    letter that it was, if it was one. Raises `FinalError` where none of its windows is open, `DeclarationError` where
+    `fold` returns None, and what `fold` raises.
     """
     sequence, stored = notification.sequence, notification.time.timestamp()
     if _is_counted(state, sequence, stored, retry):
@@ -433,7 +434,7 @@ def add(
     values = dict(state.open)
     for start in taking:
         before: Any = values[start] if start in values else copy.deepcopy(windowing.initial)
-        values[start] = windowing.fold(before, notification)
+        values[start] = _folded(windowing, before, notification)
     this = {sequence: stored}
     newer = time > state.time
     return structs.replace(
@@ -446,6 +447,13 @@ def add(
         missed=state.missed if len(taking) == len(containing) else state.missed | this,
         retried=[*state.retried, retry] if retry else state.retried,
     )
+
+
+def _folded(windowing: Windowing[A, T], before: Any, notification: Notification[T]) -> A:
+    folded = windowing.fold(before, notification)
+    if folded is None and windowing.initial is not None:
+        raise DeclarationError("fold returned None, as `list.append` does: let it return the new value")
+    return folded
 
 
 def late(text: str) -> FinalError:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["TOLD_TO_END", "end_as_first_process", "hear"]
+__all__ = ["TOLD_TO_END", "hear"]
 
 TOLD_TO_END: dict[signal.Signals, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
@@ -24,9 +24,6 @@ TOLD_TO_END: dict[signal.Signals, Any] = {
     signal.SIGHUP: signal.SIG_DFL,
 }
 """The signals, each with the disposition that a Python program begins with."""
-
-
-FIRST_PROCESS = 1
 
 
 class _Forks(threading.local):
@@ -56,15 +53,6 @@ def hear(put: Callable[[signal.Signals], object]) -> None:
     if not _children_are_told:
         _children_are_told = True
         os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_forget)
-
-
-def end_as_first_process() -> None:
-    """Let SIGTERM end the first process of a container before it hears signals, as it ends any other process.
-
-    The kernel drops a signal to such a process that has no handler for it.
-    """
-    if os.getpid() == FIRST_PROCESS:
-        signal.signal(signal.SIGTERM, lambda number, _frame: os._exit(128 + number))
 
 
 def _block() -> None:

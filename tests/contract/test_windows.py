@@ -697,7 +697,24 @@ async def test_a_fold_that_returns_something_else_stores_nothing(
         await notify(t, 0)
         await t.settle()
         (dead_letter,) = t.dead_letters
-        assert "Expected `int`, got `str`" in dead_letter.error
+        assert "agent 'sums': fold returned what is not a <class 'int'>: Expected `int`, got `str`" in dead_letter.error
+
+
+async def test_a_fold_that_returns_none_fails_its_call(app: App, url: str | None) -> None:
+    found: list[Any] = []
+
+    forgetful: Windowing[Any, Any] = Windowing(size="1h", fold=lambda steps, _: steps.append(1), initial=[])
+
+    @app.agent("mars", window=forgetful, retry=Backoff(attempts=1))
+    async def gathered(window: Window[Any]) -> None:
+        found.append(window.value)
+
+    async with harness(app, server=url) as t:
+        await notify(t, 0)
+        await t.settle()
+        (dead_letter,) = t.dead_letters
+        assert "fold returned None, as `list.append` does" in dead_letter.error
+    assert found == []
 
 
 async def test_values_of_another_type_are_told_with_the_cure(

@@ -129,21 +129,35 @@ def test_each_of_these_signals_drains(start_forking: Callable[..., Command], num
 
 
 FIRST = """
-import os, signal, time
-from aviso_workers.worker import signals
+import os, signal, sys
 
-signals.FIRST_PROCESS = {first}
-signals.end_as_first_process()
-os.kill(os.getpid(), signal.SIGTERM)
-time.sleep(60)
+class Importing:
+    def find_spec(self, name, *_):
+        if name == "aviso_workers.app":
+            os.kill(process, signal.SIGTERM)
+            sys.exit("SIGTERM was not heard")
+
+process = os.getpid()
+os.getpid = lambda: {number}
+sys.argv = ["/opt/bin/{program}"]
+sys.meta_path.insert(0, Importing())
+import aviso_workers
 """
 
 
-@pytest.mark.parametrize(("first", "ended_with"), [("os.getpid()", 128 + signal.SIGTERM), ("1", -signal.SIGTERM)])
-def test_the_first_process_of_a_container_is_ended_before_it_hears_signals(first: str, ended_with: int) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", FIRST.format(first=first)], capture_output=True, timeout=PATIENCE_SECONDS, check=False
-    )
+@pytest.mark.parametrize(
+    ("number", "program", "ended_with"),
+    [
+        (1, "aviso-workers", 128 + signal.SIGTERM),
+        (2, "aviso-workers", -signal.SIGTERM),
+        (1, "another", -signal.SIGTERM),
+    ],
+)
+def test_the_command_is_ended_as_the_first_process_of_a_container_while_it_is_imported(
+    number: int, program: str, ended_with: int
+) -> None:
+    source = FIRST.format(number=number, program=program)
+    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, timeout=PATIENCE_SECONDS, check=False)
     assert ran.returncode == ended_with
 
 

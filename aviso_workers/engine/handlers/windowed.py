@@ -41,7 +41,14 @@ from aviso_workers.engine.handlers.counted import PROGRESS, Counted
 from aviso_workers.engine.handlers.one import HandlerContext, OneByOne
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue
 from aviso_workers.engine.timer_loops import OVERDUE_SECONDS, Lease, drained
-from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError, UndecodableError
+from aviso_workers.errors import (
+    BackendError,
+    ConflictError,
+    DeclarationError,
+    NotFoundError,
+    RefusedError,
+    UndecodableError,
+)
 from aviso_workers.events import Events, Unreadable, WindowDone, WindowFunctionsChanged, WindowsResized
 from aviso_workers.jetstream.key_value import Entry
 
@@ -569,10 +576,15 @@ class _States:
     def spell(self, state: State[Any]) -> bytes:
         """Return a state as it is stored.
 
-        Raises `msgspec.ValidationError` where the author's `fold` has returned something else than it should.
+        Raises `DeclarationError` where the author's `fold` has returned something else than it should.
         """
-        data = payloads.to_json(state)
-        self._read(data)
+        try:
+            data = payloads.to_json(state)
+            self._read(data)
+        except (*UNREADABLE_JSON, TypeError, ValueError) as error:
+            raise DeclarationError(
+                f"agent {self._agent.name!r}: fold returned what is not a {self._agent.argument_type}: {error}"
+            ) from error
         return data
 
 
