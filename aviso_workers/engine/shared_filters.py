@@ -287,8 +287,13 @@ class SharedFilter:
         return metadata.shared(self.consumer, (each.version for each in registered), everything=self._everything)
 
     def _hides(self, consumer: ConsumerInfo, registered: Iterable[Registered]) -> bool:
-        """Return whether the consumer's filter hides something that one of these versions wants."""
+        """Return whether the consumer's filter hides something that one of these versions wants.
+
+        A consumer that lets through everything of the event type hides nothing, whatever its versions have noted.
+        """
         filters = consumer.config.filters
+        if subjects.within(self._everything, filters):
+            return False
         return not all(subjects.within(each.version.filter_subjects, filters) for each in registered)
 
     async def _removed(

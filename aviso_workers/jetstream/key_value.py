@@ -40,7 +40,7 @@ class Entry(Struct, frozen=True, kw_only=True):
         text = "" if self.deleted else self.headers.get(TTL, "")
         if text.isdecimal():
             return float(text)
-        parts = re.findall(r"([0-9.]+)(ms|s|m|h)", text)
+        parts = re.findall(r"(\d{1,19}(?:\.\d{1,9})?)(ms|s|m|h)", text)
         return sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts) or None
 
 

@@ -36,7 +36,7 @@ def page() -> str:
 
 def _name(name: str, value: Any) -> Iterator[str]:
     yield f"### {name}\n"
-    if not _is_error(value):
+    if callable(value) and not _is_error(value):
         yield from _signature(name, value)
     yield f"{_prose(value)}\n"
     if inspect.isclass(value) and not _is_error(value):

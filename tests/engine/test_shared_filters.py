@@ -22,6 +22,7 @@ from aviso_workers.events import ConsumerNotRecorded, Events, FilterHides, Filte
 from aviso_workers.jetstream.metadata import RESETS, VERSIONS
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from tests.deliveries import UnsettledDelivery
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -177,6 +178,23 @@ async def test_a_wider_filter_than_wanted_hides_nothing_and_is_narrowed(backend:
     assert await filters_of(backend) == NARROW
     assert (await backend.consumer_info("MARS", "app__agent")).created == created
     assert stated == []
+
+
+@pytest.mark.parametrize("filters", [(), (">",), ("mars.*.>",)])
+async def test_a_consumer_that_somebody_has_created_is_not_recreated(
+    backend: InMemoryBackend, filters: tuple[str, ...]
+) -> None:
+    stated: list[Any] = []
+    await edit(backend, *filters)
+    created = (await backend.consumer_info("MARS", "app__agent")).created
+    narrow = worker(backend, NARROW, stated)
+    with anyio.fail_after(PATIENCE_SECONDS):
+        await narrow.ensure()
+    assert (await backend.consumer_info("MARS", "app__agent")).created == created
+    async with keeping(narrow):
+        await backend.clock.sleep(2 * GONE_SECONDS)
+    assert await filters_of(backend) == NARROW
+    assert [fact for fact in stated if isinstance(fact, FilterHides)] == []
 
 
 FORGED = {

@@ -221,7 +221,8 @@ class _ShortWire:
     def abort(self) -> None:
         transport = self._nc._transport
         if isinstance(transport, TcpTransport) and transport._io_writer is not None:
-            transport._io_writer.transport.abort()
+            with suppress(AttributeError):  # asyncio's, of a transport whose connection is lost already
+                transport._io_writer.transport.abort()
 
     def _write(self, command: bytes) -> None:
         if not self._waiting:
