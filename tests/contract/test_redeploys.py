@@ -25,6 +25,7 @@ from aviso_workers.declare.verdicts import OtherVersionError
 from aviso_workers.engine import acknowledging, timer_loops
 from aviso_workers.engine.dead_letter_store import DeadLetter
 from aviso_workers.engine.handlers import windowed
+from aviso_workers.engine.handlers.counted import PROGRESS, read_progress
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.errors import InvalidNotificationError, RefusedError, UndecodableError
 from aviso_workers.events import (
@@ -367,11 +368,15 @@ async def test_what_an_open_window_has_counted_stays_in_it(deploy: Deploy) -> No
     await deploy.start(before.app)
     await notify(deploy, range(0, 30, 5))
     await deploy.until_handled("sums")
+    bucket = await deploy.t.app.session.backend.key_value(windowed.bucket_of("contract", "sums"))
+    while not read_progress(await bucket.get(PROGRESS)).functions:  # which who closes windows records
+        await deploy.t.advance(0.05)
     await deploy.replace(before.app, after.app)
     await deploy.finish(before.app)
     await notify(deploy, range(30, 65, 5))
     await deploy.until_handled("sums")
     await deploy.until(lambda: found == {"06:00-07:00": [6], "od06:00-07:00": [600]})
+    await deploy.until(lambda: bool(deploy.stated(after.app, WindowFunctionsChanged)))
     assert [told.functions for told in deploy.stated(after.app, WindowFunctionsChanged)] == [("fold", "key")]
     assert deploy.stated(before.app, WindowFunctionsChanged) == []
     await deploy.stop_all(after.app)
