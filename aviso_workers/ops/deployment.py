@@ -88,7 +88,9 @@ async def functions(admin: Admin) -> dict[tuple[str, str], tuple[str, ...]]:
     each. Raises `BackendError`.
     """
     found = {
-        (stream, agents_.durable_name(owner, agent)): tuple(sorted({each.version.function for each in registered}))
+        (stream, agents_.durable_name(owner, agent)): tuple(
+            sorted({each.version.function for each in registered} - {""})
+        )
         for (owner, agent, stream), registered in (await versions.stored(admin)).items()
     }
     return {key: names for key, names in found.items() if len(names) > 1}

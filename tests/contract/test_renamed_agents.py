@@ -15,6 +15,7 @@ from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.engine.known_agents import KnownAgents
 from aviso_workers.errors import DeclarationError, NotFoundError, RefusedError
 from aviso_workers.events import AgentDisturbed, AgentMoved, AgentStarted, FunctionsDiffer
+from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control
 from aviso_workers.ops import deployment as deployment_
 from aviso_workers.testing import Harness, harness
@@ -296,6 +297,17 @@ async def test_two_programs_that_share_an_agent_say_so(deployment: Deployment) -
     assert told <= {("of_another_program", "handle"), ("handle", "of_another_program")}
     (functions,) = (await deployment_.functions(deployment.t.app.session.admin)).values()
     assert [name_of(each) for each in functions] == ["handle", "of_another_program"]
+
+
+async def test_a_consumer_that_another_program_has_created_is_no_second_program(deployment: Deployment) -> None:
+    """Its version has no function: such a program registers none."""
+    admin = deployment.t.app.session.admin
+    wanted = ConsumerSpec(
+        durable_name="contract__archive", filter_subjects=(), ack_wait=1_000_000_000, max_ack_pending=10
+    )
+    await admin.ensure_consumer("MARS", wanted)
+    await deployment.run(deployment.agent("archive"), "index")
+    assert await deployment_.functions(admin) == {}
 
 
 def name_of(function: str) -> str:
