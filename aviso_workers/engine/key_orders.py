@@ -11,14 +11,15 @@ from __future__ import annotations
 from contextlib import aclosing, suppress
 from datetime import datetime
 
-import msgspec
 from msgspec import Struct
 
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend
 from aviso_workers.declare.agents import durable_name
 from aviso_workers.engine import consumer_records, dead_letter_store, delayed_messages
-from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError, UndecodableError
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
+from aviso_workers.jetstream import key_value
+from aviso_workers.jetstream.key_value import Entry
 
 __all__ = ["require_same"]
 
@@ -56,20 +57,21 @@ async def _recorded(backend: Backend, stream: str, own: _Order, *, stored: str) 
     """Return the recorded order of the stream, and why it cannot be replaced: what is `stored` with it, or uses it.
     Where it is this one, or was replaced by this one, there is no reason.
     """
-    bucket = await backend.key_value(consumer_records.BUCKET)
+    bucket, key = await backend.key_value(consumer_records.BUCKET), f"streams/{stream}"
     while True:
-        entry = await bucket.get(key := f"streams/{stream}")
-        found = _read(entry.value) if entry else None
+        found = _read(await bucket.get(key))
         if found is not None and found.stream_created == own.stream_created:
             if found.key_order == own.key_order:
                 return found, ""
             if why := stored or await _used(backend, stream):
                 return found, why
-        try:
-            await bucket.put(key, msgspec.json.encode(own), revision=entry.revision if entry else 0)
-        except ConflictError:
-            continue
-        return own, ""
+
+        def replaced(now: _Order | None, expected: _Order | None = found) -> _Order | None:
+            return own if now == expected else now
+
+        _, recorded = await key_value.compare_and_set(bucket, key, read=_read, change=replaced)
+        if recorded == own:
+            return own, ""
 
 
 async def _used(backend: Backend, stream: str) -> str:
@@ -108,8 +110,8 @@ async def _has_dead_letters(backend: Backend, stream: str) -> bool:
     return False
 
 
-def _read(value: bytes) -> _Order | None:
+def _read(entry: Entry | None) -> _Order | None:
     try:
-        return read_json(value, _Order)
+        return read_json(entry.value, _Order) if entry else None
     except UndecodableError:
         return None

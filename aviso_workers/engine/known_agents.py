@@ -12,14 +12,15 @@ from collections.abc import Collection
 from contextlib import suppress
 
 import anyio
-import msgspec
 from msgspec import Struct, structs
 
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend
 from aviso_workers.declare.agents import durable_name
 from aviso_workers.engine import consumer_records
-from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError, UndecodableError
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
+from aviso_workers.jetstream import key_value
+from aviso_workers.jetstream.key_value import Entry
 
 __all__ = ["KnownAgents"]
 
@@ -43,8 +44,7 @@ class KnownAgents:
 
     async def require_new(self, agent: str, stream: str, filter_subjects: tuple[str, ...]) -> None:
         """Raise `RefusedError` where an agent without a consumer may be a renamed one. Raises `BackendError`."""
-        known, _ = await self._read()
-        for each in known:
+        for each in await self._read():
             if each.agent in self._declared or (each.stream, each.filter_subjects) != (stream, filter_subjects):
                 continue
             if what := await self._read_by(each):
@@ -73,8 +73,7 @@ class KnownAgents:
 
     async def rename(self, agent: str, to: str) -> None:
         """Record that the app has run an agent under another name. Raises `BackendError`."""
-        known, _ = await self._read()
-        for each in known:
+        for each in await self._read():
             if each.agent == agent:
                 await self._store(structs.replace(each, agent=to))
 
@@ -95,30 +94,31 @@ class KnownAgents:
         return tuple(each.stream for each in known if each.agent == agent and each.stream != stream)
 
     async def _store(self, wanted: _Known) -> tuple[_Known, ...]:
-        while True:
-            known, revision = await self._read()
+        """Record an agent, and return those from before."""
+
+        def added(known: tuple[_Known, ...]) -> tuple[_Known, ...]:
             if wanted in known:
                 return known
             others = (each for each in known if (each.agent, each.stream) != (wanted.agent, wanted.stream))
-            value = msgspec.json.encode(sorted([*others, wanted]))
-            try:
-                await (await self._backend.key_value(consumer_records.BUCKET)).put(self._key, value, revision=revision)
-            except ConflictError:
-                continue
-            return known
+            return tuple(sorted([*others, wanted]))
 
-    async def _read(self) -> tuple[tuple[_Known, ...], int]:
-        """Return the known agents, and the revision of their entry; none where it cannot be read as such."""
+        bucket = await self._backend.key_value(consumer_records.BUCKET)
+        before, _ = await key_value.compare_and_set(bucket, self._key, read=_read, change=added)
+        return before
+
+    async def _read(self) -> tuple[_Known, ...]:
         if not await consumer_records.exists(self._backend):
-            return (), 0
-        entry = await (await self._backend.key_value(consumer_records.BUCKET)).get(self._key)
-        if entry is None:
-            return (), 0
-        try:
-            return read_json(entry.value, tuple[_Known, ...]), entry.revision
-        except UndecodableError:
-            return (), entry.revision
+            return ()
+        return _read(await (await self._backend.key_value(consumer_records.BUCKET)).get(self._key))
 
     @property
     def _key(self) -> str:
         return f"{self._app}/agents"
+
+
+def _read(entry: Entry | None) -> tuple[_Known, ...]:
+    """Return the known agents of an entry; none where they cannot be read."""
+    try:
+        return read_json(entry.value, tuple[_Known, ...]) if entry else ()
+    except UndecodableError:
+        return ()

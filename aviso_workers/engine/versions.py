@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct, structs
 
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend, KeyValue
 from aviso_workers.engine import consumer_records
-from aviso_workers.errors import ConflictError, NotFoundError, UndecodableError
+from aviso_workers.errors import NotFoundError, UndecodableError
+from aviso_workers.jetstream import key_value
+from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.jetstream.metadata import MOST_NOTED, Version
 
 __all__ = ["Registered", "Versions", "including", "stored", "with_heartbeat"]
@@ -50,11 +51,10 @@ class Versions:
     async def read(self) -> tuple[Registered, ...]:
         """Return the registered versions. Raises `BackendError`."""
         try:
-            entry = await (await self._opened()).get(self._key)
+            return _read(await (await self._opened()).get(self._key))
         except NotFoundError:
             self._bucket = None  # it was deleted
             return ()
-        return _read(entry.value) if entry else ()
 
     async def change(
         self, change: Callable[[tuple[Registered, ...]], Iterable[Registered]]
@@ -63,22 +63,15 @@ class Versions:
 
         `change` is called again with what is registered then, where somebody else has changed it meanwhile.
         """
-        while True:
-            try:
-                bucket = await self._opened()
-                entry = await bucket.get(self._key)
-            except NotFoundError:
-                self._bucket = None  # it was deleted
-                raise
-            before = _read(entry.value) if entry else ()
-            after = tuple(sorted(change(before), key=lambda each: each.version))
-            if after == before:
-                return before, after
-            try:
-                await bucket.put(self._key, msgspec.json.encode(after), revision=entry.revision if entry else 0)
-            except ConflictError:
-                continue
-            return before, after
+
+        def changed(known: tuple[Registered, ...]) -> tuple[Registered, ...]:
+            return tuple(sorted(change(known), key=lambda each: each.version))
+
+        try:
+            return await key_value.compare_and_set(await self._opened(), self._key, read=_read, change=changed)
+        except NotFoundError:
+            self._bucket = None  # it was deleted
+            raise
 
     async def _opened(self) -> KeyValue:
         if self._bucket is None:
@@ -105,14 +98,16 @@ async def stored(backend: Backend) -> dict[tuple[str, str, str], tuple[Registere
     if not await consumer_records.exists(backend):
         return {}
     entries = await (await backend.key_value(consumer_records.BUCKET)).entries()
-    found = [(entry.key.split("/"), _read(entry.value)) for entry in entries if entry.key.endswith("/versions")]
+    found = [(entry.key.split("/"), _read(entry)) for entry in entries if entry.key.endswith("/versions")]
     return {(key[0], key[1], key[2]): versions for key, versions in found if versions and len(key) == 4}
 
 
-def _read(value: bytes) -> tuple[Registered, ...]:
+def _read(entry: Entry | None) -> tuple[Registered, ...]:
     """Return the versions of an entry; none where they cannot be read, or are more than agents have."""
+    if entry is None:
+        return ()
     try:
-        found = read_json(value, tuple[Registered, ...])
+        found = read_json(entry.value, tuple[Registered, ...])
     except UndecodableError:
         return ()
     return found if sum(1 + len(each.version.filter_subjects) for each in found) <= MOST_NOTED else ()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from datetime import datetime
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import msgspec
 from msgspec import Struct
 
-__all__ = ["TTL", "BulkKeyValue", "Entry", "KeyValue", "ttl_text"]
+from aviso_workers.errors import ConflictError
+
+__all__ = ["TTL", "BulkKeyValue", "Entry", "KeyValue", "compare_and_set", "ttl_text"]
+
+T = TypeVar("T")
 
 TTL = "Nats-TTL"
 """The header with the time after which the server forgets a message."""
@@ -115,6 +120,27 @@ class BulkKeyValue(KeyValue, Protocol):
 
         Raises the error of the first that could not be stored; the others are stored or not.
         """
+
+
+async def compare_and_set(
+    bucket: KeyValue, key: str, *, read: Callable[[Entry | None], T], change: Callable[[T], T]
+) -> tuple[T, T]:
+    """Store as JSON what `change` returns for what `read` makes of a key's entry, and return the value before and now.
+
+    Where somebody else has changed the key meanwhile, both are called again. Nothing is stored where the value stays
+    equal. Raises as `get` and `put` of the bucket do.
+    """
+    while True:
+        entry = await bucket.get(key)
+        before = read(entry)
+        after = change(before)
+        if after == before:
+            return before, before
+        try:
+            await bucket.put(key, msgspec.json.encode(after), revision=entry.revision if entry else 0)
+        except ConflictError:
+            continue
+        return before, after
 
 
 def ttl_text(seconds: float) -> str:

@@ -50,6 +50,7 @@ from aviso_workers.errors import (
     UndecodableError,
 )
 from aviso_workers.events import Events, Unreadable, WindowDone, WindowFunctionsChanged, WindowsResized
+from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
 
 __all__ = ["AsWindows", "bucket_of", "is_bucket", "is_window", "open_windows", "put_back", "unfinished"]
@@ -236,17 +237,8 @@ class AsWindows:
 
     async def _advance(self, change: Callable[[Progress], Progress]) -> Progress:
         """Change what is known for all keys, as `_change` does."""
-        while True:
-            entry = await self._bucket.get(PROGRESS)
-            progress = counted.read_progress(entry)
-            changed = change(progress)
-            if changed == progress:
-                return progress
-            try:
-                await self._bucket.put(PROGRESS, msgspec.json.encode(changed), revision=entry.revision if entry else 0)
-            except ConflictError:
-                continue  # somebody else's change went through instead
-            return changed
+        _, changed = await key_value.compare_and_set(self._bucket, PROGRESS, read=counted.read_progress, change=change)
+        return changed
 
     async def _keep_closing(self, stop: anyio.Event) -> None:
         self._awaited = None
