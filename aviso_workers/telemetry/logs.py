@@ -278,57 +278,49 @@ def _observe_consumer(
             cure=_cure_of(event),
         )
         return
-    if isinstance(event, ConsumerEdited):
-        log.warning(
-            "consumer.edited",
-            agent=event.agent,
-            stream=event.stream,
-            consumer=event.consumer,
-            differences=list(event.differences),
-            cure="the worker has set these fields right; do not edit the consumer of an agent, but the agent",
-        )
-        return
-    if isinstance(event, AckWaitDiffers):
-        differs = event.own_seconds != event.in_effect_seconds
-        (log.warning if differs else log.info)(
-            "consumer.ack_wait_differs" if differs else "consumer.ack_wait_is_own",
-            agent=event.agent,
-            stream=event.stream,
-            consumer=event.consumer,
-            own_seconds=event.own_seconds,
-            in_effect_seconds=event.in_effect_seconds,
-        )
-        return
-    if isinstance(event, FunctionsDiffer):
-        names = {"agent": event.agent, "stream": event.stream, "consumer": event.consumer, "own": event.own}
-        if not event.others:
-            log.info("consumer.functions_are_one", **names)
-            return
-        log.warning(
-            "consumer.functions_differ",
-            **names,
-            others=list(event.others),
-            cure="outside of a deploy, give one of the apps or agents another name: each of them handles only a part "
-            "of the notifications",
-        )
-        return
-    if isinstance(event, FilterHides):
-        log.warning(
-            "consumer.filter_hides",
-            agent=event.agent,
-            stream=event.stream,
-            consumer=event.consumer,
-            found=" ".join(event.found),
-            wanted=" ".join(event.wanted),
-            cure="the consumer is recreated, and half a minute of notifications may be handled again; do not edit the "
-            "filter of an agent's consumer, but the where of the agent",
-        )
-        return
-    of = {"agent": event.agent, "stream": event.stream, "consumer": event.consumer, "own": " ".join(event.own)}
-    if event.others:
-        log.warning("consumer.filters_differ", **of, others=_spelled(event.others))
-    if event.gone or not event.others:
-        log.warning("consumer.filter_narrowed", **of, gone=_spelled(event.gone))
+    of = {"agent": event.agent, "stream": event.stream, "consumer": event.consumer}
+    match event:
+        case ConsumerEdited():
+            log.warning(
+                "consumer.edited",
+                **of,
+                differences=list(event.differences),
+                cure="the worker has set these fields right; do not edit the consumer of an agent, but the agent",
+            )
+        case AckWaitDiffers():
+            differs = event.own_seconds != event.in_effect_seconds
+            (log.warning if differs else log.info)(
+                "consumer.ack_wait_differs" if differs else "consumer.ack_wait_is_own",
+                **of,
+                own_seconds=event.own_seconds,
+                in_effect_seconds=event.in_effect_seconds,
+            )
+        case FunctionsDiffer(others=()):
+            log.info("consumer.functions_are_one", **of, own=event.own)
+        case FunctionsDiffer():
+            log.warning(
+                "consumer.functions_differ",
+                **of,
+                own=event.own,
+                others=list(event.others),
+                cure="outside of a deploy, give one of the apps or agents another name: each of them handles only a "
+                "part of the notifications",
+            )
+        case FilterHides():
+            log.warning(
+                "consumer.filter_hides",
+                **of,
+                found=" ".join(event.found),
+                wanted=" ".join(event.wanted),
+                cure="the consumer is recreated, and half a minute of notifications may be handled again; do not edit "
+                "the filter of an agent's consumer, but the where of the agent",
+            )
+        case FiltersDiffer():
+            of["own"] = " ".join(event.own)
+            if event.others:
+                log.warning("consumer.filters_differ", **of, others=_spelled(event.others))
+            if event.gone or not event.others:
+                log.warning("consumer.filter_narrowed", **of, gone=_spelled(event.gone))
 
 
 def _observe_record(event: ConsumerResumed | ConsumerNotRecorded | AgentMoved) -> None:
