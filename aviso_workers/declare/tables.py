@@ -54,6 +54,7 @@ __all__ = [
 
 T = TypeVar("T")
 R = TypeVar("R")
+C = TypeVar("C")
 
 PROCESS: ContextVar[object] = ContextVar("process", default=None)
 """Which worker this code runs in, where a test plays several of them in one process: each is connected by itself."""
@@ -69,7 +70,6 @@ REMEMBERED_SECONDS = 31 * 86400.0
 SHORTEST_TTL_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 0.5
 """After a conflict with another process an update waits for a random time before it is tried again, at most so long."""
-NOT_CONNECTED = "is not connected: declare it before `async with app:`, and use it inside"
 
 
 class Delete(Enum):
@@ -104,36 +104,67 @@ class Applied(Protocol):
     async def added(self, key: str, header: str, notification: Notification[Any]) -> str | None: ...
 
 
-class _Loop(NamedTuple):
-    """Where a table or counter is connected."""
+class _Connected(NamedTuple, Generic[C]):
+    """What a table or counter works with in one app, and where."""
 
+    to: C
     portal: BlockingPortal
     loop: asyncio.AbstractEventLoop
     process: int
 
-    def check(self, what: str) -> None:
-        """Raise `DeclarationError` in another event loop, to which no answer would come."""
-        if event_loops.running_loop() not in (None, self.loop):
+
+class _Connections(Generic[C]):
+    """What a table or counter is connected to, by `PROCESS`."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        self._kind = kind
+        self._what = f"{kind} {name!r}"
+        self._connected: dict[object, _Connected[C]] = {}
+
+    def add(self, to: C, portal: BlockingPortal) -> None:
+        if PROCESS.get() in self._connected:
+            raise DeclarationError(f"{self._what} is in use by another app of this process")
+        self._connected[PROCESS.get()] = _Connected(to, portal, asyncio.get_running_loop(), os.getpid())
+
+    def remove(self) -> None:
+        self._connected.pop(PROCESS.get(), None)
+
+    @property
+    def here(self) -> C:
+        """What is connected. Raises `DeclarationError` where nothing is, or in another event loop, to which no answer
+        would come.
+        """
+        connected = self._here()
+        if event_loops.running_loop() not in (None, connected.loop):
             raise DeclarationError(
-                f"{what} is connected in another event loop: from this one, call its methods whose names end in _sync, "
-                "as in `await asyncio.to_thread(table.get_sync, key)`"
+                f"{self._what} is connected in another event loop: from this one, call its methods whose names end in "
+                "_sync, as in `await asyncio.to_thread(table.get_sync, key)`"
             )
+        return connected.to
 
-    def wait(self, what: str, method: Callable[..., Coroutine[Any, Any, R]], *arguments: Any, **named: Any) -> R:
-        """Run the method on the loop from another thread, and return what it returns."""
-        if os.getpid() != self.process:
-            raise UnavailableError(f"{what} is connected in the process that this one was forked from")
-        return event_loops.call(self.portal, partial(method, *arguments, **named))
+    def wait(self, method: Callable[..., Coroutine[Any, Any, R]], *arguments: Any, **named: Any) -> R:
+        """Run the method on the loop from a thread without one, and return what it returns."""
+        event_loops.refuse_blocking(f"{method.__name__}_sync", f"{self._kind}.{method.__name__}(...)")
+        connected = self._here()
+        if os.getpid() != connected.process:
+            raise UnavailableError(f"{self._what} is connected in the process that this one was forked from")
+        return event_loops.call(connected.portal, partial(method, *arguments, **named))
+
+    def _here(self) -> _Connected[C]:
+        if (connected := self._connected.get(PROCESS.get())) is None:
+            raise DeclarationError(
+                f"{self._what} is not connected: declare it before `async with app:`, and use it inside"
+            )
+        return connected
 
 
-class _Connection(NamedTuple):
+class _Bucket(NamedTuple):
     """What a table works with while it is connected."""
 
     bucket: KeyValue
     applied: Applied
     turns: WeakValueDictionary[str, anyio.Lock]
     """By key as it is spelled, the updates that wait for each other."""
-    where: _Loop
 
 
 class Table(Generic[T]):
@@ -150,8 +181,7 @@ class Table(Generic[T]):
         self.name = name
         self.keeps_history = history
         self.cached = cached
-        self._connections: dict[object, _Connection] = {}
-        """By `PROCESS`."""
+        self._connections = _Connections[_Bucket]("table", name)
         try:
             if isinstance(default, builtins.type):
                 raise TypeError(f"default= is a value such as {default.__name__}(), found the type itself")
@@ -239,7 +269,7 @@ class Table(Generic[T]):
             return await self._update(kept, spelled, change, None, seconds)
         if self.keeps_history > 1:
             raise DeclarationError(f"table {self.name!r}: once= needs a table without a history")
-        with self._connection.applied.once(spelled, once):
+        with self._connections.here.applied.once(spelled, once):
             return await self._update(kept, spelled, change, once, seconds)
 
     async def _update(
@@ -251,7 +281,7 @@ class Table(Generic[T]):
         ttl_seconds: float | None,
     ) -> Any:
         conflicts = 0
-        _, applied_before, turns, _ = self._connection
+        _, applied_before, turns = self._connections.here
         # Callers of one process take turns: side by side they would only defeat each other's compare-and-set.
         async with turns.setdefault(spelled, anyio.Lock()):
             while True:
@@ -328,11 +358,11 @@ class Table(Generic[T]):
 
     def get_sync(self, key: str) -> T:
         """Do what `get` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
-        return self._wait(self.get, key)
+        return self._connections.wait(self.get, key)
 
     def put_sync(self, key: str, value: T, *, ttl: AnyDuration | None = None) -> None:
         """Do what `put` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
-        self._wait(self.put, key, value, ttl=ttl)
+        self._connections.wait(self.put, key, value, ttl=ttl)
 
     @overload
     def update_sync(
@@ -366,11 +396,11 @@ class Table(Generic[T]):
 
         Raises `DeclarationError` where an event loop runs in this thread.
         """
-        return self._wait(self.update, key, change, once=once, ttl=ttl)
+        return self._connections.wait(self.update, key, change, once=once, ttl=ttl)
 
     def delete_sync(self, key: str) -> None:
         """Do what `delete` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
-        self._wait(self.delete, key)
+        self._connections.wait(self.delete, key)
 
     def items_sync(self) -> list[tuple[str, T]]:
         """Return what `items` yields, from a thread without an event loop. Raises `DeclarationError` where one runs."""
@@ -378,39 +408,25 @@ class Table(Generic[T]):
         async def items() -> list[tuple[str, T]]:
             return [each async for each in self.items()]
 
-        return self._wait(items)
+        return self._connections.wait(items)
 
     def history_sync(self, key: str) -> list[Change[T]]:
         """Do what `history` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
-        return self._wait(self.history, key)
+        return self._connections.wait(self.history, key)
 
     def connect(self, bucket: KeyValue, applied: Applied, portal: BlockingPortal) -> None:
         """Connect the table, as the app does. Raises `DeclarationError` if another app uses the table."""
-        if PROCESS.get() in self._connections:
-            raise DeclarationError(f"table {self.name!r} is in use by another app of this process")
-        where = _Loop(portal, asyncio.get_running_loop(), os.getpid())
-        self._connections[PROCESS.get()] = _Connection(bucket, applied, WeakValueDictionary(), where)
+        self._connections.add(_Bucket(bucket, applied, WeakValueDictionary()), portal)
 
     def disconnect(self) -> None:
-        self._connections.pop(PROCESS.get(), None)
+        self._connections.remove()
 
     def __repr__(self) -> str:
         return f"<Table {self.name}>"
 
     @property
-    def _connection(self) -> _Connection:
-        if (connection := self._connections.get(PROCESS.get())) is None:
-            raise DeclarationError(f"table {self.name!r} {NOT_CONNECTED}")
-        connection.where.check(f"table {self.name!r}")
-        return connection
-
-    @property
     def _kept(self) -> KeyValue:
-        return self._connection.bucket
-
-    def _wait(self, method: Callable[..., Coroutine[Any, Any, R]], *arguments: Any, **named: Any) -> R:
-        event_loops.refuse_blocking(f"{method.__name__}_sync", f"table.{method.__name__}(...)")
-        return self._connection.where.wait(f"table {self.name!r}", method, *arguments, **named)
+        return self._connections.here.bucket
 
     def _ttl_seconds(self, ttl: object) -> float | None:
         try:
@@ -480,8 +496,7 @@ class Counter:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._stores: dict[object, tuple[CounterStore, _Loop]] = {}
-        """By `PROCESS`."""
+        self._connections = _Connections[CounterStore]("counter", name)
 
     @event_loops.awaited
     async def add(self, key: str, amount: int = 1, *, message_id: str | None = None) -> int:
@@ -492,56 +507,39 @@ class Counter:
         """
         if not isinstance(amount, int) or isinstance(amount, bool):
             raise DeclarationError(f"counter {self.name!r}: the amount must be a whole number, found {amount!r:.100}")
-        return await self._connected.add(encode_key(key), amount, message_id=message_id)
+        return await self._connections.here.add(encode_key(key), amount, message_id=message_id)
 
     @event_loops.awaited
     async def get(self, key: str) -> int:
         """Return the number of a key; 0 if nothing was added."""
-        return await self._connected.get(encode_key(key))
+        return await self._connections.here.get(encode_key(key))
 
     @event_loops.awaited
     async def items(self) -> dict[str, int]:
         """Return the numbers of all keys."""
-        return {decode_key(key): total for key, total in (await self._connected.all()).items()}
+        return {decode_key(key): total for key, total in (await self._connections.here.all()).items()}
 
     def add_sync(self, key: str, amount: int = 1, *, message_id: str | None = None) -> int:
         """Do what `add` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
-        return self._wait(self.add, key, amount, message_id=message_id)
+        return self._connections.wait(self.add, key, amount, message_id=message_id)
 
     def get_sync(self, key: str) -> int:
         """Do what `get` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
-        return self._wait(self.get, key)
+        return self._connections.wait(self.get, key)
 
     def items_sync(self) -> dict[str, int]:
         """Do what `items` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
-        return self._wait(self.items)
+        return self._connections.wait(self.items)
 
     def connect(self, store: CounterStore, portal: BlockingPortal) -> None:
         """Connect the counter, as the app does. Raises `DeclarationError` if another app uses the counter."""
-        if PROCESS.get() in self._stores:
-            raise DeclarationError(f"counter {self.name!r} is in use by another app of this process")
-        self._stores[PROCESS.get()] = store, _Loop(portal, asyncio.get_running_loop(), os.getpid())
+        self._connections.add(store, portal)
 
     def disconnect(self) -> None:
-        self._stores.pop(PROCESS.get(), None)
+        self._connections.remove()
 
     def __repr__(self) -> str:
         return f"<Counter {self.name}>"
-
-    def _wait(self, method: Callable[..., Coroutine[Any, Any, R]], *arguments: Any, **named: Any) -> R:
-        event_loops.refuse_blocking(f"{method.__name__}_sync", f"counter.{method.__name__}(...)")
-        return self._connection[1].wait(f"counter {self.name!r}", method, *arguments, **named)
-
-    @property
-    def _connected(self) -> CounterStore:
-        return self._connection[0]
-
-    @property
-    def _connection(self) -> tuple[CounterStore, _Loop]:
-        if (connection := self._stores.get(PROCESS.get())) is None:
-            raise DeclarationError(f"counter {self.name!r} {NOT_CONNECTED}")
-        connection[1].check(f"counter {self.name!r}")
-        return connection
 
 
 async def _left_of_ttl(kept: KeyValue, entry: Entry | None) -> float | None:
