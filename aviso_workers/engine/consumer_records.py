@@ -34,6 +34,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import ConsumerNotRecorded, ConsumerResumed, Events
 from aviso_workers.jetstream import metadata, plans, specs
+from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.jetstream.specs import ConsumerSpec
 
 __all__ = [
@@ -43,7 +44,8 @@ __all__ = [
     "ConsumerRecorder",
     "alive",
     "create_bucket",
-    "exists",
+    "entries",
+    "entry",
     "longest_seconds",
     "mark_removed",
     "move",
@@ -267,11 +269,20 @@ async def create_bucket(backend: Backend) -> None:
 
 async def stored(backend: Backend) -> dict[tuple[str, str, str], ConsumerRecord]:
     """Return all records, by app, agent and stream. Raises `BackendError`."""
-    if not await exists(backend):
-        return {}
-    entries = await (await backend.key_value(BUCKET)).entries()
-    found = [(entry.key.split("/"), _read(entry.value)) for entry in entries]
+    found = [(each.key.split("/"), _read(each.value)) for each in await entries(backend)]
     return {(key[0], key[1], key[2]): record for key, record in found if record and len(key) == 3}
+
+
+async def entries(backend: Backend) -> list[Entry]:
+    """Return all entries of the bucket, which `versions` and other modules keep theirs in as well; none where there is
+    no bucket. Raises `BackendError`.
+    """
+    return await (await backend.key_value(BUCKET)).entries() if await _exists(backend) else []
+
+
+async def entry(backend: Backend, key: str) -> Entry | None:
+    """Return the entry of a key; None where there is none, or no bucket. Raises `BackendError`."""
+    return await (await backend.key_value(BUCKET)).get(key) if await _exists(backend) else None
 
 
 async def alive(backend: Backend, *, app: str, agent: str, stream: str) -> ConsumerRecord | None:
@@ -298,7 +309,7 @@ async def mark_removed(backend: Backend, *, app: str, agent: str, stream: str, c
 
 async def remove(backend: Backend, *, app: str, agent: str, stream: str) -> None:
     """Forget that there was a consumer, because its agent is retired. Raises `BackendError`."""
-    if not await exists(backend):
+    if not await _exists(backend):
         return
     bucket = await backend.key_value(BUCKET)
     for key in (_key(app, agent, stream), versions_key(app, agent, stream)):
@@ -320,7 +331,7 @@ async def move(backend: Backend, *, app: str, agent: str, stream: str, ack_floor
         await (await backend.key_value(BUCKET)).put(key, msgspec.json.encode(moved))
 
 
-async def exists(backend: Backend) -> bool:
+async def _exists(backend: Backend) -> bool:
     """Return whether there is the bucket: who only reads makes none. Raises `BackendError`."""
     try:
         await backend.stream_info(f"KV_{BUCKET}")
@@ -331,10 +342,8 @@ async def exists(backend: Backend) -> bool:
 
 async def _one(backend: Backend, key: str) -> ConsumerRecord | None:
     """Return the record of this key; None where there is none."""
-    if not await exists(backend):
-        return None
-    entry = await (await backend.key_value(BUCKET)).get(key)
-    return _read(entry.value) if entry else None
+    found = await entry(backend, key)
+    return _read(found.value) if found else None
 
 
 def versions_key(app: str, agent: str, stream: str) -> str:

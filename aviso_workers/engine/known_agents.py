@@ -107,9 +107,7 @@ class KnownAgents:
         return before
 
     async def _read(self) -> tuple[_Known, ...]:
-        if not await consumer_records.exists(self._backend):
-            return ()
-        return _read(await (await self._backend.key_value(consumer_records.BUCKET)).get(self._key))
+        return _read(await consumer_records.entry(self._backend, self._key))
 
     @property
     def _key(self) -> str:

@@ -95,9 +95,7 @@ def with_heartbeat(versions: Iterable[Registered], own: Version) -> tuple[Regist
 
 async def stored(backend: Backend) -> dict[tuple[str, str, str], tuple[Registered, ...]]:
     """Return the registered versions of all agents, by app, agent and stream. Raises `BackendError`."""
-    if not await consumer_records.exists(backend):
-        return {}
-    entries = await (await backend.key_value(consumer_records.BUCKET)).entries()
+    entries = await consumer_records.entries(backend)
     found = [(entry.key.split("/"), _read(entry)) for entry in entries if entry.key.endswith("/versions")]
     return {(key[0], key[1], key[2]): versions for key, versions in found if versions and len(key) == 4}
 
