@@ -11,6 +11,7 @@ condition, and so they are not where the versions are noted.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable
 from typing import Annotated
 
@@ -35,7 +36,8 @@ class Registered(Struct, frozen=True, kw_only=True):
 
     version: Version
     heard: Annotated[int, Meta(ge=0, le=MOST_HEARD)] = 0
-    """How often its workers have said that they live."""
+    """Counted up when its workers say that they live. It begins with any number: else a version that comes back would
+    have the number of its former workers, which others have not seen change for long."""
     reads: bool = False
     """Whether the consumer has let through what it wants since it was registered."""
 
@@ -82,7 +84,9 @@ class Versions:
 def including(versions: Iterable[Registered], own: Version) -> tuple[Registered, ...]:
     """Return the versions, and this one where it is not among them."""
     known = tuple(versions)
-    return known if any(each.version == own for each in known) else (*known, Registered(version=own))
+    if any(each.version == own for each in known):
+        return known
+    return (*known, Registered(version=own, heard=secrets.randbelow(MOST_HEARD)))
 
 
 def with_heartbeat(versions: Iterable[Registered], own: Version) -> tuple[Registered, ...]:

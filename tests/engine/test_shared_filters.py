@@ -98,6 +98,22 @@ async def test_one_that_nobody_runs_is_gone_and_one_that_somebody_runs_is_not(ba
         tasks.cancel_scope.cancel()
 
 
+async def test_one_that_comes_back_is_not_taken_for_gone_again(backend: InMemoryBackend) -> None:
+    wide, narrow, other = worker(backend, WIDE, []), worker(backend, NARROW, []), worker(backend, NARROW, [])
+    await wide.ensure()
+    await narrow.ensure()
+    async with keeping(narrow):
+        await backend.clock.sleep(CHECK_SECONDS / 2)
+        async with keeping(other):  # the two look in turns
+            while await filters_of(backend) == EVERYTHING:
+                await backend.clock.sleep(0.1)
+            again = worker(backend, WIDE, [])
+            await again.ensure()
+            for _ in range(30):
+                assert await filters_of(backend) == EVERYTHING
+                await backend.clock.sleep(CHECK_SECONDS / 10)
+
+
 async def test_one_that_was_cut_off_together_with_who_looks_is_not_gone(backend: InMemoryBackend) -> None:
     stated: list[FiltersDiffer] = []
     async with backend.peer() as peer, anyio.create_task_group() as tasks:
