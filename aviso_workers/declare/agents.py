@@ -20,11 +20,11 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 from msgspec import Struct
 from typing_extensions import TypeVar as DefaultTypeVar
 
-from aviso_workers.aviso import literals, payloads, positions, typed_identifiers
+from aviso_workers.aviso import payloads, positions, typed_identifiers
 from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.config.documents import Node
-from aviso_workers.declare import around, event_types, resources, timers
+from aviso_workers.declare import around, durations, event_types, resources, timers
 from aviso_workers.declare.around import Around
 from aviso_workers.declare.batches import Batch, Batching, Stream
 from aviso_workers.declare.resources import Resource, Scope
@@ -746,10 +746,7 @@ def _check_classifier(agent: str, classify: object) -> None:
 
 
 def _seconds(name: str, argument: str, duration: object) -> float:
-    try:
-        return literals.seconds_of(duration)
-    except ValueError as error:
-        raise DeclarationError(f"agent {name!r:.100}: {argument}=: {error}") from error
+    return durations.seconds(f"agent {name!r:.100}: {argument}=", duration)
 
 
 def _start(name: str, start: int | str | datetime) -> str:

@@ -13,11 +13,11 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
-from aviso_workers.aviso import literals
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.aviso.schema import StoragePolicy
 from aviso_workers.config.documents import IN_PYTHON, Node, Place, node_of
 from aviso_workers.config.settings import JetStream
+from aviso_workers.declare import durations
 from aviso_workers.errors import DeclarationError
 
 __all__ = ["declare"]
@@ -83,10 +83,7 @@ def _completed(name: str, storage_policy: object, latest_only: object) -> object
 
 def _literal(name: str, time: float | timedelta) -> str:
     """Return a duration as a file has it, such as `30d`."""
-    try:
-        seconds = literals.seconds_of(time)
-    except ValueError as error:
-        raise DeclarationError(f"event type {name!r}: storage_policy.retention_time: {error}") from error
+    seconds = durations.seconds(f"event type {name!r}: storage_policy.retention_time", time)
     if not isinstance(seconds, int) or seconds <= 0:
         raise DeclarationError(
             f"event type {name!r}: storage_policy.retention_time must be whole seconds above 0, found {time!r:.100}"

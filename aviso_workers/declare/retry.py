@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from msgspec import Struct, structs
 
-from aviso_workers.aviso import literals
 from aviso_workers.aviso.literals import AnyDuration
+from aviso_workers.declare import durations
 from aviso_workers.errors import DeclarationError
 
 __all__ = ["LONGEST_DELAY_DAYS", "LONGEST_DELAY_SECONDS", "Backoff", "Restarts", "RetryShare", "Tries", "is_number"]
@@ -73,7 +73,7 @@ class Backoff(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("first", "max"):
             if not is_number(given := getattr(self, name)):
-                structs.force_setattr(self, name, _seconds(name, given))
+                structs.force_setattr(self, name, durations.seconds(f"Backoff: {name}", given))
         for name, (least, most) in _SENSIBLE.items():
             found = getattr(self, name)
             if not (is_number(found) and least <= found <= most):
@@ -179,13 +179,6 @@ class Restarts:
         self.failures = 1 if healthy else self.failures + 1
         self._started = math.inf
         return self._backoff.delay_seconds(self.failures)
-
-
-def _seconds(name: str, duration: object) -> float:
-    try:
-        return literals.seconds_of(duration)
-    except ValueError as error:
-        raise DeclarationError(f"Backoff: {name}: {error}") from error
 
 
 def is_number(found: object) -> TypeGuard[float]:

@@ -27,9 +27,10 @@ from anyio.from_thread import BlockingPortal
 from msgspec import Struct
 
 from aviso_workers import event_loops
-from aviso_workers.aviso import literals, payloads
+from aviso_workers.aviso import payloads
 from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification
+from aviso_workers.declare import durations
 from aviso_workers.errors import (
     ConflictError,
     DeclarationError,
@@ -429,10 +430,7 @@ class Table(Generic[T]):
         return self._connections.here.bucket
 
     def _ttl_seconds(self, ttl: object) -> float | None:
-        try:
-            return None if ttl is None else literals.seconds_of(ttl)
-        except ValueError as error:
-            raise DeclarationError(f"table {self.name!r}: ttl: {error}") from error
+        return None if ttl is None else durations.seconds(f"table {self.name!r}: ttl", ttl)
 
     def _refuse_forgotten(self, value: object) -> None:
         """Raise `DeclarationError` for what a function of `update` returns where it has forgotten the new value."""

@@ -30,6 +30,7 @@ from typing_extensions import TypeVar
 from aviso_workers.aviso import literals
 from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification
+from aviso_workers.declare import durations
 from aviso_workers.declare.verdicts import FinalError
 from aviso_workers.errors import DeclarationError, InvalidKeyError, LateError
 
@@ -159,10 +160,7 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
             given = getattr(self, name)
             if given in (None, "") and name in ("every", "idle"):
                 continue
-            try:
-                seconds = literals.seconds_of(given)
-            except ValueError as error:
-                raise DeclarationError(f"Windowing: {name}: {error}") from error
+            seconds = durations.seconds(f"Windowing: {name}", given)
             if not isinstance(seconds, int):
                 raise DeclarationError(f"Windowing: {name} must be whole seconds, found {given!r:.100}")
             if seconds < 0 or (not seconds and name != "lateness"):
