@@ -32,7 +32,7 @@ from aviso_workers.errors import BackendError
 from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, Settled, SettledOutcome
 from aviso_workers.jetstream import error_codes
 
-__all__ = ["Exceeded", "Settler", "dead_letter_exceeded", "give_back", "settle", "settle_again"]
+__all__ = ["Exceeded", "Settler", "dead_letter_exceeded", "give_back", "leave_to_others", "settle", "settle_again"]
 
 STORE_AGAIN = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
 """The backoff after a dead letter could not be stored: until then the agent tries none, and the originals wait."""
@@ -58,8 +58,10 @@ ON_ERROR = "on_error"
 """The reason of `Settled` where an `on_error` function returned `Ack()`."""
 ACKED = _Outcome("acked")
 TAKEN_OVER = _Outcome("retried", "taken_over")
-OTHER_VERSION = Backoff(first=0.1, factor=2.0, max=5.0, jitter=0.0)
-"""When a notification that another version is to handle comes again, by how often it was delivered."""
+OTHER_VERSION = Backoff(first=0.05, factor=1.3, max=5.0, jitter=0.5)
+"""When a notification that another version is to handle comes again, by how often it was delivered: about fifteen times
+in the first ten seconds, because a server gives it to any worker. At equal intervals, it could be the same worker each
+time."""
 FRESH = Record()
 """What is known of a notification that has never failed."""
 
@@ -133,6 +135,13 @@ async def dead_letter_exceeded(exceeded: Exceeded, store: DeadLetterStore, *, cl
         )
     )
     return refused is None
+
+
+def leave_to_others(delivery: Delivery) -> float:
+    """Nak a delivery that another version is to handle, and return after how many seconds it comes again."""
+    delay = OTHER_VERSION.delay_seconds(delivery.num_delivered)
+    delivery.nak(delay_seconds=delay)
+    return delay
 
 
 class Settler:
@@ -264,9 +273,8 @@ class Settler:
     ) -> None:
         if failure.other_version:
             await self._failures.clear(delivery)  # or its next delivery would be handled alone
-            delay = OTHER_VERSION.delay_seconds(delivery.num_delivered)
             self._failures.note_postponed(delivery, record)
-            delivery.nak(delay_seconds=delay)
+            delay = leave_to_others(delivery)
             self._buffer.done(delivery)
             emit(_Outcome("retried", "other_version", failure.error, again_in_seconds=delay))
             return

@@ -37,8 +37,7 @@ from msgspec import Struct, structs
 
 from aviso_workers import clocks
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
-from aviso_workers.declare.retry import Backoff
-from aviso_workers.declare.verdicts import Ack, Nak
+from aviso_workers.declare.verdicts import Ack
 from aviso_workers.engine import acknowledging, versions
 from aviso_workers.engine.consumer_records import BUCKET, ConsumerRecorder
 from aviso_workers.engine.known_agents import KnownAgents
@@ -69,9 +68,6 @@ GONE_SECONDS = 300.0
 """A version without a heartbeat for so long has no worker. This is longer than a network is usually interrupted: what
 only workers want that are cut off for longer is not delivered to them."""
 LAST_RECORD_SECONDS = 2.0
-GIVEN_BACK = Backoff(first=0.05, factor=1.3, max=5.0, jitter=0.5)
-"""When a notification that was given back comes again, by how often it was delivered: about fifteen times in the first
-ten seconds, because a server gives it to any worker. At equal intervals, it could be the same worker each time."""
 
 ALIKE = ("headers_only", "max_deliver")
 """The fields of the consumer that all versions want alike, and without which an agent misses bodies or attempts."""
@@ -396,11 +392,11 @@ class SharedFilter:
             self._note(await self._registry.read())
         except BackendError:
             for delivery in undecided:
-                acknowledging.settle(delivery, Nak(GIVEN_BACK.delay_seconds(delivery.num_delivered)))
+                acknowledging.leave_to_others(delivery)
             return
         for delivery in undecided:
             if any(wants(delivery.message.subject) for wants in self._others.values()):
-                acknowledging.settle(delivery, Nak(GIVEN_BACK.delay_seconds(delivery.num_delivered)))
+                acknowledging.leave_to_others(delivery)
             else:
                 acknowledging.settle(delivery, Ack())
 

@@ -11,7 +11,7 @@ import pytest
 
 from aviso_workers import Agent, App, Backoff, Notification, Router
 from aviso_workers.backends import Backend, ConsumerInfo, Message, PubAck
-from aviso_workers.engine import parts, shared_filters
+from aviso_workers.engine import acknowledging, parts, shared_filters
 from aviso_workers.engine.dead_letter_store import RETRIES, retry_subject
 from aviso_workers.engine.replay import message_at
 from aviso_workers.engine.session import open_session
@@ -164,7 +164,7 @@ async def test_a_deploy_that_widens_a_filter_loses_nothing(deployment: Deploymen
 async def test_what_another_version_gave_back_is_handled_side_by_side(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_filters, "GIVEN_BACK", Backoff(first=0.1, max=0.2, jitter=0.0))  # all come at once
+    monkeypatch.setattr(acknowledging, "OTHER_VERSION", Backoff(first=0.1, max=0.2, jitter=0.0))  # all come at once
     count, running, most = 4, 0, 0
     gather = Router("deployed").agent
 
