@@ -37,6 +37,7 @@ __all__ = [
     "FailuresNotStored",
     "FilterHides",
     "FiltersDiffer",
+    "ForeignAnswer",
     "FunctionsDiffer",
     "LeadershipChanged",
     "LeadershipHindered",
@@ -551,6 +552,18 @@ class PermissionDenied(Struct, frozen=True, kw_only=True):
     """As `publish to $js.ack.mars.field__index.>`."""
 
 
+class ForeignAnswer(Struct, frozen=True, kw_only=True):
+    """An answer came that does not belong to the request for which it came. It was ignored.
+
+    A user may have had it sent there to make us believe that something succeeded (docs/security.md).
+    """
+
+    answer: str
+    """As `publish to stream MARS: an acknowledgement of stream OTHER came as its answer`."""
+    times: int
+    """How often this has come by now."""
+
+
 class Measured(Struct, frozen=True, kw_only=True):
     """A router measured something that Prometheus is to see as a gauge, in place of what it was before."""
 
@@ -603,6 +616,7 @@ Event = (
     | ConnectionChanged
     | ConnectionSlow
     | PermissionDenied
+    | ForeignAnswer
     | Measured
     | WindowDone
     | WindowFunctionsChanged
@@ -615,6 +629,7 @@ WARNINGS = (
     Skipped,
     ConnectionChanged,
     PermissionDenied,
+    ForeignAnswer,
     StartNotReached,
     StreamGone,
     StreamMadeAgain,
@@ -640,6 +655,8 @@ def warning(event: Event) -> str:
             return f"there is no connection yet, and it is tried again: {event.reason}"
         case PermissionDenied():
             return f"the server denies this user to {event.denied}"
+        case ForeignAnswer(times=1):
+            return f"{event.answer}, and was ignored"
         case StreamGone():
             return f"there is no stream {event.stream}: waiting for it to be created"
         case StartNotReached():

@@ -220,7 +220,7 @@ class TestALostConnection:
     async def test_is_told_and_comes_back(self) -> None:
         told: list[tuple[bool, str]] = []
 
-        def listen(*, connected: bool, reason: str, denied: str = "") -> None:
+        def listen(*, connected: bool, reason: str, denied: str = "", foreign: str = "", times: int = 0) -> None:
             told.append((connected, reason))
 
         async with InMemoryBackend(config.InMemory(), on_connection=listen) as backend:

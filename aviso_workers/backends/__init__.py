@@ -309,11 +309,14 @@ class Connection(Protocol):
 class ConnectionListener(Protocol):
     """Called on every change of the connection. `reason` says why it was lost, and is empty when it is there.
 
-    It is also called when the server denies us something for the first time: `denied` says what, and the rest is as
-    before.
+    It is also called when the server denies us something for the first time: `denied` says what. And for each answer
+    that does not belong to the request for which it came: `foreign` says which, and `times` how often it has come by
+    now. The rest is as before then.
     """
 
-    def __call__(self, *, connected: bool, reason: str, denied: str = "") -> None: ...
+    def __call__(
+        self, *, connected: bool, reason: str, denied: str = "", foreign: str = "", times: int = 0
+    ) -> None: ...
 
 
 class Opening(Protocol):

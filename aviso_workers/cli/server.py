@@ -54,6 +54,15 @@ def render(
             "count. Default: those of the configuration.",
         ),
     ] = None,
+    user: Annotated[
+        str | None,
+        typer.Option(
+            "--user",
+            metavar="NAME",
+            help="User whose permissions --role prints; for an NKey its public key. The answers of servers to the user "
+            "go to subjects that no other user may hear. Default: the user of the configuration.",
+        ),
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Write nats-server.conf after nats-server has checked it, and show what follows from the settings.
@@ -61,7 +70,7 @@ def render(
     Example: aviso-workers server render --output /etc/nats/nats-server.conf
     """
     if role is not None:
-        granted = _permissions(role, app, config)
+        granted = _permissions(role, app, config, user=user or "")
         typer.echo(_as_yaml(granted))
         for warning in permissions.beyond(granted):
             typer.echo(f"aviso-workers: {warning}", err=True)
@@ -181,21 +190,21 @@ def status(directory: Directory = DIRECTORY, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def _permissions(role: permissions.Role, app: str | None, config: ConfigSource | None) -> Permissions:
+def _permissions(role: permissions.Role, app: str | None, config: ConfigSource | None, *, user: str) -> Permissions:
     source = structs.replace(config or ConfigSource(), app=app)
     match role:
         case "worker":
             declared = find_app(app, agent=None, config=config)
-            return permissions.of_worker(declared, declared.config)
+            return permissions.of_worker(declared, declared.config, user=user)
         case "bridge":
             bridge = find_app(None, agent=permissions.BRIDGE, config=config)
-            return permissions.of_worker(bridge, bridge.config, buckets=[permissions.BRIDGE])
+            return permissions.of_worker(bridge, bridge.config, buckets=[permissions.BRIDGE], user=user)
         case "publisher":
-            return permissions.of_publisher(load(source))
+            return permissions.of_publisher(load(source), user=user)
         case "spark":
-            return permissions.of_spark(load(source))
+            return permissions.of_spark(load(source), user=user)
         case "operator":
-            return permissions.of_operator(load(source))
+            return permissions.of_operator(load(source), user=user)
 
 
 def _as_yaml(granted: Permissions) -> str:

@@ -157,9 +157,14 @@ class JetStream(Struct, frozen=True, kw_only=True):
             ours=True,
         ),
     ] = None
-    inbox_prefix: Annotated[Text, about("Start of the subjects to which servers send their answers.", ours=True)] = (
-        "_INBOX"
-    )
+    inbox_prefix: Annotated[
+        Text | None,
+        about(
+            "Start of the subjects to which servers send their answers. Default: _INBOX_ and the user, such as "
+            "_INBOX_mars, or _INBOX where there is no user or where the server denies the other one.",
+            ours=True,
+        ),
+    ] = None
     stream_management: Annotated[
         Literal["reconcile", "create", "observe"],
         about(

@@ -45,6 +45,7 @@ from aviso_workers.events import (
     ConnectionChanged,
     ConnectionSlow,
     Events,
+    ForeignAnswer,
     PermissionDenied,
 )
 from aviso_workers.jetstream.specs import StreamSpec
@@ -332,7 +333,10 @@ async def open_session(
     opened = False
     was: bool | None = None
 
-    def on_connection(*, connected: bool, reason: str, denied: str = "") -> None:
+    def on_connection(*, connected: bool, reason: str, denied: str = "", foreign: str = "", times: int = 0) -> None:
+        if foreign:
+            events.emit(ForeignAnswer(answer=foreign, times=times))
+            return
         if denied:
             events.emit(PermissionDenied(denied=denied))
             return

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+from aviso_workers.backends.jetstream import inboxes
 from aviso_workers.backends.jetstream.server_versions import PING
 from aviso_workers.config import Config, streams
 from aviso_workers.config.nats_server import Permissions, Subjects
@@ -38,27 +39,30 @@ BRIDGE = "spark-events"
 ADVISORIES = "$JS.EVENT.>"
 
 
-def of_publisher(config: Config) -> Permissions:
-    """Return the permissions of a program that publishes notifications of all event types of the configuration."""
-    api = _Api(config)
+def of_publisher(config: Config, *, user: str = "") -> Permissions:
+    """Return the permissions of a program that publishes notifications of all event types of the configuration.
+
+    Here and below, `user` is whose permissions they are; empty means the user of the configuration.
+    """
+    api = _Api(config, user)
     return _permissions(_publishing(api), subscribe=(api.inboxes,))
 
 
-def of_worker(app: Router, config: Config, *, buckets: Iterable[str] = ()) -> Permissions:
+def of_worker(app: Router, config: Config, *, buckets: Iterable[str] = (), user: str = "") -> Permissions:
     """Return the permissions of a worker of the app; `buckets` are those that its code opens by name."""
-    api = _Api(config)
+    api = _Api(config, user)
     return _permissions(_working(api, app, buckets), subscribe=(api.inboxes,))
 
 
-def of_spark(config: Config) -> Permissions:
+def of_spark(config: Config, *, user: str = "") -> Permissions:
     """Return what the drivers and executors of Spark need to read and write notifications of all event types."""
-    api = _Api(config)
+    api = _Api(config, user)
     return _permissions(_spark(api), subscribe=(api.inboxes,))
 
 
-def of_operator(config: Config) -> Permissions:
+def of_operator(config: Config, *, user: str = "") -> Permissions:
     """Return the permissions that all commands need."""
-    api = _Api(config)
+    api = _Api(config, user)
     apis = (f"{api.prefix}.>", *_apis_of_origins(config))
     subjects = (*apis, PING, "$JS.SNAPSHOT.>", "$KV.>", "aviso_workers.>", *_bases(config))
     return _permissions(subjects, subscribe=(api.inboxes, ADVISORIES))
@@ -74,21 +78,29 @@ BEYOND = {
     "is delayed",
 }
 """By a part of a subject: what a server lets its publishers do beyond that subject."""
+SHARED_INBOX = (
+    "all users with these permissions hear each other's answers; name the user, by --user or in the configuration, so "
+    "that its answers go below a prefix of its own"
+)
 
 
 def beyond(granted: Permissions) -> list[str]:
     """Return sentences on what these permissions let a user reach beyond the subjects that they name."""
-    return [sentence for part, sentence in BEYOND.items() if any(part in line for line in granted.publish.allow)]
+    sentences = [sentence for part, sentence in BEYOND.items() if any(part in line for line in granted.publish.allow)]
+    if f"{inboxes.SHARED}.>" in granted.subscribe.allow:
+        sentences.append(SHARED_INBOX)
+    return sentences
 
 
 class _Api:
     """The subjects of JetStream's API for a stream and its consumers."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, user: str) -> None:
         jetstream = config.notification_backend.jetstream
         self.config = config
         self.prefix = jetstream.api
-        self.inboxes = f"{jetstream.inbox_prefix}.>"
+        own = inboxes.prefix_of_user(user) if user and not jetstream.inbox_prefix else inboxes.prefix(jetstream)
+        self.inboxes = f"{own}.>"
         self.creates = jetstream.stream_management != "observe"
 
     def use(self, stream: str, *, updates: bool = True) -> Iterator[str]:

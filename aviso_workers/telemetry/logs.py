@@ -39,6 +39,7 @@ from aviso_workers.events import (
     FailuresNotStored,
     FilterHides,
     FiltersDiffer,
+    ForeignAnswer,
     FunctionsDiffer,
     LeadershipChanged,
     LeadershipHindered,
@@ -221,6 +222,12 @@ def observe(event: Event) -> None:
             )
         case StreamProvisioned() | StreamGone() | StreamMadeAgain() | StreamNotRead() | StartNotReached():
             _observe_stream(event)
+        case ConnectionChanged() | ConnectionSlow() | PermissionDenied() | ForeignAnswer():
+            _observe_connection(event)
+
+
+def _observe_connection(event: ConnectionChanged | ConnectionSlow | PermissionDenied | ForeignAnswer) -> None:
+    match event:
         case ConnectionChanged(connected=True):
             log.info("connection.up")
         case ConnectionChanged():
@@ -231,6 +238,14 @@ def observe(event: Event) -> None:
                 denied=event.denied,
                 cure="`aviso-workers server render --role` prints what each role needs",
             )
+        case ForeignAnswer():
+            if str(event.times).strip("0") == "1":  # the first, the tenth, the hundredth: there may be many
+                log.warning(
+                    "answer.foreign",
+                    answer=event.answer,
+                    times=event.times,
+                    cure="it was ignored; docs/security.md says who can have such answers sent",
+                )
         case ConnectionSlow():
             log.warning("connection.slow", reason=event.reason, cure="install the nats-py that aviso-workers asks for")
 

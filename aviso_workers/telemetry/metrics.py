@@ -35,6 +35,7 @@ from aviso_workers.events import (
     DeadLettersRefused,
     DeadLettersStored,
     Event,
+    ForeignAnswer,
     LeadershipHindered,
     LeadershipUnhindered,
     Measured,
@@ -233,6 +234,12 @@ OF_PROCESS = (
         "Unreadable messages in the streams of aviso-workers, which a worker skips, by stream.",
         lambda own: own.unreadable,
         ("stream",),
+    ),
+    Metric(
+        COUNTER,
+        "foreign_answers",
+        "Answers that came for a request to which they do not belong, and were ignored.",
+        lambda own: own.foreign_answers,
     ),
     Metric(
         COUNTER, "reconnects", "Connections to the backend after the first.", lambda own: max(0, own.connections - 1)
@@ -435,7 +442,7 @@ class Metrics:
         self.loop_lag_seconds = loop_lag_seconds
         self.started_at = time.time()
         self.connected = self.slow = False
-        self.connections = 0
+        self.connections = self.foreign_answers = 0
         self.hindered: set[str] = set()
         """Buckets that keep this worker from leading."""
         self.unreadable = _Counts()
@@ -472,11 +479,8 @@ class Metrics:
             case Published(event_type=event_type, count=count):
                 self._published[event_type].outcomes.add(event.outcome, count)
                 self._published[event_type].retries += (event.attempts - 1) * count
-            case ConnectionChanged(connected=connected):
-                self.connected = connected
-                self.connections += connected
-            case ConnectionSlow():
-                self.slow = True
+            case ConnectionChanged() | ConnectionSlow() | ForeignAnswer():
+                self._observe_connection(event)
             case Unreadable(stream=stream):
                 self.unreadable.add(stream)
             case (
@@ -498,6 +502,16 @@ class Metrics:
                 self._started(event)
             case Measured(name=name):
                 self._measured[name] = event
+
+    def _observe_connection(self, event: ConnectionChanged | ConnectionSlow | ForeignAnswer) -> None:
+        match event:
+            case ConnectionChanged(connected=connected):
+                self.connected = connected
+                self.connections += connected
+            case ConnectionSlow():
+                self.slow = True
+            case ForeignAnswer():
+                self.foreign_answers += 1
 
     def _observe_hindrance(self, event: Event) -> None:
         """Note what keeps an agent or a timer from its work, and that it is over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -116,18 +117,17 @@ async def test_a_question_that_a_cluster_does_not_answer_while_it_creates_a_stre
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CHECK_AGAIN_SECONDS", 0.1)
-    asked = []
+    asked, answer = [], {"type": "io.nats.jetstream.api.v1.stream_info_response", "state": {"messages": 3}}
 
     async def answer_the_second_time(message: Msg) -> None:
         asked.append(message.subject)
         if len(asked) == 2:
-            await message.respond(b'{"state": {"messages": 3}}')
+            await message.respond(json.dumps(answer).encode())
 
     await connection.nc.subscribe("$JS.PLAYED.API.>", cb=answer_the_second_time)
 
-    answer = await connection.api("STREAM.INFO.DEED", prefix="$JS.PLAYED.API")
+    assert await connection.api("STREAM.INFO.DEED", prefix="$JS.PLAYED.API") == answer
 
-    assert answer == {"state": {"messages": 3}}
     assert asked == ["$JS.PLAYED.API.STREAM.INFO.DEED"] * 2
 
 

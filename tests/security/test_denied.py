@@ -22,7 +22,7 @@ MANY = 2 * MOST_DENIALS
 async def test_what_is_denied_is_told_once_for_each_kind_of_subject(tmp_path: Path) -> None:
     told: list[str] = []
 
-    def listen(*, connected: bool, reason: str, denied: str = "") -> None:
+    def listen(*, connected: bool, reason: str, denied: str = "", foreign: str = "", times: int = 0) -> None:
         if denied:
             told.append(denied)
 

@@ -397,7 +397,7 @@ async def test_a_publisher_of_an_existing_stream_needs_no_right_on_what_waits_un
         return write_mars_config(tmp_path / "config.yaml", url, stream_management="observe", **jetstream)
 
     lines = tuple(line for line in granted("publisher", configure()).publish.allow if "schedule" not in line)
-    fewer = Permissions(publish=Subjects(allow=lines), subscribe=Subjects(allow=("_INBOX.>",)))
+    fewer = Permissions(publish=Subjects(allow=lines), subscribe=Subjects(allow=("_INBOX_role.>",)))
     assert permissions.beyond(fewer) == []
     accounts = f"accounts: {{ DATA: {{ jetstream: enabled, users: [{user('role', fewer)}, {EVERYTHING}] }} }}\n"
     with NatsServer.start(store_dir=tmp_path / "store", config=accounts) as server:

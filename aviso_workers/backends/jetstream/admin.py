@@ -18,7 +18,6 @@ from aviso_workers.backends import Received, Snapshot
 from aviso_workers.backends.jetstream import faults, readers, snapshots, tls, unreadable, wire
 from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, Connection
 from aviso_workers.backends.jetstream.management import Management
-from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream import info
 from aviso_workers.jetstream.info import Account, StreamInfo
 
@@ -51,20 +50,14 @@ class Administration:
     async def request(
         self, subject: str, data: bytes = b"", *, timeout_seconds: float = API_TIMEOUT_SECONDS
     ) -> Received:
-        sent = anyio.current_time()
-        try:
-            with faults.translated(subject):
-                answer = await self._connection.nc.request(subject, data, timeout=timeout_seconds)
-        except UnavailableError:
-            self._connection.check_allowed(subject, since=sent)
-            raise
-        return Received(subject=answer.subject, data=answer.data, headers=answer.headers or {})
+        answer = await self._connection.request(subject, data, timeout_seconds=timeout_seconds)
+        return Received(subject=answer.subject.decode(), data=answer.data, headers=wire.Headers(answer.headers))
 
     def send(self, subject: str, data: bytes = b"", *, reply: str = "") -> None:
         self._connection.wire.send(subject.encode(), data, reply=reply.encode())
 
     def new_inbox(self) -> str:
-        return self._connection.nc.new_inbox()
+        return self._connection.new_inbox()
 
     @asynccontextmanager
     async def listen(self, subject: str) -> AsyncIterator[MemoryObjectReceiveStream[Received]]:

@@ -15,20 +15,23 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import anyio
 import msgspec
 import nats.errors
 from nats.aio.client import Client
-from nats.aio.msg import Msg
 
 from aviso_workers import config
 from aviso_workers.backends import ConnectionListener
-from aviso_workers.backends.jetstream import credentials, faults, tls, wire
+from aviso_workers.backends.jetstream import credentials, faults, inboxes, tls, wire
+from aviso_workers.backends.jetstream.requests import Answer, Requests
 from aviso_workers.errors import BackendError, DeniedError, RefusedError, UnavailableError
+from aviso_workers.jetstream import answers
 
 __all__ = ["Connection"]
 
@@ -69,7 +72,11 @@ class Connection:
         self._settings = settings
         self._listener = on_connection
         self.api_prefix = settings.api
-        self._no_answers = f'subscription to "{settings.inbox_prefix.lower()}.'
+        self.inbox_prefix = inboxes.SHARED
+        """What the subjects begin with on which we listen to answers."""
+        self._requests: Requests
+        self._foreign: Counter[str] = Counter()
+        """How many answers came that do not belong to a request, by what there is to say of them."""
         self._last_error = ""
         self._refusals = 0
         self._denials: dict[str, float] = {}
@@ -125,11 +132,12 @@ class Connection:
             try:
                 with anyio.fail_after(settings.timeout_seconds):
                     await self._connect(attempt, options)
+                    self.wire = wire.attach(self.nc)
+                    await self._open_requests()
             except (nats.errors.Error, OSError, ValueError) as error:
                 await self._close_client()
                 self._last_error = self._last_error or self._said(error)
             else:
-                self.wire = wire.attach(self.nc)
                 self._server_version = self.server_version  # before anything can be lost
                 self._opened = True
                 self._tell(connected=True, reason="")
@@ -206,26 +214,58 @@ class Connection:
         whole, sent = f"{prefix or self.api_prefix}.{subject}", anyio.current_time()
         try:
             with faults.translated(subject, changes=not READING.match(subject)):
-                answer = await self._request(whole, body, timeout_seconds=timeout_seconds)
+                answer = await self._request(whole, body, asked=subject, timeout_seconds=timeout_seconds)
         except UnavailableError:
             self.check_allowed(whole, since=sent)
             raise
-        decoded: dict[str, Any] = msgspec.json.decode(answer.data)
+        decoded: dict[str, Any] = msgspec.json.decode(answer)
         if "error" in decoded:
             raise faults.from_api(subject, decoded["error"])
         return decoded
 
-    async def _request(self, subject: str, body: bytes, *, timeout_seconds: float) -> Msg:
+    async def _request(self, subject: str, body: bytes, *, asked: str, timeout_seconds: float) -> bytes:
+        ask = partial(self._requests.ask, subject, body, is_answer=partial(answers.belongs_to, asked))
         if ".INFO." not in subject or timeout_seconds <= CHECK_AGAIN_SECONDS:
-            return await self.nc.request(subject, body, timeout=timeout_seconds)
+            return (await ask(timeout_seconds=timeout_seconds)).data
         try:
-            return await self.nc.request(subject, body, timeout=CHECK_AGAIN_SECONDS)
-        except nats.errors.TimeoutError:
-            return await self.nc.request(subject, body, timeout=timeout_seconds - CHECK_AGAIN_SECONDS)
+            return (await ask(timeout_seconds=CHECK_AGAIN_SECONDS)).data
+        except TimeoutError:
+            return (await ask(timeout_seconds=timeout_seconds - CHECK_AGAIN_SECONDS)).data
+
+    async def request(self, subject: str, body: bytes, *, timeout_seconds: float) -> Answer:
+        """Return what is answered to any request, by whomever.
+
+        Raises `UnavailableError`, and `DeniedError` where the server has denied it.
+        """
+        if not self.ready:
+            raise UnavailableError(f"{subject}: not connected")
+        sent = anyio.current_time()
+        try:
+            with faults.translated(subject):
+                return await self._requests.ask(subject, body, timeout_seconds=timeout_seconds)
+        except UnavailableError:
+            self.check_allowed(subject, since=sent)
+            raise
 
     def post(self, subject: str, body: bytes, *, reply: str, prefix: str = "") -> None:
         """Send a request of JetStream's API whose answers come to the inbox `reply`, as pulls do."""
         self.wire.send(f"{prefix or self.api_prefix}.{subject}".encode(), body, reply=reply.encode())
+
+    def new_inbox(self) -> str:
+        """Return a subject for answers that nobody can guess."""
+        return inboxes.new_inbox(self.inbox_prefix)
+
+    def is_own(self, domain: str) -> bool:
+        """Return whether an answer from a JetStream domain is from the one that is asked; empty means any."""
+        return not self._settings.domain or domain in ("", self._settings.domain)
+
+    def tell_foreign(self, request: str, body: bytes) -> None:
+        """State that this body came as an answer to a request to which it does not belong."""
+        what = f"{request}: {answers.described(body)} came as its answer"
+        if what in self._foreign or len(self._foreign) < MOST_REPORTED:
+            self._foreign[what] += 1
+            if self._listener:
+                self._listener(connected=self.ready, reason="", foreign=what, times=self._foreign[what])
 
     async def listen(self, subject: str, listener: wire.Listener) -> wire.Interest:
         """Call the listener with what comes for the subject, also after a reconnect. Raises `UnavailableError`."""
@@ -274,7 +314,7 @@ class Connection:
         answer we may not hear is done all the same.
         """
         for said, when in self._denials.items():
-            if when >= since and (f'"{subject.lower()}"' in said or (answers and self._no_answers in said)):
+            if when >= since and (f'"{subject.lower()}"' in said or (answers and self._denies_inbox(said))):
                 raise DeniedError(f"{subject}: {said.removeprefix('nats: ')}")
 
     def check_allowed_below(self, prefix: str, *, since: float) -> None:
@@ -282,6 +322,9 @@ class Connection:
         for said, when in self._denials.items():
             if when >= since and f'publish to "{prefix.lower()}' in said:
                 raise DeniedError(f"{prefix}>: {said.removeprefix('nats: ')}")
+
+    def _denies_inbox(self, said: str) -> bool:
+        return f'subscription to "{self.inbox_prefix.lower()}.' in said
 
     @property
     def _urls(self) -> str:
@@ -295,7 +338,6 @@ class Connection:
         await self.nc.connect(
             list(settings.servers),
             name="aviso-workers",
-            inbox_prefix=settings.inbox_prefix,
             connect_timeout=patience,
             allow_reconnect=settings.enable_auto_reconnect,
             # nats-py uses these two for the first connection as well: there, the attempts are counted by `open`.
@@ -312,6 +354,23 @@ class Connection:
         self.nc.options["max_reconnect_attempts"] = settings.max_reconnect_attempts or -1
         self.nc.options["reconnect_time_wait"] = settings.reconnect_delay_ms / 1000
         self._last_error = ""
+
+    async def _open_requests(self) -> None:
+        """Listen to answers below the prefix of the settings. Where the server denies the user's own, as permissions do
+        that were written for the prefix that all share, it is that one.
+        """
+        self._requests = Requests(self.wire, on_foreign=self.tell_foreign)
+        self.inbox_prefix = inboxes.prefix(self._settings)
+        interest = await self._requests.open(self.inbox_prefix)
+        if self._settings.inbox_prefix or self.inbox_prefix == inboxes.SHARED:
+            return
+        if not await self.answers():
+            raise TimeoutError
+        if any(map(self._denies_inbox, self._denials)):
+            self._denials.clear()
+            await self.wire.forget(interest)
+            self.inbox_prefix = inboxes.SHARED
+            await self._requests.open(self.inbox_prefix)
 
     async def _leave(self) -> None:
         """Reconnect, to another server where there is one."""
@@ -337,7 +396,7 @@ class Connection:
         if len(self._denials) > MOST_DENIALS:
             del self._denials[next(iter(self._denials))]
         kind = _kind(said)
-        if kind not in self._reported and len(self._reported) < MOST_REPORTED:
+        if self._opened and kind not in self._reported and len(self._reported) < MOST_REPORTED:
             self._reported.add(kind)
             if self._listener:
                 self._listener(connected=self.ready, reason="", denied=kind)

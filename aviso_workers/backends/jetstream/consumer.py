@@ -18,8 +18,7 @@ nothing late.
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ import anyio
 
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Delivery
+from aviso_workers.backends.jetstream import inboxes
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.management import Management
 from aviso_workers.backends.jetstream.pull_requests import HEARTBEAT_SECONDS, PullSubscription, decode, pending
@@ -66,12 +66,12 @@ class Outbox:
         """How many of those that were sent the server has for certain."""
         self._in_progress: dict[bytes, Callable[[], None]] = {}
         """What to do when an `in progress` is confirmed, by the same."""
-        self._numbers = itertools.count(1)
-        self._inbox = ""
+        self._replies: Iterator[bytes]
 
     async def open(self) -> None:
-        self._inbox = self._connection.nc.new_inbox()
-        await self._connection.listen(f"{self._inbox}.*", self._on_confirmed)
+        inbox = self._connection.new_inbox()
+        self._replies = inboxes.reply_subjects(inbox)
+        await self._connection.listen(f"{inbox}.*", self._on_confirmed)
 
     def put(
         self, reply: bytes, body: bytes, *, confirmed: bool = False, held: Callable[[], bool] = lambda: True
@@ -82,7 +82,7 @@ class Outbox:
         """
         answer = b""
         if confirmed:
-            answer = self._new_answer()
+            answer = next(self._replies)
             self._unconfirmed[answer] = _Unconfirmed(reply, body, asyncio.get_running_loop().time(), held)
         self._sent += 1
         self._connection.wire.send(reply, body, reply=answer)
@@ -100,7 +100,7 @@ class Outbox:
     def send_in_progress(self, reply: bytes, on_confirmed: Callable[[], None], *, before: bytes) -> bytes:
         """Send `in progress`; return the subject of its confirmation. That of the one `before` counts no more."""
         self._in_progress.pop(before, None)
-        answer = self._new_answer()
+        answer = next(self._replies)
         self._in_progress[answer] = on_confirmed
         self._connection.wire.send(reply, IN_PROGRESS, reply=answer)
         return answer
@@ -120,12 +120,12 @@ class Outbox:
                 return
             self.repeat()
 
-    def _new_answer(self) -> bytes:
-        return b"%b.%d" % (self._inbox.encode(), next(self._numbers))
-
     def _on_confirmed(self, arrivals: Sequence[Arrival]) -> None:
-        for subject, _, headers, _ in arrivals:
+        for subject, _, headers, data in arrivals:
             if headers:  # 503: the consumer has no leader just now
+                continue
+            if data:  # a confirmation is empty
+                self._connection.tell_foreign("confirm a settlement", data)
                 continue
             if on_confirmed := self._in_progress.pop(subject, None):
                 on_confirmed()

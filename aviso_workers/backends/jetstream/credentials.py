@@ -7,17 +7,20 @@ never returns where the JWT is missing, and what it raises ends reconnecting for
 from __future__ import annotations
 
 import base64
+import binascii
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
+import msgspec
 import nats.errors
 import nkeys
 
 from aviso_workers import config
 from aviso_workers.errors import RefusedError
 
-__all__ = ["options"]
+__all__ = ["options", "user"]
 
 JWT = "BEGIN NATS USER JWT"
 SEED = "BEGIN USER NKEY SEED"
@@ -43,6 +46,41 @@ def options(settings: config.JetStream) -> dict[str, Any]:
     return {}
 
 
+def user(settings: config.JetStream) -> str:
+    """Return the name that a server has for us: the user, or the public key of an NKey or a JWT. It is empty where the
+    settings do not say it, as with a token or a certificate alone.
+
+    Raises `RefusedError` for a file that cannot be used.
+    """
+    try:
+        if settings.token:
+            return ""
+        if settings.user:
+            return settings.user
+        if settings.nkey_seed_file:
+            public_key: bytes = _key_pair_of(settings.nkey_seed_file).public_key
+            return public_key.decode()
+        if settings.credentials_file:
+            return _subject_of_jwt(settings.credentials_file)
+    except UnusableFileError as error:
+        raise RefusedError(str(error)) from error
+    urls = [urlsplit(url) for url in settings.servers]
+    users = {unquote(url.username or "") for url in urls if url.password is not None}  # without one it is a token
+    return users.pop() if len(users) == 1 else ""
+
+
+class _Claims(msgspec.Struct):
+    sub: str
+
+
+def _subject_of_jwt(file: str) -> str:
+    claims = _block(file, JWT).split(".")[1:2]
+    try:
+        return msgspec.json.decode(base64.urlsafe_b64decode(f"{claims[0]}=="), type=_Claims).sub
+    except (IndexError, binascii.Error, msgspec.MsgspecError) as error:
+        raise UnusableFileError(f"credentials_file {file}: holds no user JWT") from error
+
+
 def _of_credentials(file: str) -> dict[str, Any]:
     def jwt() -> bytearray:
         return bytearray(_block(file, JWT).encode())
@@ -56,9 +94,16 @@ def _of_credentials(file: str) -> dict[str, Any]:
 
 
 def _seed_of(file: str) -> str:
-    seed = _text(file, f"nkey_seed_file {file}").strip()
-    _key_pair(seed, f"nkey_seed_file {file}")
-    return seed
+    _key_pair_of(file)
+    return _seed(file)
+
+
+def _key_pair_of(file: str) -> nkeys.KeyPair:
+    return _key_pair(_seed(file), f"nkey_seed_file {file}")
+
+
+def _seed(file: str) -> str:
+    return _text(file, f"nkey_seed_file {file}").strip()
 
 
 def _block(file: str, title: str) -> str:

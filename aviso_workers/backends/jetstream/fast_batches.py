@@ -13,9 +13,7 @@ may be under way without one.
 
 from __future__ import annotations
 
-import itertools
 import secrets
-from collections import defaultdict
 from collections.abc import Sequence
 
 import anyio
@@ -44,6 +42,8 @@ class _Answer(msgspec.Struct, frozen=True):
 
     type: str = ""
     stream: str = ""
+    domain: str = ""
+    batch: str = ""
     count: int = 0
     error: dict[str, str | int] = {}
 
@@ -51,10 +51,18 @@ class _Answer(msgspec.Struct, frozen=True):
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
+def _decoded(data: bytes) -> _Answer | None:
+    try:
+        return _decode_answer(data)
+    except msgspec.MsgspecError:
+        return None
+
+
 class _Batch:
     """Messages of one stream. It is over when there is an answer, or will be none."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
         self.messages: list[tuple[bytes, bytes, bytes]] = []
         """Subject, header block and data of each."""
         self.places: list[int] = []
@@ -77,13 +85,10 @@ class Ingester:
         """Those that take fast batches, as far as we know."""
         self._under_way: dict[bytes, _Batch] = {}
         """By id."""
-        self._numbers = itertools.count(1)
-        self._nonce = secrets.token_hex(8).encode()
-        """Makes the ids ours: a stream has one batch of an id, whoever sends to it."""
         self._inbox = b""
 
     async def open(self) -> None:
-        inbox = self._connection.nc.new_inbox()
+        inbox = self._connection.new_inbox()
         self._inbox = inbox.encode()
         await self._connection.listen(f"{inbox}.>", self._on_answers)
         self._connection.on_disconnect.add(self._on_disconnect)
@@ -116,7 +121,7 @@ class Ingester:
         """Publish a chunk as one batch, as `backends.Backend.publish_chunk` does."""
         if stream not in self._streams or len(chunk) < FEWEST or not self._connection.ready:
             return 0
-        batch = _Batch()
+        batch = _Batch(stream)
         try:
             batch.messages = encode_all(stream, chunk, most=self._connection.nc.max_payload)
         except RefusedError:  # of one: there is an answer for each where they are published one by one
@@ -128,7 +133,7 @@ class Ingester:
 
     def _batches(self, outgoing: Sequence[Outgoing]) -> list[_Batch]:
         """Return what of it can go as batches. A message that is refused before it is sent would end its batch."""
-        batches: defaultdict[str, _Batch] = defaultdict(_Batch)
+        batches: dict[str, _Batch] = {}
         if len(outgoing) < FEWEST or not self._connection.ready:
             return []
         most = self._connection.nc.max_payload
@@ -139,7 +144,7 @@ class Ingester:
                 subject, headers = encode(each, most=most)
             except RefusedError:
                 continue
-            batch = batches[each.stream]
+            batch = batches.setdefault(each.stream, _Batch(each.stream))
             batch.messages.append((subject, headers, each.message.data))
             batch.places.append(place)
         return [batch for batch in batches.values() if len(batch.messages) >= FEWEST]
@@ -158,7 +163,7 @@ class Ingester:
 
     def _send(self, batch: _Batch) -> bytes:
         """Returns the batch's id."""
-        batch_id = b"%b%d" % (self._nonce, next(self._numbers))
+        batch_id = secrets.token_hex(12).encode()  # a stream has one batch of an id, whoever sends to it
         self._under_way[batch_id] = batch
         prefix = b"%b.%b.%d.fail" % (self._inbox, batch_id, FLOW)
         send, last = self._connection.wire.send, len(batch.messages)
@@ -169,14 +174,25 @@ class Ingester:
 
     def _on_answers(self, arrivals: Sequence[Arrival]) -> None:
         for subject, _, _, data in arrivals:
-            batch = self._under_way.get(subject[len(self._inbox) + 1 :].partition(b".")[0])
+            batch_id = subject[len(self._inbox) + 1 :].partition(b".")[0]
+            batch = self._under_way.get(batch_id)
             if batch is None or batch.answer:
                 continue
-            answer = _decode_answer(data) if data else _Answer()  # without data it is a status: no stream takes it
+            answer = _decoded(data) if data else _Answer(stream=batch.stream)  # it is a status: no stream takes it
+            if answer is None or not (answer.type or self._is_of(batch, answer)):
+                self._connection.tell_foreign(f"publish to stream {batch.stream}", data)
+                continue
             if answer.error.get("err_code") == error_codes.FAST_BATCHES_OFF:
-                self._streams.discard(answer.stream)
+                self._streams.discard(batch.stream)
+            if data and not (answer.type or answer.error or answer.batch):
+                # Of one message: there is something between us and the server that does not hand on what makes a batch.
+                self._streams.discard(batch.stream)
+                answer = _Answer(stream=batch.stream)
             if not answer.type:
                 batch.ends(answer)
+
+    def _is_of(self, batch: _Batch, answer: _Answer) -> bool:
+        return answer.stream == batch.stream and self._connection.is_own(answer.domain)
 
     def _on_disconnect(self) -> None:
         for batch in self._under_way.values():

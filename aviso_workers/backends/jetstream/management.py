@@ -147,7 +147,7 @@ class Management:
 
     def delete_consumer_soon(self, stream: str, consumer: str) -> None:
         """Ask for a consumer to be deleted, and wait for no answer."""
-        inbox = self._connection.nc.new_inbox()
+        inbox = self._connection.new_inbox()
         self._connection.post(f"CONSUMER.DELETE.{stream}.{consumer}", b"", reply=inbox, prefix=self._prefix)
 
     async def unpin_consumer(self, stream: str, consumer: str, *, group: str) -> None:

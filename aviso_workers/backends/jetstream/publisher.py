@@ -7,16 +7,15 @@ waiting publish at once with `OutcomeUnknownError`, and the engine repeats it un
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import anyio
 import msgspec
 
 from aviso_workers.aviso.topics import LONGEST_SUBJECT
 from aviso_workers.backends import Outgoing, OutgoingChunk, PubAck
-from aviso_workers.backends.jetstream import faults
+from aviso_workers.backends.jetstream import faults, inboxes
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.wire import Arrival, header_block, status
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
@@ -30,6 +29,7 @@ MOST_BYTES_OF_CHARACTER = 4
 
 class _Answer(msgspec.Struct, frozen=True):
     stream: str = ""
+    domain: str = ""
     seq: int = 0
     duplicate: bool = False
     val: str | None = None
@@ -46,14 +46,11 @@ class Publisher:
         self._connection = connection
         self._waiting: dict[bytes, tuple[_Batch, int]] = {}
         """By the subject on which the acknowledgement comes: whose it is, and which of them."""
-        self._numbers = itertools.count(1)
-        self._nonce = secrets.token_hex(8)
-        """Makes the ids of atomic batches ours."""
-        self._inbox = b""
+        self._replies: Iterator[bytes]
 
     async def open(self) -> None:
-        inbox = self._connection.nc.new_inbox()
-        self._inbox = inbox.encode()
+        inbox = self._connection.new_inbox()
+        self._replies = inboxes.reply_subjects(inbox)
         await self._connection.listen(f"{inbox}.*", self._on_answers)
         self._connection.on_disconnect.add(self._on_disconnect)
 
@@ -85,7 +82,7 @@ class Publisher:
         """See `backends.Backend.publish_together`: an atomic batch (ADR-50), which the last message commits."""
         if not self._connection.ready:
             raise UnavailableError(f"{_what(outgoing[0])}: not connected")
-        *others, last = _batch(outgoing, batch_id=f"{self._nonce}{next(self._numbers)}")
+        *others, last = _batch(outgoing, batch_id=secrets.token_hex(12))
         most = self._connection.nc.max_payload
         *encoded, _ = [encode(each, most=most) for each in (*others, last)]  # all of them, before any is sent
         for each, (subject, headers) in zip(others, encoded, strict=True):
@@ -104,7 +101,7 @@ class Publisher:
         except RefusedError as refused:
             batch.ends(index, refused)
             return b""
-        reply = b"%b.%d" % (self._inbox, next(self._numbers))
+        reply = next(self._replies)
         self._waiting[reply] = batch, index
         self._connection.wire.send(subject, outgoing.message.data, reply=reply, headers=headers)
         return reply
@@ -119,9 +116,35 @@ class Publisher:
 
     def _on_answers(self, arrivals: Sequence[Arrival]) -> None:
         for subject, _, headers, data in arrivals:
-            if found := self._waiting.pop(subject, None):
+            if found := self._waiting.get(subject):
                 batch, index = found
-                batch.ends(index, _result(batch.outgoing[index], headers, data))
+                outgoing = batch.outgoing[index]
+                if (result := self._result(outgoing, headers, data)) is None:
+                    self._connection.tell_foreign(f"publish to stream {outgoing.stream}", data)
+                    continue
+                del self._waiting[subject]
+                batch.ends(index, result)
+
+    def _result(self, outgoing: Outgoing, headers: bytes, data: bytes) -> PubAck | BackendError | None:
+        """Return what an answer says of a message; None where it is the answer to another one."""
+        if headers and status(headers)[0] == "503":
+            return UnavailableError(f"{_what(outgoing)}: no stream takes this subject, or its leader is being elected")
+        try:
+            answer = _decode_answer(data)
+        except msgspec.MsgspecError:
+            return None
+        is_own = answer.stream == outgoing.stream and self._connection.is_own(answer.domain)
+        if (error := answer.error) is not None:
+            code = error.get("err_code")
+            if not is_own and answer.stream and code != error_codes.WRONG_STREAM:  # which names the other stream
+                return None
+            if setting := error_codes.OF_SETTING.get(code):
+                error["description"] = f"stream {outgoing.stream} does not take it, switch on its {setting}"
+            return faults.from_api(_what(outgoing), error)
+        if not is_own:
+            return None
+        total = int(answer.val) if answer.val is not None else None
+        return PubAck(stream=answer.stream, sequence=answer.seq, duplicate=answer.duplicate, total=total)
 
     def _on_disconnect(self) -> None:
         for batch, _ in self._waiting.values():
@@ -198,18 +221,6 @@ def _are_plain(texts: Sequence[str]) -> bool:
     """Return whether there is a text each time, without spaces or line breaks."""
     joined = "".join(texts)
     return all(texts) and joined.isprintable() and " " not in joined
-
-
-def _result(outgoing: Outgoing, headers: bytes, data: bytes) -> PubAck | BackendError:
-    if headers and status(headers)[0] == "503":
-        return UnavailableError(f"{_what(outgoing)}: no stream takes this subject, or its leader is being elected")
-    answer = _decode_answer(data)
-    if answer.error is not None:
-        if setting := error_codes.OF_SETTING.get(answer.error.get("err_code")):
-            answer.error["description"] = f"stream {outgoing.stream} does not take it, switch on its {setting}"
-        return faults.from_api(_what(outgoing), answer.error)
-    total = int(answer.val) if answer.val is not None else None
-    return PubAck(stream=answer.stream, sequence=answer.seq, duplicate=answer.duplicate, total=total)
 
 
 def _what(outgoing: Outgoing) -> str:

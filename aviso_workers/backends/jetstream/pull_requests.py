@@ -50,7 +50,7 @@ ASK_AGAIN = (*LEADER_GONE, "Batch Completed", TOO_LARGE)
 """Reasons of a 409 that only end the request."""
 SECOND = 1_000_000_000
 FROM_STREAM = b"$JS.ACK."
-"""How the reply subject of a stored message begins; what else comes is a status."""
+"""How the reply subject of a stored message begins."""
 
 
 class PullSubscription:
@@ -72,6 +72,7 @@ class PullSubscription:
         self._connection = connection
         self._subject = f"CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._name = f"consumer {consumer} of stream {stream}"
+        self._consumer = f"{stream}.{consumer}".encode()
         self._on_messages = on_messages
         self._on_change = on_change
         self._interest: Interest | None = None
@@ -89,6 +90,8 @@ class PullSubscription:
         self._received_at = self._now()
         self._heartbeat_seconds = HEARTBEAT_SECONDS
         self._inbox = ""
+        self._from_consumer = f"$JS.ACK.{stream}.{consumer}.".encode()
+        """How the reply subjects of the consumer's messages begin; what else comes is a status, or none of ours."""
         self._most_messages = sys.maxsize
         self._most_bytes = max(MOST_BYTES, 2 * connection.nc.max_payload)
         self._expires_ns = EXPIRES_SECONDS * SECOND
@@ -106,7 +109,7 @@ class PullSubscription:
         if limits.get("priority_policy") == PINNED:
             self._expires_ns = min(self._expires_ns, limits["priority_timeout"] // RENEWALS)
             self._heartbeat_seconds = PINNED_HEARTBEAT_SECONDS
-        self._inbox = self._connection.nc.new_inbox()
+        self._inbox = self._connection.new_inbox()
         self._interest = await self._connection.listen(self._inbox, self._on_arrivals)
         self._connection.on_reconnect.add(self._on_reconnect)
 
@@ -169,15 +172,33 @@ class PullSubscription:
             return
         self._last_received = self._received_at = self._now()
         self._answered = True
-        if messages := [arrival for arrival in arrivals if arrival[1].startswith(FROM_STREAM)]:
+        own = self._from_consumer
+        if messages := [arrival for arrival in arrivals if arrival[1].startswith(own)]:
             self.outstanding = max(0, self.outstanding - len(messages))
             if self._group and (headers := messages[0][2]):
                 self.pin = Headers(headers).get("Nats-Pin-Id", "")
             self._on_messages(messages)
         if len(messages) < len(arrivals):
-            for _, reply, headers, _ in arrivals:
-                if not reply.startswith(FROM_STREAM):
+            for arrival in arrivals:
+                _, reply, headers, data = arrival
+                if reply.startswith(own):
+                    continue
+                if self._learns_beginning(reply):
+                    self._on_arrivals([arrival])
+                elif reply.startswith(FROM_STREAM) or not headers:
+                    self._connection.tell_foreign(f"pull from {self._name}", data)
+                else:
                     self._on_status(headers)
+
+    def _learns_beginning(self, reply: bytes) -> bool:
+        """Return whether it is the reply subject of a message of the consumer in its longer form, which names a domain
+        and an account first. Then the others begin as this one.
+        """
+        words = reply.split(b".")
+        is_own = words[:2] == [b"$JS", b"ACK"] and len(words) > 9 and b".".join(words[4:6]) == self._consumer
+        if is_own:
+            self._from_consumer = b".".join(words[:6]) + b"."
+        return is_own
 
     def _on_status(self, block: bytes) -> None:
         code, description = status(block)

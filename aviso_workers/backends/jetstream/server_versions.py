@@ -73,7 +73,7 @@ async def _ask(connection: Connection, expected: int) -> list[Version]:
         if len(found) >= expected:
             all_answered.set()
 
-    inbox = connection.nc.new_inbox()
+    inbox = connection.new_inbox()
     interest = await connection.listen(inbox, listener)
     try:
         connection.wire.send(PING.encode(), b'{"limit":1}', reply=inbox.encode())

@@ -26,7 +26,7 @@ from aviso_workers.backends.jetstream import faults, unreadable
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.management import Management
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
-from aviso_workers.jetstream import info
+from aviso_workers.jetstream import answers, info
 from aviso_workers.jetstream.info import StreamConfig, StreamInfo
 from aviso_workers.jetstream.metadata import UNFINISHED
 
@@ -196,7 +196,12 @@ class _Upload:
         self._unanswered -= 1
         if answer.status:  # nobody listens
             raise UnavailableError(f"{self._answers.what}: the server takes no more of it")
-        if answer.data and "error" in (said := msgspec.json.decode(answer.data)):
+        if not answer.data:
+            return
+        said = msgspec.json.decode(answer.data)
+        if not str(said.get("type")).startswith(answers.API):
+            raise UnavailableError(f"{self._answers.what}: {answers.described(answer.data)} came as its answer")
+        if "error" in said:
             raise faults.from_api(self._answers.what, said["error"])
 
     async def _end_early(self) -> None:

@@ -1,0 +1,55 @@
+"""The subjects to which servers send their answers to us.
+
+No permission of nats-server looks at the reply subject of a message. So a user can have the acknowledgements of his own
+messages sent to any subject, also to the one on which somebody else waits for an answer. Ours are therefore below a
+prefix of the user's own, to which no other user may subscribe, and nobody can guess one from those before.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator
+
+from aviso_workers import config
+from aviso_workers.backends.jetstream import credentials
+
+__all__ = ["SHARED", "new_inbox", "prefix", "prefix_of_user", "reply_subjects"]
+
+SHARED = "_INBOX"
+"""The prefix of all clients that are told of no other one."""
+TOKEN_CHARACTERS = 12
+"""Of the end of a reply subject: 72 random bits."""
+TOKENS_AT_ONCE = 256
+"""Random characters are had from the operating system, which is dear for each alone."""
+NO_WORD = re.compile(r"[^-_0-9a-zA-Z]")
+"""The characters that are not taken into a subject as they are."""
+
+
+def prefix(settings: config.JetStream) -> str:
+    """Return the prefix of a configuration: what it states, else that of its user, else the one that all share."""
+    if settings.inbox_prefix:
+        return settings.inbox_prefix
+    user = credentials.user(settings)
+    return prefix_of_user(user) if user else SHARED
+
+
+def prefix_of_user(user: str) -> str:
+    """Return the prefix of a user's answers, such as `_INBOX_mars`. Other characters than letters, digits, `-` and `_`
+    are in it as the hexadecimal numbers of their bytes, so that no two users have the same.
+    """
+    return f"{SHARED}_{NO_WORD.sub(lambda found: ''.join(f'={byte:02X}' for byte in found[0].encode()), user)}"
+
+
+def new_inbox(prefix: str) -> str:
+    """Return a subject below the prefix that nobody can guess."""
+    return f"{prefix}.{secrets.token_urlsafe(16)}"
+
+
+def reply_subjects(inbox: str) -> Iterator[bytes]:
+    """Yield subjects below an inbox without end. Nobody can guess one, even from all those before."""
+    beginning = inbox.encode()
+    while True:
+        characters = secrets.token_urlsafe(TOKENS_AT_ONCE * TOKEN_CHARACTERS * 3 // 4).encode()
+        for at in range(0, len(characters), TOKEN_CHARACTERS):
+            yield b"%b.%b" % (beginning, characters[at : at + TOKEN_CHARACTERS])

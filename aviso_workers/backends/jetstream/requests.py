@@ -1,0 +1,75 @@
+"""Requests with one answer each. `Connection` is the only caller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import nats.errors
+
+from aviso_workers.backends.jetstream import inboxes
+from aviso_workers.backends.jetstream.wire import Arrival, Interest, Wire, status
+
+__all__ = ["Answer", "Requests"]
+
+IsAnswer = Callable[[bytes], bool]
+"""Returns whether a body answers a request."""
+
+
+class Answer(NamedTuple):
+    """The answer to a request."""
+
+    subject: bytes
+    reply: bytes
+    headers: bytes
+    data: bytes
+
+
+class Requests:
+    """The requests of a connection. `open` it before use."""
+
+    def __init__(self, wire: Wire, *, on_foreign: Callable[[str, bytes], None]) -> None:
+        """`on_foreign` is called with the subject of a request and what came that does not answer it."""
+        self._wire = wire
+        self._on_foreign = on_foreign
+        self._waiting: dict[bytes, tuple[asyncio.Future[Arrival], str, IsAnswer]] = {}
+        """By the subject on which the answer comes."""
+        self._replies: Iterator[bytes]
+
+    async def open(self, prefix: str) -> Interest:
+        """Listen to answers below an inbox prefix."""
+        inbox = inboxes.new_inbox(prefix)
+        self._replies = inboxes.reply_subjects(inbox)
+        return await self._wire.listen(f"{inbox}.*", self._on_answers)
+
+    async def ask(
+        self, subject: str, body: bytes, *, timeout_seconds: float, is_answer: IsAnswer = lambda _: True
+    ) -> Answer:
+        """Return the answer to a request.
+
+        Raises TimeoutError, or nats-py's `NoRespondersError` where the server says that nobody answers.
+        """
+        reply = next(self._replies)
+        answered: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
+        self._waiting[reply] = answered, subject, is_answer
+        self._wire.send(subject.encode(), body, reply=reply)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                answer = await answered
+        finally:
+            del self._waiting[reply]
+        if not answer[3] and status(answer[2])[0] == "503":
+            raise nats.errors.NoRespondersError
+        return Answer(*answer)
+
+    def _on_answers(self, arrivals: Sequence[Arrival]) -> None:
+        for arrival in arrivals:
+            subject, _, headers, data = arrival
+            if not (found := self._waiting.get(subject)):
+                continue
+            answered, asked, is_answer = found
+            if not (is_answer(data) or (headers and status(headers)[0] == "503")):
+                self._on_foreign(asked, data)
+            elif not answered.done():
+                answered.set_result(arrival)
