@@ -169,6 +169,11 @@ class Administration(Protocol):
     def server_certificate(self) -> bytes | None:
         """The certificate of the server that we are connected to, in DER form; None without TLS."""
 
+    @property
+    def shares_inbox(self) -> bool:
+        """Whether our user has a name, and hears answers where other users of the account can hear them too."""
+        ...
+
     async def account(self) -> Account:
         """Return what our account uses of JetStream, and what it may use."""
 

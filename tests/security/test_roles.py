@@ -306,14 +306,14 @@ async def test_a_role_works_and_needs_every_line(role: permissions.Role, tmp_pat
     def configure(url: str = NOWHERE, **jetstream: object) -> Path:
         return write_mars_config(tmp_path / "config.yaml", url, **jetstream)
 
-    rights = granted(role, configure())
+    login = {"user": "role", "password": "role"}
+    rights = granted(role, configure(**login))
     lines, heard_lines = rights.publish.allow, rights.subscribe.allow
     without = [user(f"without-{i}", structs.replace(rights, publish=less)) for i, less in enumerate(each_less(lines))]
     deaf = [user(f"deaf-{i}", structs.replace(rights, subscribe=less)) for i, less in enumerate(each_less(heard_lines))]
     users = ", ".join([user("role", rights), *without, *deaf, EVERYTHING])
     accounts = f"accounts: {{ DATA: {{ jetstream: enabled, users: [{users}] }} }}\n"
     with NatsServer.start(store_dir=tmp_path / "store", config=accounts) as server:
-        login = {"user": "role", "password": "role"}
         async with heard_by_everybody(server) as heard:
             heard |= RARE
             await SCENARIOS[role](lambda **changed: configure(server.url, **login, **changed))

@@ -39,6 +39,10 @@ class Administration:
     def server_certificate(self) -> bytes | None:
         return tls.certificate(self._connection.nc)
 
+    @property
+    def shares_inbox(self) -> bool:
+        return self._connection.shares_inbox
+
     async def api(
         self, subject: str, request: Any = None, *, prefix: str = "", timeout_seconds: float = API_TIMEOUT_SECONDS
     ) -> dict[str, Any]:

@@ -74,6 +74,8 @@ class Connection:
         self.api_prefix = settings.api
         self.inbox_prefix = inboxes.SHARED
         """What the subjects begin with on which we listen to answers."""
+        self.shares_inbox = False
+        """Whether our user has a name, and listens to answers where other users can hear them too."""
         self._requests: Requests
         self._foreign: Counter[str] = Counter()
         """How many answers came that do not belong to a request, by what there is to say of them."""
@@ -362,15 +364,15 @@ class Connection:
         self._requests = Requests(self.wire, on_foreign=self.tell_foreign)
         self.inbox_prefix = inboxes.prefix(self._settings)
         interest = await self._requests.open(self.inbox_prefix)
-        if self._settings.inbox_prefix or self.inbox_prefix == inboxes.SHARED:
-            return
-        if not await self.answers():
-            raise TimeoutError
-        if any(map(self._denies_inbox, self._denials)):
-            self._denials.clear()
-            await self.wire.forget(interest)
-            self.inbox_prefix = inboxes.SHARED
-            await self._requests.open(self.inbox_prefix)
+        if not self._settings.inbox_prefix and self.inbox_prefix != inboxes.SHARED:
+            if not await self.answers():
+                raise TimeoutError
+            if any(map(self._denies_inbox, self._denials)):
+                self._denials.clear()
+                await self.wire.forget(interest)
+                self.inbox_prefix = inboxes.SHARED
+                await self._requests.open(self.inbox_prefix)
+        self.shares_inbox = self.inbox_prefix == inboxes.SHARED and bool(credentials.user(self._settings))
 
     async def _leave(self) -> None:
         """Reconnect, to another server where there is one."""

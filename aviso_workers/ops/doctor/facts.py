@@ -126,6 +126,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     """What of it the server denies to our user, in its words."""
     server_certificate: bytes | None = None
     """The certificate of the server that we are connected to, in DER form; None without TLS."""
+    shares_inbox: bool = False
+    """Whether our user has a name, and hears answers where other users can hear them too."""
 
     @property
     def streams(self) -> Mapping[str, StreamInfo]:
@@ -197,6 +199,7 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
         unknown=unknown,
         denied=requests.denied,
         server_certificate=admin.administration().server_certificate,
+        shares_inbox=admin.administration().shares_inbox,
     )
 
 

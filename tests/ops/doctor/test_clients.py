@@ -186,9 +186,9 @@ def test_a_connection_that_anybody_can_use_and_read(left: Seen, tmp_path: Path) 
     """By hand, but for the server: no address but the loopback is there to connect to."""
     in_production = structs.replace(left.facts, scope=structs.replace(left.facts.scope, production=True))
 
-    def found(url: str, **settings: Any) -> list[str]:
+    def found(url: str, *, shares_inbox: bool = False, **settings: Any) -> list[str]:
         loaded = write(tmp_path / "config.yaml", url, **settings)
-        judgement = judged(structs.replace(in_production, config=loaded))
+        judgement = judged(structs.replace(in_production, config=loaded, shares_inbox=shares_inbox))
         return [finding.found for finding in judgement.results["JS047"].findings]
 
     assert found("nats://127.0.0.1:4222") == ["nats://127.0.0.1:4222 without a user"]
@@ -198,6 +198,9 @@ def test_a_connection_that_anybody_can_use_and_read(left: Seen, tmp_path: Path) 
     assert found("nats://alice:hush@n1.example.org:4222") == ["nats://***@n1.example.org:4222 without TLS"]
     (tmp_path / "worker.nk").write_text("a seed")
     assert found("tls://n1.example.org:4222", nkey_seed_file=str(tmp_path / "worker.nk")) == []
+    assert found("tls://alice:hush@n1.example.org:4222", shares_inbox=True) == [
+        "answers go to _INBOX, where other users of the account hear them"
+    ]
 
 
 def credentials(path: Path, **claims: int) -> str:

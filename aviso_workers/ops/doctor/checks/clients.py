@@ -110,6 +110,13 @@ def open_connection(facts: Facts) -> Iterator[Finding]:
             yield Finding(place=f"{JETSTREAM}.nats_url", found=f"{shown} without TLS")
         if not named and not parts.username:
             yield Finding(place=f"{JETSTREAM}.nats_url", found=f"{shown} without a user")
+    if facts.shares_inbox:
+        yield Finding(
+            place=f"{JETSTREAM}.inbox_prefix",
+            found="answers go to _INBOX, where other users of the account hear them",
+            cure="Let the user subscribe to a prefix of its own, as `aviso-workers server render --role` prints it. "
+            "Leave inbox_prefix out.",
+        )
 
 
 @declare(
