@@ -1,4 +1,4 @@
-"""Durations, sizes and numbers, as text and back; and text for people: made safe to show, or a near name suggested.
+"""Durations, sizes and numbers, as text and back; and text for people: safe to show or to copy, or a near name.
 
 `config` and `schema` read `retention_time: 7d` and `max_size: 2Gi` through `decode_hook`; `schema` and
 `spatial` read and write coordinates and float identifiers, which must be spelled one way only because
@@ -12,6 +12,7 @@ import difflib
 import math
 import re
 import reprlib
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
@@ -29,6 +30,7 @@ __all__ = [
     "parse_float",
     "printable",
     "printable_lines",
+    "quoted",
     "seconds_of",
     "suggestion",
     "time_text",
@@ -219,6 +221,14 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Return a text of several lines with each of them made `printable`."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def quoted(name: str) -> str:
+    """Return a name as a word for a printed command, so that bash, zsh and fish run nothing of it: it may be anybody's.
+
+    fish reads a backslash also between single quotes, so each one stands outside them.
+    """
+    return shlex.quote(name).replace("\\", "'\\\\'")
 
 
 def time_text(time: datetime) -> str:

@@ -15,6 +15,7 @@ from typing import Annotated, TypeVar
 import anyio
 import typer
 
+from aviso_workers.aviso.literals import quoted
 from aviso_workers.cli.targets import Opened, opened, source_of
 from aviso_workers.cli.targets import load as load_config
 from aviso_workers.config import Config
@@ -71,7 +72,14 @@ async def _agents(server: Opened) -> set[tuple[str, str]]:
 
 
 def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
-    return sorted({name for name in names if name.startswith(incomplete)})
+    """Return the names that begin with what was typed, without those that a shell or a command reads as more than a
+    name: bash inserts `$(...)` as it is and runs it, and a command takes `-x` for an option.
+    """
+    return sorted({name for name in names if name.startswith(incomplete) and _is_plain(name)})
+
+
+def _is_plain(name: str) -> bool:
+    return quoted(name) == name and not name.startswith(("-", "="))  # zsh reads =NAME as the path of a program
 
 
 def _configured(ctx: typer.Context) -> Iterable[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from msgspec import structs
 
 from aviso_workers.app import App
 from aviso_workers.aviso import examples
+from aviso_workers.aviso.literals import quoted
 from aviso_workers.aviso.notifications import Notify
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.targets import AgentOption, ConfigOption, ConfigSource, Target, find_app
@@ -135,7 +135,7 @@ def _tell(app: App, node: Node, source: tuple[str, ...], *, ephemeral: bool) -> 
     for agent in app.agents:
         echo(f"agent        {agent.name}, which reads {agent.event_type}", err=True)
     if tried := next(filter(None, (_example(app, agent) for agent in app.agents)), None):
-        echo(f"try          {shlex.join(('aviso-workers', 'notify', *tried, *source))}", err=True)
+        echo(f"try          aviso-workers notify {' '.join(map(quoted, (*tried, *source)))}", err=True)
     kept = "forgotten afterwards" if ephemeral else f"kept in {node.directory}"
     echo(f"streams      {kept}", err=True)
     echo(f"nats-server  {node.url}, monitoring http://127.0.0.1:{node.monitoring_port}", err=True)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from aviso_workers.aviso.literals import quoted
 from aviso_workers.cli.arguments import parse_where
 from aviso_workers.cli.completion import Event
 from aviso_workers.cli.confirmation import Yes, confirm
@@ -93,8 +94,10 @@ def erase(
             "Raft logs of streams with replicas: keep no copy of these before"
         )
         typer.echo(
-            f"next, for all backups below a directory: aviso-workers backup cleanse DIR --erasure {record}, with the "
-            "KEY=VALUE given here where there are any, because backups also hold what had left the streams before"
+            "next, for all backups below a directory: "
+            f"aviso-workers backup cleanse DIR --erasure {quoted(str(record))}, "
+            "with the KEY=VALUE given here where there are any, because backups also hold what had left the streams "
+            "before"
         )
         return left.whole
 
@@ -129,7 +132,7 @@ def _print_suspect(suspect: Suspect) -> None:
         return
     echo(f"may hold copies: {what}, {suspect.keys} keys, of which {len(suspect.named)} have a value of what matches:")
     for key in suspect.named[:SHOWN_KEYS]:
-        echo(f"  --key {suspect.name}/{key}")
+        echo(f"  --key {quoted(f'{suspect.name}/{key}')}")
     if len(suspect.named) > SHOWN_KEYS:
         echo(f"  and {len(suspect.named) - SHOWN_KEYS} more")
 

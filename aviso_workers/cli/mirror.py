@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from aviso_workers.aviso.codec import store_time
+from aviso_workers.aviso.literals import quoted
 from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.arguments import finite
 from aviso_workers.cli.completion import Stream
@@ -228,7 +229,7 @@ def drill(
 def _print_promotion(found: Promotion) -> None:
     if found.gap is None:
         typer.echo(f"gap: how many messages are missing is not known; when {found.origin} answers, ask by")
-        typer.echo(f"  aviso-workers mirror recover {found.stream}")
+        typer.echo(f"  aviso-workers mirror recover {quoted(found.stream)}")
     else:
         typer.echo(f"gap: {found.gap} messages were to come and came; {found.equal} were compared and are the same")
     for each in found.consumers or ():

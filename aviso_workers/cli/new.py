@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from aviso_workers import projects
+from aviso_workers.aviso.literals import quoted
 from aviso_workers.cli.output import echo
 
 __all__ = ["new"]
@@ -31,6 +31,6 @@ def new(
         echo(f"wrote {file}")
     echo(f"""
 Next:
-  cd {shlex.quote(str(project))} && pip install --editable '.[dev]'
+  cd {quoted(str(project))} && pip install --editable '.[dev]'
   pytest
-  aviso-workers dev {project.name}.agents:app""")
+  aviso-workers dev {quoted(project.name)}.agents:app""")

@@ -8,6 +8,7 @@ from typing import Annotated
 import anyio
 import typer
 
+from aviso_workers.aviso.literals import quoted
 from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.backup import Storage, bar
 from aviso_workers.cli.completion import Stream
@@ -107,7 +108,8 @@ def _end(stream: str, copied: Copied) -> None:
     """Print what is left to be done; exit 3 where the copy lacks messages that were stored meanwhile."""
     if copied.subjects and not copied.original_is_fenced:
         typer.echo(
-            f"{stream} takes them here as well: to move it for good, `aviso-workers mirror fence {stream}` before",
+            f"{stream} takes them here as well: to move it for good, `aviso-workers mirror fence {quoted(stream)}` "
+            "before",
             err=True,
         )
     if copied.meanwhile:
@@ -133,5 +135,5 @@ def _moved_on(stream: str, copied: Copied) -> str:
         return moved
     return (
         f"{moved}, which takes no publishes. The same command with --follow carries on from there; "
-        f"`aviso-workers mirror unfence {stream}` there lets it take publishes as it is"
+        f"`aviso-workers mirror unfence {quoted(stream)}` there lets it take publishes as it is"
     )

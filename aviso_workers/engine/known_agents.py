@@ -15,6 +15,7 @@ import anyio
 from msgspec import Struct, structs
 
 from aviso_workers.aviso.codec import read_json
+from aviso_workers.aviso.literals import quoted
 from aviso_workers.backends import Backend
 from aviso_workers.declare.agents import durable_name
 from aviso_workers.engine import consumer_records
@@ -50,10 +51,10 @@ class KnownAgents:
             if what := await self._read_by(each):
                 raise RefusedError(
                     f"agent {agent} has never run, and agent {each.agent}, which the code does not declare any more, "
-                    f"has {what}. If {agent} "
-                    f"is {each.agent} renamed, give it name={each.agent!r} or run `aviso-workers agents rename "
-                    f"{self._app} {each.agent} {agent}`; if it is another agent, give it start='new' or start='all', "
-                    f"or run `aviso-workers agents rm {self._app} --agent {each.agent}`"
+                    f"has {what}. If {agent} is {each.agent} renamed, give it name={each.agent!r} or run "
+                    f"`aviso-workers agents rename {quoted(self._app)} {quoted(each.agent)} {quoted(agent)}`; if it is "
+                    "another agent, give it start='new' or start='all', or run "
+                    f"`aviso-workers agents rm {quoted(self._app)} --agent {quoted(each.agent)}`"
                 )
 
     async def _read_by(self, known: _Known) -> str:

@@ -12,6 +12,7 @@ from datetime import timedelta
 import anyio
 from msgspec import UNSET, structs
 
+from aviso_workers.aviso.literals import quoted
 from aviso_workers.backends import Backend, ConsumerInfo, StreamInfo
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.events import ConsumerDiffers, Events, StreamProvisioned
@@ -229,7 +230,7 @@ def _require_usable(plan: Plan) -> None:
     if plan.fenced:
         raise RefusedError(
             f"stream {plan.stream} is fenced, because its mirror was promoted or it moves: connect to where that is, "
-            f"or take it back with `aviso-workers mirror unfence {plan.stream}`"
+            f"or take it back with `aviso-workers mirror unfence {quoted(plan.stream)}`"
         )
     if plan.storage_mismatch:
         (storage,) = (difference for difference in plan.fixed if difference.field == "storage")

@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 
 from msgspec import Struct, structs
 
+from aviso_workers.aviso.literals import quoted
 from aviso_workers.aviso.positions import Position
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
@@ -197,8 +198,8 @@ async def plan_rename(admin: Admin, owner: str, agent: str, to: str, *, workers_
         raise NotFoundError(f"no worker of app {owner} has recorded an agent {agent}")
     if await _exists_bucket(admin, windowed.bucket_of(owner, agent)):
         raise RefusedError(
-            f"agent {agent} keeps windows under its name: let them close, then run `aviso-workers agents rm {owner} "
-            f"--agent {agent}`, and declare {to} with start='new'"
+            f"agent {agent} keeps windows under its name: let them close, then run `aviso-workers agents rm "
+            f"{quoted(owner)} --agent {quoted(agent)}`, and declare {to} with start='new'"
         )
     for stream in records:  # of its retries, an agent has a consumer before it may begin
         if await _exists(admin, stream, agents.durable_name(owner, to)):
@@ -210,7 +211,7 @@ async def plan_rename(admin: Admin, owner: str, agent: str, to: str, *, workers_
         if known.time != record.time:
             raise RefusedError(
                 f"agent {to} of app {owner} has run: it has settled stream {stream} up to sequence {known.ack_floor}; "
-                f"to forget that, run `aviso-workers agents rm {owner} --agent {to}`"
+                f"to forget that, run `aviso-workers agents rm {quoted(owner)} --agent {quoted(to)}`"
             )
         records[stream] = known  # by a rename that was broken off, which knew the consumer
     unsettled = again = 0
@@ -220,7 +221,7 @@ async def plan_rename(admin: Admin, owner: str, agent: str, to: str, *, workers_
             if info.paused:
                 raise RefusedError(
                     f"agent {agent} is paused, and {to} would not be: stop its workers, and run `aviso-workers agents "
-                    f"resume {agent} --app {owner}` first"
+                    f"resume {quoted(agent)} --app {quoted(owner)}` first"
                 )
             why = "workers ask for its notifications" if info.num_waiting else retirement.why_active(info)
             if info.num_waiting or (why and not workers_stopped):

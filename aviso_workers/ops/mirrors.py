@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import anyio
 from msgspec import Struct, field, structs
 
+from aviso_workers.aviso.literals import quoted
 from aviso_workers.backends import Admin, Management
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.info import Source, StreamInfo
@@ -130,7 +131,7 @@ class Mirrors:
         config = (await self._admin.at(link.api).stream_info(link.origin, timeout_seconds=ORIGIN_SECONDS)).config
         if FENCED in config.metadata or config.mirror:
             return link
-        fence = f"`aviso-workers mirror fence {link.origin} --api '{link.api}'`"
+        fence = f"`aviso-workers mirror fence {quoted(link.origin)} --api {quoted(link.api)}`"
         return structs.replace(
             link,
             trouble=f"{link.origin} is back and takes publishes, although a mirror has replaced it: run {fence}",

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, suppress
 import anyio
 from msgspec import Struct
 
+from aviso_workers.aviso.literals import quoted
 from aviso_workers.backends import Admin
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.info import SourceConfig, StreamConfig, StreamInfo
@@ -88,7 +89,8 @@ async def promote(
     if comparison.trouble and not origin_was_recreated:
         raise RefusedError(
             f"{comparison.trouble}. The mirror lacks messages that the origin has stored since. To promote it anyway, "
-            f"add --origin-was-recreated; `aviso-workers mirror recover {stream}` then lists the missing messages"
+            f"add --origin-was-recreated; `aviso-workers mirror recover {quoted(stream)}` then lists the missing "
+            "messages"
         )
     return await started.in_place_of_origin(subjects, comparison.equal, recreated=bool(comparison.trouble))
 
@@ -150,8 +152,8 @@ class _MirrorPromotion:
             if not await self._is_unfenced_in_time(fenced) and isinstance(failure, BackendError):
                 raise UnavailableError(
                     f"{failure}; nothing was promoted, and {self.origin} may be fenced still and take no publishes: "
-                    f"when it answers, repeat this, or `aviso-workers mirror unfence {self.origin}`"
-                    + (f" --api '{self._api}'" if self._api else "")
+                    f"when it answers, repeat this, or `aviso-workers mirror unfence {quoted(self.origin)}`"
+                    + (f" --api {quoted(self._api)}" if self._api else "")
                 ) from failure
             raise
 

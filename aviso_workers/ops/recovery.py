@@ -17,6 +17,7 @@ from contextlib import aclosing, asynccontextmanager
 
 from msgspec import Struct, structs
 
+from aviso_workers.aviso.literals import quoted
 from aviso_workers.backends import Admin, Message, Outgoing, PubAck, open_backend
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError, ConflictError, RefusedError
@@ -245,7 +246,7 @@ async def opened(
         if FENCED not in (found := await there.stream_info(origin)).config.metadata:
             raise RefusedError(
                 f"{origin} takes publishes, so the messages that only it has cannot be listed. Fence it first: "
-                f"`aviso-workers mirror fence {origin} --api '{api}'`"
+                f"`aviso-workers mirror fence {quoted(origin)} --api {quoted(api)}`"
             )
         fenced = _Origin(admin=there, stream=origin, created=found.created_text, last=found.last_sequence)
         yield Recovery(admin, stream, fenced, mirrored=last)

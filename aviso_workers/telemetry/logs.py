@@ -15,7 +15,7 @@ from typing import Any, Literal, TextIO, get_args
 
 import structlog
 
-from aviso_workers.aviso.literals import Duration, printable
+from aviso_workers.aviso.literals import Duration, printable, quoted
 from aviso_workers.config import Logging
 from aviso_workers.events import (
     AckWaitDiffers,
@@ -347,7 +347,7 @@ def _observe_record(event: ConsumerResumed | ConsumerNotRecorded | AgentMoved) -
             before=event.before,
             left=event.left,
             cure="to handle what is left, run a worker with the former topic.base; else remove the consumer: "
-            f"`aviso-workers consumers rm {event.before} {event.consumer}`",
+            f"`aviso-workers consumers rm {quoted(event.before)} {quoted(event.consumer)}`",
         )
         return
     if isinstance(event, ConsumerResumed):
@@ -394,7 +394,7 @@ def _cure_of(event: ConsumerDiffers) -> str:
         to = event.differences[0].rpartition(" -> ")[2]
         return (
             "an agent that has run goes on where it is; to take it to its new start: "
-            f"aviso-workers agents reset {agent} --app {app} --to {to}"
+            f"aviso-workers agents reset {quoted(agent)} --app {quoted(app)} --to {quoted(to)}"
         )
     return (
         "these cannot be updated: stop the agent's workers and delete the consumer; it is recreated, "

@@ -7,16 +7,18 @@ examine it yields as SKIP, so that it is never taken for a PASS; what is missing
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
+from aviso_workers.aviso.literals import quoted
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops.doctor.facts import Facts, Need
 
 __all__ = ["Check", "Finding", "Result", "State", "about", "check", "judge", "worst"]
 
 PAGE = "docs/operations.md"
+COMMANDS = ("aviso-workers ", "nats ")
 NOT_IN_PRODUCTION = "checked only with --production"
 
 
@@ -142,17 +144,22 @@ def _whole(check: Check, finding: Finding, facts: Facts) -> Finding:
     state = check.severity if finding.state is None else finding.state
     usual = check.cure if finding.stream in facts.event_streams else check.cure_of_others or check.cure
     app, _, agent = finding.consumer.partition("__")
-    cure = (finding.cure or usual).format(
-        stream=finding.stream, consumer=finding.consumer, place=finding.place, app=app, agent=agent
-    )
+    names = {"stream": finding.stream, "consumer": finding.consumer, "place": finding.place, "app": app, "agent": agent}
     return Finding(
         found=finding.found,
         stream=finding.stream,
         consumer=finding.consumer,
         place=finding.place,
         state=state,
-        cure="" if state <= State.SKIP else cure,
+        cure="" if state <= State.SKIP else _filled_in(finding.cure or usual, names),
     )
+
+
+def _filled_in(cure: str, names: Mapping[str, str]) -> str:
+    """Return a cure with the names of its finding, which are quoted within commands."""
+    words = {key: quoted(name) for key, name in names.items()}
+    parts = cure.split("`")
+    return "`".join(part.format_map(words if part.startswith(COMMANDS) else names) for part in parts)
 
 
 def _worst_first(finding: Finding) -> tuple[int, str]:
