@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from aviso_workers.backends.jetstream import inboxes
+from aviso_workers.backends.jetstream import credentials, inboxes
 from aviso_workers.backends.jetstream.server_versions import PING
 from aviso_workers.config import Config, streams
 from aviso_workers.config.nats_server import Permissions, Subjects
@@ -99,8 +99,7 @@ class _Api:
         jetstream = config.notification_backend.jetstream
         self.config = config
         self.prefix = jetstream.api
-        own = inboxes.prefix_of_user(user) if user and not jetstream.inbox_prefix else inboxes.prefix(jetstream)
-        self.inboxes = f"{own}.>"
+        self.inboxes = f"{inboxes.prefix(jetstream, user or credentials.user(jetstream))}.>"
         self.creates = jetstream.stream_management != "observe"
 
     def use(self, stream: str, *, updates: bool = True) -> Iterator[str]:

@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 
 from aviso_workers import config
 from aviso_workers.backends import Message, Outgoing, PubAck
-from aviso_workers.backends.jetstream import JetStreamBackend
+from aviso_workers.backends.jetstream import JetStreamBackend, inboxes
 from aviso_workers.errors import BackendError, FullError, OutcomeUnknownError
 from aviso_workers.jetstream import answers
 from aviso_workers.jetstream.info import StreamConfig
@@ -275,3 +275,18 @@ async def test_nobody_can_guess_where_the_next_answer_goes(backend: JetStreamBac
     assert len(set(beginnings)) == 1
     assert len(set(ends)) == 3
     assert {len(end) for end in ends} == {12}  # of 64 characters each: 72 bits
+
+
+@pytest.mark.parametrize(
+    ("user", "stated", "prefix"),
+    [
+        ("mars", None, "_INBOX_mars"),
+        ("", None, "_INBOX"),
+        ("mars", "_INBOX.mine", "_INBOX.mine"),
+        ("a.b", None, "_INBOX_a=2Eb"),
+        ("a=2Eb", None, "_INBOX_a=3D2Eb"),
+        ("ö >*", None, "_INBOX_=C3=B6=20=3E=2A"),
+    ],
+)
+def test_no_two_users_have_one_prefix_for_their_answers(user: str, stated: str | None, prefix: str) -> None:
+    assert inboxes.prefix(config.JetStream(inbox_prefix=stated), user) == prefix

@@ -126,7 +126,7 @@ class Connection:
         would help: the server turns us away, it cannot be trusted, or a file that the settings name cannot be used.
         """
         settings = self._settings
-        options = _options(settings)
+        options, user = _options(settings), credentials.user(settings)
         told = -math.inf
         for attempt in range(1, settings.retry_attempts + 1):
             if attempt > 1:
@@ -135,7 +135,7 @@ class Connection:
                 with anyio.fail_after(settings.timeout_seconds):
                     await self._connect(attempt, options)
                     self.wire = wire.attach(self.nc)
-                    await self._open_requests()
+                    await self._open_requests(user)
             except (nats.errors.Error, OSError, ValueError) as error:
                 await self._close_client()
                 self._last_error = self._last_error or self._said(error)
@@ -264,10 +264,11 @@ class Connection:
     def tell_foreign(self, request: str, body: bytes) -> None:
         """State that this body came as an answer to a request to which it does not belong."""
         what = f"{request}: {answers.described(body)} came as its answer"
-        if what in self._foreign or len(self._foreign) < MOST_REPORTED:
-            self._foreign[what] += 1
-            if self._listener:
-                self._listener(connected=self.ready, reason="", foreign=what, times=self._foreign[what])
+        if what not in self._foreign and len(self._foreign) >= MOST_REPORTED:
+            what = "one request of many: an answer came that does not belong to it"
+        self._foreign[what] += 1
+        if self._listener:
+            self._listener(connected=self.ready, reason="", foreign=what, times=self._foreign[what])
 
     async def listen(self, subject: str, listener: wire.Listener) -> wire.Interest:
         """Call the listener with what comes for the subject, also after a reconnect. Raises `UnavailableError`."""
@@ -357,14 +358,14 @@ class Connection:
         self.nc.options["reconnect_time_wait"] = settings.reconnect_delay_ms / 1000
         self._last_error = ""
 
-    async def _open_requests(self) -> None:
+    async def _open_requests(self, user: str) -> None:
         """Listen to answers below the prefix of the settings. Where the server denies the user's own, as permissions do
         that were written for the prefix that all share, it is that one.
         """
         self._requests = Requests(self.wire, on_foreign=self.tell_foreign)
-        self.inbox_prefix = inboxes.prefix(self._settings)
+        self.inbox_prefix = inboxes.prefix(self._settings, user)
         interest = await self._requests.open(self.inbox_prefix)
-        if not self._settings.inbox_prefix and self.inbox_prefix != inboxes.SHARED:
+        if user and not self._settings.inbox_prefix:
             if not await self.answers():
                 raise TimeoutError
             if any(map(self._denies_inbox, self._denials)):
@@ -372,7 +373,7 @@ class Connection:
                 await self.wire.forget(interest)
                 self.inbox_prefix = inboxes.SHARED
                 await self._requests.open(self.inbox_prefix)
-        self.shares_inbox = self.inbox_prefix == inboxes.SHARED and bool(credentials.user(self._settings))
+        self.shares_inbox = bool(user) and self.inbox_prefix == inboxes.SHARED
 
     async def _leave(self) -> None:
         """Reconnect, to another server where there is one."""

@@ -144,7 +144,7 @@ class Ingester:
                 subject, headers = encode(each, most=most)
             except RefusedError:
                 continue
-            batch = batches.setdefault(each.stream, _Batch(each.stream))
+            batch = batches.get(each.stream) or batches.setdefault(each.stream, _Batch(each.stream))
             batch.messages.append((subject, headers, each.message.data))
             batch.places.append(place)
         return [batch for batch in batches.values() if len(batch.messages) >= FEWEST]

@@ -12,9 +12,8 @@ import secrets
 from collections.abc import Iterator
 
 from aviso_workers import config
-from aviso_workers.backends.jetstream import credentials
 
-__all__ = ["SHARED", "new_inbox", "prefix", "prefix_of_user", "reply_subjects"]
+__all__ = ["SHARED", "new_inbox", "prefix", "reply_subjects"]
 
 SHARED = "_INBOX"
 """The prefix of all clients that are told of no other one."""
@@ -26,18 +25,15 @@ NO_WORD = re.compile(r"[^-_0-9a-zA-Z]")
 """The characters that are not taken into a subject as they are."""
 
 
-def prefix(settings: config.JetStream) -> str:
-    """Return the prefix of a configuration: what it states, else that of its user, else the one that all share."""
-    if settings.inbox_prefix:
-        return settings.inbox_prefix
-    user = credentials.user(settings)
-    return prefix_of_user(user) if user else SHARED
+def prefix(settings: config.JetStream, user: str) -> str:
+    """Return the prefix of a user's answers: the one of the configuration, else the user's own, such as `_INBOX_mars`,
+    else, for an empty user, the one that all share.
 
-
-def prefix_of_user(user: str) -> str:
-    """Return the prefix of a user's answers, such as `_INBOX_mars`. Other characters than letters, digits, `-` and `_`
-    are in it as the hexadecimal numbers of their bytes, so that no two users have the same.
+    In a user's own, other characters than letters, digits, `-` and `_` are the hexadecimal numbers of their bytes, so
+    that no two users have the same.
     """
+    if settings.inbox_prefix or not user:
+        return settings.inbox_prefix or SHARED
     return f"{SHARED}_{NO_WORD.sub(lambda found: ''.join(f'={byte:02X}' for byte in found[0].encode()), user)}"
 
 
