@@ -13,9 +13,13 @@ __all__ = ["API", "belongs_to", "described"]
 
 API = "io.nats.jetstream.api.v1."
 """How the `type` of each answer begins."""
-KINDS = {"INFO": "account_info", "STREAM.PEER.REMOVE": "stream_remove_peer"}
+KINDS = {
+    "INFO": "account_info",
+    "STREAM.PEER.REMOVE": "stream_remove_peer",
+    "CONSUMER.DURABLE.CREATE": "consumer_create",
+}
 """By a request, what its answer is called. All others are called as their request."""
-LONGER = ("MSG", "LEADER", "PEER")
+LONGER = ("MSG", "LEADER", "PEER", "DURABLE")
 """Second words of requests that have three."""
 
 

@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 from msgspec import Struct, json
 
 from aviso_workers.backends import Admin, Management
-from aviso_workers.errors import NotFoundError, RefusedError
-from aviso_workers.jetstream import error_codes, info
+from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream import answers, error_codes, info
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 
 __all__ = [
@@ -147,9 +147,10 @@ async def direct_message(
     asked = (base, json.encode({"seq": sequence})) if subject is None else (f"{base}.{subject}", b"")
     answer = await admin.administration().request(*asked)
     headers = dict(answer.headers)
-    if "Nats-Sequence" not in headers:
-        raise NotFoundError(f"{stream}: {headers.get('Description', 'no such message')}", code=error_codes.NO_MESSAGE)
-    headers.pop("Nats-Stream")
+    if answer.status:
+        raise NotFoundError(f"{stream}: {answer.description or 'no such message'}", code=error_codes.NO_MESSAGE)
+    if headers.pop("Nats-Stream", "") != stream:
+        raise UnavailableError(f"{stream}: {answers.described(answer.data)} came as the answer to a direct get")
     return StoredMessage(
         stream=stream,
         sequence=int(headers.pop("Nats-Sequence")),

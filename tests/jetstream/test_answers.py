@@ -15,10 +15,11 @@ from nats.aio.msg import Msg
 from aviso_workers import config
 from aviso_workers.backends import Message, Outgoing, PubAck
 from aviso_workers.backends.jetstream import JetStreamBackend, inboxes
-from aviso_workers.errors import BackendError, FullError, OutcomeUnknownError
+from aviso_workers.errors import BackendError, FullError, OutcomeUnknownError, UnavailableError
 from aviso_workers.jetstream import answers
 from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.ops import inventory
 from aviso_workers.server import NatsServer
 from tests.waits import PATIENCE_SECONDS
 
@@ -213,6 +214,7 @@ def body(kind: str, **fields: object) -> bytes:
         ("STREAM.PEER.REMOVE.MARS", body("stream_remove_peer", success=True), True),
         ("CONSUMER.LEADER.STEPDOWN.MARS.one", body("consumer_leader_stepdown", success=True), True),
         ("CONSUMER.CREATE.MARS.one.mars.od", body("consumer_create", stream_name="MARS", name="one"), True),
+        ("CONSUMER.DURABLE.CREATE.MARS.one", body("consumer_create", stream_name="MARS", name="one"), True),
         ("CONSUMER.CREATE.MARS", body("consumer_create", stream_name="MARS", name="given", config={}), True),
         ("CONSUMER.INFO.MARS.one", body("consumer_info", stream_name="MARS", name="two"), False),
         ("CONSUMER.INFO.MARS.one", body("consumer_info", stream_name="OTHER", name="one"), False),
@@ -290,3 +292,16 @@ async def test_nobody_can_guess_where_the_next_answer_goes(backend: JetStreamBac
 )
 def test_no_two_users_have_one_prefix_for_their_answers(user: str, stated: str | None, prefix: str) -> None:
     assert inboxes.prefix(config.JetStream(inbox_prefix=stated), user) == prefix
+
+
+async def test_an_acknowledgement_is_no_message_of_a_direct_get(nats_server: NatsServer, told: Told) -> None:
+    stream = {"name": "MARS", "subjects": ["mars.>"], "allow_direct": True}
+    times = dict.fromkeys(("created", "ts"), "2026-11-20T00:00:00Z")
+    found = body("stream_info", config=stream, state={"last_seq": 1}, **times)
+    async with (
+        connected(nats_server, told, api_prefix="JS.played") as backend,
+        answering(nats_server, "JS.played.STREAM.INFO.MARS", found),
+        answering(nats_server, "JS.played.DIRECT.GET.MARS", FOREIGN),
+    ):
+        with pytest.raises(UnavailableError, match="an acknowledgement of stream OTHER"):
+            await inventory.direct_message(backend, "MARS", sequence=1)

@@ -55,7 +55,7 @@ class Administration:
         self, subject: str, data: bytes = b"", *, timeout_seconds: float = API_TIMEOUT_SECONDS
     ) -> Received:
         answer = await self._connection.request(subject, data, timeout_seconds=timeout_seconds)
-        return Received(subject=answer.subject.decode(), data=answer.data, headers=wire.Headers(answer.headers))
+        return _received(answer)
 
     def send(self, subject: str, data: bytes = b"", *, reply: str = "") -> None:
         self._connection.wire.send(subject.encode(), data, reply=reply.encode())
@@ -68,18 +68,8 @@ class Administration:
         sender, receiver = anyio.create_memory_object_stream[Received](math.inf)
 
         def listener(arrivals: Sequence[wire.Arrival]) -> None:
-            for subject, reply, block, data in arrivals:
-                code, description = wire.status(block) if block else ("", "")
-                sender.send_nowait(
-                    Received(
-                        subject=subject.decode(),
-                        reply=reply.decode(),
-                        data=data,
-                        headers=wire.Headers(block),
-                        status=code,
-                        description=description,
-                    )
-                )
+            for arrival in arrivals:
+                sender.send_nowait(_received(arrival))
 
         interest = await self._connection.listen(subject, listener)
         try:
@@ -111,3 +101,16 @@ class Administration:
 
     async def require_readable(self, stream: str) -> None:
         await unreadable.require_no_mark(Management(self._connection), stream)
+
+
+def _received(arrival: wire.Arrival) -> Received:
+    subject, reply, block, data = arrival
+    code, description = wire.status(block) if block else ("", "")
+    return Received(
+        subject=subject.decode(),
+        reply=reply.decode(),
+        data=data,
+        headers=wire.Headers(block),
+        status=code,
+        description=description,
+    )
