@@ -121,9 +121,10 @@ class CarefulClient(Client):
             name = f"{server.hostname}:{server.port}" if server else "the server"
             raise NoTlsError(f"{name} offers no TLS, which the configuration asks for: nothing was sent to it")
         if isinstance(self._transport, TcpTransport) and self._transport._io_writer and is_encrypted(self):
-            # nats-py does not tell asyncio's reader of the TLS beneath it, of which asyncio complains at the end.
-            encrypted = self._transport._io_writer.transport
-            encrypted.get_protocol().connection_made(encrypted)
+            # nats-py does not tell asyncio's protocol of the TLS beneath it, which then complains at the end. Its
+            # `connection_made` would, and would also limit what is read ahead, which makes a replay slower.
+            protocol: Any = self._transport._io_writer.transport.get_protocol()
+            protocol._over_ssl = True
         command: bytes = super()._connect_command()
         return command
 
