@@ -15,6 +15,7 @@
     ├── UndecodableError            a stored message is not a notification of its event type
     ├── BackendError                a backend did not do what was requested
     │   ├── UnavailableError        nothing was done; the same request may succeed later
+    │   │   └── UnansweredError     nothing receives the request, as where an account does not import it
     │   ├── OutcomeUnknownError     the request may have been done; repeat it with the same message id
     │   └── RefusedError            nothing was done, and repeating the request will not help
     │       ├── DeniedError         the connected user has no right to publish to the subject
@@ -74,6 +75,7 @@ __all__ = [
     "SparkRestError",
     "StreamReplacedError",
     "TakenOverError",
+    "UnansweredError",
     "UnavailableError",
     "UndecodableError",
     "UnknownEventTypeError",
@@ -161,6 +163,11 @@ class BackendError(AvisoWorkersError):
 
 class UnavailableError(BackendError):
     """Nothing was done, and the same request may succeed later."""
+
+
+class UnansweredError(UnavailableError):
+    """Nothing receives the request. The account has no JetStream or does not import the request's subject, or a server
+    that answers it is away."""
 
 
 class OutcomeUnknownError(BackendError):

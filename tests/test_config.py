@@ -239,17 +239,17 @@ AT = "dev.yaml:4: notification_backend.jetstream"
         ),
         ("token: ' '", f"{AT}.token must not be empty"),
         ("domain: ''", f"{AT}.domain must not be empty"),
-        ("replicas: three", f"{AT}.replicas: expected an integer, found 'three'"),
-        ("replicas: 1.5", f"{AT}.replicas: expected an integer, found '1.5'"),
-        ("replicas: true", f"{AT}.replicas: expected an integer, found 'true'"),
+        ("replicas: three", f"{AT}.replicas: expected an integer, found text"),
+        ("replicas: 1.5", f"{AT}.replicas: expected an integer, found a fraction"),
+        ("replicas: true", f"{AT}.replicas: expected an integer, found true or false"),
         ("replicas: [3]", f"{AT}.replicas: expected an integer, found a list"),
-        ("max_messages: 9223372036854775808", f"{AT}.max_messages: expected an integer of at most 64 bits, found"),
-        ("max_bytes: 2Gi", f"{AT}.max_bytes: expected an integer, found '2Gi'"),
-        ("publish_deadline_seconds: 1e999", f"{AT}.publish_deadline_seconds: expected a finite number, found '1e999'"),
-        ("enable_auto_reconnect: maybe", f"{AT}.enable_auto_reconnect: expected true or false, found 'maybe'"),
-        ("storage_type: File", f"{AT}.storage_type: expected 'file' or 'memory', found 'File'"),
-        ("discard_policy: newest", f"{AT}.discard_policy: expected 'new' or 'old', found 'newest'"),
-        ("retention_policy: limit", f"{AT}.retention_policy: expected 'interest' or 'limits', found 'limit'"),
+        ("max_messages: 9223372036854775808", f"{AT}.max_messages: expected an integer of at most 64 bits"),
+        ("max_bytes: 2Gi", f"{AT}.max_bytes: expected an integer, found text"),
+        ("publish_deadline_seconds: 1e999", f"{AT}.publish_deadline_seconds: expected a finite number"),
+        ("enable_auto_reconnect: maybe", f"{AT}.enable_auto_reconnect: expected true or false, found text"),
+        ("storage_type: File", f"{AT}.storage_type: expected 'file' or 'memory', found text"),
+        ("discard_policy: newest", f"{AT}.discard_policy: expected 'new' or 'old', found text"),
+        ("retention_policy: limit", f"{AT}.retention_policy: expected 'interest' or 'limits', found text"),
         (
             "retention_policy: workqueue",
             f"{AT}.retention_policy is invalid: 'workqueue' cannot be used: replay and watch need consumers without "
@@ -257,7 +257,7 @@ AT = "dev.yaml:4: notification_backend.jetstream"
         ),
         (
             "stream_management: none",
-            f"{AT}.stream_management: expected 'create' or 'observe' or 'reconcile', found 'none'",
+            f"{AT}.stream_management: expected 'create' or 'observe' or 'reconcile', found text",
         ),
         ("retention_time: 0s", f"{AT}.retention_time must be > 0"),
         ("retention_time: 10", f"{AT}.retention_time is invalid: duration must include a unit suffix"),
@@ -303,7 +303,7 @@ def test_the_unused_backend_is_checked_for_its_types_only(load: Load, mistakes: 
     unused = "notification_backend: {kind: in_memory, jetstream: {retry_attempts: %s, nkey_seed_file: nowhere}}"
     assert load(unused % 0).notification_backend.kind == "in_memory"
     (mistake,) = mistakes(unused % "none")
-    assert mistake.endswith("jetstream.retry_attempts: expected an integer, found 'none'")
+    assert mistake.endswith("jetstream.retry_attempts: expected an integer, found text")
 
 
 # ---- authentication -------------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ EVENT = "notification_schema.mars"
         (
             "identifier: {step: {type: IntHandle, required: true}}",
             4,
-            f"{EVENT}.identifier.step.type: expected the name of a rule, found 'IntHandle'; did you mean 'IntHandler'?",
+            f"{EVENT}.identifier.step.type: expected the name of a rule, found text; did you mean 'IntHandler'?",
         ),
         (
             "identifier: {step: {type: IntHandler, required: true, rnage: [0, 1]}}",
@@ -677,22 +677,20 @@ def test_streams_are_declared_with_literals_and_times(load: Load) -> None:
 @pytest.mark.parametrize(
     ("settings", "mistake"),
     [
-        ("retention: queue", ".retention: expected 'interest' or 'limits' or 'workqueue', found 'queue'"),
-        ("max_age: 7", ".max_age is invalid: duration must include a unit suffix (s, m, h, d, w), unlike '7'"),
-        ("max_bytes: lots", ".max_bytes is invalid: size value must be an integer followed by a unit, not 'lots'"),
+        ("retention: queue", ".retention: expected 'interest' or 'limits' or 'workqueue', found text"),
+        ("max_age: 7", ".max_age is invalid: duration must include a unit suffix (s, m, h, d, w), unlike this text"),
+        ("max_bytes: lots", ".max_bytes is invalid: size value must be an integer followed by a unit, not this text"),
         ("max_msgs: -2", ".max_msgs must be >= -1"),
         ("num_replicas: 6", ".num_replicas must be <= 5"),
         ("max_mesgs: 5", ": unknown field(s): max_mesgs; did you mean 'max_msgs'?"),
         ("republish: {src: a.b}", ".republish.dest is missing"),
         (
             "consumers: {c: {opt_start_time: yesterday}}",
-            ".consumers.c.opt_start_time: expected a time with its offset, such as "
-            "2026-11-20T06:00:00Z, found 'yesterday'",
+            ".consumers.c.opt_start_time: expected a time with its offset, such as 2026-11-20T06:00:00Z, found text",
         ),
         (
             "consumers: {c: {pause_until: 2026-11-20T06:00:00}}",
-            ".consumers.c.pause_until: expected a time with its offset, such as "
-            "2026-11-20T06:00:00Z, found '2026-11-20T06:00:00'",
+            ".consumers.c.pause_until: expected a time with its offset, such as 2026-11-20T06:00:00Z, found text",
         ),
         ("consumers: {c: {sample_freq: 101}}", ".consumers.c.sample_freq must be <= 100"),
         ("consumers: {c.d: {}}", ".consumers.c.d must be a name without blanks, '.', '*', '>', '/' and '\\'"),

@@ -171,12 +171,12 @@ def test_a_mistake_in_the_environment_names_the_variable_and_the_key() -> None:
         AVISO_WORKERS_APPLICATION__BASE_URL="\udcff",
     ) == (
         "AVISOSERVER_NOTIFICATION_BACKEND__IN_MEMORY__MAX_TOPICS: notification_backend.in_memory.max_topics: "
-        "expected an integer, found 'many'",
+        "expected an integer, found text",
         "AVISO_WORKERS_APPLICATION__BASE_URL: is not UTF-8 text",
         "AVISO_WORKERS_WORKERS__AGENTS: not valid YAML: while parsing a flow node expected the node content, "
         "but found '}'",
-        "AVISO_WORKERS_WORKERS__LOGGING__FORMAT: workers.logging.format: expected 'console' or 'json', found 'text'",
-        "AVISO_WORKERS_WORKERS__STATUS__PORT: workers.status.port: expected an integer, found ''",
+        "AVISO_WORKERS_WORKERS__LOGGING__FORMAT: workers.logging.format: expected 'console' or 'json', found text",
+        "AVISO_WORKERS_WORKERS__STATUS__PORT: workers.status.port: expected an integer, found nothing",
     )
 
 
@@ -275,6 +275,56 @@ def test_the_token_of_the_environment_is_not_sent_to_servers_of_a_file_that_nobo
         config.load(environ={"NATS_TOKEN": SECRET, **urls}),
     ):
         assert loaded.notification_backend.jetstream.token == config.Secret(SECRET)
+
+
+@pytest.mark.parametrize("start", ["nats://", "tls://me:it@", "wss://", ""])
+@pytest.mark.parametrize(
+    "end",
+    [f"?password={SECRET}", f"/?token={SECRET}", f"#{SECRET}", f"/{SECRET}", f"?password=x@{SECRET}", f"/{SECRET}@x"],
+)
+def test_of_the_url_of_a_server_only_scheme_host_and_port_are_shown(start: str, end: str) -> None:
+    url = f"{start}a:4222{end}"
+    found = loaded(
+        f"notification_backend: {{kind: jetstream, jetstream: {{nats_url: ['{url}', 'nats://b:4222/']}}}}\n"
+        f"server: {{cluster: {{routes: ['{url}']}}}}\n"
+    )
+    shown = str(display.effective(found))
+    assert SECRET not in shown
+    assert "nats://b:4222" in shown
+    if "@" not in end:
+        assert "a:4222/***" in shown
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        f"jetstream: {{retry_attempts: {SECRET}}}",
+        f"jetstream: {{enable_auto_reconnect: {SECRET}}}",
+        f"jetstream: {{storage_type: {SECRET}}}",
+        f"jetstream: {{retention_time: {SECRET}}}",
+        f"jetstream: {{pasword: {SECRET}}}",
+        f"jetstream: {{user: a, password: {{x: [{SECRET}]}}}}",
+        f"jetstream: {{tls: [{SECRET}]}}",
+        f"in_memory: {{max_topics: {SECRET}}}",
+        f"pasword: {{x: [{SECRET}]}}",
+    ],
+)
+def test_a_text_that_stands_in_the_wrong_place_is_not_repeated(setting: str) -> None:
+    try:
+        found = loaded(f"notification_backend: {{kind: jetstream, {setting}}}\n")
+    except ConfigError as error:
+        said = str(error)
+    else:
+        said = f"{found.warnings} {display.effective(found)}"
+    assert SECRET not in said
+    assert "notification_backend" in said
+
+
+def test_a_number_under_a_misspelt_password_is_not_shown() -> None:
+    names = ("pasword", "passwort", "passphrase")
+    secrets = ", ".join(f"{name}: 8472910" for name in names)
+    found = loaded(f"notification_backend: {{kind: jetstream}}\nworkers: {{agents: {{mail: {{{secrets}}}}}}}\n")
+    assert "8472910" not in str(display.effective(found))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -304,6 +305,26 @@ def test_every_process_is_started_by_one_command_without_a_shell_in_between(proj
     assert f"worker: exec {started}\n" in (project / "Procfile").read_text()
     assert unit(project)["ExecStart"] == [f"/opt/field-index/.venv/bin/{started}"]
     assert unit(project)["KillMode"] == ["mixed"], "else each process of a fleet gets two signals"
+
+
+def test_an_image_has_only_packages_whose_hashes_are_in_the_lock(project: Path) -> None:
+    instructions = (project / "Dockerfile").read_text()
+    assert re.findall("^RUN (pip .*)", instructions, re.MULTILINE) == [
+        "pip install --no-cache-dir --require-hashes --requirement requirements.lock"
+    ]
+    copied = {words.split()[0] for words in re.findall(r"^COPY (.*)", instructions, re.MULTILINE)}
+    assert copied == {"requirements.lock", "aviso.yaml", "field_index"}
+    assert copied == {*re.findall("^!(.*)", (project / ".dockerignore").read_text(), re.MULTILINE)}
+    readme = (project / "README.md").read_text()
+    assert "pip install --require-hashes --requirement requirements.lock" in readme, "with systemd as well"
+
+
+def test_the_readme_says_how_the_lock_is_made_by_what_the_project_installs(project: Path) -> None:
+    (command,) = re.findall("^uv pip compile .*", (project / "README.md").read_text(), re.MULTILINE)
+    assert "--generate-hashes --output-file requirements.lock" in command
+    needs = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    assert f"--python-version {needs['requires-python'].removeprefix('>=')} " in command
+    assert [each for each in needs["optional-dependencies"]["dev"] if each.startswith("uv>=")]
 
 
 def test_what_is_set_in_the_environment_is_a_key_of_the_configuration(project: Path) -> None:

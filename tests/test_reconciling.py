@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,8 +32,10 @@ from aviso_workers.ops.spark_reconciliation import (
     published,
     reconcile,
 )
+from aviso_workers.spark import rest
 from aviso_workers.spark.job_events import Application, JobEvent
 from aviso_workers.spark.rest import SparkRest, States
+from tests.waits import PATIENCE_SECONDS
 
 APPLICATION = Application(id="local-1")
 APPLICATIONS = b'[{"id": "bad", "attempts": [{"completed": true}]}, {"id": "app-1", "attempts": [{"completed": true}]}]'
@@ -160,6 +165,7 @@ class Answers(ThreadingHTTPServer):
     def __init__(self) -> None:
         answers = self
         self.text, self.asked = b"[]", list[str]()
+        self.redirect = ""
         self.special: dict[str, bytes] = {}
         """By a part of the path, another text; empty where nothing is found."""
 
@@ -168,7 +174,11 @@ class Answers(ThreadingHTTPServer):
                 answers.asked.append(self.path)
                 special = (text for part, text in answers.special.items() if f"{part}/" in self.path)
                 text = next(special, answers.text)
-                self.send_response(200 if text else 404)
+                if answers.redirect and self.path != answers.redirect:
+                    self.send_response(302)
+                    self.send_header("Location", answers.redirect)
+                else:
+                    self.send_response(200 if text else 404)
                 self.end_headers()
                 self.wfile.write(text)
 
@@ -228,6 +238,83 @@ def _answer_once(listening: socket.socket, answer: bytes) -> None:
     with connection:
         connection.recv(65536)
         connection.sendall(answer)
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n", b"HTTP/1.1 200 OK\r\nX-Slow: "],
+    ids=["body", "header"],
+)
+def test_an_answer_that_comes_byte_by_byte_is_not_awaited(beginning: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rest, "ANSWER_SECONDS", 0.5)
+    ended = threading.Event()
+
+    def trickle() -> None:
+        connection, _ = listening.accept()
+        with connection, suppress(OSError):
+            connection.sendall(beginning)
+            while not ended.wait(0.05):
+                connection.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        started = time.monotonic()
+        try:
+            with pytest.raises(SparkRestError, match=r"no answer: it is not complete after 0\.5 s: see whether"):
+                SparkRest(f"http://127.0.0.1:{listening.getsockname()[1]}").applications()
+            assert time.monotonic() - started < PATIENCE_SECONDS
+        finally:
+            ended.set()
+            thread.join()
+
+
+def test_an_answer_that_is_too_large_is_told(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rest, "MOST_BYTES", 1 << 20)
+    answers.text = b"[" + b" " * (2 << 20) + b"]"
+    with pytest.raises(SparkRestError, match="it is larger than 1 MiB: lower what Spark retains"):
+        SparkRest(answers.url).applications()
+
+
+@pytest.mark.parametrize(
+    "place", ["file:///etc/passwd", "ftp://127.0.0.1/x", "http://127.0.0.1:1/", "https://{server}/"]
+)
+def test_no_redirect_leads_to_another_server(answers: Answers, place: str) -> None:
+    answers.redirect = place.format(server=answers.url.removeprefix("http://"))
+    with pytest.raises(SparkRestError, match=r"redirects to '.*': give the URL of that server|not allowed"):
+        SparkRest(answers.url).applications()
+    assert len(answers.asked) == 1
+
+
+def test_a_redirect_to_the_same_server_is_followed(answers: Answers) -> None:
+    answers.redirect = "/elsewhere"
+    assert SparkRest(answers.url).applications() == []
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("impossible", ["", " ", "\u0000", "x" * 5000])
+async def test_an_application_with_an_impossible_id_hides_no_other(
+    tmp_path: Path, answers: Answers, impossible: str
+) -> None:
+    answers.text = json.dumps([{"id": of, "attempts": [{"completed": True}]} for of in (impossible, "app-1")]).encode()
+    answers.special = {"/applications": b"[]"}
+    told = JobEvent(application=APPLICATION, kind="job", event="end", id="1", occurrence="1", payload={})
+    async with App("reconciled", config=write_config(tmp_path)) as app:
+        await app.notify("spark_job", told.identifier("local"), told.payload)
+        found = [each async for each in reconcile(app.replay, app.config, SparkRest(answers.url))]
+    assert "app-1" in {each.application for each in found if isinstance(each, Comparison)}
+
+
+@pytest.mark.anyio
+async def test_no_further_application_is_compared_when_time_is_up(
+    tmp_path: Path, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spark_reconciliation, "MOST_SECONDS", -1)
+    answers.text = APPLICATIONS
+    async with App("reconciled", config=write_config(tmp_path)) as app:
+        found = [each async for each in reconcile(app.replay, app.config, SparkRest(answers.url))]
+    assert [each.application for each in found if isinstance(each, Incomparable)] == ["bad", "app-1"]
+    assert len(answers.asked) == 1
 
 
 def test_nobody_there_is_told(free_port: int) -> None:

@@ -285,25 +285,23 @@ def _text(node: Node) -> str:
     meaning = node.resolved
     certain = isinstance(meaning, str) or (type(meaning) is int and str(meaning) == text)
     if not certain:
-        # The text is not repeated: it may be a password.
-        kind = "nothing" if meaning is None else "true or false" if isinstance(meaning, bool) else "a number"
-        raise ValueError(f"expected text, found what YAML takes for {kind}: put it in quotes")
+        raise ValueError(f"expected text, found what YAML takes for {_shown(node)}: put it in quotes")
     return text
 
 
 def _integer(node: Node) -> int:
     number = _number(node, "an integer")
     if not isinstance(number, int):
-        raise ValueError(f"expected an integer, found {_shown(node)}")
+        raise ValueError("expected an integer, found a fraction")
     if not -_I64 <= number < _I64:
-        raise ValueError(f"expected an integer of at most 64 bits, found {_shown(node)}")
+        raise ValueError("expected an integer of at most 64 bits")
     return number
 
 
 def _float(node: Node) -> float:
     number = _number(node, "a number")
     if not math.isfinite(number):
-        raise ValueError(f"expected a finite number, found {_shown(node)}")
+        raise ValueError("expected a finite number")
     return float(number)
 
 
@@ -349,10 +347,11 @@ def _custom(node: Node, wanted: type) -> object:
     if wanted is ServerUrls:
         several = isinstance(node.value, list)
         return ServerUrls(*(map(_text, _items(node)) if several else _text(node).split(",")))
+    text = _scalar(node, "text")
     try:
-        return literals.decode_hook(wanted, _scalar(node, "text"))
+        return literals.decode_hook(wanted, text)
     except ValueError as error:
-        raise ValueError(f"is invalid: {error}") from error
+        raise ValueError(f"is invalid: {str(error).replace(repr(text), 'this text')}") from None
 
 
 def _not_empty(text: str) -> str:
@@ -362,9 +361,19 @@ def _not_empty(text: str) -> str:
 
 
 def _shown(node: Node) -> str:
-    if isinstance(node.value, str):
-        return "nothing" if node.is_null else repr(_cut(node.value))
-    return "a mapping" if isinstance(node.value, dict) else "a list"
+    """Return what a node has instead of what is expected. Its text is not repeated: a password may stand in the wrong
+    place."""
+    if isinstance(node.value, dict | list):
+        return "a mapping" if isinstance(node.value, dict) else "a list"
+    match node.resolved:
+        case None | "":
+            return "nothing"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case _:
+            return "text"
 
 
 def _cut(text: str) -> str:

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from aviso_workers.aviso.literals import Duration, Size, SizeLimit
 from aviso_workers.config.documents import resolved
-from aviso_workers.config.secrets import HIDDEN, Secret, ServerUrls, without_user
+from aviso_workers.config.secrets import HIDDEN, Secret, ServerUrls, address_only, without_user
 from aviso_workers.config.settings import Config, Document
 
 __all__ = ["effective", "event_types", "json_schema"]
@@ -29,11 +29,11 @@ _LITERALS: dict[type, dict[str, Any]] = {
 }
 _AGENTS = "workers.agents."
 _TELLTALE = re.compile(
-    r"password|passwd|pwd|passphrase|secret|token|credential|(api|access|private)[_-]?key|auth(?!ors?$)|dsn|connection",
+    r"pas+_?(w|phrase)|pwd|secret|token|credential|(api|access|private)[_-]?key|auth(?!ors?$)|dsn|connection",
     re.IGNORECASE,
 )
 _ADDRESSES = re.compile(r"server\.(cluster\.routes|gateways\.remotes\.|leafnodes\.remotes\..*\.urls)")
-"""Key paths of addresses without a scheme, before which a user and a password may stand by mistake."""
+"""Key paths of servers' addresses, with or without a scheme, in which a password may stand by mistake."""
 
 
 def json_schema() -> dict[str, Any]:
@@ -50,8 +50,9 @@ def json_schema() -> dict[str, Any]:
 def effective(config: Config, *, agents: Mapping[str, type[Struct]] | None = None) -> list[tuple[str, Any, str]]:
     """Return every value in force, as (key path, value, origin); what was not set comes from `default`.
 
-    Secrets are masked, users and passwords in URLs too. Of agents' own sections all texts are masked, but for the
-    fields of settings that are known: those of `agents`, by the agent's name.
+    Secrets are masked, and of servers' URLs all but scheme, host and port; of other URLs the user. Of agents' own
+    sections all texts are masked, but for the fields of settings that are known: those of `agents`, by the agent's
+    name.
     """
     sections = ((name, getattr(config, name)) for name in Document.__struct_fields__)
     return [
@@ -128,7 +129,9 @@ def _shown(path: str, value: Any) -> Any:
             return [_shown(path, item) for item in value]
         case dict():
             return {key: HIDDEN if _TELLTALE.search(key) else _shown(path, item) for key, item in value.items()}
-        case str() if "://" in value or _ADDRESSES.match(path):
+        case str() if _ADDRESSES.match(path):
+            return address_only(value)
+        case str() if "://" in value:
             return without_user(value)
         case _:
             return value

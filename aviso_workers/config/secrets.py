@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlsplit
 
-__all__ = ["HIDDEN", "Secret", "ServerUrls", "with_scheme", "without_user"]
+__all__ = ["HIDDEN", "Secret", "ServerUrls", "address_only", "with_scheme", "without_user"]
 
 HIDDEN = "***"
 
@@ -39,7 +40,7 @@ class Secret:
 
 
 class ServerUrls:
-    """The URLs of NATS servers, shown without the user and the password that may be in them."""
+    """The URLs of NATS servers, of which scheme, host and port are shown."""
 
     __slots__ = ("_urls",)
 
@@ -67,7 +68,7 @@ class ServerUrls:
         return self._urls
 
     def masked(self) -> tuple[str, ...]:
-        return tuple(without_user(url) for url in self._urls)
+        return tuple(address_only(url) for url in self._urls)
 
     def __repr__(self) -> str:
         return ", ".join(self.masked())
@@ -101,3 +102,13 @@ def without_user(url: str) -> str:
         return url
     scheme, separator, _ = before.partition("://")
     return f"{scheme}{separator}{HIDDEN}@{host}" if separator else f"{HIDDEN}@{host}"
+
+
+def address_only(url: str) -> str:
+    """Return the URL of a server, or its host and port, with all else masked: the user, path, query and fragment."""
+    scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
+    address = re.split("[/?#]", rest, maxsplit=1)[0]
+    after = rest[len(address) :]
+    if "@" in after:  # of a password with a character that ends the host
+        return f"{scheme}{separator}{HIDDEN}"
+    return without_user(f"{scheme}{separator}{address}") + (f"/{HIDDEN}" if after.strip("/") else "")

@@ -19,7 +19,7 @@ from aviso_workers.aviso.positions import Position
 from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.backends import Backend, Message, StreamInfo
 from aviso_workers.clocks import SKEW
-from aviso_workers.errors import NotFoundError, UnavailableError, UndecodableError
+from aviso_workers.errors import NotFoundError, UnansweredError, UnavailableError, UndecodableError
 from aviso_workers.events import Events, Skipped, StartNotReached, StreamGone, StreamMadeAgain, StreamNotRead
 
 __all__ = ["Replayer", "message_at", "when_created"]
@@ -29,6 +29,8 @@ MOST_TIMES_BEHIND = 3
 """How many times in a row a stream may end before a message that was read. Its new leader may still be catching up."""
 MOST_FAILURES = 60
 """Failures in a row, with a connection, after which a replay raises the last one."""
+MOST_UNANSWERED = 8
+"""The same, where nothing receives a request, and nothing was read before. A server that starts takes less time."""
 FAILURES_BEFORE_WARNING = 3
 """Failures in a row before a warning. A new leader is usually elected sooner."""
 
@@ -73,7 +75,7 @@ class Replayer:
         """Yield what is stored now between the two ends, both inclusive.
 
         Raises `NotFoundError` where there is no stream, it never had the sequence of the start, or it is deleted
-        meanwhile: what it held cannot be read to its end.
+        meanwhile: what it held cannot be read to its end. Raises `UnansweredError` where nothing receives a request.
         """
         info = await self._reaching(start)
         if not _is_within(start, info):
@@ -129,19 +131,24 @@ class Replayer:
         """Yield the messages in order, once each, also where reading was interrupted in between.
 
         Raises `NotFoundError` where the stream is gone, or not the one that was read; `BackendError` when the
-        connection is lost for good, or what is stored up to `last` does not come although there is a connection.
+        connection is lost for good, or what is stored up to `last` does not come although there is a connection;
+        `UnansweredError` where nothing receives a request.
         """
-        failures = 0
+        failures = unanswered = 0
         while last is None or reading.next_sequence <= last:
             try:
                 await self._require_same(reading)
                 async with aclosing(self._read(reading, last)) as messages:
                     async for message in messages:
                         failures = 0
+                        reading.is_answered = True
                         yield message
                 return
             except UnavailableError as error:
                 failures = failures + 1 if self._backend.connection.ready else 0
+                unanswered = unanswered + 1 if failures and isinstance(error, UnansweredError) else 0
+                if unanswered == MOST_UNANSWERED and not reading.is_answered:
+                    raise
                 if failures == FAILURES_BEFORE_WARNING:
                     self._events.emit(StreamNotRead(stream=self._stream, error=error))
                 if last is not None and failures == MOST_FAILURES:
@@ -240,6 +247,8 @@ class _Reading:
         self.from_time = start.time
         """Where to begin, as long as nothing was seen."""
         self.next_sequence = start.sequence or 1
+        self.is_answered = False
+        """Whether any message has come."""
         self.times_behind = 0
         """How often in a row the stream ended before what was read of it."""
 

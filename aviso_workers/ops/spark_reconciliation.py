@@ -13,12 +13,13 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
+import anyio
 import anyio.to_thread
 from msgspec import Struct
 
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.config import Config
-from aviso_workers.errors import SparkRestError
+from aviso_workers.errors import InvalidNotificationError, SparkRestError
 from aviso_workers.spark import job_events
 from aviso_workers.spark.job_events import EVENT_TYPE, Application
 from aviso_workers.spark.rest import ENDED, RUNNING, SparkRest, States
@@ -28,6 +29,8 @@ __all__ = ["NOT_PUBLISHED", "Comparison", "Difference", "Incomparable", "Publish
 KINDS = ("application", "job", "stage", "sql")
 LOST = "lost"
 NOT_PUBLISHED = "not published"
+MOST_SECONDS = 3600
+"""After which no further application is compared."""
 
 
 class Difference(Struct, frozen=True, kw_only=True):
@@ -83,8 +86,10 @@ async def reconcile(
 ) -> AsyncIterator[Comparison | Incomparable]:
     """Yield the comparisons of all applications, or of `only` those ids. Raises `SparkRestError`, `BackendError`.
 
-    An application that Spark cannot describe, as where its event log is damaged, stops no other.
+    An application that Spark cannot describe, as where its event log is damaged, stops no other, and neither does one
+    whose id cannot be the id of an application.
     """
+    ends = anyio.current_time() + MOST_SECONDS
     found = await anyio.to_thread.run_sync(lambda: rest.applications(since=since))
     if unknown := set(only) - {application_id for application_id, _, _ in found}:
         raise SparkRestError(f"Spark knows no application {', '.join(sorted(unknown))}")
@@ -93,11 +98,18 @@ async def reconcile(
             continue
         application = Application.of_run(application_id, attempt)
         try:
+            if anyio.current_time() > ends:
+                raise SparkRestError(
+                    f"no time was left after {MOST_SECONDS} s: compare less, by --since or --application"
+                )
+            if not application_id.strip():
+                raise SparkRestError("Spark gives an application without an id: see which server answers")
             spark = await anyio.to_thread.run_sync(partial(rest.states, application_id, attempt, ended=ended))
-        except SparkRestError as error:
+            ours = await published(replay, config, application)
+        except (SparkRestError, InvalidNotificationError) as error:
             yield Incomparable(application=application.id, attempt=application.attempt, problem=str(error))
             continue
-        for comparison in compare(application, spark, await published(replay, config, application)):
+        for comparison in compare(application, spark, ours):
             yield comparison
 
 

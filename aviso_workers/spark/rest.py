@@ -9,12 +9,15 @@ Followed: Spark's documentation, "Monitoring and Instrumentation", REST API.
 from __future__ import annotations
 
 import http.client
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from datetime import datetime
-from typing import TypeVar
+from http.client import HTTPMessage
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -27,7 +30,10 @@ __all__ = ["ENDED", "FAILED", "RUNNING", "SUCCEEDED", "SparkRest", "States"]
 T = TypeVar("T")
 
 ANSWER_SECONDS = 60.0
-"""A history server reads the whole log of an application when it is first asked for it."""
+"""How long a whole answer may take. A history server reads the whole log of an application when it is first asked for
+it."""
+MOST_BYTES = 64 << 20
+"""Of one answer. A job, stage or execution has a few hundred bytes."""
 MOST_EXECUTIONS = 1_000_000
 RUNNING, SUCCEEDED, FAILED, ENDED = "running", "succeeded", "failed", "ended"
 WORDS = {"SUCCEEDED": SUCCEEDED, "COMPLETE": SUCCEEDED, "COMPLETED": SUCCEEDED, "FAILED": FAILED}
@@ -37,6 +43,22 @@ NEVER_BEGUN = ("PENDING", "SKIPPED")
 
 States = Mapping[tuple[str, str], str]
 """`running`, `succeeded`, `failed` or `ended`, by kind and id as in a notification."""
+
+
+class _SameServer(urllib.request.HTTPRedirectHandler):
+    """Follows a redirect to the same server only: another one may be inside of a network, or not speak HTTP."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> urllib.request.Request | None:
+        asked, told = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
+        if (told.scheme, told.netloc) != (asked.scheme, asked.netloc):
+            to = f"redirects to {newurl!r}: give the URL of that server, if it is the right one"
+            raise urllib.error.HTTPError(req.full_url, code, to, headers, fp)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+_open = urllib.request.build_opener(_SameServer).open
 
 
 class _Attempt(Struct, rename="camel"):
@@ -104,8 +126,7 @@ class SparkRest:
     def _get(self, path: str, answer: type[T]) -> T:
         url = self._root + path
         try:
-            with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as response:
-                return msgspec.json.decode(response.read(), type=answer)
+            return msgspec.json.decode(_read(url), type=answer)
         except urllib.error.HTTPError as error:
             error.close()
             raise SparkRestError(f"{url}: {error.code} {error.reason}") from error
@@ -115,3 +136,32 @@ class SparkRest:
             raise SparkRestError(f"{url}: no answer: {getattr(error, 'reason', error)}") from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise SparkRestError(f"{url}: not an answer of Spark's REST API: {error}") from error
+
+
+def _read(url: str) -> bytes:
+    """Return the whole answer. Raises OSError and `HTTPException`, also where it is too large or takes too long.
+
+    It is read in a thread of its own: the timeout of a socket begins anew with each byte.
+    """
+    answer: Future[bytes] = Future()
+
+    def read() -> None:
+        try:
+            with _open(url, timeout=ANSWER_SECONDS) as response:
+                body = response.read(MOST_BYTES + 1)
+                if response.length and len(body) <= MOST_BYTES:
+                    raise http.client.IncompleteRead(body, response.length)
+                answer.set_result(body)
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=read, daemon=True).start()  # it must not delay the end of the process
+    wait([answer], ANSWER_SECONDS)
+    if not answer.done():
+        raise TimeoutError(f"it is not complete after {ANSWER_SECONDS:g} s: see whether the server is overloaded")
+    body = answer.result()
+    if len(body) > MOST_BYTES:
+        raise OSError(
+            f"it is larger than {MOST_BYTES >> 20} MiB: lower what Spark retains, such as spark.ui.retainedJobs"
+        )
+    return body

@@ -211,7 +211,7 @@ class TestWhatItMeans:
     ("stated", "mistake"),
     [
         ({"key": []}, ".topic.key_order must not be empty"),
-        ({"key": "vendor"}, ".topic.key_order: expected a list, found 'vendor'"),
+        ({"key": "vendor"}, ".topic.key_order: expected a list, found text"),
         ({"key": [["a"]]}, ".topic.key_order[0]: expected text, found a list"),
         ({"key": ["n"], "identifier": ["n"]}, ".identifier: expected a mapping, found a list"),
         ({"key": ["a", "a"]}, ".topic.key_order names 'a' twice"),
@@ -231,7 +231,7 @@ class TestWhatItMeans:
         ),
         (
             {"key": ["n"], "identifier": {"n": {**N, "range": "1-9"}}},
-            ".identifier.n.range: expected a list, found '1-9'",
+            ".identifier.n.range: expected a list, found text",
         ),
         ({"key": ["n"], "payload": True}, ".payload: expected a mapping, found text"),
         (
@@ -385,7 +385,7 @@ class TestAConfigThatIsWrittenInPython:
             ),
             (
                 EventType(identifier={"n": IntHandler(required=True, range="1-9")}),  # type: ignore[arg-type]
-                "identifier.n.range: expected a list, found '1-9'",
+                "identifier.n.range: expected a list, found text",
             ),
         ],
     )

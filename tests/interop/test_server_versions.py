@@ -23,6 +23,8 @@ from aviso_workers.ops.backups import Backup, Spool
 from aviso_workers.server import BINARY_VARIABLE, NatsServer
 from tests.contract.settings import app_config, mars
 from tests.interop import programs
+from tests.security.certificates import Authority
+from tests.security.servers import between
 from tests.stories.processes import Record, Server, Worker
 from tests.waits import PATIENCE_SECONDS
 
@@ -141,6 +143,25 @@ async def test_a_worker_whose_server_is_too_old_says_so_and_ends(
         assert await worker.ended() == 1
         assert "to read with workers.priority 1, nats-server 2.12 or newer is needed; this one is 2.11" in worker.log
         assert "Traceback" not in worker.log
+
+
+@pytest.mark.parametrize("version", before(12))
+async def test_a_server_that_says_nothing_of_itself_within_tls_is_taken_for_the_oldest(
+    version: str, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path, "authority")
+    certificate = authority.sign("server")
+    tls = f"tls {{cert_file: {certificate.cert_file}, key_file: {certificate.key_file}}}\n"
+    binary = str(programs.nats_server(version))
+    with NatsServer.start(store_dir=tmp_path / "store", binary=binary, config=tls) as old:
+        async with between(old.port) as attacker:
+            attacker.changes = {"version": "9.9.9", "max_payload": 1_000, "headers": False}
+            settings = {"tls__ca_file": authority.ca_file}
+            app = App("old", config=app_config("jetstream", f"tls://127.0.0.1:{attacker.port}", **settings))
+            async with connected(app):
+                assert (await app.notify("mars", mars(step="1"), {"of": "x" * 500_000})).sequence == 1
+                with pytest.raises(RefusedError, match=r"nats-server 2\.12 or newer is needed; this one is 2\.11"):
+                    await app.notify("mars", mars(step="2"), {}, deliver_after=60)
 
 
 @pytest.mark.parametrize("version", programs.NATS_SERVERS)

@@ -10,7 +10,7 @@ import pytest
 
 from aviso_workers.backends.jetstream import pull_requests
 from aviso_workers.backends.jetstream.pull_requests import MOST_BYTES, PullSubscription
-from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnansweredError, UnavailableError
 from tests.jetstream.conftest import PlayedConnection
 from tests.waits import PATIENCE_SECONDS
 
@@ -103,7 +103,7 @@ async def test_a_new_consumer_that_is_not_known_everywhere_is_asked_again(
         ("409", "Exceeded MaxWaiting", {}, 0, UnavailableError),
         ("409", "Exceeded MaxRequestBatch of 5", {}, 0, UnavailableError),
         ("409", "Consumer is push based", {}, 0, UnavailableError),
-        ("503", "", {}, 0, UnavailableError),
+        ("503", "", {}, 0, UnansweredError),
         ("400", "Bad Request", {}, 0, RefusedError),
     ],
 )

@@ -49,13 +49,14 @@ async def plain_server(*, port: int = 0, **info: Any) -> AsyncGenerator[tuple[in
 
 
 class Between:
-    """A proxy in front of a server with TLS; when `strips` is true, it takes TLS out of the server's greeting, to which
-    it adds `further` servers."""
+    """A proxy in front of a server with TLS; when `strips` is true, it takes TLS out of the server's greeting, in which
+    it makes `changes`; None takes a field out. The next clients get one of the greetings `instead`."""
 
     def __init__(self, server_port: int) -> None:
         self.port = 0
         self.strips = False
-        self.further: tuple[str, ...] = ()
+        self.changes: dict[str, Any] = {}
+        self.instead: list[bytes] = []
         self.seen = Seen()
         self._server_port = server_port
         self._writers: list[asyncio.StreamWriter] = []
@@ -72,10 +73,11 @@ class Between:
         from_server, to_server = await asyncio.open_connection("127.0.0.1", self._server_port)
         self._writers += [writer, to_server]
         greeting = await from_server.readline()
-        info = json.loads(greeting.removeprefix(b"INFO ")) | {"connect_urls": self.further}
+        info = json.loads(greeting.removeprefix(b"INFO ")) | self.changes
+        info = {key: value for key, value in info.items() if value is not None}
         if stripped:
             info["tls_required"] = info["tls_available"] = False
-        writer.write(b"INFO " + json.dumps(info).encode() + b"\r\n")
+        writer.write((self.instead.pop() if self.instead else b"INFO " + json.dumps(info).encode()) + b"\r\n")
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._pass_on(reader, to_server, listens=stripped))
             tasks.create_task(self._pass_on(from_server, writer, listens=False))

@@ -9,7 +9,8 @@ import pytest
 
 from aviso_workers import App, config
 from aviso_workers.backends.jetstream.connection import MOST_DENIALS, Connection
-from aviso_workers.errors import DeniedError
+from aviso_workers.engine import replay
+from aviso_workers.errors import DeniedError, UnansweredError
 from aviso_workers.server import NatsServer
 from tests.conftest import write_mars_config
 from tests.waits import PATIENCE_SECONDS
@@ -72,4 +73,32 @@ async def test_a_reading_that_may_not_pull_ends_and_names_the_subject(tmp_path: 
         with anyio.fail_after(PATIENCE_SECONDS):
             async with App("reader", config=reader) as app:
                 with pytest.raises(DeniedError, match=r"CONSUMER\.MSG\.NEXT\.MARS\."):
+                    await anext(getattr(app, read)("mars", from_id=1))
+
+
+@pytest.mark.parametrize("read", ["replay", "watch"])
+@pytest.mark.parametrize("lacking", ["CONSUMER.CREATE.MARS", "CONSUMER.MSG.NEXT"])
+async def test_a_reading_whose_account_lacks_an_import_ends_and_names_the_request(
+    tmp_path: Path, read: str, lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "MOST_UNANSWERED", 2)
+    requests = ("INFO", "STREAM.INFO.MARS", "STREAM.MSG.GET.MARS", "CONSUMER.CREATE.MARS", "CONSUMER.MSG.NEXT.MARS.*")
+    imported = [f"$JS.API.{request}" for request in requests if not request.startswith(lacking)]
+    imports = ", ".join(f'{{service: {{account: OWNER, subject: "{subject}"}}}}' for subject in imported)
+    accounts = (
+        "accounts {\n"
+        " OWNER {jetstream: enabled, users: [{user: owner, password: right}],"
+        ' exports: [{service: "$JS.API.>", response: stream}]}\n'
+        f" OTHER {{users: [{{user: other, password: right}}], imports: [{imports}]}} }}\n"
+    )
+    with NatsServer.start(store_dir=tmp_path / "store", config=accounts) as server:
+        owner, other = (
+            write_mars_config(tmp_path / f"{user}.yaml", server.url, user=user, password="right")
+            for user in ("owner", "other")
+        )
+        async with App("owner", config=owner) as app:
+            await app.notify("mars", {"class": "od", "step": 6})
+        with anyio.fail_after(PATIENCE_SECONDS):
+            async with App("other", config=other) as app:
+                with pytest.raises(UnansweredError, match=rf"{lacking}.* imported"):
                     await anext(getattr(app, read)("mars", from_id=1))

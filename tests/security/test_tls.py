@@ -9,10 +9,14 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import config
+from aviso_workers import App, Notification, Notify, config
 from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.wire import cluster_size
 from aviso_workers.errors import RefusedError
 from aviso_workers.server import NatsServer
+from aviso_workers.testing import harness
+from tests.commands import Command
+from tests.conftest import write_mars_config
 from tests.security.certificates import Authority, Certificate
 from tests.security.servers import between, plain_server
 from tests.waits import PATIENCE_SECONDS
@@ -109,20 +113,115 @@ async def test_who_strips_tls_later_gets_nothing_of_what_waits_either(
     assert proxy.seen.plain == b""
 
 
-@pytest.mark.parametrize("trusted", ["system", "ca_file"])
-async def test_the_plain_greeting_leads_to_no_server_that_could_have_a_certificate_of_its_own(
-    trusted: str, tls_server: NatsServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
+CHANGES: list[dict[str, Any]] = [
+    {"max_payload": 1_000},
+    {"max_payload": 1 << 70},
+    {"version": "2.9.0"},
+    {"version": "9.9.9"},
+    {"version": None},
+    {"headers": False},
+    {"headers": None},
+    {"auth_required": False},
+    {"connect_urls": ["attacker.example.org:4222", "192.0.2.1:4222"]},
+    {"connect_urls": ["[", "192.0.2.1:99999", "192.0.2.1"]},
+    {"cluster": "attacker", "connect_urls": ["127.0.0.1:1"], "domain": "attacker", "jetstream": False},
+    {"ldm": True},
+    {"nonce": "attacker"},
+    {"tls_available": False, "tls_verify": True, "proto": 0, "client_id": "x", "xkey": 1},
+]
+"""What an attacker makes of the greeting, which is plain text."""
+
+
+def known(connection: Connection) -> tuple[int, tuple[int, int], int, list[Any]]:
+    """What is known of the server: the largest payload, its version, the size of its cluster, and further servers."""
+    of_cluster = cluster_size(connection.nc)
+    return connection.max_payload, connection.server_version, of_cluster, connection.nc.discovered_servers
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+@pytest.mark.parametrize("when", ["at first", "at a reconnect"])
+async def test_what_the_plain_greeting_says_changes_nothing(
+    changes: dict[str, Any], when: str, tls_server: NatsServer, authority: Authority
 ) -> None:
-    monkeypatch.setenv("SSL_CERT_FILE", authority.ca_file)
-    tls = config.Tls(ca_file=authority.ca_file) if trusted == "ca_file" else None
+    settings: dict[str, Any] = {"tls": config.Tls(ca_file=authority.ca_file), "token": config.Secret("s3cret")}
+    real = to(f"tls://127.0.0.1:{tls_server.port}", **settings)
+    await real.open()
+    expected = known(real)
+    await real.close()
     async with between(tls_server.port) as proxy:
-        proxy.further = ("attacker.example.org:4222", "192.0.2.1:4222")
-        connection = to(f"tls://127.0.0.1:{proxy.port}", tls=tls, token=config.Secret("s3cret"))
-        await connection.open()
-        found = {server.hostname for server in connection.nc.discovered_servers}
+        connection = to(f"tls://127.0.0.1:{proxy.port}", **settings)
+        proxy.changes = changes
+        if when == "at a reconnect":
+            proxy.changes = {}
+        with anyio.fail_after(PATIENCE_SECONDS):
+            await connection.open()
+            if when == "at a reconnect":
+                proxy.changes, reconnected = changes, anyio.Event()
+                connection.on_reconnect.add(reconnected.set)
+                proxy.cut()
+                await reconnected.wait()
+            found = known(connection)
+            subscription = await connection.nc.subscribe("told")
+            await connection.nc.publish("told", bytes(500_000), headers={"Some": "header"})
+            message = await subscription.next_msg(timeout=PATIENCE_SECONDS)
         await connection.close()
 
-    assert found == {"192.0.2.1"} | ({"attacker.example.org"} if trusted == "ca_file" else set())
+    assert found == expected
+    assert message.headers == {"Some": "header"}
+    assert proxy.seen.connections == (1 if when == "at first" else 2)
+
+
+@pytest.mark.parametrize("greeting", [b"INFO []", b"INFO " + b"9" * 200_000, b'INFO {"tls_', b"INFO", b""])
+async def test_a_worker_connects_again_after_a_greeting_that_cannot_be_read(
+    greeting: bytes, tls_server: NatsServer, authority: Authority
+) -> None:
+    async with between(tls_server.port) as proxy:
+        tls = config.Tls(ca_file=authority.ca_file)
+        connection = to(f"tls://127.0.0.1:{proxy.port}", tls=tls, token=config.Secret("s3cret"))
+        with anyio.fail_after(PATIENCE_SECONDS):
+            await connection.open()
+            reconnected = anyio.Event()
+            connection.on_reconnect.add(reconnected.set)
+            proxy.instead = [greeting]
+            proxy.cut()
+            await reconnected.wait()
+        await connection.close()
+
+    assert proxy.seen.connections == 3
+
+
+async def test_a_worker_publishes_all_that_it_has_whatever_the_plain_greeting_says(
+    tls_server: NatsServer, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", authority.ca_file)
+    async with between(tls_server.port) as proxy:
+        proxy.changes = {"max_payload": 1_000, "version": "2.9.0", "headers": False}
+        url = f"tls://s3cret@127.0.0.1:{proxy.port}"
+        app = App("attacked", config=config.load(write_mars_config(tmp_path / "aviso.yaml", url)))
+        app.event_type("index", key=("class",))
+
+        @app.agent("mars", singleton=True)
+        async def index(notification: Notification[Any]) -> Notify:
+            return Notify("index", {"class": "od"}, "x" * 500_000)
+
+        async with harness(app, server=url) as t:
+            await t.notify("mars", {"class": "od", "step": "1"})
+            await t.settle()
+
+    assert t.dead_letters == []
+    assert [len(one.payload) for one in t.published if one.event_type == "index"] == [500_000]
+
+
+@pytest.mark.parametrize("arguments", [("agents", "ls"), ("notify", "mars", "class=od", "step=1")], ids=" ".join)
+def test_a_command_says_nothing_of_its_connection(
+    arguments: tuple[str, ...], tls_server: NatsServer, authority: Authority, tmp_path: Path
+) -> None:
+    settings = {"token": "s3cret", "tls": {"ca_file": authority.ca_file}}
+    file = write_mars_config(tmp_path / "aviso.yaml", f"tls://127.0.0.1:{tls_server.port}", **settings)
+    command = Command(*arguments, "--config", file, directory=tmp_path)
+
+    assert command.end() == 0
+    assert command.told == []
 
 
 @pytest.mark.parametrize("problem", ["another authority", "no authority", "expired", "another name"])

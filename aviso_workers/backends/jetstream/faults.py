@@ -19,6 +19,7 @@ from aviso_workers.errors import (
     NotFoundError,
     OutcomeUnknownError,
     RefusedError,
+    UnansweredError,
     UnavailableError,
 )
 from aviso_workers.jetstream import error_codes
@@ -79,7 +80,10 @@ def translated(what: str, *, changes: bool = False) -> Iterator[None]:
             raise UnavailableError(f"{what}: JetStream does not answer") from error
         raise from_api(what, {"err_code": error.err_code, "description": error.description}) from error
     except nats.errors.NoRespondersError as error:
-        raise UnavailableError(f"{what}: nobody answers; is JetStream enabled for this account?") from error
+        raise UnansweredError(
+            f"{what}: nobody answers; is JetStream enabled for this account, or, where the stream is another "
+            "account's, is this request imported?"
+        ) from error
     except (nats.errors.TimeoutError, TimeoutError) as error:
         raise UnavailableError(f"{what}: no answer in time{unknown}") from error
     except (nats.errors.Error, OSError) as error:

@@ -25,7 +25,7 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Chunk
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.wire import Arrival, HeaderBlocks, Headers, Interest, Listener, status
-from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnansweredError, UnavailableError
 from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
 
 __all__ = ["HEARTBEAT_SECONDS", "PullSubscription", "decode", "decode_all", "pending", "place_of"]
@@ -230,7 +230,9 @@ class PullSubscription:
                 asyncio.get_running_loop().call_later(ASK_AGAIN_SECONDS, self._on_change)
                 return
             case "503":
-                self.error = UnavailableError(f"{self._name} does not answer")
+                self.error = UnansweredError(
+                    f"{self._name} does not answer CONSUMER.MSG.NEXT; is it imported from its account?"
+                )
             case _:
                 self.error = RefusedError(f"read {self._name}: {code} {description}")
         self._on_change()

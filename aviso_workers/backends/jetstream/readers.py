@@ -34,7 +34,7 @@ from aviso_workers.backends.jetstream.pull_requests import (
     place_of,
 )
 from aviso_workers.backends.jetstream.wire import Arrival
-from aviso_workers.errors import BackendError, UnavailableError
+from aviso_workers.errors import BackendError, UnansweredError, UnavailableError
 from aviso_workers.jetstream.info import ConsumerInfo
 
 __all__ = ["count", "read", "read_chunks", "replica_count"]
@@ -296,7 +296,8 @@ class _Reader:
                 return []
             if lost := self._pulls.error or self._lost:
                 # The consumer is ours alone: whatever became of it, another one can read on.
-                raise UnavailableError(f"reading {self._stream} was interrupted: {lost}") from lost
+                kind = UnansweredError if isinstance(lost, UnansweredError) else UnavailableError
+                raise kind(f"reading {self._stream} was interrupted: {lost}") from lost
             await self._wait()
             if not self._ended and self._pulls.silent():
                 raise UnavailableError(f"the server is silent about consumer {self._consumer} of {self._stream}")

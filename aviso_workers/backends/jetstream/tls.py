@@ -1,7 +1,9 @@
 """TLS of the connection: whether it is wanted, what is trusted, and that nothing is sent without it.
 
-A NATS server greets in plain text and says there whether it takes TLS; nats-py believes that. So whoever can change
-the greeting could have the password. `CarefulClient` looks at the connection itself, before anything is sent on it.
+A NATS server greets in plain text and says there whether it takes TLS, which version it has and how large a message
+may be; nats-py believes that. So whoever can change the greeting could have the password, or stop a worker.
+`CarefulClient` looks at the connection itself, before anything is sent on it, and believes what is said within TLS:
+nats-server 2.12 and newer say everything again after the first PING.
 `Connection` is the only caller, but for the certificate, which an operator asks for.
 """
 
@@ -12,8 +14,10 @@ from importlib.metadata import version
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import nats.errors
-from nats.aio.client import Client
+from msgspec import Struct
+from nats.aio.client import DEFAULT_FLUSH_TIMEOUT, Client
 from nats.aio.transport import TcpTransport
 
 from aviso_workers import config
@@ -22,8 +26,19 @@ from aviso_workers.errors import RefusedError
 __all__ = ["CarefulClient", "certificate", "context"]
 
 SCHEMES = ("tls://", "wss://")
-HOOKS = ("_process_info", "_connect_command", "_close", "_host_is_ip")
+HOOKS = ("_process_connect_init", "_process_info", "_connect_command", "_close", "_host_is_ip")
 """The private methods of nats-py that `CarefulClient` relies on."""
+OLDEST_SERVER = "2.11.0"
+"""The version that is assumed of a server that does not repeat its greeting within TLS: 2.12 and newer do."""
+SMALLEST_LIMIT, LARGEST_LIMIT = 1 << 20, 64 << 20
+"""What the limit for a payload may be, in bytes, of such a server: at least the default of NATS."""
+
+
+class _Greeting(Struct):
+    """What is taken from the greeting of a server that does not repeat it within TLS."""
+
+    max_payload: int = SMALLEST_LIMIT
+    connect_urls: list[str] | None = None
 
 
 class NoTlsError(nats.errors.Error):
@@ -43,16 +58,61 @@ class CarefulClient(Client):
             )
         super().__init__()
         self._tls_wanted = tls_wanted
+        self._greeting: _Greeting | None = None
+        """What the server said in plain text, as long as it has not said it within TLS."""
         self._any_name_is_trusted = not (settings.tls and (settings.tls.ca_file or settings.tls.server_hostname))
         """The system's authorities sign for everybody, each for the name that is his."""
 
+    async def connect(self, *args: Any, **kwargs: Any) -> None:
+        await super().connect(*args, **kwargs)
+        if self._greeting:
+            await self.flush()
+
+    async def flush(self, timeout: int = DEFAULT_FLUSH_TIMEOUT) -> None:  # noqa: ASYNC109, as nats-py has it
+        """Return when the server has what was sent so far, and is known. nats-py flushes after each reconnect."""
+        await super().flush(timeout)
+        if greeting := self._greeting:  # the server has answered a PING, and said nothing of itself before
+            limit = min(max(greeting.max_payload, SMALLEST_LIMIT), LARGEST_LIMIT)
+            further = [url for url in greeting.connect_urls or () if self._may_lead_to(url)]
+            await self._take({"version": OLDEST_SERVER, "max_payload": limit, "connect_urls": further})
+
+    async def _process_connect_init(self) -> None:
+        """Log in. Whatever is wrong with a greeting, nats-py goes on after an error of its own only."""
+        try:
+            await super()._process_connect_init()
+        except OSError:
+            raise
+        except (ValueError, TypeError, AttributeError) as error:
+            raise nats.errors.Error(f"nats: the greeting of the server cannot be read: {error}") from error
+
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        """Leave out the names of further servers where anybody may have written them: the greeting is plain text. For
-        an address nats-py asks for a certificate of the name that is configured."""
-        if self._tls_wanted and self._any_name_is_trusted and not is_encrypted(self):
-            further = info.get("connect_urls") or ()
-            info = info | {"connect_urls": [url for url in further if self._host_is_ip(urlsplit(f"//{url}").hostname)]}
+        """Take what the server says. Of a greeting that anybody may have written, that is what logging in needs: the
+        server compares the nonce with its own."""
+        if not self._tls_wanted or is_encrypted(self):
+            await self._take(info, initial_connection=initial_connection)
+            return
+        self._greeting = msgspec.convert(info, _Greeting)
+        self._server_info = {"headers": True} | {key: info[key] for key in ("tls_required", "nonce") if key in info}
+        self._auth_configured = True
+
+    async def _take(self, info: dict[str, Any], *, initial_connection: bool = False) -> None:
+        """Take what nats-py takes, and of every INFO what nats-py takes from the first one only."""
+        self._greeting = None
+        self._server_info = self._server_info | info
+        self._max_payload = info.get("max_payload", self._max_payload)
+        if self._current_server and "version" in info:
+            self._current_server.server_version = info["version"]
         await super()._process_info(info, initial_connection)
+
+    def _may_lead_to(self, url: str) -> bool:
+        """Return whether a server that anybody may have named is used: none by its name where each name is trusted. For
+        an address nats-py asks for a certificate of the name that is configured."""
+        try:
+            parts = urlsplit(f"//{url}")
+            is_usable = bool(parts.hostname and parts.port)
+        except ValueError:
+            return False
+        return is_usable and (not self._any_name_is_trusted or self._host_is_ip(parts.hostname))
 
     def _connect_command(self) -> bytes:
         """nats-py sends what this returns, which holds the credentials, before anything else."""
@@ -60,6 +120,11 @@ class CarefulClient(Client):
             server = self._current_server.uri if self._current_server else None
             name = f"{server.hostname}:{server.port}" if server else "the server"
             raise NoTlsError(f"{name} offers no TLS, which the configuration asks for: nothing was sent to it")
+        if isinstance(self._transport, TcpTransport) and self._transport._io_writer and is_encrypted(self):
+            # nats-py does not tell asyncio's protocol of the TLS beneath it, which then complains at the end. Its
+            # `connection_made` would, and would also limit what is read ahead, which makes a replay slower.
+            protocol: Any = self._transport._io_writer.transport.get_protocol()
+            protocol._over_ssl = True
         command: bytes = super()._connect_command()
         return command
 
