@@ -242,6 +242,7 @@ def _jetstream(conf: _Conf, jetstream: ServerJetStream) -> None:
     with conf.block("jetstream", path):
         store_dir = jetstream.store_dir
         conf.put("store_dir", store_dir and os.path.abspath(store_dir), f"{path}.store_dir")
+        conf.put("strict", True, path)  # by default only from 2.12 on; see docs/support.md
         conf.settings(jetstream, path, "max_memory_store", "max_file_store", "domain")
         if jetstream.sync_always:
             conf.put("sync_interval", "always", f"{path}.sync_always")
