@@ -128,6 +128,7 @@ ASKED_ELSEWHERE = {
 NOT_ASKED = {
     "aviso_workers/ops/doctor/checks/consumers.py",  # counts the requests of others
     "aviso_workers/ops/permissions.py",  # says who may ask
+    "aviso_workers/server/accounts.py",  # says who may ask from another account
 }
 REQUEST = re.compile(r"[.]?((?:STREAM|CONSUMER|DIRECT|LEADER|META|SERVER|ACCOUNT)(?:[.][A-Z]+)+)[.]?")
 
