@@ -80,7 +80,7 @@ write_config() { # address, client port, http port, store directory
         echo "server_name: $CONTAINER_NAME"
         echo "listen: \"$1:$2\""
         echo "http: \"$1:$3\""
-        echo "jetstream { store_dir: \"$4\", max_memory_store: $MAX_MEMORY, max_file_store: $MAX_STORAGE }"
+        echo "jetstream { store_dir: \"$4\", max_memory_store: $MAX_MEMORY, max_file_store: $MAX_STORAGE, strict: true }"
         echo "$authorization"
     } >> "$config_file"
 }

@@ -394,7 +394,7 @@ class TestOperating:
         (rotate,) = lines("docs/server.md", 3)
         start, *_, stop = lines("docs/server.md", 0)
         reader.instead = {"/etc/nats/jetstream.key": str(reader.folder / "jetstream.key"), "--nodes 3": ""}
-        encrypted = texts("docs/server.md", "yaml")[2].replace(
+        encrypted = texts("docs/server.md", "yaml")[3].replace(
             "server:\n", f"server:\n  port: {free_port}\n  monitoring: {{port: 0}}\n"
         )
         document = CONFIGURATION + reader.here(encrypted)

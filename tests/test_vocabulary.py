@@ -120,6 +120,7 @@ MANAGEMENT = "aviso_workers/backends/jetstream/management.py"
 ASKED_ELSEWHERE = {
     "aviso_workers/backends/jetstream/pull_requests.py": {"CONSUMER.MSG.NEXT"},
     "aviso_workers/backends/jetstream/snapshots.py": {"STREAM.RESTORE", "STREAM.SNAPSHOT"},
+    "aviso_workers/ops/doctor/monitoring_port.py": {"STREAM.NAMES"},  # also in management; here with an unknown field
     "aviso_workers/ops/inventory.py": {"DIRECT.GET"},
     "aviso_workers/ops/maintenance.py": {"LEADER.STEPDOWN", "STREAM.PEER.REMOVE"},
 }
@@ -127,6 +128,7 @@ ASKED_ELSEWHERE = {
 NOT_ASKED = {
     "aviso_workers/ops/doctor/checks/consumers.py",  # counts the requests of others
     "aviso_workers/ops/permissions.py",  # says who may ask
+    "aviso_workers/server/accounts.py",  # says who may ask from another account
 }
 REQUEST = re.compile(r"[.]?((?:STREAM|CONSUMER|DIRECT|LEADER|META|SERVER|ACCOUNT)(?:[.][A-Z]+)+)[.]?")
 
@@ -140,11 +142,11 @@ def test_one_module_makes_each_request() -> None:
 
     managed = made.pop(MANAGEMENT)
     assert made == ASKED_ELSEWHERE
-    assert managed & set().union(*ASKED_ELSEWHERE.values()) == set()
+    assert managed & set().union(*ASKED_ELSEWHERE.values()) == {"STREAM.NAMES"}
 
 
 ASKED_ONCE = {
-    "aviso_workers/ops/doctor/monitoring_port.py": 1,  # $SYS.REQ.USER.INFO: which server answers
+    "aviso_workers/ops/doctor/monitoring_port.py": 2,  # $SYS.REQ.USER.INFO: which server answers; is it strict
     "aviso_workers/ops/inventory.py": 1,  # DIRECT.GET, which any copy of a stream answers
     "aviso_workers/ops/maintenance.py": 2,  # LEADER.STEPDOWN and STREAM.PEER.REMOVE
 }

@@ -13,13 +13,18 @@ from msgspec import structs
 
 from aviso_workers.cli.output import AsJson, print_rows, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, find_app, load
-from aviso_workers.config.nats_server import LOOPBACK_NAMES, Permissions, Subjects
+from aviso_workers.config import Config, Secret, Server
+from aviso_workers.config.nats_server import LOOPBACK_NAMES, Account, Permissions, Subjects, User
 from aviso_workers.ops import key_rotation, permissions
-from aviso_workers.server import nats_conf, processes, profiles
+from aviso_workers.server import accounts, nats_conf, processes, profiles
 from aviso_workers.server.processes import DIRECTORY
 
 __all__ = ["server"]
 
+IN_AN_ACCOUNT = (
+    "A publisher in an account of its own reaches nothing else in the account of the workers. `server render` writes",
+    "such accounts (server.accounts.NAME.publishes). In a nats-server.conf of your own:",
+)
 SERVERS = ("server", "pid", "url", "monitoring", "health")
 
 server = typer.Typer(
@@ -72,10 +77,12 @@ def render(
     if role is not None:
         granted = _permissions(role, app, config, user=user or "")
         typer.echo(_as_yaml(granted))
+        if role == "publisher":
+            typer.echo(_as_account(load(_source(app, config))))
         for warning in permissions.beyond(granted):
             typer.echo(f"aviso-workers: {warning}", err=True)
         return
-    loaded = load(config)
+    loaded = load(_source(app, config))
     settings, choices = profiles.choose(loaded, profile=profile)
     rendered = nats_conf.render(settings, origins=loaded.origins, choices=choices)
     nats_conf.write(rendered, output, origins=loaded.origins)
@@ -190,8 +197,12 @@ def status(directory: Directory = DIRECTORY, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
+def _source(app: str | None, config: ConfigSource | None) -> ConfigSource:
+    return structs.replace(config or ConfigSource(), app=app)
+
+
 def _permissions(role: permissions.Role, app: str | None, config: ConfigSource | None, *, user: str) -> Permissions:
-    source = structs.replace(config or ConfigSource(), app=app)
+    source = _source(app, config)
     match role:
         case "worker":
             declared = find_app(app, agent=None, config=config)
@@ -214,6 +225,14 @@ def _as_yaml(granted: Permissions) -> str:
         subjects: Subjects = getattr(granted, side)
         lines += [f"  {side}:", "    allow:", *(f"      - {json.dumps(subject)}" for subject in subjects.allow)]
     return "\n".join(lines)
+
+
+def _as_account(config: Config) -> str:
+    """Return an account of these publishers as it is in a nats-server.conf, in comments of YAML."""
+    publishers = Account(publishes=tuple(config.notification_schema), users={"publisher": User(password=Secret("..."))})
+    alone = structs.replace(config, server=Server(accounts={"WORKERS": Account(), "PUBLISHERS": publishers}))
+    text = nats_conf.accounts(structs.replace(alone.server, accounts=accounts.connected(alone)))
+    return "".join(f"# {line}\n" for line in (*IN_AN_ACCOUNT, *text.splitlines())).rstrip()
 
 
 def _print_states(states: Iterable[processes.State], *, as_json: bool = False) -> None:

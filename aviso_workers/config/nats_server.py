@@ -154,6 +154,21 @@ class Account(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An account, with subjects, streams and users of its own."""
 
     jetstream: Annotated[AccountJetStream, about("What the account may use of JetStream.")] = AccountJetStream()
+    publishes: Annotated[
+        tuple[Text, ...],
+        about(
+            "Event types that its users publish. Such an account has no streams, and reaches nothing else of the "
+            "account that has them. Default: none."
+        ),
+    ] = ()
+    publishes_to: Annotated[
+        Text | None,
+        about("Account that has the streams of these event types. Default: the only one with JetStream."),
+    ] = None
+    delays: Annotated[
+        bool,
+        about("Let its users delay notifications. They can then remove delayed notifications of other event types."),
+    ] = False
     users: Annotated[dict[str, User], about("Users by name.")] = {}
 
 

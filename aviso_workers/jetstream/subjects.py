@@ -1,4 +1,4 @@
-"""NATS subjects: which ones a filter takes, and whether two filters can take the same."""
+"""NATS subjects: which ones a filter takes, whether two filters can take the same, and where a user hears answers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
-__all__ = ["is_one_word", "matcher", "overlap", "pattern", "within"]
+__all__ = ["inbox_prefix", "is_one_word", "matcher", "overlap", "pattern", "within"]
 
 _BREAKS = re.compile(r"[ \t\r\n]")
+_NO_NAME = re.compile(r"[^-_0-9a-zA-Z]")
 # A filter matches a narrower filter as it matches a subject; but `*` is not as wide as `>`.
 _WILDCARDS = {"*": r"(?!>$)[^.]+", ">": ".+"}
 
@@ -16,6 +17,13 @@ _WILDCARDS = {"*": r"(?!>$)[^.]+", ">": ".+"}
 def is_one_word(subject: str) -> bool:
     """Return whether a server takes this for one word of a line: it is not empty, without space, tab and line break."""
     return bool(subject) and not _BREAKS.search(subject)
+
+
+def inbox_prefix(user: str) -> str:
+    """Return the prefix of the subjects on which a user hears answers, such as `_INBOX_mars`. Other characters than
+    letters, digits, `-` and `_` are the hexadecimal numbers of their bytes, so that no two users have the same.
+    """
+    return f"_INBOX_{_NO_NAME.sub(lambda found: ''.join(f'={byte:02X}' for byte in found[0].encode()), user)}"
 
 
 def pattern(filters: Sequence[str]) -> re.Pattern[str]:

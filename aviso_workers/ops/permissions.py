@@ -69,6 +69,9 @@ def of_operator(config: Config, *, user: str = "") -> Permissions:
 
 
 BEYOND = {
+    ".STREAM.INFO.": "a user who may publish to any stream can have the server store its acknowledgement under any "
+    "subject of the account, by the reply subject of a publish: below other bases, and in the state of workers; put "
+    "users who must not do so into accounts of their own (server.accounts.NAME.publishes)",
     ".STREAM.CREATE.": "a user who may create or update a stream can have the server publish to any subject of the "
     "account, by the stream's `republish`; with stream_management: observe, operators alone may",
     ".CONSUMER.CREATE.": "a user who may replay a stream can have the server deliver it to any subject of the account, "

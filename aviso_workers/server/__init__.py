@@ -219,7 +219,7 @@ def _config_text(*, name: str, port: int, store_dir: Path, run_dir: Path) -> str
             f"server_name: {name}",
             f'listen: "127.0.0.1:{port or -1}"',
             f"ports_file_dir: {json.dumps(str(run_dir))}",
-            f"jetstream {{ store_dir: {json.dumps(str(store_dir))} }}",
+            f"jetstream {{ store_dir: {json.dumps(str(store_dir))}, strict: true }}",
             "",
         ]
     )

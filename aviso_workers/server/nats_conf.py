@@ -40,9 +40,10 @@ from aviso_workers.config.nats_server import (
 from aviso_workers.config.secrets import HIDDEN
 from aviso_workers.errors import ConfigError
 from aviso_workers.server import find_binary, mistakes
+from aviso_workers.server.accounts import Connected
 from aviso_workers.server.profiles import Choice
 
-__all__ = ["Rendered", "render", "write"]
+__all__ = ["Rendered", "accounts", "render", "write"]
 
 CHECK_SECONDS = 30
 NO_POSITION = 1
@@ -91,6 +92,13 @@ def render(
     if conf.mistakes:
         raise ConfigError(mistakes.located(path, problem, origins=origins) for path, problem in conf.mistakes)
     return Rendered(lines=tuple(conf.lines), secrets=tuple(conf.secrets))
+
+
+def accounts(server: Server) -> str:
+    """Return the accounts alone, as they are in a nats-server.conf; `accounts.connected` has made them."""
+    conf = _Conf()
+    _accounts(conf, server)
+    return "".join(f"{line}\n" for line, _ in conf.lines)
 
 
 def write(rendered: Rendered, path: Path, *, origins: Mapping[str, str]) -> None:
@@ -221,10 +229,7 @@ def _server(conf: _Conf, server: Server) -> None:
     conf.settings(server, "server", *limits)
     _jetstream(conf, server.jetstream)
     _optional(conf, server.tls, "server.tls", _tls)
-    if server.accounts:
-        with conf.block("accounts", "server.accounts"):
-            for name, account in server.accounts.items():
-                _account(conf, account, name=name, is_system=name == server.system_account)
+    _accounts(conf, server)
     conf.put("system_account", server.system_account, "server.system_account")
     _optional(conf, server.cluster, "server.cluster", _cluster)
     if server.gateways is not None and server.cluster is not None:
@@ -242,6 +247,7 @@ def _jetstream(conf: _Conf, jetstream: ServerJetStream) -> None:
     with conf.block("jetstream", path):
         store_dir = jetstream.store_dir
         conf.put("store_dir", store_dir and os.path.abspath(store_dir), f"{path}.store_dir")
+        conf.put("strict", True, path)  # by default only from 2.12 on; see docs/support.md
         conf.settings(jetstream, path, "max_memory_store", "max_file_store", "domain")
         if jetstream.sync_always:
             conf.put("sync_interval", "always", f"{path}.sync_always")
@@ -267,14 +273,50 @@ def _tls(conf: _Conf, tls: ServerTls, path: str) -> None:
         conf.settings(tls, path, "verify")
 
 
+def _accounts(conf: _Conf, server: Server) -> None:
+    if server.accounts:
+        with conf.block("accounts", "server.accounts"):
+            for name, account in server.accounts.items():
+                _account(conf, account, name=name, is_system=name == server.system_account)
+
+
 def _account(conf: _Conf, account: Account, *, name: str, is_system: bool) -> None:
     path = f"server.accounts.{name}"
     with conf.block(conf.quoted(name, path), path):
         if not is_system:
             _account_jetstream(conf, account.jetstream, f"{path}.jetstream")
+        if isinstance(account, Connected):
+            _exports(conf, account, path)
+            _imports(conf, account, path)
         with conf.block("users:", f"{path}.users", "[]"):
             for user_name, user in account.users.items():
                 _user(conf, user, name=user_name, path=f"{path}.users.{user_name}")
+
+
+def _exports(conf: _Conf, account: Connected, path: str) -> None:
+    if not account.exports:
+        return
+    with conf.block("exports:", path, "[]"):
+        for subject, importers in account.exports.items():
+            with conf.block("", path):
+                conf.put("service", subject, path)
+                conf.put("accounts", importers, path)
+
+
+def _imports(conf: _Conf, account: Connected, path: str) -> None:
+    if not account.imports:
+        return
+    with conf.block("imports:", f"{path}.publishes", "[]"):
+        for service in account.imports:
+            with conf.block("", f"{path}.publishes"):
+                with conf.block("service:", f"{path}.publishes"):
+                    conf.put("account", account.publishes_to, f"{path}.publishes_to")
+                    conf.put("subject", service.subject, f"{path}.publishes")
+                conf.put("to", service.imported, f"{path}.publishes")
+    with conf.block("mappings", f"{path}.publishes"):
+        for service in account.imports:
+            for asked in service.asked:
+                conf.put(conf.quoted(asked, path), service.imported, f"{path}.publishes")
 
 
 def _account_jetstream(conf: _Conf, limits: AccountJetStream, path: str) -> None:

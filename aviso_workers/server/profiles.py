@@ -21,7 +21,7 @@ from aviso_workers.aviso.literals import Duration, Size
 from aviso_workers.config import Config, Server
 from aviso_workers.config.nats_server import Cluster, Gateways, LeafNodes, ServerJetStream
 from aviso_workers.errors import ConfigError
-from aviso_workers.server import mistakes
+from aviso_workers.server import accounts, mistakes
 
 __all__ = ["Choice", "Profile", "choose"]
 
@@ -47,7 +47,7 @@ def choose(config: Config, *, profile: Profile) -> tuple[Server, tuple[Choice, .
     Raises ConfigError with all mistakes in the section, and where production requires more settings.
     """
     server = config.server
-    if found := list(mistakes.find(server, config.origins)):
+    if found := [*mistakes.find(server, config.origins), *accounts.mistakes(config)]:
         raise ConfigError(mistakes.located(path, problem, origins=config.origins) for path, problem in found)
     if profile == "production":
         if found := list(_open(config)):
@@ -61,7 +61,7 @@ def choose(config: Config, *, profile: Profile) -> tuple[Server, tuple[Choice, .
             sync_interval=server.jetstream.sync_interval
             or (None if server.jetstream.sync_always else SERVER_SYNC_INTERVAL),
         )
-    server = structs.replace(server, jetstream=chosen)
+    server = structs.replace(server, jetstream=chosen, accounts=accounts.connected(config))
     return server, tuple(_choices(config, server))
 
 

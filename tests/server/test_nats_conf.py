@@ -35,6 +35,7 @@ def test_an_empty_section_is_a_server_for_this_machine_only(load: Load) -> None:
         "port: 4222\n"
         'http: "127.0.0.1:8222"\n'
         "jetstream {\n"
+        "  strict: true\n"
         "  max_memory_store: 268435456\n"
         "  max_file_store: 4294967296\n"
         '  sync_interval: "120s"\n'

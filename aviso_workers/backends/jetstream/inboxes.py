@@ -7,11 +7,11 @@ prefix of the user's own, to which no other user may subscribe, and nobody can g
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Iterator
 
 from aviso_workers import config
+from aviso_workers.jetstream import subjects
 
 __all__ = ["SHARED", "new_inbox", "prefix", "reply_subjects"]
 
@@ -21,20 +21,13 @@ TOKEN_CHARACTERS = 12
 """Of the end of a reply subject: 72 random bits."""
 TOKENS_AT_ONCE = 256
 """Random characters are had from the operating system, which is dear for each alone."""
-NO_WORD = re.compile(r"[^-_0-9a-zA-Z]")
-"""The characters that are not taken into a subject as they are."""
 
 
 def prefix(settings: config.JetStream, user: str) -> str:
-    """Return the prefix of a user's answers: the one of the configuration, else the user's own, such as `_INBOX_mars`,
-    else, for an empty user, the one that all share.
-
-    In a user's own, other characters than letters, digits, `-` and `_` are the hexadecimal numbers of their bytes, so
-    that no two users have the same.
+    """Return the prefix of a user's answers: the one of the configuration, else the user's own. An empty user has the
+    one that all share.
     """
-    if settings.inbox_prefix or not user:
-        return settings.inbox_prefix or SHARED
-    return f"{SHARED}_{NO_WORD.sub(lambda found: ''.join(f'={byte:02X}' for byte in found[0].encode()), user)}"
+    return settings.inbox_prefix or (subjects.inbox_prefix(user) if user else SHARED)
 
 
 def new_inbox(prefix: str) -> str:

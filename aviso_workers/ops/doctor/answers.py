@@ -58,6 +58,7 @@ class JetStreamConfig(Struct, frozen=True, kw_only=True):
     sync_interval: int = 0
     sync_always: bool = False
     unique_tag: str = ""
+    strict: bool = False
 
 
 class OwnState(Struct, frozen=True, kw_only=True):

@@ -124,6 +124,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     unknown: Mapping[Need, str]
     denied: Mapping[Need, str]
     """What of it the server denies to our user, in its words."""
+    is_strict: bool | None = None
+    """Whether JetStream's API refuses requests with unknown fields; None where that is not known."""
     server_certificate: bytes | None = None
     """The certificate of the server that we are connected to, in DER form; None without TLS."""
     shares_inbox: bool = False
@@ -198,6 +200,7 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
         backups=await anyio.to_thread.run_sync(_backups, scope.backups) if scope.backups else {},
         unknown=unknown,
         denied=requests.denied,
+        is_strict=once.is_strict,
         server_certificate=admin.administration().server_certificate,
         shares_inbox=admin.administration().shares_inbox,
     )
@@ -215,6 +218,7 @@ class _UnsampledFacts(Struct):
     monitored: tuple[Monitored, ...] = ()
     unreachable: Mapping[str, str] = {}
     looks: Looks | None = None
+    is_strict: bool | None = None
 
 
 async def _unsampled_facts(
@@ -252,8 +256,11 @@ async def _unsampled_facts(
             monitors = {one.name: one.url for one in found.monitored}
             found.looks = await divergence.look_twice(monitors, server.account)
 
+    async def strict() -> None:
+        found.is_strict = await monitoring_port.is_strict(admin)
+
     async with anyio.create_task_group() as tasks:
-        for request in (dead_letters, max_deliveries_exceeded, records, functions, run_alone, links, monitored):
+        for request in (dead_letters, max_deliveries_exceeded, records, functions, run_alone, links, monitored, strict):
             tasks.start_soon(request)
     return found
 

@@ -20,10 +20,11 @@ from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.config.nats_server import LOOPBACK_NAMES
 from aviso_workers.errors import BackendError, ServerProcessError
+from aviso_workers.jetstream import error_codes
 from aviso_workers.ops.doctor.answers import Jsz, OwnReplica, Server, UserInfo, Varz
 from aviso_workers.server import store
 
-__all__ = ["LOOPBACK", "Monitored", "connected_server", "inspect", "own_replicas", "urls"]
+__all__ = ["LOOPBACK", "Monitored", "connected_server", "inspect", "is_strict", "own_replicas", "urls"]
 
 ANSWER_SECONDS = 5.0
 NAME_SECONDS = 2.0
@@ -108,6 +109,18 @@ async def connected_server(admin: Admin) -> Server:
         return Server(name="nats-server", ver=administration.server_version)
     found = msgspec.json.decode(answer.data, type=UserInfo)
     return structs.replace(found.server, account=found.data.account)
+
+
+async def is_strict(admin: Admin) -> bool | None:
+    """Return whether JetStream's API refuses a request with a field that it does not know; None if it does not answer.
+
+    In a cluster, the leader of the meta group answers.
+    """
+    try:
+        await admin.administration().api("STREAM.NAMES", {"offset": 0, "unknown": True}, timeout_seconds=NAME_SECONDS)
+    except BackendError as error:
+        return True if error.code == error_codes.INVALID_JSON else None
+    return False
 
 
 def urls(config: Config, named: Sequence[str]) -> Sequence[str]:

@@ -414,6 +414,26 @@ def test_the_monitoring_port_of_another_server(plain: Seen, tmp_path: Path) -> N
     assert f"is the monitoring port of {other.name}" in seen.found("JS044")[other.url]
 
 
+def test_a_server_that_is_not_strict(plain: Seen, tmp_path: Path) -> None:
+    """As nats-server 2.11 is by default. A server without users lets everybody purge, which JS047 tells."""
+    users = "authorization {users: [{user: alice, password: hush}]}\n"
+    denied = "authorization {users: [{user: alice, password: hush, permissions: {publish: {deny: '$JS.API.>'}}}]}\n"
+    lax = jetstream(tmp_path / "lax", "strict: false")
+
+    def found(settings: str) -> tuple[State, str]:
+        with served(tmp_path / "lax", settings) as (server, monitor):
+            loaded = write(tmp_path / "config.yaml", server.url, user="alice", password="hush")
+            here, away = (examined(loaded, monitors=monitors).results["JS075"] for monitors in ((monitor,), ()))
+        assert here == away
+        return away.state, "; ".join(each.found for each in away.findings)
+
+    assert found(lax + users) == (State.WARN, "requests with unknown fields are answered")
+    assert found(MONITORED + users) == (State.PASS, "")
+    assert found(MONITORED + denied) == (State.SKIP, "the server does not answer a request for the names of streams")
+    assert plain.state("JS075") is State.PASS
+    assert judged(structs.replace(plain.facts, is_strict=False)).state("JS075") is State.PASS
+
+
 def test_versions(plain: Seen) -> None:
     """By hand: one version is installed here."""
     assert plain.state("JS041") is State.PASS

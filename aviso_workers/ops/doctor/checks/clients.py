@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from aviso_workers.config.secrets import with_scheme
+from aviso_workers.config.settings import JetStream
 from aviso_workers.declare import outputs
 from aviso_workers.declare.agents import Agent
 from aviso_workers.jetstream.fields import SECOND, readable
@@ -22,7 +23,7 @@ from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, check
 from aviso_workers.ops.doctor.monitoring_port import LOOPBACK
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "has_user"]
 
 CHECKS: list[Check] = []
 declare = partial(check, CHECKS)
@@ -104,11 +105,9 @@ def open_connection(facts: Facts) -> Iterator[Finding]:
     for url, shown in zip(settings.servers, settings.masked_servers, strict=True):
         parts = urlsplit(with_scheme(url))
         far = parts.hostname not in LOOPBACK
-        certified = settings.tls and settings.tls.cert_file
-        named = settings.user or settings.token or settings.nkey_seed_file or settings.credentials_file or certified
         if far and parts.scheme != "tls" and settings.tls is None:
             yield Finding(place=f"{JETSTREAM}.nats_url", found=f"{shown} without TLS")
-        if not named and not parts.username:
+        if not has_user(settings, url):
             yield Finding(place=f"{JETSTREAM}.nats_url", found=f"{shown} without a user")
     if facts.shares_inbox:
         yield Finding(
@@ -117,6 +116,13 @@ def open_connection(facts: Facts) -> Iterator[Finding]:
             cure="Let the user subscribe to a prefix of its own, as `aviso-workers server render --role` prints it. "
             "Leave inbox_prefix out.",
         )
+
+
+def has_user(settings: JetStream, url: str) -> bool:
+    """Return whether clients authenticate at this URL."""
+    certified = settings.tls and settings.tls.cert_file
+    named = settings.user or settings.token or settings.nkey_seed_file or settings.credentials_file or certified
+    return bool(named or urlsplit(with_scheme(url)).username)
 
 
 @declare(

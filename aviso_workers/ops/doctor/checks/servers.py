@@ -12,6 +12,7 @@ from statistics import median_high, median_low
 from aviso_workers.clocks import SKEW
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.ops.doctor import durability
+from aviso_workers.ops.doctor.checks.clients import has_user
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, check
 from aviso_workers.ops.doctor.monitoring_port import LOOPBACK
@@ -333,3 +334,26 @@ def slow_clients(facts: Facts) -> Iterator[Finding]:
             yield Finding(place=one.name, found=found)
         if varz.max_connections and varz.connections > NEARLY_ALL * varz.max_connections:
             yield Finding(place=one.name, found=f"{varz.connections} of {varz.max_connections} connections are used")
+
+
+@declare(
+    "JS075",
+    "JetStream's API is strict",
+    why="A server that is not strict ignores unknown fields of a request. A user who may publish to one stream can "
+    "then have the server purge other streams of the account, and delete their messages, by the reply subject of a "
+    "publish.",
+    cure="Set `strict: true` in the block jetstream of nats-server.conf, as `aviso-workers server render` does, and "
+    "restart the server. nats-server 2.12 and newer are strict by default.",
+    needs=(),
+)
+def not_strict(facts: Facts) -> Iterator[Finding]:
+    settings = facts.config.notification_backend.jetstream
+    if not any(has_user(settings, url) for url in settings.servers):
+        return  # everybody may purge streams: JS047
+    lax = [one.name for one in facts.monitored if not one.varz.jetstream.config.strict]
+    if facts.is_strict is False and not lax:
+        lax = [facts.server.name]
+    for name in lax:
+        yield Finding(place=name, found="requests with unknown fields are answered")
+    if facts.is_strict is None and not lax:
+        yield Finding(found="the server does not answer a request for the names of streams", state=State.SKIP)
