@@ -46,6 +46,7 @@ from aviso_workers.errors import (
     OutcomeUnknownError,
     RefusedError,
     UnavailableError,
+    UndecodableError,
     UnknownEventTypeError,
 )
 from aviso_workers.jetstream import error_codes
@@ -511,7 +512,7 @@ class _Application:
         entry = await self._checkpoints.get(self._key(grown))
         try:
             self._stored = msgspec.json.decode(entry.value, type=Checkpoint) if entry else Checkpoint()
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UndecodableError) as error:
             log.warning(
                 "spark_events.checkpoint_unreadable", path=self.path, problem=str(error), then="read from its beginning"
             )

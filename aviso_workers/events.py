@@ -368,6 +368,17 @@ class Unreadable(Struct, frozen=True, kw_only=True):
     stream: str
     sequence: int
     error: Exception
+    reason: Literal["content", "foreign"] = "content"
+    """`foreign`: it is known that aviso-workers has not published it."""
+
+
+class Suspected(Struct, frozen=True, kw_only=True):
+    """A notification has no headers and the body of a server's answer. It is handled: it may be genuine."""
+
+    event_type: str
+    sequence: int
+    agent: str = ""
+    """The agent that it was delivered to; empty for a replay or a watch."""
 
 
 class StreamGone(Struct, frozen=True, kw_only=True):
@@ -599,6 +610,7 @@ Event = (
     | LeadershipUnhindered
     | Skipped
     | Unreadable
+    | Suspected
     | StartNotReached
     | StreamGone
     | StreamMadeAgain
@@ -623,17 +635,20 @@ Event = (
     | WindowsResized
 )
 
-WARNINGS = (
-    StreamProvisioned,
-    ConsumerDiffers,
-    Skipped,
-    ConnectionChanged,
-    PermissionDenied,
-    ForeignAnswer,
-    StartNotReached,
-    StreamGone,
-    StreamMadeAgain,
-    StreamNotRead,
+WARNINGS: frozenset[type] = frozenset(
+    (
+        StreamProvisioned,
+        ConsumerDiffers,
+        Skipped,
+        Suspected,
+        ConnectionChanged,
+        PermissionDenied,
+        ForeignAnswer,
+        StartNotReached,
+        StreamGone,
+        StreamMadeAgain,
+        StreamNotRead,
+    )
 )
 """Events of which `warning` may have something to say."""
 
@@ -647,6 +662,11 @@ def warning(event: Event) -> str:
             return f"consumer {event.consumer} is used as it is ({'; '.join(event.differences)})"
         case Skipped():
             return f"{event.event_type}@{event.sequence} is left out: {event.error}"
+        case Suspected():
+            return (
+                f"{event.event_type}@{event.sequence} has no headers and the body of a server's answer: its publisher "
+                "may be somebody who has no right to publish it (docs/security.md)"
+            )
         case ConnectionChanged(opened=True, connected=False):
             return f"the connection was lost, and is tried again: {event.reason}"
         case ConnectionChanged(opened=True):
@@ -701,7 +721,7 @@ class Events:
 
     def emit(self, event: Event) -> None:
         listeners = self._listeners[type(event)]
-        if not listeners and isinstance(event, WARNINGS) and (text := warning(event)):
+        if not listeners and type(event) in WARNINGS and (text := warning(event)):
             log.warning("%s", printable(text))
         for listener in listeners:
             try:

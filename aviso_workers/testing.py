@@ -49,6 +49,7 @@ from aviso_workers.backends import (
     ConnectionListener,
     Consumer,
     Delivery,
+    ForeignListener,
     KeyValue,
     Opening,
     Outgoing,
@@ -452,18 +453,27 @@ class Harness:
             raise self._failure
 
     def _opening(
-        self, config: Config, on_connection: ConnectionListener | None = None
+        self,
+        config: Config,
+        on_connection: ConnectionListener | None = None,
+        on_foreign: ForeignListener | None = None,
     ) -> AbstractAsyncContextManager[Admin]:
         """Another client of the streams that all of them share."""
         if self._clock is None:
-            return open_backend(config, on_connection=on_connection)
+            return open_backend(config, on_connection=on_connection, on_foreign=on_foreign)
         if not hasattr(self, "_watch"):
             return InMemoryBackend(config.notification_backend.in_memory, clock=self._clock)
-        return cast(InMemoryBackend, self._watch).peer(on_connection=on_connection)
+        return cast(InMemoryBackend, self._watch).peer(on_connection=on_connection, on_foreign=on_foreign)
 
     @asynccontextmanager
-    async def _open(self, config: Config, *, on_connection: ConnectionListener | None = None) -> AsyncIterator[Admin]:
-        async with self._opening(config, on_connection) as backend:
+    async def _open(
+        self,
+        config: Config,
+        *,
+        on_connection: ConnectionListener | None = None,
+        on_foreign: ForeignListener | None = None,
+    ) -> AsyncIterator[Admin]:
+        async with self._opening(config, on_connection, on_foreign) as backend:
             yield cast(Admin, _Recorder(backend, self._note, self._made.add, self._take_turns))
 
     @asynccontextmanager

@@ -47,6 +47,7 @@ __all__ = [
     "ConsumerInfo",
     "Delivery",
     "Entry",
+    "ForeignListener",
     "KeyValue",
     "Management",
     "Message",
@@ -324,11 +325,23 @@ class ConnectionListener(Protocol):
     ) -> None: ...
 
 
+class ForeignListener(Protocol):
+    """Called for each message that is read of a bucket and that no client has put there: `problem` says why that is
+    known. One message may come several times.
+    """
+
+    def __call__(self, *, stream: str, sequence: int, problem: str) -> None: ...
+
+
 class Opening(Protocol):
     """A function that opens a backend, as `open_backend` does; tests pass their own."""
 
     def __call__(
-        self, config: Config, *, on_connection: ConnectionListener | None = None
+        self,
+        config: Config,
+        *,
+        on_connection: ConnectionListener | None = None,
+        on_foreign: ForeignListener | None = None,
     ) -> AbstractAsyncContextManager[Admin]: ...
 
 
@@ -489,8 +502,13 @@ class Backend(Streams, Protocol):
         stored before. Raises `RefusedError` where the stream's `allow_atomic` is off, or the server is older than 2.12.
         """
 
-    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> BulkKeyValue:
+    async def key_value(
+        self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1, own: bool = False
+    ) -> BulkKeyValue:
         """Return the bucket of that name, created where it is missing.
+
+        In a bucket of our `own`, a key whose value has no headers counts as deleted: we have not stored it. In others,
+        `value` of an entry is refused where it is a server's answer. See `Entry.foreign`.
 
         A new one forgets values older than `ttl_seconds` and keeps `history` (at most 64) values of a key. One that
         forgets them sooner is changed to keep them for so long, where that is allowed.
@@ -589,7 +607,7 @@ class Admin(Backend, Management, Protocol):
 
 
 def open_backend(
-    config: Config, *, on_connection: ConnectionListener | None = None
+    config: Config, *, on_connection: ConnectionListener | None = None, on_foreign: ForeignListener | None = None
 ) -> AbstractAsyncContextManager[Admin]:
     """Return the backend that the configuration names, connected while the `async with` block runs. The engine
     takes it for a `Backend`.
@@ -600,7 +618,7 @@ def open_backend(
     if settings.kind == "in_memory":
         from aviso_workers.backends.in_memory import InMemoryBackend
 
-        return InMemoryBackend(settings.in_memory, on_connection=on_connection)
+        return InMemoryBackend(settings.in_memory, on_connection=on_connection, on_foreign=on_foreign)
     from aviso_workers.backends.jetstream import JetStreamBackend
 
-    return JetStreamBackend(settings.jetstream, on_connection=on_connection)
+    return JetStreamBackend(settings.jetstream, on_connection=on_connection, on_foreign=on_foreign)

@@ -16,9 +16,9 @@ from datetime import datetime
 from msgspec import UNSET
 
 from aviso_workers.aviso.codec import MARKER_HEADER, Message, store_time
-from aviso_workers.backends import Backend, Outgoing, PubAck
+from aviso_workers.backends import Backend, ForeignListener, Outgoing, PubAck
 from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError, UnavailableError
-from aviso_workers.jetstream import error_codes, metadata
+from aviso_workers.jetstream import answers, error_codes, metadata
 from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
 from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.jetstream.key_value import TTL, Entry, ttl_text
@@ -38,7 +38,14 @@ SHORTEST_TTL_SECONDS = 1.0
 
 
 async def open_bucket(
-    backend: Backend, name: str, *, ttl_seconds: float | None, history: int, replicas: int = 1
+    backend: Backend,
+    name: str,
+    *,
+    ttl_seconds: float | None,
+    history: int,
+    own: bool,
+    on_foreign: ForeignListener | None,
+    replicas: int = 1,
 ) -> Bucket:
     """Return a bucket, created if it is missing, as `Backend.key_value` does."""
     if not NAME.fullmatch(name):
@@ -73,14 +80,18 @@ async def open_bucket(
             info = await backend.update_stream({**info.config, "max_age": max_age})
     if metadata.is_unfinished(info.config):
         raise UnavailableError(f"bucket {name} is being restored; if that was killed, restore it again")
-    return Bucket(backend, name, config=info.config)
+    return Bucket(backend, name, config=info.config, own=own, on_foreign=on_foreign)
 
 
 class Bucket:
     """A key-value bucket in a stream, laid out as NATS' own clients do; see `BulkKeyValue`."""
 
-    def __init__(self, backend: Backend, name: str, *, config: StreamConfig) -> None:
+    def __init__(
+        self, backend: Backend, name: str, *, config: StreamConfig, own: bool, on_foreign: ForeignListener | None
+    ) -> None:
         self._backend = backend
+        self._own = own
+        self._on_foreign = on_foreign
         self._name = name
         self._stream = f"KV_{name}"
         self._prefix = f"$KV.{name}."
@@ -113,7 +124,7 @@ class Bucket:
             return await self._store(key, value, whole, revision, message_id)
         except ConflictError:
             # A key that was deleted is new, and has a revision all the same.
-            if revision != 0 or (newest := await self.newest(key)) is None or not newest.deleted:
+            if revision != 0 or (newest := await self.newest(key)) is None or not newest.deleted or newest.foreign:
                 raise
         return await self._store(key, value, whole, newest.revision, message_id)
 
@@ -193,15 +204,31 @@ class Bucket:
 
     def _entry(self, message: Message) -> Entry:
         headers = message.headers or {}
+        key = message.subject.removeprefix(self._prefix)
+        foreign = self._foreign(key, message)
+        if foreign and self._on_foreign is not None:
+            self._on_foreign(stream=self._stream, sequence=message.sequence, problem=foreign)
         return Entry(
-            key=message.subject.removeprefix(self._prefix),
-            value=message.data,
+            key=key,
+            data=message.data,
             revision=message.sequence,
             time=store_time(message),
-            deleted="KV-Operation" in headers or MARKER_HEADER in headers,
+            deleted="KV-Operation" in headers or MARKER_HEADER in headers or bool(foreign and self._own),
             message_id=headers.get("Nats-Msg-Id", ""),
             headers=headers,
+            foreign=foreign,
         )
+
+    def _foreign(self, key: str, message: Message) -> str:
+        """Return why it is known that no client has put what the message stores; empty where that is not known.
+
+        Each of our own messages has headers. In another bucket, somebody else's client may have put a value without.
+        """
+        if self._own or answers.is_stored_by_reply(message):
+            why = answers.why_foreign(message)
+            cure = "" if self._own else "; put another value, or delete the key"
+            return f"bucket {self._name}, key {key}: {why}{cure}" if why else ""
+        return ""
 
     def _ttl(self, key: str, seconds: float) -> str:
         what = f"bucket {self._name}, key {key}"

@@ -17,7 +17,7 @@ from rich.text import Text
 from aviso_workers import events
 from aviso_workers.aviso.literals import printable, printable_lines
 from aviso_workers.cli.tables import table
-from aviso_workers.events import Events, Skipped
+from aviso_workers.events import Events, Skipped, Suspected
 
 __all__ = [
     "AsJson",
@@ -107,25 +107,27 @@ class Columns:
 
 @contextmanager
 def skipped_reported(source: Events) -> Iterator[None]:
-    """Print messages that are skipped to standard error for the block: the first ones with a line each, the others as a
-    count.
+    """Print messages that are skipped or suspected to standard error for the block: the first ones with a line each,
+    the others as a count.
     """
-    skipped = 0
+    words: dict[type, str] = {Skipped: "left out", Suspected: "suspected"}
+    counts = dict.fromkeys(words, 0)
 
-    def report(event: Skipped) -> None:
-        nonlocal skipped
-        skipped += 1
-        if skipped <= MOST_SKIPPED:
+    def report(event: Skipped | Suspected) -> None:
+        kind = type(event)
+        counts[kind] += 1
+        if counts[kind] <= MOST_SKIPPED:
             print(printable(events.warning(event)), file=sys.stderr)
-        elif skipped == MOST_SKIPPED + 1:
-            print("more is left out, which is counted until the end", file=sys.stderr)
+        elif counts[kind] == MOST_SKIPPED + 1:
+            print(f"more is {words[kind]}, which is counted until the end", file=sys.stderr)
 
-    source.listen(report, Skipped)
+    source.listen(report, Skipped, Suspected)
     try:
         yield
     finally:
-        if skipped > MOST_SKIPPED:
-            print(f"{skipped - MOST_SKIPPED} more were left out ({skipped} in all)", file=sys.stderr)
+        for kind, count in counts.items():
+            if count > MOST_SKIPPED:
+                print(f"{count - MOST_SKIPPED} more were {words[kind]} ({count} in all)", file=sys.stderr)
 
 
 def terminal() -> Console:

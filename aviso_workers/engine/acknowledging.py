@@ -29,8 +29,8 @@ from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shields import Shield
 from aviso_workers.errors import BackendError
-from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, Settled, SettledOutcome
-from aviso_workers.jetstream import error_codes
+from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, Settled, SettledOutcome, Suspected
+from aviso_workers.jetstream import answers, error_codes
 
 __all__ = ["Exceeded", "Settler", "dead_letter_exceeded", "give_back", "leave_to_others", "settle", "settle_again"]
 
@@ -174,6 +174,12 @@ class Settler:
         self._failed_at = clock.monotonic()
         self._finished = 0
         """How many deliveries had succeeded when the last one failed."""
+
+    def note_unsigned(self, message: Message) -> None:
+        """State that a notification is suspected, where it has no headers and is a server's answer."""
+        if answers.is_stored_by_reply(message):
+            agent = self._agent
+            self._events.emit(Suspected(event_type=agent.event_type, sequence=message.sequence, agent=agent.name))
 
     async def ack_unmatched(self, delivery: Delivery) -> None:
         """Ack a delivery that the agent did not ask for: the server's filter is wider than the agent's."""

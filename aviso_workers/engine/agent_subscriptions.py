@@ -13,11 +13,12 @@ from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.codec import NotificationReader
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.aviso.schema import EventType, Where
-from aviso_workers.backends import Backend, ConsumerInfo
+from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.config import Config, streams
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.batches import Batch, Stream
-from aviso_workers.engine import consumer_records, dead_letter_store, key_orders
+from aviso_workers.declare.verdicts import Term
+from aviso_workers.engine import acknowledging, consumer_records, dead_letter_store, key_orders
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.buffer import Buffer
@@ -42,8 +43,9 @@ from aviso_workers.engine.singletons import WhileHeld
 from aviso_workers.engine.subscription import Handler, Run, Subscription, consumer_spec
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.engine.versions import Versions
-from aviso_workers.errors import NotFoundError
-from aviso_workers.events import Events
+from aviso_workers.errors import NotFoundError, UndecodableError
+from aviso_workers.events import Events, Unreadable
+from aviso_workers.jetstream import answers
 from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSpec, StreamSpec
 
 __all__ = ["AgentSubscriptions"]
@@ -270,10 +272,22 @@ class AgentSubscriptions:
                 ensure=ensure_retries,
                 provisioner=self._own_streams,
                 unwrap=Requeued,
+                refuses=self._refuses,
                 leaves=leaves,
                 capacity=(lambda: int(run.pinned(stream.name))) if policy.singleton else None,
             ),
         ]
+
+    def _refuses(self, delivery: Delivery) -> bool:
+        """Terminate a retry that no operator has asked for, and return whether it is one."""
+        message = delivery.message
+        if why := answers.why_foreign(message):
+            acknowledging.settle(delivery, Term("no retry of a dead letter"))
+            error = UndecodableError(why)
+            self._events.emit(
+                Unreadable(stream=dead_letter_store.RETRIES, sequence=message.sequence, error=error, reason="foreign")
+            )
+        return bool(why)
 
     def _recorder(self, agent: Agent[Any, Any], stream: str, provisioner: Provisioner) -> ConsumerRecorder:
         return ConsumerRecorder(

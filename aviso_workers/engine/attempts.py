@@ -208,7 +208,7 @@ class Failures:
             return None
         try:
             if self._values is None:
-                self._values = await self._backend.key_value(self._bucket, ttl_seconds=self._kept_seconds)
+                self._values = await self._backend.key_value(self._bucket, ttl_seconds=self._kept_seconds, own=True)
             return await operation(self._values)
         except BackendError as error:
             self._values = None  # it may have been deleted

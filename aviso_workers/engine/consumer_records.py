@@ -34,7 +34,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import ConsumerNotRecorded, ConsumerResumed, Events
 from aviso_workers.jetstream import metadata, plans, specs
-from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.jetstream.key_value import Entry, KeyValue
 from aviso_workers.jetstream.specs import ConsumerSpec
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "ConsumerRecord",
     "ConsumerRecorder",
     "alive",
+    "bucket",
     "create_bucket",
     "entries",
     "entry",
@@ -223,7 +224,7 @@ class ConsumerRecorder:
         assert self._created is not None
         record = self._of(consumer, self._created)
         if self._last is None or structs.replace(record, time=self._last.time) != self._last:
-            await (await self._backend.key_value(BUCKET)).put(self._key, msgspec.json.encode(record))
+            await (await bucket(self._backend)).put(self._key, msgspec.json.encode(record))
             self._last = record
 
     def _of(self, consumer: ConsumerInfo, stream_created: datetime) -> ConsumerRecord:
@@ -253,6 +254,11 @@ def longest_seconds(policy: Policy) -> float:
     return max(STUCK_SECONDS, 2 * policy.ack_wait) + waits + calls + paced
 
 
+async def bucket(backend: Backend) -> KeyValue:
+    """Return the bucket, created where it is missing. Raises `BackendError`."""
+    return await backend.key_value(BUCKET, own=True)
+
+
 async def create_bucket(backend: Backend) -> None:
     """Create the bucket where there is none, as the first thing that a worker creates. A server that cannot read its
     streams says so then, and what it erases is worth least: workers record it again.
@@ -260,7 +266,7 @@ async def create_bucket(backend: Backend) -> None:
     Raises `UnreadableStreamError`; any other failure is that of the agents, who state it.
     """
     try:
-        await backend.key_value(BUCKET)
+        await bucket(backend)
     except UnreadableStreamError:
         raise
     except BackendError:
@@ -277,12 +283,12 @@ async def entries(backend: Backend) -> list[Entry]:
     """Return all entries of the bucket, which `versions` and other modules keep theirs in as well; none where there is
     no bucket. Raises `BackendError`.
     """
-    return await (await backend.key_value(BUCKET)).entries() if await _exists(backend) else []
+    return await (await bucket(backend)).entries() if await _exists(backend) else []
 
 
 async def entry(backend: Backend, key: str) -> Entry | None:
     """Return the entry of a key; None where there is none, or no bucket. Raises `BackendError`."""
-    return await (await backend.key_value(BUCKET)).get(key) if await _exists(backend) else None
+    return await (await bucket(backend)).get(key) if await _exists(backend) else None
 
 
 async def alive(backend: Backend, *, app: str, agent: str, stream: str) -> ConsumerRecord | None:
@@ -304,22 +310,22 @@ async def mark_removed(backend: Backend, *, app: str, agent: str, stream: str, c
         time=info.time,
         removed=True,
     )
-    await (await backend.key_value(BUCKET)).put(_key(app, agent, stream), msgspec.json.encode(record))
+    await (await bucket(backend)).put(_key(app, agent, stream), msgspec.json.encode(record))
 
 
 async def remove(backend: Backend, *, app: str, agent: str, stream: str) -> None:
     """Forget that there was a consumer, because its agent is retired. Raises `BackendError`."""
     if not await _exists(backend):
         return
-    bucket = await backend.key_value(BUCKET)
+    kept = await bucket(backend)
     for key in (_key(app, agent, stream), versions_key(app, agent, stream)):
-        if await bucket.get(key) is not None:
-            await bucket.delete(key)
+        if await kept.newest(key) is not None:
+            await kept.delete(key)
 
 
 async def rename(backend: Backend, record: ConsumerRecord, *, app: str, agent: str, stream: str) -> None:
     """Record for an agent how far the consumer of another one had come. Raises `BackendError`."""
-    await (await backend.key_value(BUCKET)).put(_key(app, agent, stream), msgspec.json.encode(record))
+    await (await bucket(backend)).put(_key(app, agent, stream), msgspec.json.encode(record))
 
 
 async def move(backend: Backend, *, app: str, agent: str, stream: str, ack_floor: int) -> None:
@@ -328,7 +334,7 @@ async def move(backend: Backend, *, app: str, agent: str, stream: str, ack_floor
     record = await _one(backend, key)
     if record is not None:
         moved = structs.replace(record, ack_floor=ack_floor, unfinished_since=None)
-        await (await backend.key_value(BUCKET)).put(key, msgspec.json.encode(moved))
+        await (await bucket(backend)).put(key, msgspec.json.encode(moved))
 
 
 async def _exists(backend: Backend) -> bool:

@@ -22,7 +22,7 @@ from aviso_workers.engine import parts
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.replay import message_at
 from aviso_workers.errors import RefusedError, UnavailableError, UndecodableError, describe
-from aviso_workers.jetstream import error_codes
+from aviso_workers.jetstream import answers, error_codes
 from aviso_workers.jetstream.fields import DAY, SECOND
 from aviso_workers.jetstream.specs import StreamSpec
 
@@ -77,6 +77,11 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     def read(cls, message: Message) -> DeadLetter:
         """Return the dead letter that a message stores. Raises `UndecodableError` where it stores none."""
         headers = dict(message.headers or {})
+        if why := answers.why_foreign(message):
+            raise UndecodableError(
+                f"message {message.sequence} of {STREAM} is not a dead letter: {why}; to remove it: "
+                f"nats stream rmm {STREAM} {message.sequence}"
+            )
         try:
             return cls(
                 sequence=message.sequence,

@@ -38,6 +38,8 @@ class Feed(Struct, frozen=True, kw_only=True):
     provisioner: Provisioner
     unwrap: Callable[[Delivery, Message], Delivery] | None = None
     """Makes of what comes, and its whole message, what the agent is to see."""
+    refuses: Callable[[Delivery], bool] | None = None
+    """Takes a delivery that is not to be unwrapped, and returns whether it did. None: there is none."""
     in_order: bool = False
     """Deliveries must come in order: what a dead worker held is waited for before anything new is asked for."""
     capacity: Callable[[], int] | None = None
@@ -59,7 +61,7 @@ def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGro
 
     What cannot be done at once is done by a task of `joining`.
     """
-    unwrap, leaves = feed.unwrap, feed.leaves
+    unwrap, leaves, refuses = feed.unwrap, feed.leaves, feed.refuses
     put = buffer.put if feed.repeats is None else _passing_over(feed.repeats, buffer.put, joining)
 
     def take(delivery: Delivery) -> None:
@@ -81,6 +83,8 @@ def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGro
         return put if leaves is None else take
 
     def deliver(delivery: Delivery) -> None:
+        if refuses is not None and refuses(delivery):
+            return
         if parts.first_part_of(delivery.message) or lacks_body(delivery.message):
             joining.start_soon(deliver_whole, delivery)
         else:

@@ -15,6 +15,7 @@ from aviso_workers.engine.prefetch import Prefetch
 from aviso_workers.engine.subscription import Run, Subscription
 from aviso_workers.errors import UndecodableError
 from aviso_workers.events import Events, Unreadable
+from aviso_workers.jetstream import answers
 from aviso_workers.jetstream.fields import SECOND
 
 __all__ = ["subscription"]
@@ -74,5 +75,14 @@ class _Internal:
         try:
             return await self._handle(delivery)
         except UndecodableError as error:
-            self._events.emit(Unreadable(stream=self._stream, sequence=delivery.message.sequence, error=error))
+            message = delivery.message
+            foreign = answers.is_stored_by_reply(message)
+            self._events.emit(
+                Unreadable(
+                    stream=self._stream,
+                    sequence=message.sequence,
+                    error=UndecodableError(answers.why_foreign(message)) if foreign else error,
+                    reason="foreign" if foreign else "content",
+                )
+            )
             return Term(self._unreadable_reason)

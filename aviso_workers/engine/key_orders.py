@@ -57,7 +57,7 @@ async def _recorded(backend: Backend, stream: str, own: _Order, *, stored: str) 
     """Return the recorded order of the stream, and why it cannot be replaced: what is `stored` with it, or uses it.
     Where it is this one, or was replaced by this one, there is no reason.
     """
-    bucket, key = await backend.key_value(consumer_records.BUCKET), f"streams/{stream}"
+    bucket, key = await consumer_records.bucket(backend), f"streams/{stream}"
     while True:
         found = _read(await bucket.get(key))
         if found is not None and found.stream_created == own.stream_created:

@@ -42,8 +42,11 @@ class RetryingKeyValue:
         history: int = 1,
         ttl_seconds: float | None = None,
         patience_seconds: float,
+        own: bool = False,
     ) -> None:
+        """`own` is as for `Backend.key_value`."""
         self._backend = backend
+        self._own = own
         self.name = name
         self._history = history
         self._ttl_seconds = ttl_seconds
@@ -157,7 +160,7 @@ class RetryingKeyValue:
         async def attempt() -> T:
             if self._bucket is None:
                 self._bucket = await self._backend.key_value(
-                    self.name, history=self._history, ttl_seconds=self._ttl_seconds
+                    self.name, history=self._history, ttl_seconds=self._ttl_seconds, own=self._own
                 )
             try:
                 return await deed(self._bucket)
@@ -280,7 +283,7 @@ class CachedKeyValue(RetryingKeyValue):
             self._version += 1
             self._rows.pop(key, None)
         else:
-            self._note(key, newest.revision, newest.value, newest.headers)
+            self._keep(newest)
 
     def _learn(self, entry: Entry) -> None:
         self.seen = max(self.seen, entry.revision)
@@ -294,18 +297,18 @@ class CachedKeyValue(RetryingKeyValue):
             self._rows[entry.key] = entry
 
     def _note(self, key: str, revision: int, value: bytes | None, headers: Mapping[str, str] | None = None) -> None:
-        known = self._rows.get(key)
-        if revision > self.seen and (known is None or known.revision < revision):
-            time = datetime.fromtimestamp(self._clock.time_ns() / 1e9, UTC)
+        time = datetime.fromtimestamp(self._clock.time_ns() / 1e9, UTC)
+        deleted = value is None
+        self._keep(
+            Entry(key=key, data=value or b"", revision=revision, time=time, deleted=deleted, headers=headers or {})
+        )
+
+    def _keep(self, entry: Entry) -> None:
+        """Keep what is newer than all that the server has told of."""
+        known = self._rows.get(entry.key)
+        if entry.revision > self.seen and (known is None or known.revision < entry.revision):
             self._version += 1
-            self._rows[key] = Entry(
-                key=key,
-                value=value or b"",
-                revision=revision,
-                time=time,
-                deleted=value is None,
-                headers=headers or {},
-            )
+            self._rows[entry.key] = entry
 
 
 async def retried(attempt: Callable[[], Awaitable[T]], *, clock: Clock, patience_seconds: float) -> T:

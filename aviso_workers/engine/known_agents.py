@@ -103,7 +103,7 @@ class KnownAgents:
             others = (each for each in known if (each.agent, each.stream) != (wanted.agent, wanted.stream))
             return tuple(sorted([*others, wanted]))
 
-        bucket = await self._backend.key_value(consumer_records.BUCKET)
+        bucket = await consumer_records.bucket(self._backend)
         before, _ = await key_value.compare_and_set(bucket, self._key, read=_read, change=added)
         return before
 

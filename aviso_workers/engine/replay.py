@@ -20,7 +20,16 @@ from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.backends import Backend, Message, StreamInfo
 from aviso_workers.clocks import SKEW
 from aviso_workers.errors import NotFoundError, UnansweredError, UnavailableError, UndecodableError
-from aviso_workers.events import Events, Skipped, StartNotReached, StreamGone, StreamMadeAgain, StreamNotRead
+from aviso_workers.events import (
+    Events,
+    Skipped,
+    StartNotReached,
+    StreamGone,
+    StreamMadeAgain,
+    StreamNotRead,
+    Suspected,
+)
+from aviso_workers.jetstream import answers
 
 __all__ = ["Replayer", "message_at", "when_created"]
 
@@ -231,10 +240,13 @@ class Replayer:
 
     def _matching(self, message: Message) -> Notification[Any] | None:
         try:
-            return self._reader.notification(message)
+            notification = self._reader.notification(message)
         except UndecodableError as error:
             self._events.emit(Skipped(event_type=self._name, sequence=message.sequence, error=error))
             return None
+        if notification is not None and answers.is_stored_by_reply(message):
+            self._events.emit(Suspected(event_type=self._name, sequence=message.sequence))
+        return notification
 
 
 class _Reading:

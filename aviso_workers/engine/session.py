@@ -38,7 +38,7 @@ from aviso_workers.engine.replay import Replayer
 from aviso_workers.engine.subscription import Run, Subscription, keep_running, supervise_task
 from aviso_workers.engine.table_store import Tables
 from aviso_workers.engine.timer_loops import run_timers
-from aviso_workers.errors import BackendError, NotFoundError, UnknownEventTypeError
+from aviso_workers.errors import BackendError, NotFoundError, UndecodableError, UnknownEventTypeError
 from aviso_workers.events import (
     AgentDisturbed,
     AgentStarted,
@@ -47,6 +47,7 @@ from aviso_workers.events import (
     Events,
     ForeignAnswer,
     PermissionDenied,
+    Unreadable,
 )
 from aviso_workers.jetstream.specs import StreamSpec
 
@@ -54,6 +55,8 @@ __all__ = ["Session", "is_stopping", "open_session"]
 
 UPGRADED_SECONDS = 5.0
 """How often a worker looks whether a server that was too old to deliver later has been upgraded; nothing is sent."""
+MOST_FOREIGN = 10_000
+"""How many foreign messages are remembered, so that each is told once."""
 
 _STOP: ContextVar[anyio.Event | None] = ContextVar("stop", default=None)
 
@@ -347,7 +350,18 @@ async def open_session(
             events.emit(ConnectionChanged(connected=connected, reason=reason, opened=opened))
         opened, was = opened or connected, connected
 
-    async with opening(config, on_connection=on_connection) as backend:
+    foreign: set[tuple[str, int]] = set()
+
+    def on_foreign(*, stream: str, sequence: int, problem: str) -> None:
+        if (stream, sequence) in foreign:
+            return
+        if len(foreign) == MOST_FOREIGN:
+            foreign.clear()
+        foreign.add((stream, sequence))
+        error = UndecodableError(problem)
+        events.emit(Unreadable(stream=stream, sequence=sequence, error=error, reason="foreign"))
+
+    async with opening(config, on_connection=on_connection, on_foreign=on_foreign) as backend:
         if backend.connection.slow_because:
             events.emit(ConnectionSlow(reason=backend.connection.slow_because))
         yield Session(backend, app=app, config=config, events=events)

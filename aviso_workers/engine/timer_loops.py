@@ -67,6 +67,8 @@ MOST_SKEW = timedelta(seconds=10)
 AGAIN_SECONDS = 1.0
 PATIENCE_SECONDS = 5.0
 LEADER = "leader"
+TRIES = 10
+"""How often in a row a lease is put again that was replaced meanwhile, and not by another worker."""
 
 
 async def run_timers(
@@ -107,7 +109,7 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
     """Run these whenever this worker is the leader."""
     clock = backend.clock
     bucket = buckets_of(app)[1]
-    claims = RetryingKeyValue(backend, bucket, patience_seconds=PATIENCE_SECONDS)
+    claims = RetryingKeyValue(backend, bucket, patience_seconds=PATIENCE_SECONDS, own=True)
     hindrance = Hindrance(bucket, clock=clock, events=events)
     lease = Lease(backend, app, events=events)
     in_doubt: defaultdict[str, dict[str, datetime]] = defaultdict(dict)
@@ -177,7 +179,9 @@ class Lease:
         """Greater with every leader."""
         self._clock = backend.clock
         bucket = buckets_of(app)[0]
-        self._bucket = RetryingKeyValue(backend, bucket, ttl_seconds=LEASE_SECONDS, patience_seconds=RENEW_SECONDS)
+        self._bucket = RetryingKeyValue(
+            backend, bucket, ttl_seconds=LEASE_SECONDS, patience_seconds=RENEW_SECONDS, own=True
+        )
         self._hindrance = Hindrance(bucket, clock=backend.clock, events=events)
         self._key = of
         self._holder = f"{socket.gethostname()}:{os.getpid()}".encode()
@@ -199,22 +203,29 @@ class Lease:
             await self._put(await self._overdue())
             if self.held:
                 self.token = self._revision
+                self._seen = (0, 0.0)
                 return True
             await clocks.sleep_until(self._clock, CHECK_SECONDS, stop)
         return False
 
     async def _overdue(self) -> int:
-        """Return the revision of a lease that nobody has renewed for too long; 0 where there is none."""
+        """Return the revision of a lease that nobody has renewed for too long; 0 where there is none.
+
+        A foreign value hides whether there is a lease, so it counts as the one that was there before.
+        """
         now = self._clock.monotonic()
         try:
-            entry = await self._bucket.get(self._key)
+            entry = await self._bucket.newest(self._key)
         except BackendError:
             return 0
         revision, since = self._seen
-        if entry is None or entry.revision != revision:
-            self._seen = (entry.revision if entry else 0, now)
+        if entry is None or (entry.deleted and not entry.foreign):
+            self._seen = (0, now)
             return 0
-        return revision if now - since > OVERDUE_SECONDS else 0
+        if entry.revision != revision and not (entry.foreign and revision):
+            self._seen = (entry.revision, now)
+            return 0
+        return entry.revision if now - since > OVERDUE_SECONDS else 0
 
     @asynccontextmanager
     async def renewed(self) -> AsyncIterator[None]:
@@ -242,13 +253,13 @@ class Lease:
             except BackendError:
                 return  # it is forgotten soon enough
 
-    async def _put(self, revision: int) -> None:
+    async def _put(self, revision: int, *, tries: int = TRIES) -> None:
         sent, message_id = self._clock.monotonic(), secrets.token_hex(12)
         try:
             self._revision = await self._bucket.put(self._key, self._holder, revision=revision, message_id=message_id)
         except ConflictError:
-            if self._in_doubt:
-                await self._put_after_doubt()
+            if (self._in_doubt or self.held) and tries:
+                await self._put_after_conflict(tries - 1)
                 return
             self._until = 0.0  # it is another worker's
         except BackendError as error:
@@ -261,16 +272,18 @@ class Lease:
             self._until = sent + LEASE_SECONDS
         self._hindrance.end()
 
-    async def _put_after_doubt(self) -> None:
-        """Put it on the revision of our own put that was in doubt, if that is the newest one."""
+    async def _put_after_conflict(self, tries: int) -> None:
+        """Put it on the revision of our own put that was in doubt, if that is the newest one; or on that of a foreign
+        value, while it is ours: no other worker has taken it then.
+        """
         try:
-            entry = await self._bucket.get(self._key)
+            entry = await self._bucket.newest(self._key)
         except BackendError as error:
             self._hindrance.begin(error)
             return
         in_doubt, self._in_doubt = self._in_doubt, set()
-        if entry is not None and entry.message_id in in_doubt:
-            await self._put(entry.revision)
+        if entry is not None and (entry.message_id in in_doubt or (entry.foreign and self.held)):
+            await self._put(entry.revision, tries=tries)
         else:
             self._until = 0.0  # it is another worker's
             self._hindrance.end()
@@ -322,15 +335,17 @@ class Claims:
 
         A claim that a clock made which was ahead is believed up to the time at which the bucket stored it. Otherwise a
         leader that is an hour ahead would silence its successors for an hour. A claim of our own that was in doubt and
-        is stored counts as none: its tick was not run. Where the bucket was deleted since our last claim, that counts.
+        is stored counts as none: its tick was not run. Where the bucket was deleted since our last claim, or there is a
+        foreign value in its place, that counts; where we know of none, the time when the foreign value was stored.
 
         A claim by another schedule tells nothing of the ticks that this one has missed: it begins now, with a tick that
         is not late by more than `LATE_SECONDS`.
         """
-        entry = await self._bucket.get(self._timer)
-        if entry is None:
-            begin = min(self._last, now) if self._last is not None and self._lease.held else now
-            await self._begin(begin, revision=0)
+        entry = await self._bucket.newest(self._timer)
+        if entry is None or entry.deleted:
+            stored = entry.time if entry is not None and entry.foreign else now
+            begin = min(self._last if self._last is not None and self._lease.held else stored, now)
+            await self._begin(begin, revision=entry.revision if entry else 0)
             return begin
         self._revision = entry.revision
         if entry.message_id in self._in_doubt:

@@ -49,11 +49,15 @@ class Versions:
         self._backend = backend
         self._key = consumer_records.versions_key(app, agent, stream)
         self._bucket: KeyValue | None = None
+        self._last: tuple[Registered, ...] = ()
+        """What was read or written last. It counts while a foreign value is in its place: a version that is taken for
+        gone is given nothing any more."""
 
     async def read(self) -> tuple[Registered, ...]:
         """Return the registered versions. Raises `BackendError`."""
         try:
-            return _read(await (await self._opened()).get(self._key))
+            newest = await (await self._opened()).newest(self._key)
+            return self._read(None if newest is None or (newest.deleted and not newest.foreign) else newest)
         except NotFoundError:
             self._bucket = None  # it was deleted
             return ()
@@ -70,14 +74,22 @@ class Versions:
             return tuple(sorted(change(known), key=lambda each: each.version))
 
         try:
-            return await key_value.compare_and_set(await self._opened(), self._key, read=_read, change=changed)
+            before, self._last = await key_value.compare_and_set(
+                await self._opened(), self._key, read=self._read, change=changed
+            )
         except NotFoundError:
             self._bucket = None  # it was deleted
             raise
+        return before, self._last
+
+    def _read(self, entry: Entry | None) -> tuple[Registered, ...]:
+        if entry is None or not entry.foreign:
+            self._last = _read(entry)
+        return self._last
 
     async def _opened(self) -> KeyValue:
         if self._bucket is None:
-            self._bucket = await self._backend.key_value(consumer_records.BUCKET)
+            self._bucket = await consumer_records.bucket(self._backend)
         return self._bucket
 
 

@@ -1,15 +1,23 @@
-"""Which answer of JetStream's API belongs to which request.
+"""Answers of servers: to which request one belongs, and which stored message is one.
 
-A server sends an answer to the reply subject of a message, and no permission looks at that. So what comes there may
-answer somebody else's message: it counts if it is of the kind of the request and names what the request is about.
+A server sends an answer to the reply subject of a message, and no permission looks at that. So what comes to us there
+may answer somebody else's message: it counts if it is of the kind of the request and names what the request is about.
+And whoever may publish to one stream can have the server store its acknowledgement in any other stream or bucket of the
+account. What is stored this way has no headers, and its body is a server's. All that this package publishes has headers
+(`Nats-Msg-Id`).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from msgspec import Struct
 
-__all__ = ["API", "belongs_to", "described"]
+from aviso_workers.aviso.codec import Message, read_json
+from aviso_workers.errors import UndecodableError
+
+__all__ = ["API", "belongs_to", "described", "is_stored_by_reply", "why_foreign"]
 
 API = "io.nats.jetstream.api.v1."
 """How the `type` of each answer begins."""
@@ -21,6 +29,13 @@ KINDS = {
 """By a request, what its answer is called. All others are called as their request."""
 LONGER = ("MSG", "LEADER", "PEER", "DURABLE")
 """Second words of requests that have three."""
+BEGINNINGS = (b'{"stream":', b'{"error":', b'{"type":')
+"""How the body of each answer begins; `engine.handlers.one` has them too."""
+OF_ACK = frozenset({"stream", "seq", "domain", "duplicate", "val", "batch", "count", "error"})
+OF_PROGRESS = frozenset({"type", "seq", "msgs", "last_seq", "error"})
+PROGRESS = ("ack", "gap", "err")
+SOURCE = "Nats-Stream-Source"
+"""The header that a server adds to what one stream has from another."""
 
 
 class _Named(Struct):
@@ -63,3 +78,38 @@ def described(body: bytes) -> str:
     except msgspec.MsgspecError:
         return f"a message of {len(body)} bytes"
     return f"an acknowledgement of stream {found.stream}" if found.stream else f"an answer of type {found.type or '-'}"
+
+
+def why_foreign(message: Message) -> str:
+    """Return why it is known that aviso-workers has not published a message; empty where that is not known."""
+    if is_stored_by_reply(message):
+        return (
+            "it has no headers and is the answer of a server, which somebody has had stored here by a publish with the "
+            f"reply subject {message.subject}"
+        )
+    return "it has no headers, so aviso-workers has not published it" if _lacks_headers(message) else ""
+
+
+def is_stored_by_reply(message: Message) -> bool:
+    """Return whether the message looks like an answer that a server has stored because of a reply subject.
+
+    It may be genuine in a stream that others publish to.
+    """
+    return _lacks_headers(message) and _is_answer(message.data)
+
+
+def _lacks_headers(message: Message) -> bool:
+    """Return whether whoever published the message gave it no headers."""
+    return not message.headers or message.headers.keys() <= {SOURCE}
+
+
+def _is_answer(data: bytes) -> bool:
+    if not data.startswith(BEGINNINGS):
+        return False
+    try:
+        answer = read_json(data, dict[str, Any])
+    except UndecodableError:
+        return False
+    if (kind := answer.get("type")) is not None:
+        return str(kind).startswith(API) or (kind in PROGRESS and "seq" in answer and answer.keys() <= OF_PROGRESS)
+    return answer.keys() <= OF_ACK and ({"stream", "seq"} <= answer.keys() or isinstance(answer.get("error"), dict))

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from aviso_workers.errors import ConflictError
+from aviso_workers.errors import ConflictError, UndecodableError
 
 __all__ = ["TTL", "BulkKeyValue", "Entry", "KeyValue", "compare_and_set", "ttl_text"]
 
@@ -25,7 +25,8 @@ class Entry(Struct, frozen=True, kw_only=True):
     """A key's value, or that it has none any more."""
 
     key: str
-    value: bytes
+    data: bytes
+    """What is stored; read it as `value`."""
     revision: int
     """Of all keys of the bucket: the greater is the newer."""
     time: datetime
@@ -35,6 +36,16 @@ class Entry(Struct, frozen=True, kw_only=True):
     """Of the put or the delete; empty where the bucket itself forgot the key."""
     headers: Mapping[str, str] = {}
     """Of the message that stores it, the server's own as well."""
+    foreign: str = ""
+    """Why it is known that no client has put the value; empty where that is not known. In a bucket of our own, such a
+    key counts as `deleted`."""
+
+    @property
+    def value(self) -> bytes:
+        """The value of the key. Raises `UndecodableError` where no client has put it."""
+        if self.foreign:
+            raise UndecodableError(self.foreign)
+        return self.data
 
     @property
     def ttl_seconds(self) -> float | None:
@@ -70,9 +81,10 @@ class KeyValue(Protocol):
         """Store a value and return its revision.
 
         With `revision`, only if the key's newest revision is that one (0: the key must not exist); `ConflictError`
-        otherwise. The key is forgotten after `ttl_seconds` (1 or more), in a bucket that keeps no history;
-        `RefusedError` where it does, or the server is older than 2.11. A repeat of a `message_id` within two minutes is
-        stored once. `headers` are kept with the value.
+        otherwise. The revision of a `foreign` value has to be given, also where the key counts as deleted. The key is
+        forgotten after `ttl_seconds` (1 or more), in a bucket that keeps no history; `RefusedError` where it does, or
+        the server is older than 2.11. A repeat of a `message_id` within two minutes is stored once. `headers` are kept
+        with the value.
         """
 
     async def delete(
@@ -128,13 +140,14 @@ async def compare_and_set(
     """Store as JSON what `change` returns for what `read` makes of a key's entry, and return the value before and now.
 
     Where somebody else has changed the key meanwhile, both are called again. Nothing is stored where the value stays
-    equal. Raises as `get` and `put` of the bucket do.
+    equal, unless what is stored is `foreign`. Raises as `get` and `put` of the bucket do.
     """
     while True:
-        entry = await bucket.get(key)
-        before = read(entry)
+        entry = await bucket.newest(key)
+        foreign = entry is not None and bool(entry.foreign)
+        before = read(None if entry is None or (entry.deleted and not foreign) else entry)
         after = change(before)
-        if after == before:
+        if after == before and not foreign:
             return before, before
         try:
             await bucket.put(key, msgspec.json.encode(after), revision=entry.revision if entry else 0)

@@ -36,7 +36,7 @@ class QueryRecord:
     def __init__(self, backend: Backend, batch: QueryBatch, *, stream: str, patience_seconds: float) -> None:
         self._batch = batch
         self._stream = stream
-        self._bucket = RetryingKeyValue(backend, BUCKET, patience_seconds=patience_seconds)
+        self._bucket = RetryingKeyValue(backend, BUCKET, patience_seconds=patience_seconds, own=True)
         query = blake2b(batch.query.encode(), digest_size=KEY_BYTES).hexdigest()  # a key cannot have all characters
         self._key = f"{stream}/{query}"
 

@@ -2,7 +2,8 @@
 
 Failures of one kind have the same agent, the same outcome and an exception of the same type that was raised at the same
 place. The first one of a kind is written with its traceback. Those that follow have a line each without it, as long as
-there are few; of the rest it is written every ten seconds how many there were.
+there are few; of the rest it is written every ten seconds how many there were. Messages that cannot be read, or that
+nobody may have published, are written in the same way, by stream or agent: whoever stores them chooses how many.
 """
 
 from __future__ import annotations
@@ -17,17 +18,21 @@ from typing import NamedTuple
 import anyio
 
 from aviso_workers.errors import AvisoWorkersError, describe, text_of
-from aviso_workers.events import Settled
+from aviso_workers.events import Settled, Suspected, Unreadable, warning
 from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.tracebacks import loggable
 
-__all__ = ["FailureLog"]
+__all__ = ["OBSERVED", "FailureLog"]
+
+OBSERVED = (Settled, Suspected, Unreadable)
+"""The facts that `FailureLog.observe` is for."""
 
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
 """What the names of our own files begin with."""
 PERIOD_SECONDS = 10.0
 LINES_PER_PERIOD = 10
 """Of one kind; more are only counted."""
+UNREADABLE, SUSPECTED = "unreadable", "suspected"
 MOST_KINDS = 1000
 """Kinds that are remembered: of the one that was seen first, the next failure has its traceback again."""
 
@@ -36,6 +41,7 @@ class _Kind(NamedTuple):
     """What failures have in common of which only the first is written with its traceback."""
 
     agent: str
+    """For what is `unreadable`, the stream."""
     outcome: str
     reason: str
     error: str
@@ -60,24 +66,23 @@ class FailureLog:
         self._now = now
         self._seen: dict[_Kind, _Seen] = {}
 
-    def observe(self, event: Settled) -> None:
+    def observe(self, event: Settled | Suspected | Unreadable) -> None:
         """Write a line, or count the event where there are many like it. What was handled is not written."""
+        if isinstance(event, Settled):
+            self._observe_settled(event)
+        elif self._is_written(_kind_of_message(event)):
+            _write_message(event)
+
+    def _observe_settled(self, event: Settled) -> None:
         if event.outcome == "acked" and event.error is None:
             return
         if event.outcome == "retried" and event.reason == "dead_letter_failed":
             return  # `DeadLettersRefused` says so for all of an agent's
         frames = _frames_of_author(event.error)
         kind = _kind_of(event, frames)
-        seen = self._seen.get(kind)
-        first = seen is None
-        if seen is None:
-            seen = self._remember(kind)
-        if self._now() - seen.began >= PERIOD_SECONDS:
-            self._begin_period(kind, seen)
-        if seen.written >= LINES_PER_PERIOD:
-            seen.more += 1
+        first = kind not in self._seen
+        if not self._is_written(kind):
             return
-        seen.written += 1
         error = event.error
         if error is not None and first and not isinstance(error, AvisoWorkersError):
             shown = loggable(error)
@@ -100,6 +105,17 @@ class FailureLog:
             if seen.more:
                 self._begin_period(kind, seen)
 
+    def _is_written(self, kind: _Kind) -> bool:
+        """Return whether one more of a kind is written; it is counted otherwise."""
+        seen = self._seen.get(kind) or self._remember(kind)
+        if self._now() - seen.began >= PERIOD_SECONDS:
+            self._begin_period(kind, seen)
+        if seen.written >= LINES_PER_PERIOD:
+            seen.more += 1
+            return False
+        seen.written += 1
+        return True
+
     def _remember(self, kind: _Kind) -> _Seen:
         if len(self._seen) >= MOST_KINDS:
             oldest = next(iter(self._seen))
@@ -109,17 +125,50 @@ class FailureLog:
 
     def _begin_period(self, kind: _Kind, seen: _Seen) -> None:
         now = self._now()
-        if seen.more:
+        seconds = round(now - seen.began, 1)
+        if seen.more and kind.outcome == UNREADABLE:
+            log.warning(
+                "message.more_unreadable", stream=kind.agent, reason=kind.reason, more=seen.more, in_seconds=seconds
+            )
+        elif seen.more and kind.outcome == SUSPECTED:
+            log.warning("notification.more_suspected", agent=kind.agent, more=seen.more, in_seconds=seconds)
+        elif seen.more:
             log.warning(
                 "notification.more_failures",
                 agent=kind.agent,
                 outcome=kind.outcome,
                 reason=kind.reason,
                 more=seen.more,
-                in_seconds=round(now - seen.began, 1),
+                in_seconds=seconds,
                 **_raised(kind),
             )
         seen.began, seen.written, seen.more = now, 0, 0
+
+
+def _kind_of_message(event: Suspected | Unreadable) -> _Kind:
+    if isinstance(event, Unreadable):
+        return _Kind(event.stream, UNREADABLE, event.reason, "", "", 0)
+    return _Kind(event.agent, SUSPECTED, "", "", "", 0)
+
+
+def _write_message(event: Suspected | Unreadable) -> None:
+    if isinstance(event, Unreadable):
+        log.warning(
+            "message.unreadable",
+            stream=event.stream,
+            sequence=event.sequence,
+            reason=event.reason,
+            error=str(event.error),
+            cure="nothing comes of it; find out who writes to the stream beside the workers",
+        )
+        return
+    log.warning(
+        "notification.suspected",
+        agent=event.agent,
+        notification=f"{event.event_type}@{event.sequence}",
+        error=warning(event),
+        cure="it is handled as any other; to keep publishers apart, give each its own account",
+    )
 
 
 def _raised(kind: _Kind) -> dict[str, str]:

@@ -56,6 +56,7 @@ from aviso_workers.events import (
     StreamMadeAgain,
     StreamNotRead,
     StreamProvisioned,
+    Suspected,
     TaskFailed,
     Ticked,
     TimerRescheduled,
@@ -68,7 +69,7 @@ from aviso_workers.telemetry.tracebacks import loggable
 
 __all__ = ["OBSERVED", "configure", "log", "observe"]
 
-OBSERVED = tuple(kind for kind in get_args(Event) if kind is not Settled)
+OBSERVED = tuple(kind for kind in get_args(Event) if kind not in (Settled, Suspected, Unreadable))
 """The facts that `observe` is for. `failure_logs` has the others."""
 
 
@@ -202,7 +203,6 @@ def observe(event: Event) -> None:
             | TaskFailed()
             | Ticked()
             | WindowDone()
-            | Unreadable()
         ):
             _observe_beside(event)
         case (
@@ -484,14 +484,6 @@ def _observe_beside(event: Event) -> None:
                 message_id=event.message_id,
                 error=str(event.error),
                 cure=f"it was delivered; allow workers to publish to $JS.API.STREAM.MSG.DELETE.{event.stream}",
-            )
-        case Unreadable():
-            log.warning(
-                "message.unreadable",
-                stream=event.stream,
-                sequence=event.sequence,
-                error=str(event.error),
-                cure="nothing comes of it; find out who writes to the stream beside the workers",
             )
         case TaskFailed():
             log.error(

@@ -44,6 +44,7 @@ from aviso_workers.events import (
     Published,
     ReadAgain,
     Settled,
+    Suspected,
     Ticked,
     Unreadable,
     WindowDone,
@@ -117,6 +118,7 @@ class _Agent:
         self.not_read_again = False
         self.threads_stuck = 0
         self.redelivered = 0
+        self.suspected = 0
         self.recreations = 0
         self.settled_at = 0.0
         self.handler = _Seconds()
@@ -242,6 +244,14 @@ OF_PROCESS = (
         lambda own: own.foreign_answers,
     ),
     Metric(
+        COUNTER,
+        "foreign",
+        "Those of the unreadable messages that aviso-workers has not published, such as a server's acknowledgement "
+        "that a publisher has had stored there, by stream.",
+        lambda own: own.foreign,
+        ("stream",),
+    ),
+    Metric(
         COUNTER, "reconnects", "Connections to the backend after the first.", lambda own: max(0, own.connections - 1)
     ),
     Metric(
@@ -333,6 +343,13 @@ PER_AGENT = (
         "redelivered",
         "Settled deliveries that were not the first delivery of their notification.",
         lambda a: a.redelivered,
+    ),
+    Metric(
+        COUNTER,
+        "suspected",
+        "Deliveries of notifications without headers whose body is a server's answer, so that somebody may have had "
+        "them stored who may not publish them. They are handled.",
+        lambda a: a.suspected,
     ),
     Metric(
         COUNTER,
@@ -446,6 +463,7 @@ class Metrics:
         self.hindered: set[str] = set()
         """Buckets that keep this worker from leading."""
         self.unreadable = _Counts()
+        self.foreign = _Counts()
         self._published = {name: _Published() for name in bases}
         self._agents = {agent.name: _Agent(_run_of(app, agent.name)) for agent in app.agents}
         self._timers = {timer.name: _Timer() for timer in app.timers}
@@ -481,8 +499,8 @@ class Metrics:
                 self._published[event_type].retries += (event.attempts - 1) * count
             case ConnectionChanged() | ConnectionSlow() | ForeignAnswer():
                 self._observe_connection(event)
-            case Unreadable(stream=stream):
-                self.unreadable.add(stream)
+            case Unreadable() | Suspected():
+                self._observe_message(event)
             case (
                 DeadLettersRefused()
                 | DeadLettersStored()
@@ -512,6 +530,16 @@ class Metrics:
                 self.slow = True
             case ForeignAnswer():
                 self.foreign_answers += 1
+
+    def _observe_message(self, event: Unreadable | Suspected) -> None:
+        """Note a message that nobody may have published who has the right to."""
+        match event:
+            case Unreadable(stream=stream):
+                self.unreadable.add(stream)
+                if event.reason == "foreign":
+                    self.foreign.add(stream)
+            case Suspected(agent=agent) if agent in self._agents:
+                self._agents[agent].suspected += 1
 
     def _observe_hindrance(self, event: Event) -> None:
         """Note what keeps an agent or a timer from its work, and that it is over."""

@@ -33,6 +33,7 @@ from aviso_workers.errors import (
 from aviso_workers.events import Event, Measured, Published
 from aviso_workers.spark import duplicate_window, job_events
 from aviso_workers.spark.job_events import Application
+from tests import forgeries
 from tests.stories.processes import Server
 from tests.waits import PATIENCE_SECONDS
 
@@ -501,6 +502,21 @@ async def test_a_line_that_is_nested_too_deep_is_left_out_and_the_rest_is_publis
         await story.arrived(7)
     assert await story.stored() == log.facts
     assert ["left out 1 lines" in entry["problem"] for entry in told.entries] == [True]
+
+
+@pytest.mark.parametrize("backend", [{"kind": "in_memory"}])
+async def test_a_checkpoint_that_a_server_has_stored_is_told_and_costs_nothing(story: Story, told: Told) -> None:
+    log = story.log()
+    log.jobs(3)
+    async with story.following():
+        await story.positions.signal.until(lambda: story.positions.put_to != [])
+        (key,) = story.positions.put_to
+    forgeries.store(story.app.session.backend, f"KV_{spark_events.BUCKET}", f"$KV.{spark_events.BUCKET}.{key}")
+    log.jobs(1)
+    async with story.following():
+        await story.arrived(9)
+    assert await story.stored() == log.facts
+    assert ["is the answer of a server" in entry["problem"] for entry in told.entries] == [True]
 
 
 async def test_a_checkpoint_that_cannot_be_read_is_told_and_costs_nothing(story: Story, told: Told) -> None:

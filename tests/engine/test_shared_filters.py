@@ -11,16 +11,19 @@ import anyio
 import pytest
 from msgspec import structs
 
+from aviso_workers import config
 from aviso_workers.backends import Backend, Delivery, KeyValue, Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.engine.consumer_records import BUCKET, ConsumerRecorder, versions_key
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.shared_filters import CHECK_SECONDS, GONE_SECONDS, SharedFilter
-from aviso_workers.engine.versions import Versions
+from aviso_workers.engine.versions import Versions, including
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.events import ConsumerNotRecorded, Events, FilterHides, FiltersDiffer
+from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.metadata import RESETS, VERSIONS
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
+from tests import forgeries
 from tests.deliveries import UnsettledDelivery
 from tests.waits import PATIENCE_SECONDS
 
@@ -334,3 +337,17 @@ async def handled(backend: InMemoryBackend) -> list[str]:
     async with backend.consume("MARS", "app__agent", deliver=deliver, capacity=lambda: 10):
         await backend.clock.sleep(0.1)
     return [delivery.message.subject for delivery in deliveries]
+
+
+async def test_a_version_is_not_taken_for_gone_where_the_versions_are_forged() -> None:
+    backend = InMemoryBackend(config.InMemory())
+    async with backend:
+        registry = Versions(backend, app="app", agent="agent", stream="MARS")
+        own, other = (metadata.version_of(spec(filters), "") for filters in (NARROW, WIDE))
+        _, registered = await registry.change(lambda _: including(including((), own), other))
+        assert len(registered) == 2
+        forgeries.store(backend, f"KV_{BUCKET}", f"$KV.{BUCKET}.{versions_key('app', 'agent', 'MARS')}")
+
+        assert await registry.read() == registered
+        assert await registry.change(lambda known: known) == (registered, registered)
+        assert await Versions(backend, app="app", agent="agent", stream="MARS").read() == registered

@@ -30,6 +30,7 @@ from aviso_workers.engine.timer_loops import (
 )
 from aviso_workers.errors import ConflictError, OutcomeUnknownError, UnavailableError
 from aviso_workers.events import Event, Events, LeadershipChanged, LeadershipHindered, LeadershipUnhindered, Ticked
+from tests import forgeries
 
 pytestmark = pytest.mark.anyio
 
@@ -432,6 +433,41 @@ async def test_no_tick_is_missed_where_the_bucket_of_claims_is_deleted(router: R
     await fleet.after(20)
 
     assert fleet.ticks == [10, 20, 30, 40, 50, 60, 70]
+
+
+async def test_no_tick_is_missed_and_no_leader_changes_where_lease_and_claim_are_forged(
+    router: Router, fleet: Fleet
+) -> None:
+    @router.every("10s", leader=True, catch_up=True)
+    async def lead() -> None: ...
+
+    await fleet.start()
+    await fleet.start()
+    for _ in range(60):
+        await fleet.after(1)
+        forgeries.store(fleet.streams.peer(), "KV_app_leases", f"$KV.app_leases.{LEADER}")
+        forgeries.store(fleet.streams.peer(), "KV_app_timers", "$KV.app_timers.lead")
+
+    await fleet.after(2)
+    assert fleet.ticks == [10, 20, 30, 40, 50, 60]
+    assert fleet.leaders == [True]
+
+
+async def test_a_leader_that_dies_is_followed_although_its_lease_is_forged(router: Router, fleet: Fleet) -> None:
+    @router.every("10s", leader=True, catch_up=True)
+    async def lead() -> None: ...
+
+    await fleet.start()
+    await fleet.start()
+    await fleet.after(15)
+    fleet.kill(0)
+    for _ in range(math.ceil(TAKEOVER_SECONDS) + 3):
+        forgeries.store(fleet.streams.peer(), "KV_app_leases", f"$KV.app_leases.{LEADER}")
+        await fleet.after(1)
+
+    assert fleet.leaders == [True, True]
+    await fleet.after(10)
+    assert fleet.ticks == [10, 20, 30, 40]
 
 
 @pytest.mark.parametrize("bucket", ["app_leases", "app_timers"])

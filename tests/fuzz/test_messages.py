@@ -174,7 +174,7 @@ def test_any_state_of_a_window_is_read_or_is_undecodable(rounds: Callable[[int],
     whole, known, turns = b'{"open":{"1700000000":5},"closed":3,"counted":{"7":1.5}}', states(), rounds(1000)
     for chance in turns:
         key = mutated(chance.choice((b"od", b"=counted.7", b"=")), chance).decode("latin-1")
-        entry = Entry(key=key, value=mutated(whole, chance), revision=1, time=None, deleted=False)  # type: ignore[arg-type]
+        entry = Entry(key=key, data=mutated(whole, chance), revision=1, time=None, deleted=False)  # type: ignore[arg-type]
         attempt(turns, partial(told, known, entry), UndecodableError)
         attempt(turns, partial(counted.newest_stream, [entry]))
 

@@ -37,14 +37,16 @@ from aviso_workers.events import (
     StreamMadeAgain,
     StreamNotRead,
     StreamProvisioned,
+    Suspected,
     TaskFailed,
     TimerRescheduled,
+    Unreadable,
     WindowDone,
     WindowFunctionsChanged,
     WindowsResized,
 )
 from aviso_workers.telemetry import logs
-from aviso_workers.telemetry.failure_logs import LINES_PER_PERIOD, PERIOD_SECONDS, FailureLog
+from aviso_workers.telemetry.failure_logs import LINES_PER_PERIOD, OBSERVED, PERIOD_SECONDS, FailureLog
 from tests.odd_errors import EndlessError, nested
 
 
@@ -113,7 +115,7 @@ def lines(capsys: pytest.CaptureFixture[str], failures: FailureLog) -> Any:
 
     def lines(event: Any) -> list[dict[str, Any]]:
         logs.configure(Logging(format="json"))
-        observe = failures.observe if isinstance(event, Settled) else logs.observe
+        observe = failures.observe if isinstance(event, OBSERVED) else logs.observe
         observe(event)
         return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
@@ -174,6 +176,47 @@ def test_of_many_failures_of_a_kind_most_are_counted(
         "in_seconds": 10.0,
     }
     assert [line["event"] for line in lines(settled())] == ["notification.retried"]
+
+
+def test_of_many_unreadable_messages_of_a_stream_most_are_counted(
+    lines: Any, failures: FailureLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = UndecodableError("it has no headers")
+    foreign = Unreadable(stream="KV_field_failures", sequence=7, error=error, reason="foreign")
+    told = [line for _ in range(LINES_PER_PERIOD + 512) for line in lines(foreign)]
+    assert len(told) == LINES_PER_PERIOD
+    assert {key: told[0][key] for key in ("event", "level", "stream", "sequence", "reason", "error")} == {
+        "event": "message.unreadable",
+        "level": "warning",
+        "stream": "KV_field_failures",
+        "sequence": 7,
+        "reason": "foreign",
+        "error": "it has no headers",
+    }
+    failures.tell_counted()
+    (more,) = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert (more["event"], more["stream"], more["reason"], more["more"]) == (
+        "message.more_unreadable",
+        "KV_field_failures",
+        "foreign",
+        512,
+    )
+
+
+def test_of_many_suspected_notifications_of_an_agent_most_are_counted(
+    lines: Any, failures: FailureLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suspected = Suspected(event_type="mars", sequence=7, agent="index")
+    told = [line for _ in range(LINES_PER_PERIOD + 512) for line in lines(suspected)]
+    assert len(told) == LINES_PER_PERIOD
+    assert (told[0]["event"], told[0]["agent"], told[0]["notification"]) == (
+        "notification.suspected",
+        "index",
+        "mars@7",
+    )
+    failures.tell_counted()
+    (more,) = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert (more["event"], more["agent"], more["more"]) == ("notification.more_suspected", "index", 512)
 
 
 def test_kinds_with_the_same_reason_are_told_apart_where_they_are_counted(

@@ -20,7 +20,7 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.config import load
 from aviso_workers.engine.buffer import Buffer
-from aviso_workers.errors import DeclarationError, NotFoundError, UnavailableError
+from aviso_workers.errors import DeclarationError, NotFoundError, UnavailableError, UndecodableError
 from aviso_workers.events import (
     AgentDisturbed,
     AgentStarted,
@@ -32,7 +32,9 @@ from aviso_workers.events import (
     Published,
     ReadAgain,
     Settled,
+    Suspected,
     Ticked,
+    Unreadable,
     WindowDone,
 )
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
@@ -200,6 +202,18 @@ def test_a_worker_that_cannot_lead_shows_for_as_long_as_one_bucket_cannot_be_use
         metrics.observe(fact)
         found.append(sample(metrics, "leader_hindered", app="field-index"))
     assert found == [0, 1, 1, 1, 0]
+
+
+def test_foreign_messages_and_suspected_notifications_are_counted(metrics: Metrics) -> None:
+    error = UndecodableError("it has no headers")
+    metrics.observe(Unreadable(stream="KV_field_failures", sequence=1, error=error))
+    metrics.observe(Unreadable(stream="KV_field_failures", sequence=2, error=error, reason="foreign"))
+    metrics.observe(Suspected(event_type="mars", sequence=3, agent="index"))
+    metrics.observe(Suspected(event_type="mars", sequence=3))
+    of_stream = {"app": OF_INDEX["app"], "stream": "KV_field_failures"}
+    assert sample(metrics, "unreadable_total", **of_stream) == 2
+    assert sample(metrics, "foreign_total", **of_stream) == 1
+    assert sample(metrics, "suspected_total", **OF_INDEX) == 1
 
 
 def test_windows_are_counted_by_outcome(app: App) -> None:

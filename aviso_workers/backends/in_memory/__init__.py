@@ -25,6 +25,7 @@ from aviso_workers.backends import (
     ConnectionListener,
     ConsumerInfo,
     Delivery,
+    ForeignListener,
     Management,
     Outgoing,
     OutgoingChunk,
@@ -58,9 +59,11 @@ class InMemoryBackend:
         *,
         clock: Clock | None = None,
         on_connection: ConnectionListener | None = None,
+        on_foreign: ForeignListener | None = None,
     ) -> None:
         self.clock: Clock = clock or LoopClock()
         self._settings = settings
+        self._on_foreign = on_foreign
         self._account = Account(settings, self.clock)
         self.connection = Connection(on_connection)
         self._dispatchers: dict[tuple[str, str], Dispatcher] = {}
@@ -81,9 +84,11 @@ class InMemoryBackend:
     def reconnect(self) -> None:
         self.connection.open()
 
-    def peer(self, *, on_connection: ConnectionListener | None = None) -> InMemoryBackend:
+    def peer(
+        self, *, on_connection: ConnectionListener | None = None, on_foreign: ForeignListener | None = None
+    ) -> InMemoryBackend:
         """Another client of the same streams, with a connection of its own."""
-        peer = InMemoryBackend(self._settings, clock=self.clock, on_connection=on_connection)
+        peer = InMemoryBackend(self._settings, clock=self.clock, on_connection=on_connection, on_foreign=on_foreign)
         peer._account, peer._dispatchers = self._account, self._dispatchers
         return peer
 
@@ -299,8 +304,12 @@ class InMemoryBackend:
         await self.connection.reach()
         return self._account.publish_together(outgoing)
 
-    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> BulkKeyValue:
-        return await buckets.open_bucket(self, bucket, ttl_seconds=ttl_seconds, history=history)
+    async def key_value(
+        self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1, own: bool = False
+    ) -> BulkKeyValue:
+        return await buckets.open_bucket(
+            self, bucket, ttl_seconds=ttl_seconds, history=history, own=own, on_foreign=self._on_foreign
+        )
 
     def _dispatcher(self, stream: str, consumer: str) -> Dispatcher:
         """Return the one of that name, whose stream and consumer may be new ones."""

@@ -26,6 +26,7 @@ from aviso_workers.backends import (
     ConnectionListener,
     ConsumerInfo,
     Delivery,
+    ForeignListener,
     Outgoing,
     OutgoingChunk,
     PubAck,
@@ -55,12 +56,19 @@ LEAVE_SECONDS = 2.0
 class JetStreamBackend(Management):
     """See `backends.Backend`. Connected while its `async with` block runs."""
 
-    def __init__(self, settings: config.JetStream, *, on_connection: ConnectionListener | None = None) -> None:
+    def __init__(
+        self,
+        settings: config.JetStream,
+        *,
+        on_connection: ConnectionListener | None = None,
+        on_foreign: ForeignListener | None = None,
+    ) -> None:
         connection = Connection(settings, on_connection=on_connection)
         super().__init__(connection)
         self.connection = connection
         self.clock: Clock = LoopClock()
         self._settings = settings
+        self._on_foreign = on_foreign
         self._publisher = Publisher(connection)
         self._ingester = Ingester(connection, self._publisher)
         self._outbox = Outbox(connection)
@@ -230,9 +238,18 @@ class JetStreamBackend(Management):
         self._connection.require_server(2, 12, to="publish several notifications together")
         return await self._publisher.publish_together(outgoing, timeout_seconds=timeout_seconds)
 
-    async def key_value(self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1) -> BulkKeyValue:
-        replicas = self._settings.replicas or 1
-        return await buckets.open_bucket(self, bucket, ttl_seconds=ttl_seconds, history=history, replicas=replicas)
+    async def key_value(
+        self, bucket: str, *, ttl_seconds: float | None = None, history: int = 1, own: bool = False
+    ) -> BulkKeyValue:
+        return await buckets.open_bucket(
+            self,
+            bucket,
+            ttl_seconds=ttl_seconds,
+            history=history,
+            own=own,
+            on_foreign=self._on_foreign,
+            replicas=self._settings.replicas or 1,
+        )
 
 
 async def _within(scope: anyio.CancelScope, reader: PullConsumer) -> None:

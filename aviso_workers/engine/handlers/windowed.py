@@ -111,6 +111,8 @@ class AsWindows:
         self._failures: dict[tuple[str, int], int] = {}
         """By key and start of a window, how often the function failed for it."""
         self._again_at: dict[tuple[str, int], float] = {}
+        self._progress_known = Progress()
+        """What was read last of what is known for all keys. It counts while a foreign value is in its place."""
         self._refused = _set_event()
         """Set while this worker must not count, because the windows have values of another type than its own, or
         `require_values` has not said yet that they have not."""
@@ -128,7 +130,7 @@ class AsWindows:
             raise RefusedError(self._states.other_type)
         try:
             for entry in await self._bucket.entries():
-                if not counted.is_own(entry):
+                if not (counted.is_own(entry) or entry.foreign):
                     self._states.read_whole(entry)
         except UndecodableError as error:
             self._refused.set()
@@ -217,7 +219,7 @@ class AsWindows:
 
     async def _progress(self) -> Progress:
         """Return what is known for all keys. The first worker of all stores by which sizings windows are opened."""
-        progress = counted.read_progress(await self._bucket.get(PROGRESS))
+        progress = self._read_progress(await self._bucket.get(PROGRESS))
         if progress.values not in ("", self._states.fingerprint):
             self._gives_way = True
             self._refused.set()
@@ -225,19 +227,28 @@ class AsWindows:
         return progress if progress.sizings else await self._advance(self._with_sizings)
 
     def _read_own(self, entry: Entry) -> State[Any]:
-        """Return the state of an entry. Raises `OtherVersionError` where its values are of another type."""
+        """Return the state of an entry. Raises `OtherVersionError` where its values are of another type, and
+        `UndecodableError` for a foreign one: what was counted is gone, which the notifications of this key alone show.
+        """
         try:
             return self._states.read(entry)
         except UndecodableError as error:
+            if entry.foreign:
+                raise
             self._refused.set()
             raise OtherVersionError(error) from error
+
+    def _read_progress(self, entry: Entry | None) -> Progress:
+        if entry is None or not entry.foreign:
+            self._progress_known = counted.read_progress(entry)
+        return self._progress_known
 
     def _with_sizings(self, progress: Progress) -> Progress:
         return _sized(progress, self._windowing)
 
     async def _advance(self, change: Callable[[Progress], Progress]) -> Progress:
         """Change what is known for all keys, as `_change` does."""
-        _, changed = await key_value.compare_and_set(self._bucket, PROGRESS, read=counted.read_progress, change=change)
+        _, changed = await key_value.compare_and_set(self._bucket, PROGRESS, read=self._read_progress, change=change)
         return changed
 
     async def _keep_closing(self, stop: anyio.Event) -> None:
@@ -320,6 +331,8 @@ class AsWindows:
             self._events.emit(WindowFunctionsChanged(agent=self._agent.name, functions=changed))
 
     def _report_unreadable(self, entry: Entry, error: UndecodableError) -> None:
+        if entry.foreign:
+            return  # the backend has told of it
         stream = f"KV_{bucket_of(self._app, self._agent.name)}"
         self._events.emit(Unreadable(stream=stream, sequence=entry.revision, error=error))
 

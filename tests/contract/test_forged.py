@@ -1,0 +1,341 @@
+"""What a server has stored for somebody who gave a publish a reply subject is none of ours, whatever it replaces."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import anyio
+import nats
+import pytest
+
+from aviso_workers import App, Backoff, Batch, Notification, Stream, Window, Windowing
+from aviso_workers.backends import Admin
+from aviso_workers.engine import consumer_records, dead_letter_store, delayed_messages
+from aviso_workers.engine.attempts import BUCKET_SUFFIX
+from aviso_workers.engine.handlers import windowed
+from aviso_workers.errors import UndecodableError
+from aviso_workers.events import Settled, Skipped, Suspected, Ticked, Unreadable
+from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
+from aviso_workers.testing import Harness, harness
+from tests import forgeries
+from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+Forge = Callable[[App, str], Awaitable[None]]
+ACKNOWLEDGED = "attacker.any"
+PROMPT = Backoff(first=0.05, factor=1, attempts=3, jitter=0)
+
+
+@pytest.fixture
+def forge(nats_url: str) -> Forge:
+    """`await forge(app, "$KV.app_failures.x")`: a publish to a stream of one's own, with this as its reply subject."""
+
+    async def forge(app: App, subject: str) -> None:
+        backend = app.session.admin
+        stream = await stream_of(backend, subject)
+        before = (await backend.stream_info(stream)).last_sequence
+        if nats_url:
+            await backend.create_stream(StreamSpec(name="ATTACKER", subjects=("attacker.>",)))
+            attacker = await nats.connect(nats_url)
+            await attacker.publish(ACKNOWLEDGED, b"{}", reply=subject)
+            await attacker.flush()
+            await attacker.close()
+        else:
+            forgeries.store(backend, stream, subject)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while (await backend.stream_info(stream)).last_sequence == before:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+
+    return forge
+
+
+async def stream_of(backend: Admin, subject: str) -> str:
+    """Return the stream that takes the subject."""
+    for stream in await backend.stream_names():
+        if any(subject.startswith(each.rstrip(">")) for each in (await backend.stream_info(stream)).config["subjects"]):
+            return stream
+    raise AssertionError(f"no stream takes {subject}")
+
+
+@asynccontextmanager
+async def told(app: App) -> AsyncGenerator[list[Unreadable]]:
+    """The foreign messages that are told of in the block."""
+    unreadable: list[Unreadable] = []
+    app.events.listen(unreadable.append, Unreadable)
+    yield unreadable
+    assert {event.reason for event in unreadable} <= {"foreign"}
+
+
+async def has_stream(app: App, bucket: str) -> bool:
+    return f"KV_{bucket}" in await app.session.admin.stream_names()
+
+
+async def keys_of(app: App, bucket: str) -> list[str]:
+    return await (await app.session.backend.key_value(bucket)).keys()
+
+
+async def test_a_worker_goes_on_whatever_is_in_the_place_of_its_state(app: App, url: str | None, forge: Forge) -> None:
+    calls: dict[str, int] = {}
+
+    @app.agent("mars", retry=Backoff(first=0.05, factor=1, attempts=4, jitter=0))
+    async def index(notification: Notification[Any]) -> None:
+        step = notification.identifier["step"]
+        calls[step] = calls.get(step, 0) + 1
+        if step == "1" and calls[step] < 3:
+            raise ValueError("not yet")
+
+    @app.every("1s", leader=True)
+    async def tick() -> None:
+        pass
+
+    ticked: list[Ticked] = []
+    app.events.listen(ticked.append, Ticked)
+    forged = 0
+    async with told(app) as unreadable, harness(app, server=url) as t:
+        await t.notify("mars", mars(step="1"), {})
+        await t.settle()
+        await t.advance(2)
+        for bucket in (consumer_records.BUCKET, f"contract{BUCKET_SUFFIX}", "contract_timers", "contract_leases"):
+            for key in await keys_of(app, bucket):
+                await forge(app, f"$KV.{bucket}.{key}")
+                forged += 1
+        assert forged >= 6
+        before = len(ticked)
+        await t.notify("mars", mars(step="2"), {})
+        await t.settle()
+        await t.advance(4)
+        assert calls["2"] == 1
+        assert len(ticked) > before + 1, "the timer goes on"
+        assert {"KV_contract_timers", "KV_contract_leases"} <= {event.stream for event in unreadable}
+        places = [(event.stream, event.sequence) for event in unreadable]
+        assert len(places) == len(set(places)), "each is told once"
+
+
+async def test_a_worker_that_starts_replaces_what_was_forged(app: App, url: str | None, forge: Forge) -> None:
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None:
+        pass
+
+    async with told(app) as unreadable, harness(app, server=url) as t:
+        await t.notify("mars", mars(step="1"), {})
+        await t.settle()
+        before = await keys_of(app, consumer_records.BUCKET)
+        for key in before:
+            await forge(app, f"$KV.{consumer_records.BUCKET}.{key}")
+        await t.stop()
+        await t.start()
+        await t.settle()
+        bucket = await consumer_records.bucket(app.session.backend)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while set(before) - set(await bucket.keys()):
+                await t.advance(1)
+        assert len(unreadable) >= len(before)
+        assert ("contract", "index", "MARS") in await consumer_records.stored(app.session.backend)
+
+
+async def test_a_failure_count_that_was_forged_counts_as_none(app: App, url: str | None, forge: Forge) -> None:
+    attempts: list[int] = []
+    bucket = f"contract{BUCKET_SUFFIX}"
+
+    @app.agent("mars", retry=Backoff(first=2, factor=1, attempts=3, jitter=0))
+    async def index(notification: Notification[Any]) -> None:
+        attempts.append(notification.attempt)
+        raise ValueError("never")
+
+    async with told(app) as unreadable, harness(app, server=url) as t:
+        await t.notify("mars", mars(step="1"), {})
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not await has_stream(app, bucket) or not await keys_of(app, bucket):
+                await t.advance(0.1)
+        [key] = await keys_of(app, bucket)
+        await t.stop()
+        await forge(app, f"$KV.{bucket}.{key}")
+        await t.start()
+        await t.settle()
+        assert attempts == [1, 1, 2, 3]
+        assert len(t.dead_letters) == 1
+        assert [event.stream for event in unreadable] == [f"KV_{bucket}"]
+
+
+async def test_a_retry_that_nobody_has_asked_for_is_not_handled(
+    app: App, t: Harness, handled: list[int], forge: Forge
+) -> None:
+    settled: list[Settled] = []
+    app.events.listen(settled.append, Settled)
+    async with told(app) as unreadable:
+        await t.settle()
+        await forge(app, dead_letter_store.retry_subject("contract", "index"))
+        await t.notify("mars", mars(step="1"), {})
+        await t.settle()
+        assert handled == [1]
+        assert [event.outcome for event in settled] == ["acked"]
+        assert [event.stream for event in unreadable] == [dead_letter_store.RETRIES]
+    found = await app.session.backend.consumer_info(dead_letter_store.RETRIES, "contract__index")
+    assert found.num_ack_pending == 0, "it does not come again"
+
+
+async def test_a_dead_letter_that_was_forged_is_told_and_not_retried(app: App, t: Harness, forge: Forge) -> None:
+    await t.notify("mars", mars(step="1"), "reject")
+    await t.settle()
+    await forge(app, f"{dead_letter_store.SUBJECT}.contract.index")
+    skipped: list[Skipped] = []
+    app.events.listen(skipped.append, Skipped)
+    stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+    found = [letter.sequence async for letter in stored.select(Selection())]
+    assert found == [1]
+    assert [event.sequence for event in skipped] == [2]
+    assert "has no headers and is the answer of a server" in str(skipped[0].error)
+    assert f"nats stream rmm {dead_letter_store.STREAM} 2" in str(skipped[0].error)
+
+
+@pytest.mark.needs_server(2, 12)
+async def test_a_due_notification_that_was_forged_is_published_nowhere(app: App, t: Harness, forge: Forge) -> None:
+    async with told(app) as unreadable:
+        await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=1)
+        await forge(app, f"{delayed_messages.DUE}.PLAIN")
+        await t.advance(2)
+        await t.settle()
+        assert [one.event_type for one in t.published] == ["plain"]
+        assert [event.stream for event in unreadable] == [delayed_messages.STREAM]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+async def test_a_value_of_a_table_that_was_forged_is_refused(app: App, forge: Forge, cached: bool) -> None:
+    places = app.table("places", dict, cached=cached)
+    refusal = r"bucket contract__places, key step: it has no headers and is the answer of a server"
+    async with told(app) as unreadable, app:
+        await places.put("step", {"at": 1})
+        await places.put("other", {"stream": "MARS", "seq": 12})
+        assert await places.get("step") == {"at": 1}
+        await forge(app, "$KV.contract__places.step")
+        await refused(lambda: places.get("step"), refusal)
+        await refused(lambda: places.update("step", lambda at: at), refusal)
+        with pytest.raises(UndecodableError, match=refusal):
+            [item async for item in places.items()]
+        assert await places.get("other") == {"stream": "MARS", "seq": 12}, "our own value may look like one"
+        await places.put("step", {"at": 2})
+        assert {key: value async for key, value in places.items()} == {
+            "other": {"stream": "MARS", "seq": 12},
+            "step": {"at": 2},
+        }
+    assert [event.stream for event in unreadable] == ["KV_contract__places"]
+
+
+async def refused(deed: Callable[[], Awaitable[Any]], refusal: str) -> None:
+    """Wait until it is refused: a copy of a table is a little older than the table."""
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while True:
+            try:
+                await deed()
+            except UndecodableError as error:
+                found = str(error)
+                break
+            await anyio.sleep(0.01)
+    assert refusal in found
+
+
+async def test_a_bucket_that_others_write_to_is_read_as_ever_but_for_answers(
+    app: App, nats_url: str, forge: Forge
+) -> None:
+    async with told(app), app:
+        bucket = await app.key_value("shared")
+        if nats_url:
+            other = await nats.connect(nats_url)
+            await (await other.jetstream().key_value("shared")).put("theirs", b'{"stream":"oper"}')
+            await other.close()
+            entry = await bucket.get("theirs")
+            assert entry is not None
+            assert entry.value == b'{"stream":"oper"}'
+        await forge(app, "$KV.shared.key")
+        entry = await bucket.get("key")
+        assert entry is not None
+        assert not entry.deleted
+        with pytest.raises(UndecodableError, match="put another value, or delete the key"):
+            entry.value  # noqa: B018
+        await bucket.delete("key")
+        assert await bucket.get("key") is None
+
+
+@pytest.mark.needs_server(2, 11)
+async def test_a_window_that_was_forged_fails_alone(app: App, url: str | None, forge: Forge) -> None:
+    @app.agent(
+        "mars",
+        retry=PROMPT,
+        window=Windowing(
+            size="1h",
+            fold=lambda total, _: total + 1,
+            initial=0,
+            key=lambda one: one.identifier["class"],
+            idle=timedelta(seconds=2),
+        ),
+    )
+    async def sums(window: Window[int]) -> None:
+        counts[window.key] = window.value
+
+    counts: dict[str, int] = {}
+    bucket = windowed.bucket_of("contract", "sums")
+    async with told(app) as unreadable, harness(app, server=url) as t:
+        for of in ("od", "rd"):
+            await t.notify("mars", mars(step="1", **{"class": of}), {})
+        await t.settle()
+        await forge(app, f"$KV.{bucket}.rd")
+        await forge(app, f"$KV.{bucket}.=passed")
+        await t.notify("mars", mars(step="2", **{"class": "od"}), {})
+        await t.notify("mars", mars(step="3", **{"class": "rd"}), {})
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while "od" not in counts or not t.dead_letters:
+                await t.advance(0.5)
+        assert counts == {"od": 2}
+        assert len(t.dead_letters) == 1
+        assert "answer of a server" in t.dead_letters[0].error
+        assert {event.stream for event in unreadable} == {f"KV_{bucket}"}
+
+
+@pytest.mark.parametrize("form", [Notification, Batch, Stream])
+async def test_a_notification_that_may_be_a_servers_answer_is_handled_and_told(
+    app: App, url: str | None, forge: Forge, form: Any
+) -> None:
+    handled: list[Any] = []
+
+    async def index(argument: Any) -> None:
+        if form is Notification:
+            handled.append(argument.payload)
+        elif form is Batch:
+            handled.extend(each.payload for each in argument)
+        else:
+            async for each in argument:
+                handled.append(each.payload)
+
+    index.__annotations__["argument"] = form[Any]
+    app.agent("plain")(index)
+    suspected: list[Suspected] = []
+    app.events.listen(suspected.append, Suspected)
+    async with harness(app, server=url) as t:
+        await t.notify("plain", {"a": 1, "b": "x"}, {"stream": "PLAIN", "seq": 1})
+        await t.settle()
+        await forge(app, "plain.2.x")
+        await t.settle()
+        assert [set(payload) for payload in handled] == [{"stream", "seq"}] * 2
+        assert [(event.agent, event.event_type, event.sequence) for event in suspected] == [("index", "plain", 2)]
+        assert len([one async for one in app.replay("plain")]) == 2
+        assert (suspected[-1].agent, suspected[-1].sequence) == ("", 2)
+
+
+async def test_a_counter_takes_no_answer(app: App, nats_url: str) -> None:
+    if not nats_url:
+        pytest.skip("a server refuses what has no increment")
+    counter = app.counter("done")
+    async with app:
+        await counter.add("all", 2)
+        await app.session.backend.create_stream(StreamSpec(name="ATTACKER", subjects=("attacker.>",)))
+        attacker = await nats.connect(nats_url)
+        await attacker.publish(ACKNOWLEDGED, b"{}", reply="aviso_workers.counters.contract.done.all")
+        await attacker.flush()
+        await attacker.close()
+        assert await counter.add("all", 1) == 3

@@ -1,0 +1,98 @@
+"""A user who may publish to one stream only has the server store acknowledgements in the state of workers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import nats
+import pytest
+
+from aviso_workers import App, Backoff, Notification
+from aviso_workers.engine import dead_letter_store
+from aviso_workers.events import Settled, Suspected, Ticked, Unreadable
+from aviso_workers.server import NatsServer
+from tests.conftest import write_mars_config
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+RIGHTS = '{publish: {allow: ["mars.>"]}, subscribe: {allow: ["_INBOX.>"]}}'
+USERS = f"{{user: worker, password: right}}, {{user: publisher, password: right, permissions: {RIGHTS}}}"
+ACCOUNTS = f"accounts: {{ DATA: {{ jetstream: enabled, users: [{USERS}] }} }}\n"
+
+
+@asynccontextmanager
+async def working(app: App) -> AsyncGenerator[None]:
+    stop = anyio.Event()
+    async with app, anyio.create_task_group() as tasks:
+        tasks.start_soon(app.work, stop)
+        yield
+        stop.set()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while not holds():  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
+async def test_a_worker_goes_on_after_all_of_its_state_was_forged_and_tells_of_each_key(tmp_path: Path) -> None:
+    with NatsServer.start(store_dir=tmp_path / "store", config=ACCOUNTS) as server:
+        app = App("field", config=write_mars_config(tmp_path / "c.yaml", server.url, user="worker", password="right"))
+        unreadable: list[Unreadable] = []
+        suspected: list[Suspected] = []
+        settled: list[Settled] = []
+        ticked: list[Ticked] = []
+        for kind, heard in ((Unreadable, unreadable), (Suspected, suspected), (Settled, settled), (Ticked, ticked)):
+            app.events.listen(heard.append, kind)
+
+        @app.agent("mars", retry=Backoff(first=1, factor=1, attempts=100, jitter=0))
+        async def index(notification: Notification[Any]) -> None:
+            if notification.identifier["class"] == "bad":
+                raise ValueError("as asked for")
+
+        @app.every("1s", leader=True)
+        async def tick() -> None:
+            pass
+
+        async with working(app):
+            await app.notify("mars", {"class": "bad", "step": 1}, {})
+            await until(lambda: bool(settled) and bool(ticked))
+        attacker = await nats.connect(server.url, user="publisher", password="right")
+        forged: dict[str, int] = {}
+        async with app:
+            admin = app.session.admin
+            for name in [name for name in await admin.stream_names() if name.startswith("KV_")]:
+                bucket = await admin.key_value(name.removeprefix("KV_"))
+                for key in await bucket.keys():
+                    before = await bucket.revision()
+                    subject = f"$KV.{name.removeprefix('KV_')}.{key}"
+                    await attacker.publish("mars.attack.1", b"{}", reply=subject)
+                    await attacker.flush()
+                    with anyio.fail_after(PATIENCE_SECONDS):
+                        while await bucket.revision() == before:  # noqa: ASYNC110
+                            await anyio.sleep(0.01)
+                    forged[subject] = before + 1
+        await attacker.publish("mars.attack.2", b"{}", reply=dead_letter_store.retry_subject("field", "index"))
+        await attacker.publish("mars.attack.3", b"{}", reply="mars.pwned.1")
+        await attacker.close()
+        assert len(forged) >= 7
+        del ticked[:]
+
+        async with working(app):
+            receipt = await app.notify("mars", {"class": "od", "step": 1}, {})
+            await until(lambda: any(each.sequence == receipt.sequence for each in settled))
+            await until(lambda: len(ticked) > 1)
+            await until(lambda: len(unreadable) > len(forged) and bool(suspected))
+        assert {event.reason for event in unreadable} == {"foreign"}
+        told = [str(event.error) for event in unreadable if event.stream != dead_letter_store.RETRIES]
+        for subject in forged:
+            assert sum(error.endswith(f"reply subject {subject}") for error in told) == 1
+        assert [event.stream for event in unreadable if event.stream == dead_letter_store.RETRIES] == [
+            dead_letter_store.RETRIES
+        ]
+        assert {event.agent for event in suspected} == {"index"}
