@@ -244,7 +244,11 @@ class Replayer:
         except UndecodableError as error:
             self._events.emit(Skipped(event_type=self._name, sequence=message.sequence, error=error))
             return None
-        if notification is not None and answers.is_stored_by_reply(message):
+        if (
+            notification is not None
+            and message.data.startswith(answers.BEGINNINGS)
+            and answers.is_stored_by_reply(message)
+        ):
             self._events.emit(Suspected(event_type=self._name, sequence=message.sequence))
         return notification
 

@@ -95,7 +95,7 @@ def is_stored_by_reply(message: Message) -> bool:
 
     It may be genuine in a stream that others publish to.
     """
-    return _lacks_headers(message) and _is_answer(message.data)
+    return message.data.startswith(BEGINNINGS) and _lacks_headers(message) and _is_answer(message.data)
 
 
 def _lacks_headers(message: Message) -> bool:
@@ -104,8 +104,6 @@ def _lacks_headers(message: Message) -> bool:
 
 
 def _is_answer(data: bytes) -> bool:
-    if not data.startswith(BEGINNINGS):
-        return False
     try:
         answer = read_json(data, dict[str, Any])
     except UndecodableError:

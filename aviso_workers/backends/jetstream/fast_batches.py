@@ -163,7 +163,7 @@ class Ingester:
 
     def _send(self, batch: _Batch) -> bytes:
         """Returns the batch's id."""
-        batch_id = secrets.token_hex(12).encode()  # a stream has one batch of an id, whoever sends to it
+        batch_id = secrets.token_hex(8).encode()  # a stream has one batch of an id, whoever sends to it
         self._under_way[batch_id] = batch
         prefix = b"%b.%b.%d.fail" % (self._inbox, batch_id, FLOW)
         send, last = self._connection.wire.send, len(batch.messages)

@@ -80,11 +80,10 @@ class HandlerContext:
     def read(self, delivery: Delivery) -> Notification[Any] | Failure | None:
         """Return the notification, or why it cannot be read; None where the agent did not ask for it."""
         message = delivery.message
-        if not message.headers:
-            # How a server's answers begin. To compare bytes costs a fifth of a call, and each notification pays for it.
-            data = message.data
-            if b'{"error":' <= data < b'{"error;' or b'{"stream":' <= data < b'{"type;':
-                self.settler.note_unsigned(message)
+        data = message.data
+        # How a server's answers begin. To compare bytes costs a fifth of a call, and each notification pays for it.
+        if (b'{"error":' <= data < b'{"error;' or b'{"stream":' <= data < b'{"type;') and not message.headers:
+            self.settler.note_unsigned(message)
         num_delivered, attempt = delivery.num_delivered, 1
         if (num_delivered > 1 or self.buffer.ordered) and (record := self.buffer.record_of(delivery)) is not None:
             num_delivered, attempt = record.handed_over(num_delivered), record.failures + 1
