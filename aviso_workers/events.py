@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from msgspec import Struct
 
 from aviso_workers.aviso.literals import printable
+from aviso_workers.jetstream.identities import Identity
 
 __all__ = [
     "AckWaitDiffers",
@@ -138,8 +139,7 @@ class Settled(Struct, frozen=True, kw_only=True):
 class Passed(Struct, frozen=True):
     """How far a consumer that reads the whole of its stream has come."""
 
-    deliveries: int
-    """Since it was created or reset, repeats included."""
+    consumer: Identity
     sequence: int
     """Of the stream: up to it, everything was delivered, or had left the stream."""
 

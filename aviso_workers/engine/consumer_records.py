@@ -33,7 +33,8 @@ from aviso_workers.errors import (
     UnreadableStreamError,
 )
 from aviso_workers.events import ConsumerNotRecorded, ConsumerResumed, Events
-from aviso_workers.jetstream import metadata, plans, specs
+from aviso_workers.jetstream import identities, specs
+from aviso_workers.jetstream.identities import Identity
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.jetstream.specs import ConsumerSpec
 
@@ -108,8 +109,8 @@ class ConsumerRecorder:
         self._events = events
         self._created: datetime | None = None
         """When the stream was created; None before it could be read."""
-        self._known: tuple[datetime | None, int] | None = None
-        """Which consumer was recorded last: when it was created, and how often it was taken to another place."""
+        self._known: Identity | None = None
+        """Which consumer was recorded last."""
         self._last: ConsumerRecord | None = None
         self._seen: int | None = None
         """The ack floor of the consumer when this worker last read it; None where it has read none of this stream, or
@@ -140,7 +141,7 @@ class ConsumerRecorder:
         What it has come to is not recorded yet: that is for the caller to do. Raises `UnavailableError` where it is not
         known whether there was one, and as `Backend.ensure_consumer` does.
         """
-        if found is not None and not plans.consumer_differences(wanted, found.config):
+        if found is not None and identities.is_as_wanted(wanted, found):
             return found
         settled = await self._settled() if found is None else found.settled
         recorded = self._last is not None
@@ -177,9 +178,9 @@ class ConsumerRecorder:
 
     async def record(self, consumer: ConsumerInfo) -> None:
         """Store what is new about the consumer. Where that fails, it is stated once."""
-        found = (consumer.created, metadata.resets_of(consumer.config))
+        found = identities.of(consumer)
         try:
-            if self._last is None or found != self._known or consumer.settled < self._last.ack_floor:
+            if self._last is None or not found.goes_on(self._known) or consumer.settled < self._last.ack_floor:
                 await self._read()  # it was reset, or the stream is another one than before
             self._known, self._seen = found, consumer.settled
             await self._store(consumer)

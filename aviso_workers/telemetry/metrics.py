@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso import schema
 from aviso_workers.backends import ConsumerInfo
@@ -48,11 +48,12 @@ from aviso_workers.events import (
     Unreadable,
     WindowDone,
 )
+from aviso_workers.jetstream import identities
 from aviso_workers.telemetry import exposition
 from aviso_workers.telemetry.exposition import Kind
 from aviso_workers.version import __version__
 
-__all__ = ["FleetMetrics", "Measurable", "Metrics", "render_gauges"]
+__all__ = ["FleetMetrics", "Measurable", "Metrics", "Missed", "render_gauges"]
 
 RUN_OUTCOMES = ("done", "failed")
 """Of a timer or a window."""
@@ -103,6 +104,14 @@ class _Counts(dict[str, int]):
         self[known] = self.get(known, 0) + count
 
 
+class Missed(Struct, frozen=True, kw_only=True):
+    """Notifications that an agent was not given: `count` of those between two sequences, both inclusive."""
+
+    count: int
+    first: int
+    last: int
+
+
 class _Agent:
     """The numbers of one agent."""
 
@@ -126,27 +135,30 @@ class _Agent:
 
     def started(self, passed: Passed) -> None:
         """Begin to count what is missed, or go on where the consumer is the one that it was."""
-        if self._passed is not None and passed.deliveries >= self._passed.deliveries:
-            self.came_to(passed)
-            return
-        self._passed = passed
+        before = self._passed
+        if before is None or not passed.consumer.goes_on(before.consumer):
+            self._passed = passed
+        elif passed.sequence <= before.sequence:  # else the next look counts what is between
+            self._passed = structs.replace(before, consumer=passed.consumer)
         self.missed = 0 if math.isnan(self.missed) else self.missed
 
-    def came_to(self, passed: Passed) -> None:
+    def came_to(self, passed: Passed) -> Missed | None:
         """Count the sequences that the consumer has passed without a delivery: each but once, and those beyond doubt.
 
-        A delivery that is a repeat hides a sequence that was missed meanwhile. A consumer that was reset delivers from
-        0 on: what it was taken past was passed over on purpose, and what it comes by again is counted already.
+        A delivery that is a repeat hides a sequence that was missed meanwhile. Of a consumer that was recreated or
+        reset, nothing is known before the first look: what it was taken past was passed over on purpose, and what it
+        comes by again is counted already.
         """
-        before = self._passed
-        if before is None:
-            return
-        if passed.sequence <= before.sequence:
-            self._passed = Passed(passed.deliveries, before.sequence)
-            return
-        if passed.deliveries >= before.deliveries:
-            self.missed += max(0, passed.sequence - before.sequence - (passed.deliveries - before.deliveries))
-        self._passed = passed
+        before, now = self._passed, passed.consumer
+        if before is None or not passed.sequence:  # before its first delivery, a cluster may say that it is at 0
+            return None
+        self._passed = structs.replace(passed, sequence=max(passed.sequence, before.sequence))
+        deliveries = now.deliveries - before.consumer.deliveries
+        count = passed.sequence - before.sequence - deliveries
+        if not now.goes_on(before.consumer) or deliveries < 0 or count <= 0:
+            return None
+        self.missed += count
+        return Missed(count=count, first=before.sequence + 1, last=passed.sequence)
 
     def settled(self, event: Settled) -> None:
         self.outcomes[event.outcome] += 1
@@ -525,15 +537,13 @@ class Metrics:
             case CallsStuck(agent=agent) | CallsFreed(agent=agent):
                 self._agents[agent].threads_stuck = event.calls if isinstance(event, CallsStuck) else 0
 
-    def lag(self, agent: str, consumer: ConsumerInfo) -> None:
-        """Note what is left to do for an agent, and what it has missed."""
+    def lag(self, agent: str, consumer: ConsumerInfo) -> Missed | None:
+        """Note what is left to do for an agent. Return what it has missed since that was last noted, where that is
+        known.
+        """
         self._agents[agent].pending = consumer.num_pending
         self._agents[agent].ack_pending = consumer.num_ack_pending
-        self._agents[agent].came_to(Passed(consumer.deliveries, consumer.position))
-
-    def missed(self, agent: str) -> float:
-        """Return how many notifications an agent has missed; NaN where that is not known."""
-        return self._agents[agent].missed
+        return self._agents[agent].came_to(Passed(identities.of(consumer), consumer.position))
 
     def _started(self, event: AgentStarted | ConsumerResumed) -> None:
         if isinstance(event, ConsumerResumed):

@@ -95,10 +95,10 @@ async def test_a_worker_logs_what_its_agent_has_missed(
     async def index(notification: Notification[Any]) -> None: ...
 
     told = anyio.Event()
-    lines: list[tuple[str, Any]] = []
+    lines: list[tuple[str, Any, Any]] = []
 
     def warning(event: str, **fields: Any) -> None:
-        lines.append((event, fields.get("missed")))
+        lines.append((event, fields.get("missed"), fields.get("among_sequences")))
         told.set()
 
     monkeypatch.setattr(log, "warning", warning)
@@ -115,4 +115,4 @@ async def test_a_worker_logs_what_its_agent_has_missed(
             with anyio.fail_after(PATIENCE_SECONDS):
                 await told.wait()
             beside.cancel_scope.cancel()
-    assert lines == [("notifications.missed", 2)]
+    assert lines == [("notifications.missed", 2, "2 to 5")]
