@@ -15,6 +15,7 @@ A record belongs to one stream. Where the stream was deleted and recreated, its 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
 
@@ -109,6 +110,8 @@ class ConsumerRecorder:
         self._events = events
         self._created: datetime | None = None
         """When the stream was created; None before it could be read."""
+        self._end = 0
+        """The last sequence of the stream when its record was read."""
         self._known: Identity | None = None
         """Which consumer was recorded last."""
         self._last: ConsumerRecord | None = None
@@ -218,6 +221,7 @@ class ConsumerRecorder:
         if created != self._created or (record and record.removed):
             self._seen = None
         self._created, self._last = created, record if record and record.holds_for(created) else None
+        self._end = info.last_sequence
         return info.last_sequence
 
     async def _store(self, consumer: ConsumerInfo) -> None:
@@ -229,11 +233,14 @@ class ConsumerRecorder:
 
     def _of(self, consumer: ConsumerInfo, stream_created: datetime) -> ConsumerRecord:
         has_work = (consumer.num_pending or consumer.num_ack_pending) and not consumer.paused
-        stands = self._last is not None and self._last.ack_floor == consumer.settled
+        # Only `move` takes the record back: whoever else took the consumer back had it handle again what was settled.
+        recorded = self._last.ack_floor if self._last and self._last.ack_floor <= self._end else 0
+        ack_floor = max(consumer.settled, recorded)
+        stands = self._last is not None and self._last.ack_floor == ack_floor
         before = self._last.unfinished_since if self._last and stands else None
         return ConsumerRecord(
             stream_created=stream_created,
-            ack_floor=consumer.settled,
+            ack_floor=ack_floor,
             filter_subjects=tuple(consumer.config.filters),
             time=consumer.time,
             unfinished_since=(before or consumer.time) if has_work else None,
@@ -300,7 +307,7 @@ async def mark_removed(backend: Backend, *, app: str, agent: str, stream: str, c
     info = await backend.stream_info(stream)
     record = ConsumerRecord(
         stream_created=info.created or info.time,
-        ack_floor=consumer.ack_floor,
+        ack_floor=consumer.settled,
         filter_subjects=tuple(consumer.config.filters),
         time=info.time,
         removed=True,
@@ -323,13 +330,22 @@ async def rename(backend: Backend, record: ConsumerRecord, *, app: str, agent: s
     await (await backend.key_value(BUCKET)).put(_key(app, agent, stream), msgspec.json.encode(record))
 
 
-async def move(backend: Backend, *, app: str, agent: str, stream: str, ack_floor: int) -> None:
-    """Record that a consumer was taken to another place. Raises `BackendError`."""
-    key = _key(app, agent, stream)
-    record = await _one(backend, key)
-    if record is not None:
-        moved = structs.replace(record, ack_floor=ack_floor, unfinished_since=None)
-        await (await backend.key_value(BUCKET)).put(key, msgspec.json.encode(moved))
+async def move(
+    backend: Backend, *, app: str, agent: str, stream: str, ack_floor: int, filter_subjects: Iterable[str]
+) -> None:
+    """Record that a consumer was taken to another place, or goes on there when it is recreated. Where no worker has
+    made the bucket, nothing is recorded. Raises `BackendError`.
+    """
+    if not await _exists(backend):
+        return
+    info = await backend.stream_info(stream)
+    moved = ConsumerRecord(
+        stream_created=info.created or info.time,
+        ack_floor=ack_floor,
+        filter_subjects=tuple(filter_subjects),
+        time=info.time,
+    )
+    await (await backend.key_value(BUCKET)).put(_key(app, agent, stream), msgspec.json.encode(moved))
 
 
 async def _exists(backend: Backend) -> bool:
