@@ -31,6 +31,7 @@ __all__ = [
     "ConnectionSlow",
     "ConsumerDiffers",
     "ConsumerEdited",
+    "Counted",
     "DeadLettersRefused",
     "DeadLettersStored",
     "Event",
@@ -43,9 +44,11 @@ __all__ = [
     "LeadershipChanged",
     "LeadershipHindered",
     "LeadershipUnhindered",
+    "Logged",
     "Measured",
     "NotReadAgain",
     "NotRemoved",
+    "OfReadiness",
     "Overdue",
     "Passed",
     "PermissionDenied",
@@ -574,31 +577,33 @@ class Measured(Struct, frozen=True, kw_only=True):
     """By the values of the labels."""
 
 
-Event = (
-    Published
-    | Overdue
-    | NotRemoved
-    | Settled
-    | DeadLettersRefused
-    | DeadLettersStored
-    | FailuresNotStored
-    | NotReadAgain
-    | ReadAgain
-    | CallOverdue
-    | CallsStuck
-    | CallsFreed
-    | CallsAbandoned
+OfReadiness = (
+    ConnectionChanged
     | AgentStarted
     | AgentDisturbed
-    | AgentStopped
-    | TaskFailed
-    | Ticked
-    | TimerRescheduled
-    | LeadershipChanged
+    | DeadLettersRefused
+    | DeadLettersStored
+    | CallsStuck
+    | CallsFreed
+    | NotReadAgain
+    | ReadAgain
     | LeadershipHindered
     | LeadershipUnhindered
+)
+"""Facts that say whether a worker is ready. They are counted and logged as well."""
+Counted = ConnectionSlow | ForeignAnswer | ConsumerResumed | Ticked | WindowDone | Unreadable
+"""Facts that are counted and logged."""
+Logged = (
+    Overdue
+    | NotRemoved
+    | FailuresNotStored
+    | CallOverdue
+    | CallsAbandoned
+    | AgentStopped
+    | TaskFailed
+    | TimerRescheduled
+    | LeadershipChanged
     | Skipped
-    | Unreadable
     | StartNotReached
     | StreamGone
     | StreamMadeAgain
@@ -606,22 +611,21 @@ Event = (
     | StreamProvisioned
     | ConsumerDiffers
     | ConsumerEdited
-    | ConsumerResumed
     | ConsumerNotRecorded
     | FiltersDiffer
     | FilterHides
     | FunctionsDiffer
     | AgentMoved
     | AckWaitDiffers
-    | ConnectionChanged
-    | ConnectionSlow
     | PermissionDenied
-    | ForeignAnswer
-    | Measured
-    | WindowDone
     | WindowFunctionsChanged
     | WindowsResized
 )
+"""Facts that are logged."""
+Event = OfReadiness | Counted | Logged | Settled | Published | Measured
+"""A fact that the engine states. The union that a class is in says who listens to it, and mypy names those who do not
+handle it. `failure_logs` and the metrics listen to `Settled`, only the metrics to `Published` and `Measured`.
+"""
 
 WARNINGS = (
     StreamProvisioned,

@@ -21,7 +21,7 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import BackendError, text_of
 from aviso_workers.events import Events, Settled
-from aviso_workers.telemetry import blocked_loop, logs, readiness
+from aviso_workers.telemetry import blocked_loop, logs, metrics, readiness
 from aviso_workers.telemetry.failure_logs import FailureLog
 from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.metrics import Measurable, Metrics, Missed
@@ -112,7 +112,7 @@ def listening(app: Observable, *, status: Status | None) -> Iterator[Listeners]:
         stack.enter_context(app.events.heard_by(logs.observe, *logs.OBSERVED))
         stack.enter_context(app.events.heard_by(listeners.failures.observe, Settled))
         if status is not None and listeners.metrics is not None:
-            stack.enter_context(app.events.heard_by(listeners.metrics.observe))
+            stack.enter_context(app.events.heard_by(listeners.metrics.observe, *metrics.OBSERVED))
             stack.enter_context(app.events.heard_by(listeners.readiness.observe, *readiness.OBSERVED))
             port = StatusServer(
                 host=status.host,

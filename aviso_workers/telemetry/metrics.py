@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from msgspec import Struct, structs
 
@@ -32,14 +32,15 @@ from aviso_workers.events import (
     ConnectionChanged,
     ConnectionSlow,
     ConsumerResumed,
+    Counted,
     DeadLettersRefused,
     DeadLettersStored,
-    Event,
     ForeignAnswer,
     LeadershipHindered,
     LeadershipUnhindered,
     Measured,
     NotReadAgain,
+    OfReadiness,
     Passed,
     Published,
     ReadAgain,
@@ -53,7 +54,10 @@ from aviso_workers.telemetry import exposition
 from aviso_workers.telemetry.exposition import Kind
 from aviso_workers.version import __version__
 
-__all__ = ["FleetMetrics", "Measurable", "Metrics", "Missed", "render_gauges"]
+__all__ = ["OBSERVED", "FleetMetrics", "Measurable", "Metrics", "Missed", "render_gauges"]
+
+OBSERVED = get_args(OfReadiness | Counted | Settled | Published | Measured)
+"""The facts that `Metrics.observe` is for."""
 
 RUN_OUTCOMES = ("done", "failed")
 """Of a timer or a window."""
@@ -477,7 +481,8 @@ class Metrics:
         """Agents and streams of which one or the other's consumer was not found."""
         self._table = _Table()
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: OfReadiness | Counted | Settled | Published | Measured) -> None:
+        """Count an event of the engine; the observer of those that are `OBSERVED`."""
         match event:
             case Settled(agent=agent) if agent in self._agents:
                 self._agents[agent].settled(event)
@@ -495,17 +500,6 @@ class Metrics:
                 self._observe_connection(event)
             case Unreadable(stream=stream):
                 self.unreadable.add(stream)
-            case (
-                DeadLettersRefused()
-                | DeadLettersStored()
-                | LeadershipHindered()
-                | LeadershipUnhindered()
-                | NotReadAgain()
-                | ReadAgain()
-                | CallsStuck()
-                | CallsFreed()
-            ):
-                self._observe_hindrance(event)
             case AgentDisturbed(agent=agent, stream=stream, error=error) if agent in self._agents:
                 self._agents[agent].pull_errors.add(_code(error))
                 if isinstance(error, NotFoundError):
@@ -514,6 +508,10 @@ class Metrics:
                 self._started(event)
             case Measured(name=name):
                 self._measured[name] = event
+            case Settled() | AgentDisturbed() | AgentStarted() | ConsumerResumed():
+                pass  # of a subscription of our own
+            case _:
+                self._observe_hindrance(event)
 
     def _observe_connection(self, event: ConnectionChanged | ConnectionSlow | ForeignAnswer) -> None:
         match event:
@@ -525,7 +523,17 @@ class Metrics:
             case ForeignAnswer():
                 self.foreign_answers += 1
 
-    def _observe_hindrance(self, event: Event) -> None:
+    def _observe_hindrance(
+        self,
+        event: DeadLettersRefused
+        | DeadLettersStored
+        | NotReadAgain
+        | ReadAgain
+        | LeadershipHindered
+        | LeadershipUnhindered
+        | CallsStuck
+        | CallsFreed,
+    ) -> None:
         """Note what keeps an agent or a timer from its work, and that it is over."""
         match event:
             case DeadLettersRefused(agent=agent) | DeadLettersStored(agent=agent):
@@ -630,8 +638,9 @@ class _Table:
                 case _Counts() as counts:
                     for word, count in dict(counts).items():  # at once: the loop's thread may add to it meanwhile
                         yield self._line(metric, (*labels, *metric.by), (*key, word), count)
-                case value if not math.isnan(value):  # one that is not known spoils each sum
-                    yield self._line(metric, labels, key, float(value))
+                case value:
+                    if not math.isnan(value):  # one that is not known spoils each sum
+                        yield self._line(metric, labels, key, float(value))
 
     def _line(self, metric: Metric, labels: tuple[str, ...], key: tuple[str, ...], value: float) -> str:
         known = self._known.get((metric.name, *key))
