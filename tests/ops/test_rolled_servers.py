@@ -19,6 +19,7 @@ from aviso_workers.config import Config
 from aviso_workers.errors import UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, ConsumerResumed, Settled
 from aviso_workers.jetstream.identities import MARK
+from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.server import processes
 from aviso_workers.server.processes import Node
 from aviso_workers.telemetry.metrics import Metrics
@@ -215,3 +216,23 @@ async def test_a_consumer_that_begins_with_what_is_new_and_is_deleted_handles_no
         await worker.publish(101)
         await worker.until_handled(101)
     assert worker.handled == [101]
+
+
+async def test_what_is_before_the_beginning_of_a_consumer_is_settled_also_before_its_first_ack(
+    cluster: Cluster,
+) -> None:
+    """A cluster says that the ack floor is 0, and a single server says where the consumer begins."""
+    loaded = cluster.config("begins")
+    async with Working(loaded, "begins").run() as worker:
+        await worker.publish(1, 2, 3)
+        spec = ConsumerSpec(
+            durable_name="other",
+            filter_subjects=(),
+            ack_wait=10**9,
+            max_ack_pending=10,
+            deliver_policy="by_start_sequence",
+            opt_start_seq=3,
+        )
+        backend = worker.app.session.backend
+        await backend.ensure_consumer(worker.stream, spec)
+        assert (await backend.consumer_info(worker.stream, "other")).ack_floor == 2
