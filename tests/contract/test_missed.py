@@ -8,9 +8,12 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
 
 from aviso_workers import App, Notification
-from aviso_workers.events import Settled
+from aviso_workers.backends import ConsumerInfo
+from aviso_workers.events import AgentStarted, Settled
+from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.telemetry.listeners import Listeners
 from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.metrics import Metrics
@@ -75,6 +78,35 @@ async def test_what_was_replaced_before_there_was_the_agent_is_not(app: App, wor
     async with app:
         await publish(app, 1, 2, 2, 2, 1)
         async with working(2) as metrics:
+            assert await missed(app, metrics, index) == "0.0"
+
+
+async def test_what_a_new_consumer_begins_after_is_not(
+    app: App, working: Working, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster may answer right after it has created the consumer that this is at 0 and has nothing to do."""
+
+    @app.agent("mars", start="new")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    async with app:
+        await publish(app, 1, 2, 3)
+        ensure = app.session.backend.ensure_consumer
+
+        async def early(stream: str, spec: ConsumerSpec) -> ConsumerInfo:
+            return structs.replace(await ensure(stream, spec), position=0, ack_floor=0, num_pending=0)
+
+        monkeypatch.setattr(app.session.backend, "ensure_consumer", early)
+        started = anyio.Event()
+        app.events.listen(lambda fact: started.set() if fact.stream == "MARS" else None, AgentStarted)
+        async with working(0) as metrics:
+            with anyio.fail_after(PATIENCE_SECONDS):
+                await started.wait()
+            handled = anyio.Event()
+            app.events.listen(lambda _: handled.set(), Settled)
+            await publish(app, 4)
+            with anyio.fail_after(PATIENCE_SECONDS):
+                await handled.wait()
             assert await missed(app, metrics, index) == "0.0"
 
 
