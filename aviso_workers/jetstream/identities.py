@@ -36,12 +36,13 @@ class Identity(Struct, frozen=True):
     def is_same(self, known: Identity | None) -> bool:
         """Return whether it is the consumer that was `known` before as that.
 
-        A mark proves nothing of a consumer that has delivered less than before: somebody made it as a copy.
+        A mark proves nothing of a consumer that has delivered less than before and was not reset: somebody made it as a
+        copy.
         """
         if known is None or self.created == known.created:
             return known is not None
         named_alike = not {self.mark, self.created}.isdisjoint({known.mark, known.created})
-        return named_alike and self.deliveries >= known.deliveries
+        return named_alike and (self.deliveries >= known.deliveries or self.resets > known.resets)
 
     def goes_on(self, known: Identity | None) -> bool:
         """Return whether it is the `known` consumer, and nobody has taken it to another place since."""

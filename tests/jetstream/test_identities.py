@@ -41,6 +41,7 @@ def consumer(mark: str = "", *, created: datetime = NOW, deliveries: int = 5, re
         (consumer("1"), consumer(str(NOW), created=LATER), True),
         (consumer("1"), consumer("1", created=LATER, deliveries=4), False),
         (consumer("1"), consumer("1", resets=1, deliveries=0), True),
+        (consumer("1"), consumer("1", created=LATER, resets=1, deliveries=0), True),
     ],
     ids=[
         "the same",
@@ -54,6 +55,7 @@ def consumer(mark: str = "", *, created: datetime = NOW, deliveries: int = 5, re
         "its mark was removed, and it was marked again",
         "recreated from a copy of its configuration",
         "reset",
+        "reset, and then created at another time",
     ],
 )
 def test_it_is_recognised_by_its_mark_or_by_its_creation(known: ConsumerInfo, now: ConsumerInfo, same: bool) -> None:
