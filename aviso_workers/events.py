@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from msgspec import Struct
 
 from aviso_workers.aviso.literals import printable
+from aviso_workers.jetstream.identities import Identity
 
 __all__ = [
     "AckWaitDiffers",
@@ -30,6 +31,7 @@ __all__ = [
     "ConnectionSlow",
     "ConsumerDiffers",
     "ConsumerEdited",
+    "Counted",
     "DeadLettersRefused",
     "DeadLettersStored",
     "Event",
@@ -42,9 +44,11 @@ __all__ = [
     "LeadershipChanged",
     "LeadershipHindered",
     "LeadershipUnhindered",
+    "Logged",
     "Measured",
     "NotReadAgain",
     "NotRemoved",
+    "OfReadiness",
     "Overdue",
     "Passed",
     "PermissionDenied",
@@ -138,8 +142,7 @@ class Settled(Struct, frozen=True, kw_only=True):
 class Passed(Struct, frozen=True):
     """How far a consumer that reads the whole of its stream has come."""
 
-    deliveries: int
-    """Since it was created or reset, repeats included."""
+    consumer: Identity
     sequence: int
     """Of the stream: up to it, everything was delivered, or had left the stream."""
 
@@ -585,32 +588,33 @@ class Measured(Struct, frozen=True, kw_only=True):
     """By the values of the labels."""
 
 
-Event = (
-    Published
-    | Overdue
-    | NotRemoved
-    | Settled
-    | DeadLettersRefused
-    | DeadLettersStored
-    | FailuresNotStored
-    | NotReadAgain
-    | ReadAgain
-    | CallOverdue
-    | CallsStuck
-    | CallsFreed
-    | CallsAbandoned
+OfReadiness = (
+    ConnectionChanged
     | AgentStarted
     | AgentDisturbed
-    | AgentStopped
-    | TaskFailed
-    | Ticked
-    | TimerRescheduled
-    | LeadershipChanged
+    | DeadLettersRefused
+    | DeadLettersStored
+    | CallsStuck
+    | CallsFreed
+    | NotReadAgain
+    | ReadAgain
     | LeadershipHindered
     | LeadershipUnhindered
+)
+"""Facts that say whether a worker is ready. They are counted and logged as well."""
+Counted = ConnectionSlow | ForeignAnswer | ConsumerResumed | Ticked | WindowDone
+"""Facts that are counted and logged."""
+Logged = (
+    Overdue
+    | NotRemoved
+    | FailuresNotStored
+    | CallOverdue
+    | CallsAbandoned
+    | AgentStopped
+    | TaskFailed
+    | TimerRescheduled
+    | LeadershipChanged
     | Skipped
-    | Unreadable
-    | Suspected
     | StartNotReached
     | StreamGone
     | StreamMadeAgain
@@ -618,22 +622,23 @@ Event = (
     | StreamProvisioned
     | ConsumerDiffers
     | ConsumerEdited
-    | ConsumerResumed
     | ConsumerNotRecorded
     | FiltersDiffer
     | FilterHides
     | FunctionsDiffer
     | AgentMoved
     | AckWaitDiffers
-    | ConnectionChanged
-    | ConnectionSlow
     | PermissionDenied
-    | ForeignAnswer
-    | Measured
-    | WindowDone
     | WindowFunctionsChanged
     | WindowsResized
 )
+"""Facts that are logged."""
+OfMessages = Settled | Unreadable | Suspected
+"""Facts of single messages, of which there may be very many. They are counted, and `failure_logs` logs them."""
+Event = OfReadiness | Counted | Logged | OfMessages | Published | Measured
+"""A fact that the engine states. The union that a class is in says who listens to it, and mypy names those who do not
+handle it. Only the metrics listen to `Published` and `Measured`.
+"""
 
 WARNINGS: frozenset[type] = frozenset(
     (

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import get_args
 
+import pytest
+from msgspec import Struct
+
+from aviso_workers import events
 from aviso_workers.errors import UnavailableError
 from aviso_workers.events import (
     ConnectionChanged,
     Event,
     Events,
+    Passed,
     Published,
     Skipped,
     StartNotReached,
@@ -17,6 +22,8 @@ from aviso_workers.events import (
     StreamNotRead,
     StreamProvisioned,
 )
+from aviso_workers.jetstream.identities import Identity
+from aviso_workers.telemetry import logs, metrics, readiness
 
 UP = ConnectionChanged(connected=True, reason="")
 STORED = Published(event_type="mars", outcome="stored", attempts=1)
@@ -33,6 +40,14 @@ def test_listeners_hear_all_facts_or_those_of_the_kinds_that_they_named() -> Non
     events.emit(STORED)
 
     assert (everything, changes) == ([UP, STORED], [UP])
+
+
+def test_each_class_of_facts_can_be_stated_and_is_listened_to() -> None:
+    """mypy says which listener of the package does not handle one."""
+    defined = {each for each in vars(events).values() if isinstance(each, type) and issubclass(each, Struct)}
+    stated = {*get_args(Event)}
+    listened = {*logs.OBSERVED, *metrics.OBSERVED, *readiness.OBSERVED}
+    assert (stated, listened) == (defined - {Struct, Identity, Passed}, stated)
 
 
 def test_who_listens_for_a_while_hears_nothing_afterwards() -> None:

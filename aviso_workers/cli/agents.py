@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from aviso_workers.app import App
+from aviso_workers.aviso.literals import time_text
 from aviso_workers.cli import completion
 from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, printable, terminal
 from aviso_workers.cli.report import Seconds
@@ -155,13 +156,15 @@ async def _show(app: App, as_json: bool) -> None:
 def _progress(progress: Progress) -> dict[str, str]:
     if progress.why_none:
         return {"consumer": progress.why_none}
+    record = progress.record
+    recorded = f"settled up to sequence {record.ack_floor}, at {time_text(record.time)}" if record else "none"
     numbers = {
         "pending": progress.pending,
         "ack pending": progress.ack_pending,
         "redelivered": progress.redelivered,
         "dead letters": progress.dead_letters,
     }
-    texts = {"paused until": progress.paused_until, "trouble": progress.trouble}
+    texts = {"recorded position": recorded, "paused until": progress.paused_until, "trouble": progress.trouble}
     return {name: str(number) for name, number in numbers.items()} | {
         name: text for name, text in texts.items() if text
     }

@@ -91,7 +91,7 @@ def reset(
     config: ConfigOption = None,
 ) -> None:
     """Reset an agent to another position in its stream: back, to handle notifications again, or forward, to skip some.
-    It needs nats-server 2.14 or newer.
+    Its workers may run or not. It needs nats-server 2.14 or newer, except where the agent's consumer does not exist.
 
     Example: aviso-workers agents reset index_field --app field-index --to 2026-11-20T06:00:00Z
     """
@@ -235,6 +235,8 @@ def _print_plan(plan: Reset) -> None:
         ("handled again", str(plan.again)),
         ("passed over", str(plan.passed_over)),
     ]
+    if not plan.has_consumer:
+        rows.append(("its consumer", "does not exist; the worker that creates it begins there"))
     if plan.unsettled:
         rows.append(("abandoned", f"up to {plan.unsettled} that are being handled or wait for their next attempt"))
     typer.echo(f"{plan.agent.agent} of {plan.agent.app}:")

@@ -15,6 +15,7 @@ A record belongs to one stream. Where the stream was deleted and recreated, its 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
 
@@ -33,7 +34,8 @@ from aviso_workers.errors import (
     UnreadableStreamError,
 )
 from aviso_workers.events import ConsumerNotRecorded, ConsumerResumed, Events
-from aviso_workers.jetstream import metadata, plans, specs
+from aviso_workers.jetstream import identities, specs
+from aviso_workers.jetstream.identities import Identity
 from aviso_workers.jetstream.key_value import Entry, KeyValue
 from aviso_workers.jetstream.specs import ConsumerSpec
 
@@ -109,8 +111,10 @@ class ConsumerRecorder:
         self._events = events
         self._created: datetime | None = None
         """When the stream was created; None before it could be read."""
-        self._known: tuple[datetime | None, int] | None = None
-        """Which consumer was recorded last: when it was created, and how often it was taken to another place."""
+        self._end = 0
+        """The last sequence of the stream when its record was read."""
+        self._known: Identity | None = None
+        """Which consumer was recorded last."""
         self._last: ConsumerRecord | None = None
         self._seen: int | None = None
         """The ack floor of the consumer when this worker last read it; None where it has read none of this stream, or
@@ -141,7 +145,7 @@ class ConsumerRecorder:
         What it has come to is not recorded yet: that is for the caller to do. Raises `UnavailableError` where it is not
         known whether there was one, and as `Backend.ensure_consumer` does.
         """
-        if found is not None and not plans.consumer_differences(wanted, found.config):
+        if found is not None and identities.is_as_wanted(wanted, found):
             return found
         settled = await self._settled() if found is None else found.settled
         recorded = self._last is not None
@@ -178,9 +182,9 @@ class ConsumerRecorder:
 
     async def record(self, consumer: ConsumerInfo) -> None:
         """Store what is new about the consumer. Where that fails, it is stated once."""
-        found = (consumer.created, metadata.resets_of(consumer.config))
+        found = identities.of(consumer)
         try:
-            if self._last is None or found != self._known or consumer.settled < self._last.ack_floor:
+            if self._last is None or not found.goes_on(self._known) or consumer.settled < self._last.ack_floor:
                 await self._read()  # it was reset, or the stream is another one than before
             self._known, self._seen = found, consumer.settled
             await self._store(consumer)
@@ -218,6 +222,7 @@ class ConsumerRecorder:
         if created != self._created or (record and record.removed):
             self._seen = None
         self._created, self._last = created, record if record and record.holds_for(created) else None
+        self._end = info.last_sequence
         return info.last_sequence
 
     async def _store(self, consumer: ConsumerInfo) -> None:
@@ -229,11 +234,14 @@ class ConsumerRecorder:
 
     def _of(self, consumer: ConsumerInfo, stream_created: datetime) -> ConsumerRecord:
         has_work = (consumer.num_pending or consumer.num_ack_pending) and not consumer.paused
-        stands = self._last is not None and self._last.ack_floor == consumer.settled
+        # Only `move` takes the record back: whoever else took the consumer back had it handle again what was settled.
+        recorded = self._last.ack_floor if self._last and self._last.ack_floor <= self._end else 0
+        ack_floor = max(consumer.settled, recorded)
+        stands = self._last is not None and self._last.ack_floor == ack_floor
         before = self._last.unfinished_since if self._last and stands else None
         return ConsumerRecord(
             stream_created=stream_created,
-            ack_floor=consumer.settled,
+            ack_floor=ack_floor,
             filter_subjects=tuple(consumer.config.filters),
             time=consumer.time,
             unfinished_since=(before or consumer.time) if has_work else None,
@@ -305,7 +313,7 @@ async def mark_removed(backend: Backend, *, app: str, agent: str, stream: str, c
     info = await backend.stream_info(stream)
     record = ConsumerRecord(
         stream_created=info.created or info.time,
-        ack_floor=consumer.ack_floor,
+        ack_floor=consumer.settled,
         filter_subjects=tuple(consumer.config.filters),
         time=info.time,
         removed=True,
@@ -328,13 +336,22 @@ async def rename(backend: Backend, record: ConsumerRecord, *, app: str, agent: s
     await (await bucket(backend)).put(_key(app, agent, stream), msgspec.json.encode(record))
 
 
-async def move(backend: Backend, *, app: str, agent: str, stream: str, ack_floor: int) -> None:
-    """Record that a consumer was taken to another place. Raises `BackendError`."""
-    key = _key(app, agent, stream)
-    record = await _one(backend, key)
-    if record is not None:
-        moved = structs.replace(record, ack_floor=ack_floor, unfinished_since=None)
-        await (await bucket(backend)).put(key, msgspec.json.encode(moved))
+async def move(
+    backend: Backend, *, app: str, agent: str, stream: str, ack_floor: int, filter_subjects: Iterable[str]
+) -> None:
+    """Record that a consumer was taken to another place, or goes on there when it is recreated. Where no worker has
+    made the bucket, nothing is recorded. Raises `BackendError`.
+    """
+    if not await _exists(backend):
+        return
+    info = await backend.stream_info(stream)
+    moved = ConsumerRecord(
+        stream_created=info.created or info.time,
+        ack_floor=ack_floor,
+        filter_subjects=tuple(filter_subjects),
+        time=info.time,
+    )
+    await (await bucket(backend)).put(_key(app, agent, stream), msgspec.json.encode(moved))
 
 
 async def _exists(backend: Backend) -> bool:

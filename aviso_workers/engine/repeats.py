@@ -14,12 +14,12 @@ one, everything is forgotten.
 from __future__ import annotations
 
 from contextlib import suppress
-from datetime import datetime
 
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.declare.verdicts import Ack, Nak, Settlement
 from aviso_workers.errors import BackendError
-from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream import identities
+from aviso_workers.jetstream.identities import Identity
 
 __all__ = ["Repeats"]
 
@@ -39,10 +39,8 @@ class Repeats:
         self._newer: dict[int, int] = {}
         """The store time by sequence: those of a stream that is deleted and recreated differ."""
         self._older: dict[int, int] = {}
-        self._known: tuple[datetime | None, int] | None = None
-        """Which consumer it was that delivered them: when it was created, and how often it was taken back."""
-        self._deliveries = 0
-        """How many deliveries it had made at least."""
+        self._known: Identity | None = None
+        """Which consumer it was that delivered them."""
         self._found: list[Delivery] = []
 
     def __len__(self) -> int:
@@ -69,11 +67,11 @@ class Repeats:
 
     def opened(self, consumer: ConsumerInfo) -> bool:
         """Note the consumer that is read from now on; whether it is the one that was known. Else all is forgotten."""
-        found = (consumer.created, metadata.resets_of(consumer.config))
-        same = found == self._known and consumer.deliveries >= self._deliveries
+        found, known = identities.of(consumer), self._known
+        same = known is not None and found.goes_on(known) and found.deliveries >= known.deliveries
         if not same:
             self._forget()
-        self._known, self._deliveries = found, consumer.deliveries
+        self._known = found
         return same
 
     def add(self, delivery: Delivery) -> bool:

@@ -53,7 +53,7 @@ from aviso_workers.events import (
     FiltersDiffer,
     FunctionsDiffer,
 )
-from aviso_workers.jetstream import metadata, plans, specs, subjects
+from aviso_workers.jetstream import identities, metadata, plans, specs, subjects
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.metadata import Version
 from aviso_workers.jetstream.specs import ConsumerSpec
@@ -214,7 +214,7 @@ class SharedFilter:
         while True:
             found = None if removed else found
             wanted = self._shared(registered)
-            changes = found is None or bool(plans.consumer_differences(wanted, found.config))
+            changes = found is None or not identities.is_as_wanted(wanted, found)
             info = await self._recorder.ensure(wanted, found)
             if not changes:
                 break

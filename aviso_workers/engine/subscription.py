@@ -32,7 +32,7 @@ from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, Passed, TaskFailed
-from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream import identities, metadata
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 
@@ -416,10 +416,10 @@ async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> P
     """Return what the consumer had passed when the agent started, for `AgentStarted.passed`."""
     if stream.subjects is UNSET or not info.config.reads_all(stream.subjects):
         return None
-    if info.deliveries or not info.num_pending:
-        return Passed(info.deliveries, info.position)
+    if info.deliveries:
+        return Passed(identities.of(info), info.position)
     # What left the stream before there was the agent, the agent has not missed.
-    return Passed(0, (await backend.stream_info(stream.name)).last_sequence)
+    return Passed(identities.of(info), (await backend.stream_info(stream.name)).last_sequence)
 
 
 async def supervise_task(task: Task, *, clock: Clock, events: Events, stop: anyio.Event) -> None:

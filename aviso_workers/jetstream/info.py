@@ -382,18 +382,9 @@ class ConsumerInfo(Struct, frozen=True, kw_only=True):
     """As the server gave it, to be handed on; empty where there is no server."""
 
     @property
-    def created_text(self) -> str:
-        """When it was created, to the nanosecond, as its server writes it: two of one name differ in it."""
-        return str(self.answer["created"])
-
-    @property
     def settled(self) -> int:
-        """The stream sequence up to which everything is settled, or was passed over when the consumer was created.
-
-        A cluster says that the ack floor of a consumer that begins at a sequence is 0, until its first ack.
-        """
-        begins_after = int(self.config.get("opt_start_seq") or 1) - 1
-        return max(self.ack_floor, begins_after, 0 if self.num_ack_pending else self.position)
+        """The stream sequence up to which everything is settled, or was passed over when the consumer was created."""
+        return max(self.ack_floor, 0 if self.num_ack_pending else self.position)
 
     @property
     def paused(self) -> bool:
@@ -519,6 +510,7 @@ def consumer(answer: Mapping[str, Any]) -> ConsumerInfo:
     """Return what a server answers to CONSUMER.INFO, CREATE or RESET, or lists of a consumer."""
     found = msgspec.convert(answer, _Consumer)
     config = ConsumerConfig(answer["config"])
+    begins_after = int(config.get("opt_start_seq") or 1) - 1  # until its first ack, a cluster says that the floor is 0
     groups = found.priority_groups or ()
     return ConsumerInfo(
         name=found.name,
@@ -532,7 +524,7 @@ def consumer(answer: Mapping[str, Any]) -> ConsumerInfo:
         push_bound=found.push_bound,
         deliveries=found.delivered.consumer_seq,
         position=found.delivered.stream_seq,
-        ack_floor=found.ack_floor.stream_seq,
+        ack_floor=max(found.ack_floor.stream_seq, begins_after),
         last_delivered=found.delivered.last_active,
         last_settled=found.ack_floor.last_active,
         created=found.created,

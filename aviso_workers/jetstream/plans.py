@@ -214,7 +214,8 @@ def _start_differs(wanted: ConsumerSpec, found: Mapping[str, Any]) -> Difference
     begin = stated.get(metadata.START, wanted.deliver_policy)
     known = (found.get("metadata") or {}).get(metadata.START, found.get("deliver_policy"))
     if known == "":
-        return Difference(field="metadata", found=found.get("metadata"), wanted=dict(stated))
+        noted = found.get("metadata") or {}
+        return Difference(field="metadata", found=noted, wanted={**noted, **stated})
     return Difference(field="start", found=known, wanted=begin) if known != begin else None
 
 

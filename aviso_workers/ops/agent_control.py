@@ -65,6 +65,9 @@ class Reset(Struct, frozen=True, kw_only=True):
     """The plan of a reset: where the agent would go on, and what that means for its notifications."""
 
     agent: AgentConsumer
+    filter_subjects: tuple[str, ...]
+    has_consumer: bool
+    """Where it has none, the position is recorded, and the worker that creates its consumer begins there."""
     sequence: int
     """Where the agent would go on."""
     again: int
@@ -100,13 +103,17 @@ def declared(app: Router, config: Config, agent: str) -> AgentConsumer:
 
 
 async def find(admin: Admin, config: Config, owner: str, agent: str) -> AgentConsumer:
-    """Return the consumer of an agent of the app named `owner`, as it is on one of the configured event streams.
+    """Return the consumer of an agent of the app named `owner`, as it is, or was when a worker recorded it, on one of
+    the configured event streams.
 
     Raises `NotFoundError`, and `DeclarationError` where there are several.
     """
     event_streams = await aviso_admin.event_streams(admin, config)
     consumer = agents.durable_name(owner, agent)
     found = [stream for stream in event_streams if await _exists(admin, stream, consumer)]
+    if not found:  # it was deleted, or removed
+        recorded = await consumer_records.stored(admin)
+        found = [stream for stream in event_streams if (owner, agent, stream) in recorded]
     if not found:
         present = [found for stream in event_streams for found in await deployment.agents(admin, stream)]
         of_app = {name for name_of_app, name in present if name_of_app == owner}
@@ -144,12 +151,22 @@ async def plan_reset(admin: Admin, agent: AgentConsumer, to: Position) -> Reset:
     """Return what `reset` would do: to a sequence, to the first notification of a time or later, or, for a position of
     neither, behind the last notification.
 
-    Raises `InvalidPositionError` beyond the end of the stream, `BackendError`.
+    Where the consumer is gone, that is judged by the record of workers. Raises `InvalidPositionError` beyond the end of
+    the stream, `NotFoundError` where there is no record either, `BackendError`.
     """
     stream = agent.stream
-    info = await admin.consumer_info(stream, agent.consumer)
     last = (await admin.stream_info(stream)).last_sequence
-    filters = info.config.filters
+    info = None
+    try:
+        info = await admin.consumer_info(stream, agent.consumer)
+    except NotFoundError:
+        record = (await consumer_records.stored(admin)).get((agent.app, agent.agent, stream))
+        if record is None:
+            raise
+        filters = record.filter_subjects
+        pending = await admin.count(stream, filter_subjects=filters, start_sequence=record.ack_floor + 1)
+    else:
+        filters, pending = tuple(info.config.filters), info.num_pending
     sequence = last + 1 if to == Position() else max(1, to.sequence or 0)
     if to.time is not None:
         reading = admin.read(stream, filter_subjects=filters, start_time=to.time, last_sequence=last)
@@ -161,21 +178,36 @@ async def plan_reset(admin: Admin, agent: AgentConsumer, to: Position) -> Reset:
     ahead = await admin.count(stream, filter_subjects=filters, start_sequence=sequence)
     return Reset(
         agent=agent,
+        filter_subjects=filters,
+        has_consumer=info is not None,
         sequence=sequence,
-        again=max(0, ahead - info.num_pending),
-        passed_over=max(0, info.num_pending - ahead),
-        unsettled=info.num_ack_pending if sequence > info.ack_floor + 1 else 0,
+        again=max(0, ahead - pending),
+        passed_over=max(0, pending - ahead),
+        unsettled=info.num_ack_pending if info and sequence > info.ack_floor + 1 else 0,
     )
 
 
 async def reset(admin: Admin, plan: Reset) -> int:
-    """Reset the agent as planned, and return how many notifications it has to settle now. Raises `BackendError`."""
-    agent = plan.agent
-    info = await admin.reset_consumer(agent.stream, agent.consumer, sequence=plan.sequence)
+    """Reset the agent as planned, and return how many notifications it has to settle now.
+
+    Raises `RefusedError` where a worker has created its consumer meanwhile, `BackendError`.
+    """
+    agent, info = plan.agent, None
+    if plan.has_consumer:
+        info = await admin.reset_consumer(agent.stream, agent.consumer, sequence=plan.sequence)
     await consumer_records.move(
-        admin, app=agent.app, agent=agent.agent, stream=agent.stream, ack_floor=plan.sequence - 1
+        admin,
+        app=agent.app,
+        agent=agent.agent,
+        stream=agent.stream,
+        ack_floor=plan.sequence - 1,
+        filter_subjects=plan.filter_subjects,
     )
-    return info.num_pending + info.num_ack_pending  # a worker that waits is given some at once
+    if info is not None:
+        return info.num_pending + info.num_ack_pending  # a worker that waits is given some at once
+    if await _exists(admin, agent.stream, agent.consumer):
+        raise RefusedError(f"a worker has created consumer {agent.consumer} meanwhile: repeat the command")
+    return await admin.count(agent.stream, filter_subjects=plan.filter_subjects, start_sequence=plan.sequence)
 
 
 async def plan_rename(admin: Admin, owner: str, agent: str, to: str, *, workers_stopped: bool = False) -> Rename:

@@ -13,18 +13,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import anyio
 
 from aviso_workers.errors import AvisoWorkersError, describe, text_of
-from aviso_workers.events import Settled, Suspected, Unreadable, warning
+from aviso_workers.events import OfMessages, Settled, Suspected, Unreadable, warning
 from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.tracebacks import loggable
 
 __all__ = ["OBSERVED", "FailureLog"]
 
-OBSERVED = (Settled, Suspected, Unreadable)
+OBSERVED = get_args(OfMessages)
 """The facts that `FailureLog.observe` is for."""
 
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
@@ -66,7 +66,7 @@ class FailureLog:
         self._now = now
         self._seen: dict[_Kind, _Seen] = {}
 
-    def observe(self, event: Settled | Suspected | Unreadable) -> None:
+    def observe(self, event: OfMessages) -> None:
         """Write a line, or count the event where there are many like it. What was handled is not written."""
         if isinstance(event, Settled):
             self._observe_settled(event)

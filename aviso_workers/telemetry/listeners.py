@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol
@@ -20,10 +21,10 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import BackendError, text_of
 from aviso_workers.events import Events
-from aviso_workers.telemetry import blocked_loop, failure_logs, logs, readiness
+from aviso_workers.telemetry import blocked_loop, failure_logs, logs, metrics, readiness
 from aviso_workers.telemetry.failure_logs import FailureLog
 from aviso_workers.telemetry.logs import log
-from aviso_workers.telemetry.metrics import Measurable, Metrics
+from aviso_workers.telemetry.metrics import Measurable, Metrics, Missed
 from aviso_workers.telemetry.readiness import Readiness
 from aviso_workers.telemetry.status import StatusServer
 
@@ -111,7 +112,7 @@ def listening(app: Observable, *, status: Status | None) -> Iterator[Listeners]:
         stack.enter_context(app.events.heard_by(logs.observe, *logs.OBSERVED))
         stack.enter_context(app.events.heard_by(listeners.failures.observe, *failure_logs.OBSERVED))
         if status is not None and listeners.metrics is not None:
-            stack.enter_context(app.events.heard_by(listeners.metrics.observe))
+            stack.enter_context(app.events.heard_by(listeners.metrics.observe, *metrics.OBSERVED))
             stack.enter_context(app.events.heard_by(listeners.readiness.observe, *readiness.OBSERVED))
             port = StatusServer(
                 host=status.host,
@@ -132,24 +133,27 @@ class MissedLog:
     def __init__(self, newest_is_enough: Collection[str], clock: Clock) -> None:
         self._newest_is_enough = newest_is_enough
         self._clock = clock
-        self._told: dict[str, tuple[float, float]] = {}
-        """By agent: how many were missed at its last line, and when that was."""
+        self._untold: defaultdict[str, list[Missed]] = defaultdict(list)
+        self._told_at: dict[str, float] = {}
 
-    def observe(self, agent: str, missed: float) -> None:
-        """Note how many an agent has missed so far; NaN where that is not known."""
-        told, at = self._told.get(agent, (0, -math.inf))
-        now = self._clock.monotonic()
-        if agent in self._newest_is_enough or not missed > told or now - at < MISSED_SECONDS:
+    def observe(self, agent: str, missed: Missed | None) -> None:
+        """Note what an agent has missed since the last call, and write what was not written yet, if it is time to."""
+        untold, now = self._untold[agent], self._clock.monotonic()
+        if missed is not None and agent not in self._newest_is_enough:
+            untold.append(missed)
+        if not untold or now - self._told_at.get(agent, -math.inf) < MISSED_SECONDS:
             return
-        self._told[agent] = missed, now
+        self._told_at[agent] = now
         log.warning(
             "notifications.missed",
             agent=agent,
-            missed=int(missed - told),
+            missed=sum(each.count for each in untold),
+            among_sequences=f"{untold[0].first} to {untold[-1].last}",
             cure="they were not in the stream when it was their turn: a newer notification of their subject replaced "
             "them, they expired or were removed, or the server of the agent's consumer lacks them (`aviso-workers "
             "doctor`, JS072)",
         )
+        untold.clear()
 
 
 async def _measure_lag(
@@ -157,7 +161,8 @@ async def _measure_lag(
 ) -> None:
     wait = max(LAG_SECONDS / max(1, len(agents)), 1 / MOST_ASKED_PER_SECOND)
     for agent in itertools.cycle(agents):
+        found = None
         with suppress(BackendError):  # not made yet, or not reachable: the gauges keep what was last known
-            metrics.lag(agent.name, await session.consumer_info(agent))
-        missed.observe(agent.name, metrics.missed(agent.name))
+            found = metrics.lag(agent.name, await session.consumer_info(agent))
+        missed.observe(agent.name, found)
         await session.backend.clock.sleep(wait)

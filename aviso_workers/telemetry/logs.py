@@ -33,9 +33,9 @@ from aviso_workers.events import (
     ConsumerEdited,
     ConsumerNotRecorded,
     ConsumerResumed,
+    Counted,
     DeadLettersRefused,
     DeadLettersStored,
-    Event,
     FailuresNotStored,
     FilterHides,
     FiltersDiffer,
@@ -44,23 +44,22 @@ from aviso_workers.events import (
     LeadershipChanged,
     LeadershipHindered,
     LeadershipUnhindered,
+    Logged,
     NotReadAgain,
     NotRemoved,
+    OfReadiness,
     Overdue,
     PermissionDenied,
     ReadAgain,
-    Settled,
     Skipped,
     StartNotReached,
     StreamGone,
     StreamMadeAgain,
     StreamNotRead,
     StreamProvisioned,
-    Suspected,
     TaskFailed,
     Ticked,
     TimerRescheduled,
-    Unreadable,
     WindowDone,
     WindowFunctionsChanged,
     WindowsResized,
@@ -69,8 +68,8 @@ from aviso_workers.telemetry.tracebacks import loggable
 
 __all__ = ["OBSERVED", "configure", "log", "observe"]
 
-OBSERVED = tuple(kind for kind in get_args(Event) if kind not in (Settled, Suspected, Unreadable))
-"""The facts that `observe` is for. `failure_logs` has the others."""
+OBSERVED = get_args(OfReadiness | Counted | Logged)
+"""The facts that `observe` is for. `failure_logs` has those of messages."""
 
 
 class Log:
@@ -163,7 +162,7 @@ def _write_traceback(target: TextIO, raised: structlog.typing.ExcInfo) -> None:
         target.write(f"\n    {printable(line)}")
 
 
-def observe(event: Event) -> None:
+def observe(event: OfReadiness | Counted | Logged) -> None:
     """Log an event of the engine; the observer of those that are `OBSERVED`."""
     match event:
         case (
@@ -189,23 +188,6 @@ def observe(event: Event) -> None:
         case AgentStopped():
             log.info("agent.stopped", agent=event.agent, finished=event.finished, returned=event.returned)
         case (
-            DeadLettersRefused()
-            | DeadLettersStored()
-            | FailuresNotStored()
-            | NotReadAgain()
-            | ReadAgain()
-            | CallOverdue()
-            | CallsStuck()
-            | CallsFreed()
-            | CallsAbandoned()
-            | Overdue()
-            | NotRemoved()
-            | TaskFailed()
-            | Ticked()
-            | WindowDone()
-        ):
-            _observe_beside(event)
-        case (
             LeadershipChanged()
             | LeadershipHindered()
             | LeadershipUnhindered()
@@ -224,6 +206,8 @@ def observe(event: Event) -> None:
             _observe_stream(event)
         case ConnectionChanged() | ConnectionSlow() | PermissionDenied() | ForeignAnswer():
             _observe_connection(event)
+        case _:
+            _observe_beside(event)
 
 
 def _observe_connection(event: ConnectionChanged | ConnectionSlow | PermissionDenied | ForeignAnswer) -> None:
@@ -436,7 +420,22 @@ def _observe_calls(event: CallOverdue | CallsStuck | CallsFreed | CallsAbandoned
             log.info(f"{what}s.freed", agent=event.agent)
 
 
-def _observe_beside(event: Event) -> None:
+def _observe_beside(
+    event: DeadLettersRefused
+    | DeadLettersStored
+    | FailuresNotStored
+    | NotReadAgain
+    | ReadAgain
+    | CallOverdue
+    | CallsStuck
+    | CallsFreed
+    | CallsAbandoned
+    | Overdue
+    | NotRemoved
+    | TaskFailed
+    | Ticked
+    | WindowDone,
+) -> None:
     match event:
         case DeadLettersRefused():
             log.error(
@@ -504,6 +503,8 @@ def _observe_beside(event: Event) -> None:
                 **({"reason": event.dead_lettered} if event.dead_lettered else becomes),
                 exc_info=error,
             )
+        case Ticked() | WindowDone():
+            pass  # what went well is counted
 
 
 def _lengths(size_seconds: int, every_seconds: int, *, prefix: str = "") -> dict[str, str]:

@@ -12,9 +12,9 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso import schema
 from aviso_workers.backends import ConsumerInfo
@@ -32,14 +32,16 @@ from aviso_workers.events import (
     ConnectionChanged,
     ConnectionSlow,
     ConsumerResumed,
+    Counted,
     DeadLettersRefused,
     DeadLettersStored,
-    Event,
     ForeignAnswer,
     LeadershipHindered,
     LeadershipUnhindered,
     Measured,
     NotReadAgain,
+    OfMessages,
+    OfReadiness,
     Passed,
     Published,
     ReadAgain,
@@ -49,11 +51,15 @@ from aviso_workers.events import (
     Unreadable,
     WindowDone,
 )
+from aviso_workers.jetstream import identities
 from aviso_workers.telemetry import exposition
 from aviso_workers.telemetry.exposition import Kind
 from aviso_workers.version import __version__
 
-__all__ = ["FleetMetrics", "Measurable", "Metrics", "render_gauges"]
+__all__ = ["OBSERVED", "FleetMetrics", "Measurable", "Metrics", "Missed", "render_gauges"]
+
+OBSERVED = get_args(OfReadiness | Counted | OfMessages | Published | Measured)
+"""The facts that `Metrics.observe` is for."""
 
 RUN_OUTCOMES = ("done", "failed")
 """Of a timer or a window."""
@@ -104,6 +110,14 @@ class _Counts(dict[str, int]):
         self[known] = self.get(known, 0) + count
 
 
+class Missed(Struct, frozen=True, kw_only=True):
+    """Notifications that an agent was not given: `count` of those between two sequences, both inclusive."""
+
+    count: int
+    first: int
+    last: int
+
+
 class _Agent:
     """The numbers of one agent."""
 
@@ -128,27 +142,30 @@ class _Agent:
 
     def started(self, passed: Passed) -> None:
         """Begin to count what is missed, or go on where the consumer is the one that it was."""
-        if self._passed is not None and passed.deliveries >= self._passed.deliveries:
-            self.came_to(passed)
-            return
-        self._passed = passed
+        before = self._passed
+        if before is None or not passed.consumer.goes_on(before.consumer):
+            self._passed = passed
+        elif passed.sequence <= before.sequence:  # else the next look counts what is between
+            self._passed = structs.replace(before, consumer=passed.consumer)
         self.missed = 0 if math.isnan(self.missed) else self.missed
 
-    def came_to(self, passed: Passed) -> None:
+    def came_to(self, passed: Passed) -> Missed | None:
         """Count the sequences that the consumer has passed without a delivery: each but once, and those beyond doubt.
 
-        A delivery that is a repeat hides a sequence that was missed meanwhile. A consumer that was reset delivers from
-        0 on: what it was taken past was passed over on purpose, and what it comes by again is counted already.
+        A delivery that is a repeat hides a sequence that was missed meanwhile. Of a consumer that was recreated or
+        reset, nothing is known before the first look: what it was taken past was passed over on purpose, and what it
+        comes by again is counted already.
         """
-        before = self._passed
-        if before is None:
-            return
-        if passed.sequence <= before.sequence:
-            self._passed = Passed(passed.deliveries, before.sequence)
-            return
-        if passed.deliveries >= before.deliveries:
-            self.missed += max(0, passed.sequence - before.sequence - (passed.deliveries - before.deliveries))
-        self._passed = passed
+        before, now = self._passed, passed.consumer
+        if before is None or not passed.sequence:  # before its first delivery, a cluster may say that it is at 0
+            return None
+        self._passed = structs.replace(passed, sequence=max(passed.sequence, before.sequence))
+        deliveries = now.deliveries - before.consumer.deliveries
+        count = passed.sequence - before.sequence - deliveries
+        if not now.goes_on(before.consumer) or deliveries < 0 or count <= 0:
+            return None
+        self.missed += count
+        return Missed(count=count, first=before.sequence + 1, last=passed.sequence)
 
     def settled(self, event: Settled) -> None:
         self.outcomes[event.outcome] += 1
@@ -483,7 +500,8 @@ class Metrics:
         """Agents and streams of which one or the other's consumer was not found."""
         self._table = _Table()
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: OfReadiness | Counted | OfMessages | Published | Measured) -> None:
+        """Count an event of the engine; the observer of those that are `OBSERVED`."""
         match event:
             case Settled(agent=agent) if agent in self._agents:
                 self._agents[agent].settled(event)
@@ -501,17 +519,6 @@ class Metrics:
                 self._observe_connection(event)
             case Unreadable() | Suspected():
                 self._observe_message(event)
-            case (
-                DeadLettersRefused()
-                | DeadLettersStored()
-                | LeadershipHindered()
-                | LeadershipUnhindered()
-                | NotReadAgain()
-                | ReadAgain()
-                | CallsStuck()
-                | CallsFreed()
-            ):
-                self._observe_hindrance(event)
             case AgentDisturbed(agent=agent, stream=stream, error=error) if agent in self._agents:
                 self._agents[agent].pull_errors.add(_code(error))
                 if isinstance(error, NotFoundError):
@@ -520,6 +527,10 @@ class Metrics:
                 self._started(event)
             case Measured(name=name):
                 self._measured[name] = event
+            case Settled() | AgentDisturbed() | AgentStarted() | ConsumerResumed():
+                pass  # of a subscription of our own
+            case _:
+                self._observe_hindrance(event)
 
     def _observe_connection(self, event: ConnectionChanged | ConnectionSlow | ForeignAnswer) -> None:
         match event:
@@ -538,10 +549,21 @@ class Metrics:
                 self.unreadable.add(stream)
                 if event.reason == "foreign":
                     self.foreign.add(stream)
-            case Suspected(agent=agent) if agent in self._agents:
-                self._agents[agent].suspected += 1
+            case Suspected(agent=agent):
+                if agent in self._agents:
+                    self._agents[agent].suspected += 1
 
-    def _observe_hindrance(self, event: Event) -> None:
+    def _observe_hindrance(
+        self,
+        event: DeadLettersRefused
+        | DeadLettersStored
+        | NotReadAgain
+        | ReadAgain
+        | LeadershipHindered
+        | LeadershipUnhindered
+        | CallsStuck
+        | CallsFreed,
+    ) -> None:
         """Note what keeps an agent or a timer from its work, and that it is over."""
         match event:
             case DeadLettersRefused(agent=agent) | DeadLettersStored(agent=agent):
@@ -553,15 +575,13 @@ class Metrics:
             case CallsStuck(agent=agent) | CallsFreed(agent=agent):
                 self._agents[agent].threads_stuck = event.calls if isinstance(event, CallsStuck) else 0
 
-    def lag(self, agent: str, consumer: ConsumerInfo) -> None:
-        """Note what is left to do for an agent, and what it has missed."""
+    def lag(self, agent: str, consumer: ConsumerInfo) -> Missed | None:
+        """Note what is left to do for an agent. Return what it has missed since that was last noted, where that is
+        known.
+        """
         self._agents[agent].pending = consumer.num_pending
         self._agents[agent].ack_pending = consumer.num_ack_pending
-        self._agents[agent].came_to(Passed(consumer.deliveries, consumer.position))
-
-    def missed(self, agent: str) -> float:
-        """Return how many notifications an agent has missed; NaN where that is not known."""
-        return self._agents[agent].missed
+        return self._agents[agent].came_to(Passed(identities.of(consumer), consumer.position))
 
     def _started(self, event: AgentStarted | ConsumerResumed) -> None:
         if isinstance(event, ConsumerResumed):
@@ -648,8 +668,9 @@ class _Table:
                 case _Counts() as counts:
                     for word, count in dict(counts).items():  # at once: the loop's thread may add to it meanwhile
                         yield self._line(metric, (*labels, *metric.by), (*key, word), count)
-                case value if not math.isnan(value):  # one that is not known spoils each sum
-                    yield self._line(metric, labels, key, float(value))
+                case value:
+                    if not math.isnan(value):  # one that is not known spoils each sum
+                        yield self._line(metric, labels, key, float(value))
 
     def _line(self, metric: Metric, labels: tuple[str, ...], key: tuple[str, ...], value: float) -> str:
         known = self._known.get((metric.name, *key))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 from aviso_workers.declare.agents import Agent
 from aviso_workers.engine.dead_letter_store import RETRIES
@@ -15,29 +15,17 @@ from aviso_workers.events import (
     ConnectionChanged,
     DeadLettersRefused,
     DeadLettersStored,
-    Event,
     LeadershipHindered,
     LeadershipUnhindered,
     NotReadAgain,
+    OfReadiness,
     ReadAgain,
 )
 from aviso_workers.telemetry.status import Health
 
 __all__ = ["OBSERVED", "Readiness"]
 
-OBSERVED = (
-    ConnectionChanged,
-    AgentStarted,
-    AgentDisturbed,
-    DeadLettersRefused,
-    DeadLettersStored,
-    CallsStuck,
-    CallsFreed,
-    NotReadAgain,
-    ReadAgain,
-    LeadershipHindered,
-    LeadershipUnhindered,
-)
+OBSERVED = get_args(OfReadiness)
 """The facts that `Readiness.observe` is for."""
 DEAD_LETTERS = "dead letters"
 CALLS = "calls"
@@ -59,7 +47,7 @@ class Readiness:
         self._stopping = False
         self._say()
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: OfReadiness) -> None:
         match event:
             case ConnectionChanged(connected=True):
                 self._connection = ""

@@ -126,6 +126,30 @@ def test_a_reset_tells_what_it_would_do_and_does_it_with_a_yes(
     assert worked() == ["1", "2", "3", "2", "3"]
 
 
+def test_a_reset_of_an_agent_without_a_consumer_is_what_is_recorded(
+    run: Run, config: Path, worked: Callable[..., list[str]], agents: str
+) -> None:
+    assert worked(1, 2, 3) == ["1", "2", "3"]
+    (row,) = (row for row in shown(run, config, agents) if row["agent"] == "index")
+    assert row["recorded position"].startswith("settled up to sequence 3, at 20")
+    with_yes = ("--yes", "--config", config)
+    assert run("consumers", "rm", "MARS", "field__index", *with_yes).code == 0
+    done = run("agents", "reset", "index", "--app", "field", "--to", "2", *with_yes)
+    told = [" ".join(line.split()) for line in done.lines]
+    assert (done.code, told) == (
+        0,
+        [
+            "index of field:",
+            "goes on at MARS@2",
+            "handled again 2",
+            "passed over 0",
+            "its consumer does not exist; the worker that creates it begins there",
+            "index goes on at MARS@2, with 2 notifications ahead of it",
+        ],
+    )
+    assert worked() == ["1", "2", "3", "2", "3"]
+
+
 @pytest.mark.covers("002-03")
 def test_a_reset_goes_to_a_date(run: Run, config: Path, worked: Callable[..., list[str]], agents: str) -> None:
     worked(1, 2)

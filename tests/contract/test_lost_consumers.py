@@ -117,6 +117,34 @@ async def test_after_a_reset_it_goes_on_from_there(t: Harness, handled: list[int
     assert handled == [0, 1, 2, 1, 2]
 
 
+@pytest.mark.parametrize("removed", [False, True], ids=["deleted", "removed on purpose"])
+async def test_a_reset_says_where_it_goes_on_also_while_it_has_no_consumer(
+    t: Harness, handled: list[int], removed: bool
+) -> None:
+    await settled_before(t)
+    admin = t.app.session.admin
+    if removed:
+        await maintenance.remove_consumer(admin, "MARS", "contract__index")
+    else:
+        await admin.delete_consumer("MARS", "contract__index")
+    index = await agent_control.find(admin, t.app.config, "contract", "index")
+    plan = await agent_control.plan_reset(admin, index, Position(sequence=2))
+    assert (plan.again, plan.passed_over, plan.has_consumer) == (2, 0, False)
+    assert await agent_control.reset(admin, plan) == 2
+    await t.start()
+    await t.settle()
+    assert handled == [0, 1, 2, 1, 2]
+
+
+async def test_a_reset_of_an_agent_that_has_never_run_is_refused(t: Harness) -> None:
+    await t.notify("mars", mars(step=0), {})
+    await t.settle()
+    await t.stop()
+    never = agent_control.AgentConsumer(app="contract", agent="never", stream="MARS")
+    with pytest.raises(NotFoundError, match="contract__never"):
+        await agent_control.plan_reset(t.app.session.admin, never, Position(sequence=1))
+
+
 async def test_a_new_consumer_is_not_made_while_it_is_not_known_how_far_the_old_one_had_come(
     t: Harness, handled: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,9 +8,12 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
 
 from aviso_workers import App, Notification
-from aviso_workers.events import Settled
+from aviso_workers.backends import ConsumerInfo
+from aviso_workers.events import AgentStarted, Settled
+from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.telemetry.listeners import Listeners
 from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.metrics import Metrics
@@ -78,6 +81,35 @@ async def test_what_was_replaced_before_there_was_the_agent_is_not(app: App, wor
             assert await missed(app, metrics, index) == "0.0"
 
 
+async def test_what_a_new_consumer_begins_after_is_not(
+    app: App, working: Working, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster may answer right after it has created the consumer that this is at 0 and has nothing to do."""
+
+    @app.agent("mars", start="new")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    async with app:
+        await publish(app, 1, 2, 3)
+        ensure = app.session.backend.ensure_consumer
+
+        async def early(stream: str, spec: ConsumerSpec) -> ConsumerInfo:
+            return structs.replace(await ensure(stream, spec), position=0, ack_floor=0, num_pending=0)
+
+        monkeypatch.setattr(app.session.backend, "ensure_consumer", early)
+        started = anyio.Event()
+        app.events.listen(lambda fact: started.set() if fact.stream == "MARS" else None, AgentStarted)
+        async with working(0) as metrics:
+            with anyio.fail_after(PATIENCE_SECONDS):
+                await started.wait()
+            handled = anyio.Event()
+            app.events.listen(lambda _: handled.set(), Settled)
+            await publish(app, 4)
+            with anyio.fail_after(PATIENCE_SECONDS):
+                await handled.wait()
+            assert await missed(app, metrics, index) == "0.0"
+
+
 async def test_what_a_filter_leaves_out_is_not_taken_for_missed(app: App, working: Working) -> None:
     @app.agent("mars", where={"step": 2})
     async def index(notification: Notification[Any]) -> None: ...
@@ -95,10 +127,10 @@ async def test_a_worker_logs_what_its_agent_has_missed(
     async def index(notification: Notification[Any]) -> None: ...
 
     told = anyio.Event()
-    lines: list[tuple[str, Any]] = []
+    lines: list[tuple[str, Any, Any]] = []
 
     def warning(event: str, **fields: Any) -> None:
-        lines.append((event, fields.get("missed")))
+        lines.append((event, fields.get("missed"), fields.get("among_sequences")))
         told.set()
 
     monkeypatch.setattr(log, "warning", warning)
@@ -115,4 +147,4 @@ async def test_a_worker_logs_what_its_agent_has_missed(
             with anyio.fail_after(PATIENCE_SECONDS):
                 await told.wait()
             beside.cancel_scope.cancel()
-    assert lines == [("notifications.missed", 2)]
+    assert lines == [("notifications.missed", 2, "2 to 5")]

@@ -17,6 +17,7 @@ from nats.js.api import StreamConfig
 
 from aviso_workers import App, Notification
 from aviso_workers.errors import RefusedError
+from aviso_workers.jetstream.identities import MARK
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.server import NatsServer
 from tests.contract.settings import app_config, mars
@@ -205,7 +206,11 @@ async def test_a_consumer_with_one_filter_is_not_updated_for_the_way_in_which_it
     context = client.jetstream()
     await context.add_stream(StreamConfig(name="MARS", subjects=["mars.>"]))
     found = {"filter_subject": "mars.od.>", "ack_policy": "explicit", "ack_wait": 10_000_000_000, "max_ack_pending": 9}
-    await ask(client, "CONSUMER.CREATE.MARS.agent.mars.od.>", config={"durable_name": "agent", **found})
+    await ask(
+        client,
+        "CONSUMER.CREATE.MARS.agent.mars.od.>",
+        config={"durable_name": "agent", "metadata": {MARK: "1"}, **found},
+    )
     updates = await client.subscribe("$JS.API.CONSUMER.CREATE.MARS.agent")
     await client.flush()
     spec = ConsumerSpec(

@@ -68,6 +68,17 @@ class Place:
     async def info(self) -> ConsumerInfo:
         return await self.backend.consumer_info("MARS", "field__index")
 
+    async def move(self, ack_floor: int) -> None:
+        """Record another position, as `agents reset` does."""
+        await consumer_records.move(
+            self.backend,
+            app="field",
+            agent="index",
+            stream="MARS",
+            ack_floor=ack_floor,
+            filter_subjects=SPEC.filter_subjects,
+        )
+
     async def record(self) -> ConsumerRecord:
         await self.recorder.record(await self.info())
         return (await consumer_records.stored(self.backend))["field", "index", "MARS"]
@@ -121,10 +132,29 @@ async def test_what_is_handled_again_after_a_reset_is_recorded_again(place: Plac
         await clock.advance(1)
         assert (await place.record()).ack_floor == 1
         await place.backend.reset_consumer("MARS", "field__index", sequence=1)
-        await consumer_records.move(place.backend, app="field", agent="index", stream="MARS", ack_floor=0)
+        await place.move(0)
         await clock.advance(1)
         assert (await place.info()).ack_floor == 1, "it was handled again"
         assert (await place.record()).ack_floor == 1
+
+
+async def test_a_record_goes_back_only_where_an_operator_resets_the_agent(place: Place, clock: VirtualClock) -> None:
+    """Not where somebody has made a consumer by hand that begins with the whole stream."""
+    for number in range(3):
+        await place.publish(number)
+    async with place.backend.consume(
+        "MARS", "field__index", deliver=lambda delivery: delivery.ack(), capacity=lambda: 3
+    ):
+        await clock.advance(1)
+        assert (await place.record()).ack_floor == 3
+    await place.backend.delete_consumer("MARS", "field__index")
+    await place.backend.ensure_consumer("MARS", SPEC)
+    assert (await place.info()).settled == 0
+    assert (await place.record()).ack_floor == 3
+    place.recorder = place.worker()
+    assert (await place.record()).ack_floor == 3, "also where a worker was started again meanwhile"
+    await place.move(1)
+    assert (await place.record()).ack_floor == 1
 
 
 async def test_a_worker_that_finds_the_consumer_of_a_new_stream_records_it_as_such(place: Place) -> None:

@@ -12,6 +12,7 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Delivery
 from aviso_workers.backends.jetstream import consumer
 from aviso_workers.backends.jetstream.consumer import Outbox, PinnedDelivery, PullConsumer
+from aviso_workers.jetstream.identities import Identity
 from tests.jetstream.conftest import PlayedConnection
 from tests.waits import PATIENCE_SECONDS
 
@@ -90,13 +91,17 @@ async def test_what_was_sent_again_is_not_sent_once_more_before_it_can_be_confir
     assert played.sent == [("$JS.ACK.1", b"+ACK", played.sent[0][2])] * 2
 
 
+MORNING = Identity(created="this morning", mark="1", deliveries=0, resets=0)
+EVENING = Identity(created="this evening", mark="2", deliveries=0, resets=0)
+
+
 class Reader:
     """A reader of the consumer `agent` of MARS, and what it delivers."""
 
     def __init__(self, played: PlayedConnection, outbox: Outbox, *, capacity: int = 1) -> None:
         self.deliveries: list[Delivery] = []
-        self.made = {("MARS", "agent"): "this morning"}
-        """When the consumer was made, as was last seen."""
+        self.made = {("MARS", "agent"): MORNING}
+        """Which one the consumer is, as was last seen."""
         self.consumer = PullConsumer(
             played.connection,
             outbox,
@@ -107,7 +112,7 @@ class Reader:
             capacity=lambda: capacity,
             priority=0,
         )
-        self.consumer._made_at = "this morning"
+        self.consumer._opened = MORNING
         self.consumer._pulls._received_at = asyncio.get_running_loop().time()
 
     def deliver(self, number: int) -> Delivery:
@@ -127,7 +132,7 @@ async def test_what_came_from_a_consumer_that_was_recreated_since_is_not_settled
     first.ack()
     assert [sent[:2] for sent in played.sent] == [("$JS.ACK.MARS.agent.1.1.1.1.0", b"+ACK")]
 
-    reader.made["MARS", "agent"] = "this evening"
+    reader.made["MARS", "agent"] = EVENING
     second.ack()
     second.nak()
     second.term("no")

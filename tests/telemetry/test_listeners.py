@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +22,7 @@ from aviso_workers.events import (
 from aviso_workers.telemetry import listeners
 from aviso_workers.telemetry.listeners import MissedLog
 from aviso_workers.telemetry.logs import log
+from aviso_workers.telemetry.metrics import Missed
 from aviso_workers.telemetry.readiness import Readiness
 
 pytestmark = pytest.mark.anyio
@@ -39,7 +39,7 @@ async def test_the_lag_of_all_agents_is_asked_for_in_turn_and_not_too_often(agen
 
     known: Any = [SimpleNamespace(name=f"agent-{number}") for number in range(agents)]
     session: Any = SimpleNamespace(consumer_info=consumer_info, backend=SimpleNamespace(clock=clock))
-    metrics: Any = SimpleNamespace(lag=lambda agent, info: None, missed=lambda agent: math.nan)
+    metrics: Any = SimpleNamespace(lag=lambda agent, info: None)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(listeners._measure_lag, known, session, metrics, MissedLog((), clock))
         await clock.advance(119.999)
@@ -50,22 +50,26 @@ async def test_the_lag_of_all_agents_is_asked_for_in_turn_and_not_too_often(agen
 
 
 async def test_missed_notifications_are_logged_at_most_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[tuple[str, str, int]] = []
-    monkeypatch.setattr(log, "warning", lambda event, *, agent, missed, cure: lines.append((event, agent, missed)))
+    lines: list[tuple[str, str, int, str]] = []
+
+    def warning(event: str, *, agent: str, missed: int, among_sequences: str, cure: str) -> None:
+        lines.append((event, agent, missed, among_sequences))
+
+    monkeypatch.setattr(log, "warning", warning)
     clock = VirtualClock()
     missed = MissedLog({"newest"}, clock)
 
-    missed.observe("index", 0)
-    missed.observe("filtered", math.nan)
-    missed.observe("newest", 100)
+    missed.observe("index", None)
+    missed.observe("newest", Missed(count=100, first=1, last=100))
     assert lines == []
-    missed.observe("index", 100)
-    missed.observe("index", 103)
-    assert lines == [("notifications.missed", "index", 100)]
+    missed.observe("index", Missed(count=100, first=1, last=200))
+    missed.observe("index", Missed(count=2, first=203, last=205))
+    assert lines == [("notifications.missed", "index", 100, "1 to 200")]
+    missed.observe("index", Missed(count=1, first=210, last=210))
     await clock.advance(60)
-    missed.observe("index", 103)
-    missed.observe("index", 103)
-    assert lines[1:] == [("notifications.missed", "index", 3)]
+    missed.observe("index", None)
+    missed.observe("index", None)
+    assert lines[1:] == [("notifications.missed", "index", 3, "203 to 210")]
 
 
 def test_what_keeps_a_worker_from_its_work_makes_it_unready_until_it_is_over() -> None:

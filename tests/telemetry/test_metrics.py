@@ -37,8 +37,9 @@ from aviso_workers.events import (
     Unreadable,
     WindowDone,
 )
+from aviso_workers.jetstream import identities
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
-from aviso_workers.telemetry.metrics import MOST_REASONS, RETRY_REASONS, FleetMetrics, Metrics
+from aviso_workers.telemetry.metrics import MOST_REASONS, RETRY_REASONS, FleetMetrics, Metrics, Missed
 from tests import programs
 
 OF_APP = {"app": "field-index"}
@@ -250,7 +251,23 @@ def test_a_lag_that_nobody_has_asked_for_is_no_number(metrics: Metrics) -> None:
     assert (sample(metrics, "pending", **OF_INDEX), sample(metrics, "ack_pending", **OF_INDEX)) == (7, 2)
 
 
-READ = structs.replace(STARTED, passed=Passed(10, 100))
+def looked_at(deliveries: int, position: int, *, created: int = 1) -> ConsumerInfo:
+    """The consumer of the agent `index` at some moment."""
+    return ConsumerInfo(
+        name="i",
+        config=ConsumerConfig(),
+        time=datetime.now(UTC),
+        created=datetime(2026, 11, created, tzinfo=UTC),
+        deliveries=deliveries,
+        position=position,
+    )
+
+
+def read_from(consumer: ConsumerInfo) -> AgentStarted:
+    return structs.replace(STARTED, passed=Passed(identities.of(consumer), consumer.position))
+
+
+READ = read_from(looked_at(10, 100))
 
 
 @pytest.mark.parametrize(
@@ -271,19 +288,27 @@ def test_what_a_consumer_passes_without_delivering_it_is_missed(
     assert sample(metrics, "missed_total", **OF_INDEX) is None
     metrics.observe(READ)
     for deliveries, position in came_to:
-        info = ConsumerInfo(
-            name="i", config=ConsumerConfig(), time=datetime.now(UTC), deliveries=deliveries, position=position
-        )
-        metrics.lag("index", info)
+        metrics.lag("index", looked_at(deliveries, position))
     assert sample(metrics, "missed_total", **OF_INDEX) == missed
+
+
+def test_who_counts_what_is_missed_says_among_which_sequences(metrics: Metrics) -> None:
+    metrics.observe(READ)
+    assert metrics.lag("index", looked_at(11, 101)) is None
+    assert metrics.lag("index", looked_at(13, 105)) == Missed(count=2, first=102, last=105)
 
 
 def test_a_consumer_that_is_made_anew_has_missed_nothing_yet(metrics: Metrics) -> None:
     metrics.observe(READ)
-    metrics.observe(structs.replace(READ, passed=Passed(11, 103)))  # opened again after a disturbance
+    metrics.observe(read_from(looked_at(11, 103)))  # opened again after a disturbance
+    metrics.lag("index", looked_at(11, 103))
     assert sample(metrics, "missed_total", **OF_INDEX) == 2
-    metrics.observe(structs.replace(READ, passed=Passed(0, 500)))
+    metrics.lag("index", looked_at(0, 0, created=2))  # as a cluster says of a consumer that begins at a sequence
+    metrics.lag("index", looked_at(12, 490, created=2))
+    metrics.observe(read_from(looked_at(13, 500, created=2)))
     assert sample(metrics, "missed_total", **OF_INDEX) == 2
+    metrics.lag("index", looked_at(14, 504, created=2))
+    assert sample(metrics, "missed_total", **OF_INDEX) == 14
 
 
 def test_settlements_are_counted_by_outcome_and_reason(metrics: Metrics) -> None:

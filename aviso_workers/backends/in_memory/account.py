@@ -19,7 +19,7 @@ from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.stream import Stream, complete, header_size, total_of, ttl_of
 from aviso_workers.clocks import Clock
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
-from aviso_workers.jetstream import error_codes, specs, subjects
+from aviso_workers.jetstream import error_codes, identities, specs, subjects
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 
 __all__ = ["MAX_PAYLOAD", "Account"]
@@ -101,10 +101,12 @@ class Account:
         durable = found.durables.get(spec.durable_name)
         if durable is None:
             created_ns = self._created_now(f"{stream}.{spec.durable_name}")
-            durable = Durable(spec, found.messages, last_sequence=found.last_sequence, created_ns=created_ns)
+            durable = Durable(
+                identities.marked(spec, None), found.messages, last_sequence=found.last_sequence, created_ns=created_ns
+            )
             found.durables[spec.durable_name] = durable
         else:
-            durable.update(spec)
+            durable.update(identities.marked(spec, durable.info(now_ns=self.now_ns)))
         return durable
 
     def _created_now(self, name: str) -> int:

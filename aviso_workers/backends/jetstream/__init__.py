@@ -42,7 +42,8 @@ from aviso_workers.backends.jetstream.management import Management
 from aviso_workers.backends.jetstream.publisher import Publisher
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
-from aviso_workers.jetstream import error_codes, plans
+from aviso_workers.jetstream import error_codes, identities, plans
+from aviso_workers.jetstream.identities import Identity
 from aviso_workers.jetstream.plans import UPDATABLE
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 
@@ -73,7 +74,9 @@ class JetStreamBackend(Management):
         self._ingester = Ingester(connection, self._publisher)
         self._outbox = Outbox(connection)
         self._administration = Administration(connection)
-        self._made: dict[tuple[str, str], str] = {}
+        self._made: dict[tuple[str, str], Identity] = {}
+        self._marks = True
+        """Whether consumers without a mark get one: not where this user may not update a consumer."""
         self._tasks: TaskGroup
 
     async def __aenter__(self) -> Self:
@@ -115,15 +118,21 @@ class JetStreamBackend(Management):
         try:
             found = await self.consumer_info(stream, name)
         except NotFoundError:
-            return await self._put_as_allowed(stream, name, msgspec.to_builtins(spec), action="create")
-        differences = plans.consumer_differences(spec, found.config)
-        updates = {each.field: each.wanted for each in differences if each.field in UPDATABLE}
+            config = msgspec.to_builtins(identities.marked(spec, None))
+            return await self._put_as_allowed(stream, name, config, action="create")
+        updates = _updates(identities.marked(spec, found) if self._marks else spec, found)
         if not updates:
             return found
         config = {**found.config, **updates}
         if "filter_subjects" in updates:
             config.pop("filter_subject", None)  # of the two, a server takes one
-        return await self._put_as_allowed(stream, name, config, action="update")
+        try:
+            return await self._put_as_allowed(stream, name, config, action="update")
+        except RefusedError:
+            if _updates(spec, found):
+                raise
+            self._marks = False
+            return found
 
     async def _put_as_allowed(
         self, stream: str, consumer: str, config: Mapping[str, Any], *, action: Literal["create", "update"]
@@ -250,6 +259,12 @@ class JetStreamBackend(Management):
             on_foreign=self._on_foreign,
             replicas=self._settings.replicas or 1,
         )
+
+
+def _updates(spec: ConsumerSpec, found: ConsumerInfo) -> dict[str, Any]:
+    """Return what is to be updated of a consumer, by field."""
+    differences = plans.consumer_differences(spec, found.config)
+    return {each.field: each.wanted for each in differences if each.field in UPDATABLE}
 
 
 async def _within(scope: anyio.CancelScope, reader: PullConsumer) -> None:

@@ -32,7 +32,8 @@ from aviso_workers.backends.jetstream.management import Management
 from aviso_workers.backends.jetstream.pull_requests import HEARTBEAT_SECONDS, PullSubscription, decode, pending
 from aviso_workers.backends.jetstream.wire import Arrival
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
-from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream import identities, metadata
+from aviso_workers.jetstream.identities import Identity
 from aviso_workers.jetstream.specs import GROUP, PINNED
 
 __all__ = ["Outbox", "PullConsumer"]
@@ -219,7 +220,7 @@ class PinnedDelivery(JetStreamDelivery):
 class PullConsumer:
     """An open reader of a durable consumer; see `backends.Consumer`.
 
-    `made` says when each consumer of the connection was made, as was last seen by any reader of it.
+    `made` says which one each consumer of the connection is, as was last seen by any reader of it.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class PullConsumer:
         *,
         stream: str,
         consumer: str,
-        made: dict[tuple[str, str], str],
+        made: dict[tuple[str, str], Identity],
         deliver: Callable[[Delivery], None],
         capacity: Callable[[], int],
         priority: int,
@@ -243,7 +244,7 @@ class PullConsumer:
         """What the subjects begin with by which its messages are settled."""
         self._opened_at = 0.0
         self._made = made
-        self._made_at = ""
+        self._opened: Identity | None = None
         self._deliver = deliver
         self._capacity = capacity
         self._priority = priority
@@ -266,7 +267,7 @@ class PullConsumer:
     async def open(self) -> None:
         """Begin to pull messages. Raises `BackendError`, also where the server does not allow a pull request."""
         found = await self._management.consumer_info(*self._consumer)
-        self._made_at = self._made[self._consumer] = found.created_text
+        self._opened = self._made[self._consumer] = identities.of(found)
         if found.config.priority_policy == PINNED:
             # The ack_wait may become as short as that while this is open, when the workers of other versions are gone.
             self._hold_seconds = min(each.ack_wait for each in metadata.noted_versions(found.config)) / SECOND
@@ -354,7 +355,7 @@ class PullConsumer:
     async def _check(self) -> None:
         """Make sure that it is there and the one that was opened, then ask again."""
         found = await self._management.consumer_info(*self._consumer)
-        if found.created_text != self._made_at:
+        if not identities.of(found).is_same(self._opened):
             raise NotFoundError(f"{self._name} was deleted and recreated")
         if self._pulls.silent():  # a loop that was stuck finds by now what had come
             self._pulls.forget()
@@ -395,7 +396,8 @@ class PullConsumer:
 
     def _same(self) -> bool:
         """Return whether the consumer is the one that was opened."""
-        return self._made.get(self._consumer) == self._made_at
+        made = self._made.get(self._consumer)
+        return made is not None and made.is_same(self._opened)
 
     def _change(self) -> None:
         if not self._changed.is_set():

@@ -18,7 +18,7 @@ from aviso_workers.backends.jetstream import unreadable
 from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, Connection
 from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
-from aviso_workers.jetstream import error_codes, info, metadata
+from aviso_workers.jetstream import error_codes, identities, info, metadata
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 
 __all__ = ["Management"]
@@ -161,7 +161,8 @@ class Management:
     async def reset_consumer(self, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
         self._connection.require_server(2, 14, to="reset a consumer")
         found = await self.consumer_info(stream, consumer)  # a server does not answer about one that is missing
-        config = {**found.config, "metadata": metadata.after_reset(found.config.metadata)}
+        noted = metadata.after_reset(found.config.metadata)
+        config = {**found.config, "metadata": noted}
         # Before it is done: a worker that is given something again must find that it was meant to be.
         await self.put_consumer(stream, consumer, config, action="update")
         try:
@@ -172,6 +173,7 @@ class Management:
         # It was made to begin later than that: one that begins there takes its place.
         await self.delete_consumer(stream, consumer)
         config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": sequence}
+        config |= {"metadata": identities.newly_marked(noted)}
         config.pop("opt_start_time", None)
         return await self.put_consumer(stream, consumer, config, action="create")
 
