@@ -169,6 +169,7 @@ async def test_a_worker_goes_on_when_an_acknowledgement_comes_to_its_pulls(tmp_p
 
         await client.subscribe("$JS.API.CONSUMER.MSG.NEXT.MARS.>", cb=hear)
         await client.flush()
+        await client.flush()  # the first PING overtakes what waits to be written
         stop = anyio.Event()
         with anyio.fail_after(PATIENCE_SECONDS):
             async with app, anyio.create_task_group() as tasks:
