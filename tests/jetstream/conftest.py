@@ -6,7 +6,8 @@ from typing import cast
 import pytest
 
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.wire import Interest, Listener
+from aviso_workers.backends.jetstream.inboxes import Inbox
+from aviso_workers.backends.jetstream.wire import Interest, Listener, Wire
 
 
 class PlayedConnection:
@@ -27,8 +28,9 @@ class PlayedConnection:
         """The same, as what is asked for where a connection is used."""
         return cast(Connection, self)
 
-    def new_inbox(self) -> str:
-        return "_INBOX.test"
+    async def open_inbox(self, inbox: Inbox) -> Inbox:
+        await inbox.open(cast(Wire, self), "_INBOX")
+        return inbox
 
     async def listen(self, subject: str, listener: Listener) -> Interest:
         self.heard = listener

@@ -18,7 +18,7 @@ from anyio.lowlevel import checkpoint
 from aviso_workers import config
 from aviso_workers.backends import Message, Outgoing
 from aviso_workers.backends.jetstream import JetStreamBackend, pull_requests, readers, wire
-from aviso_workers.backends.jetstream.wire import Interest
+from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.server import NatsServer
@@ -172,7 +172,7 @@ class PlayedStream(PlayedConnection):
                 return {"message": {"subject": "mars.1", "seq": self.held, "time": "2026-11-20T06:00:00Z"}}
         return {}
 
-    async def leave(self, interest: Interest) -> None:
+    async def close_inbox(self, inbox: Inbox) -> None:
         pass
 
     def deliver(self, sequence: int, number: int, *, pending: int) -> None:

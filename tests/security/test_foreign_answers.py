@@ -11,7 +11,7 @@ import re
 import socket
 import threading
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +24,7 @@ from nats.aio.msg import Msg
 from aviso_workers import App, Notification
 from aviso_workers.config.nats_server import Permissions, Subjects
 from aviso_workers.errors import BackendError
+from aviso_workers.events import Event, PermissionDenied
 from aviso_workers.ops import permissions
 from aviso_workers.server import NatsServer
 from tests.conftest import write_mars_config
@@ -191,3 +192,50 @@ async def test_a_worker_goes_on_when_an_acknowledgement_comes_to_its_pulls(tmp_p
         await client.close()
     assert [event.times for event in foreign] == [1, 2, 3]
     assert foreign[0].answer.endswith("an acknowledgement of stream OTHER came as its answer")
+
+
+@pytest.mark.parametrize("first", ["older", "newer"])
+async def test_permissions_may_change_their_prefix_while_a_worker_runs(
+    tmp_path: Path, free_port: int, first: str
+) -> None:
+    """The server is started again with the others, as it is for a new configuration."""
+    heard = {"older": OLDER, "newer": Subjects(allow=("_INBOX_worker.>",))}
+    everything = Subjects(allow=(">",))
+    handled: list[int] = []
+    path = write_mars_config(tmp_path / "c.yaml", f"nats://127.0.0.1:{free_port}", user="worker", password="worker")
+    app = App("victim", config=path)
+
+    @app.agent("mars")
+    async def index(notification: Notification) -> None:
+        handled.append(int(notification.identifier["step"]))
+        if len(handled) in changed:
+            changed[len(handled)].set()
+
+    changed = {number: anyio.Event() for number in (1, 2)}
+    heard_events: list[Event] = []
+    app.events.listen(heard_events.append)
+
+    def started(which: str) -> AbstractContextManager[NatsServer]:
+        rights = user("worker", Permissions(publish=everything, subscribe=heard[which]))
+        accounts = f"accounts: {{ DATA: {{ jetstream: enabled, users: [{rights}] }} }}\n"
+        return NatsServer.start(store_dir=tmp_path / "store", config=accounts, port=free_port)
+
+    second = "newer" if first == "older" else "older"
+    async with AsyncExitStack() as stack:
+        with started(first):
+            await stack.enter_async_context(app)
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            tasks.start_soon(app.work, anyio.Event())
+            await app.notify("mars", {"class": "od", "step": 1})
+            with anyio.fail_after(PATIENCE_SECONDS):
+                await changed[1].wait()
+            assert app.session.admin.administration().shares_inbox is (first == "older")
+        with started(second):
+            with anyio.fail_after(PATIENCE_SECONDS):
+                await app.notify("mars", {"class": "od", "step": 2})
+                await changed[2].wait()
+            assert app.session.admin.administration().shares_inbox is (second == "older")
+            tasks.cancel_scope.cancel()
+            await stack.aclose()
+    assert handled[-1] == 2
+    assert [event for event in heard_events if isinstance(event, PermissionDenied)] == []

@@ -29,6 +29,7 @@ from nats.aio.client import Client
 from aviso_workers import config
 from aviso_workers.backends import ConnectionListener
 from aviso_workers.backends.jetstream import credentials, faults, inboxes, tls, wire
+from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.requests import Answer, Requests
 from aviso_workers.errors import BackendError, DeniedError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers
@@ -74,8 +75,10 @@ class Connection:
         self.api_prefix = settings.api
         self.inbox_prefix = inboxes.SHARED
         """What the subjects begin with on which we listen to answers."""
-        self.shares_inbox = False
-        """Whether our user has a name, and listens to answers where other users can hear them too."""
+        self._inboxes: set[Inbox] = set()
+        self._moved = False
+        """Whether the prefix has changed since the connection was made."""
+        self._user = ""
         self._requests: Requests
         self._foreign: Counter[str] = Counter()
         """How many answers came that do not belong to a request, by what there is to say of them."""
@@ -95,6 +98,11 @@ class Connection:
     @property
     def ready(self) -> bool:
         return bool(self.nc.is_connected)
+
+    @property
+    def shares_inbox(self) -> bool:
+        """Whether our user has a name, and listens to answers where other users can hear them too."""
+        return bool(self._user) and self.inbox_prefix == inboxes.SHARED
 
     @property
     def slow_because(self) -> str:
@@ -126,7 +134,8 @@ class Connection:
         would help: the server turns us away, it cannot be trusted, or a file that the settings name cannot be used.
         """
         settings = self._settings
-        options, user = _options(settings), credentials.user(settings)
+        options = _options(settings)
+        self._user = credentials.user(settings)
         told = -math.inf
         for attempt in range(1, settings.retry_attempts + 1):
             if attempt > 1:
@@ -135,7 +144,7 @@ class Connection:
                 with anyio.fail_after(settings.timeout_seconds):
                     await self._connect(attempt, options)
                     self.wire = wire.attach(self.nc)
-                    await self._open_requests(user)
+                    await self._open_requests()
             except (nats.errors.Error, OSError, ValueError) as error:
                 await self._close_client()
                 self._last_error = self._last_error or self._said(error)
@@ -257,6 +266,19 @@ class Connection:
         """Return a subject for answers that nobody can guess."""
         return inboxes.new_inbox(self.inbox_prefix)
 
+    async def open_inbox(self, inbox: Inbox) -> Inbox:
+        """Listen to the answers that come to an inbox, also after a reconnect. Raises `UnavailableError`."""
+        with faults.translated("listen to answers"):
+            await inbox.open(self.wire, self.inbox_prefix)
+        self._inboxes.add(inbox)
+        return inbox
+
+    async def close_inbox(self, inbox: Inbox) -> None:
+        """Listen no more; return when nothing more can arrive. What is on its way still does."""
+        if inbox in self._inboxes:
+            self._inboxes.discard(inbox)
+            await self.leave(inbox.interest)
+
     def is_own(self, domain: str) -> bool:
         """Return whether an answer from a JetStream domain is from the one that is asked; empty means any."""
         return not self._settings.domain or domain in ("", self._settings.domain)
@@ -317,7 +339,9 @@ class Connection:
         answer we may not hear is done all the same.
         """
         for said, when in self._denials.items():
-            if when >= since and (f'"{subject.lower()}"' in said or (answers and self._denies_inbox(said))):
+            if when >= since and (
+                f'"{subject.lower()}"' in said or (answers and _denies_answers(said, self.inbox_prefix))
+            ):
                 raise DeniedError(f"{subject}: {said.removeprefix('nats: ')}")
 
     def check_allowed_below(self, prefix: str, *, since: float) -> None:
@@ -325,9 +349,6 @@ class Connection:
         for said, when in self._denials.items():
             if when >= since and f'publish to "{prefix.lower()}' in said:
                 raise DeniedError(f"{prefix}>: {said.removeprefix('nats: ')}")
-
-    def _denies_inbox(self, said: str) -> bool:
-        return f'subscription to "{self.inbox_prefix.lower()}.' in said
 
     @property
     def _urls(self) -> str:
@@ -358,22 +379,35 @@ class Connection:
         self.nc.options["reconnect_time_wait"] = settings.reconnect_delay_ms / 1000
         self._last_error = ""
 
-    async def _open_requests(self, user: str) -> None:
-        """Listen to answers below the prefix of the settings. Where the server denies the user's own, as permissions do
-        that were written for the prefix that all share, it is that one.
-        """
+    async def _open_requests(self) -> None:
+        """Listen to answers below the prefix of the settings, or below the other one where the server denies it."""
+        self._inboxes.clear()
+        self._moved = False
         self._requests = Requests(self.wire, on_foreign=self.tell_foreign)
-        self.inbox_prefix = inboxes.prefix(self._settings, user)
-        interest = await self._requests.open(self.inbox_prefix)
-        if user and not self._settings.inbox_prefix:
-            if not await self.answers():
-                raise TimeoutError
-            if any(map(self._denies_inbox, self._denials)):
-                self._denials.clear()
-                await self.wire.forget(interest)
-                self.inbox_prefix = inboxes.SHARED
-                await self._requests.open(self.inbox_prefix)
-        self.shares_inbox = bool(user) and self.inbox_prefix == inboxes.SHARED
+        self.inbox_prefix = inboxes.prefix(self._settings, self._user)
+        await self.open_inbox(self._requests.inbox)
+        if self._may_move and not await self.answers():
+            raise TimeoutError
+
+    @property
+    def _may_move(self) -> bool:
+        return bool(self._user) and not self._settings.inbox_prefix
+
+    @property
+    def _other_prefix(self) -> str:
+        return inboxes.SHARED if not self.shares_inbox else inboxes.prefix(self._settings, self._user)
+
+    async def _move_inboxes(self) -> None:
+        """Change between the user's own prefix and the one that all users share, because the server denies the present
+        one: its permissions were written for the other, at the start or since the last connection.
+        """
+        self._moved = True
+        self.inbox_prefix = self._other_prefix
+        for inbox in tuple(self._inboxes):
+            await self.wire.forget(inbox.interest)
+            await inbox.open(self.wire, self.inbox_prefix)
+        for act in (*self.on_disconnect, *self.on_reconnect):
+            act()  # answers to what was requested before do not come any more
 
     async def _leave(self) -> None:
         """Reconnect, to another server where there is one."""
@@ -386,6 +420,11 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         self._last_error = str(error) or type(error).__name__
         if "permissions violation" in self._last_error:
+            if self._may_move and _denies_answers(self._last_error, self._other_prefix):
+                return  # said of what was left meanwhile
+            if self._may_move and not self._moved and _denies_answers(self._last_error, self.inbox_prefix):
+                await self._move_inboxes()
+                return
             self._note_denial(self._last_error)
         refusal = faults.refusal(self._last_error)
         if self._opened and refusal:
@@ -405,6 +444,7 @@ class Connection:
                 self._listener(connected=self.ready, reason="", denied=kind)
 
     async def _on_disconnected(self) -> None:
+        self._moved = False
         for pong in self._pongs:
             if not pong.done():
                 pong.set_result(False)
@@ -455,6 +495,11 @@ class Connection:
     def _tell(self, *, connected: bool, reason: str) -> None:
         if self._listener:
             self._listener(connected=connected, reason=reason)
+
+
+def _denies_answers(said: str, prefix: str) -> bool:
+    """Return whether a server denies with these words to listen to answers below the prefix."""
+    return f'subscription to "{prefix.lower()}.' in said
 
 
 def _kind(said: str) -> str:

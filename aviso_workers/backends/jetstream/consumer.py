@@ -18,7 +18,7 @@ nothing late.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -26,8 +26,8 @@ import anyio
 
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Delivery
-from aviso_workers.backends.jetstream import inboxes
 from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.management import Management
 from aviso_workers.backends.jetstream.pull_requests import HEARTBEAT_SECONDS, PullSubscription, decode, pending
 from aviso_workers.backends.jetstream.wire import Arrival
@@ -67,12 +67,10 @@ class Outbox:
         """How many of those that were sent the server has for certain."""
         self._in_progress: dict[bytes, Callable[[], None]] = {}
         """What to do when an `in progress` is confirmed, by the same."""
-        self._replies: Iterator[bytes]
+        self._inbox: Inbox
 
     async def open(self) -> None:
-        inbox = self._connection.new_inbox()
-        self._replies = inboxes.reply_subjects(inbox)
-        await self._connection.listen(f"{inbox}.*", self._on_confirmed)
+        self._inbox = await self._connection.open_inbox(Inbox(self._on_confirmed))
 
     def put(
         self, reply: bytes, body: bytes, *, confirmed: bool = False, held: Callable[[], bool] = lambda: True
@@ -83,7 +81,7 @@ class Outbox:
         """
         answer = b""
         if confirmed:
-            answer = next(self._replies)
+            answer = next(self._inbox.replies)
             self._unconfirmed[answer] = _Unconfirmed(reply, body, asyncio.get_running_loop().time(), held)
         self._sent += 1
         self._connection.wire.send(reply, body, reply=answer)
@@ -101,7 +99,7 @@ class Outbox:
     def send_in_progress(self, reply: bytes, on_confirmed: Callable[[], None], *, before: bytes) -> bytes:
         """Send `in progress`; return the subject of its confirmation. That of the one `before` counts no more."""
         self._in_progress.pop(before, None)
-        answer = next(self._replies)
+        answer = next(self._inbox.replies)
         self._in_progress[answer] = on_confirmed
         self._connection.wire.send(reply, IN_PROGRESS, reply=answer)
         return answer

@@ -22,6 +22,7 @@ import msgspec
 from aviso_workers.backends import Outgoing, OutgoingChunk, PubAck
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.publisher import Publisher, encode, encode_all
 from aviso_workers.backends.jetstream.wire import Arrival
 from aviso_workers.errors import BackendError, RefusedError
@@ -85,12 +86,10 @@ class Ingester:
         """Those that take fast batches, as far as we know."""
         self._under_way: dict[bytes, _Batch] = {}
         """By id."""
-        self._inbox = b""
+        self._inbox: Inbox
 
     async def open(self) -> None:
-        inbox = self._connection.new_inbox()
-        self._inbox = inbox.encode()
-        await self._connection.listen(f"{inbox}.>", self._on_answers)
+        self._inbox = await self._connection.open_inbox(Inbox(self._on_answers, ending=".>"))
         self._connection.on_disconnect.add(self._on_disconnect)
 
     def learn(self, config: StreamConfig) -> None:
@@ -165,7 +164,7 @@ class Ingester:
         """Returns the batch's id."""
         batch_id = secrets.token_hex(8).encode()  # a stream has one batch of an id, whoever sends to it
         self._under_way[batch_id] = batch
-        prefix = b"%b.%b.%d.fail" % (self._inbox, batch_id, FLOW)
+        prefix = b"%b.%b.%d.fail" % (self._inbox.subject.encode(), batch_id, FLOW)
         send, last = self._connection.wire.send, len(batch.messages)
         for number, (subject, headers, data) in enumerate(batch.messages, 1):
             operation = START if number == 1 else COMMIT if number == last else ADD
@@ -174,7 +173,7 @@ class Ingester:
 
     def _on_answers(self, arrivals: Sequence[Arrival]) -> None:
         for subject, _, _, data in arrivals:
-            batch_id = subject[len(self._inbox) + 1 :].partition(b".")[0]
+            batch_id = subject[len(self._inbox.subject) + 1 :].partition(b".")[0]
             batch = self._under_way.get(batch_id)
             if batch is None or batch.answer:
                 continue

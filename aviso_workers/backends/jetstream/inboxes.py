@@ -11,9 +11,10 @@ import secrets
 from collections.abc import Iterator
 
 from aviso_workers import config
+from aviso_workers.backends.jetstream.wire import Interest, Listener, Wire
 from aviso_workers.jetstream import subjects
 
-__all__ = ["SHARED", "new_inbox", "prefix", "reply_subjects"]
+__all__ = ["SHARED", "Inbox", "new_inbox", "prefix"]
 
 SHARED = "_INBOX"
 """The prefix of all clients that are told of no other one."""
@@ -35,8 +36,29 @@ def new_inbox(prefix: str) -> str:
     return f"{prefix}.{secrets.token_urlsafe(16)}"
 
 
-def reply_subjects(inbox: str) -> Iterator[bytes]:
-    """Yield subjects below an inbox without end. Nobody can guess one, even from all those before."""
+class Inbox:
+    """The subject of answers to one listener. It is another one when the prefix of the connection changes.
+
+    `ending` is what follows the subject in the subscription: empty, or `.*` for answers below it.
+    """
+
+    interest: Interest
+    replies: Iterator[bytes]
+    """Subjects below it without end. Nobody can guess one, even from all those before."""
+
+    def __init__(self, listener: Listener, *, ending: str = ".*") -> None:
+        self._listener = listener
+        self._ending = ending
+        self.subject = ""
+
+    async def open(self, wire: Wire, prefix: str) -> None:
+        """Listen below the prefix."""
+        self.subject = new_inbox(prefix)
+        self.replies = _reply_subjects(self.subject)
+        self.interest = await wire.listen(f"{self.subject}{self._ending}", self._listener)
+
+
+def _reply_subjects(inbox: str) -> Iterator[bytes]:
     beginning = inbox.encode()
     while True:
         characters = secrets.token_urlsafe(TOKENS_AT_ONCE * TOKEN_CHARACTERS * 3 // 4).encode()

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import anyio
 import msgspec
 
 from aviso_workers.aviso.topics import LONGEST_SUBJECT
 from aviso_workers.backends import Outgoing, OutgoingChunk, PubAck
-from aviso_workers.backends.jetstream import faults, inboxes
+from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.wire import Arrival, header_block, status
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes, subjects
@@ -46,12 +47,10 @@ class Publisher:
         self._connection = connection
         self._waiting: dict[bytes, tuple[_Batch, int]] = {}
         """By the subject on which the acknowledgement comes: whose it is, and which of them."""
-        self._replies: Iterator[bytes]
+        self._inbox: Inbox
 
     async def open(self) -> None:
-        inbox = self._connection.new_inbox()
-        self._replies = inboxes.reply_subjects(inbox)
-        await self._connection.listen(f"{inbox}.*", self._on_answers)
+        self._inbox = await self._connection.open_inbox(Inbox(self._on_answers))
         self._connection.on_disconnect.add(self._on_disconnect)
 
     async def publish(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> list[PubAck | BackendError]:
@@ -101,7 +100,7 @@ class Publisher:
         except RefusedError as refused:
             batch.ends(index, refused)
             return b""
-        reply = next(self._replies)
+        reply = next(self._inbox.replies)
         self._waiting[reply] = batch, index
         self._connection.wire.send(subject, outgoing.message.data, reply=reply, headers=headers)
         return reply

@@ -24,7 +24,8 @@ import msgspec
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Chunk
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.wire import Arrival, HeaderBlocks, Headers, Interest, Listener, status
+from aviso_workers.backends.jetstream.inboxes import Inbox
+from aviso_workers.backends.jetstream.wire import Arrival, HeaderBlocks, Headers, Listener, status
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnansweredError, UnavailableError
 from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
 
@@ -75,7 +76,6 @@ class PullSubscription:
         self._consumer = f"{stream}.{consumer}".encode()
         self._on_messages = on_messages
         self._on_change = on_change
-        self._interest: Interest | None = None
         self._closing = anyio.Lock()
         self._now = asyncio.get_running_loop().time
         self._last_received = self._opened_at = self._now()
@@ -89,7 +89,7 @@ class PullSubscription:
         """Which of the readers this one is."""
         self._received_at = self._now()
         self._heartbeat_seconds = HEARTBEAT_SECONDS
-        self._inbox = ""
+        self._inbox = Inbox(self._on_arrivals, ending="")
         self._from_consumer = f"$JS.ACK.{stream}.{consumer}.".encode()
         """How the reply subjects of the consumer's messages begin; what else comes is a status, or none of ours."""
         self._most_messages = sys.maxsize
@@ -109,17 +109,14 @@ class PullSubscription:
         if limits.get("priority_policy") == PINNED:
             self._expires_ns = min(self._expires_ns, limits["priority_timeout"] // RENEWALS)
             self._heartbeat_seconds = PINNED_HEARTBEAT_SECONDS
-        self._inbox = self._connection.new_inbox()
-        self._interest = await self._connection.listen(self._inbox, self._on_arrivals)
+        await self._connection.open_inbox(self._inbox)
         self._connection.on_reconnect.add(self._on_reconnect)
 
     async def close(self) -> None:
         """End the interest; return when nothing more can arrive. What is on its way still does."""
         self._connection.on_reconnect.discard(self._on_reconnect)
         async with self._closing:
-            if self._interest is not None:
-                await self._connection.leave(self._interest)
-                self._interest = None
+            await self._connection.close_inbox(self._inbox)
 
     def ask(self, batch: int) -> None:
         """Ask for `batch` messages, as they come within half a minute."""
@@ -135,7 +132,7 @@ class PullSubscription:
             request["id"] = self.pin
         self.outstanding += batch
         self._last_received = self.asked_at = self._now()
-        self._connection.post(self._subject, msgspec.json.encode(request), reply=self._inbox)
+        self._connection.post(self._subject, msgspec.json.encode(request), reply=self._inbox.subject)
 
     async def check_allowed(self) -> None:
         """Raise `RefusedError` where the server denied us what was asked, `UnavailableError` where it is silent."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import nats.errors
 
-from aviso_workers.backends.jetstream import inboxes
-from aviso_workers.backends.jetstream.wire import Arrival, Interest, Wire, status
+from aviso_workers.backends.jetstream.inboxes import Inbox
+from aviso_workers.backends.jetstream.wire import Arrival, Wire, status
 
 __all__ = ["Answer", "Requests"]
 
@@ -27,21 +27,15 @@ class Answer(NamedTuple):
 
 
 class Requests:
-    """The requests of a connection. `open` it before use."""
+    """The requests of a connection, whose answers come to an `inbox`. `open` that before use."""
 
     def __init__(self, wire: Wire, *, on_foreign: Callable[[str, bytes], None]) -> None:
         """`on_foreign` is called with the subject of a request and what came that does not answer it."""
+        self.inbox = Inbox(self._on_answers)
         self._wire = wire
         self._on_foreign = on_foreign
         self._waiting: dict[bytes, tuple[asyncio.Future[Arrival], str, IsAnswer]] = {}
         """By the subject on which the answer comes."""
-        self._replies: Iterator[bytes]
-
-    async def open(self, prefix: str) -> Interest:
-        """Listen to answers below an inbox prefix."""
-        inbox = inboxes.new_inbox(prefix)
-        self._replies = inboxes.reply_subjects(inbox)
-        return await self._wire.listen(f"{inbox}.*", self._on_answers)
 
     async def ask(
         self, subject: str, body: bytes, *, timeout_seconds: float, is_answer: IsAnswer = lambda _: True
@@ -50,7 +44,7 @@ class Requests:
 
         Raises TimeoutError, or nats-py's `NoRespondersError` where the server says that nobody answers.
         """
-        reply = next(self._replies)
+        reply = next(self.inbox.replies)
         answered: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
         self._waiting[reply] = answered, subject, is_answer
         self._wire.send(subject.encode(), body, reply=reply)
