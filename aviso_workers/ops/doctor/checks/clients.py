@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import ssl
 from collections.abc import Iterator
@@ -13,10 +14,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from aviso_workers.aviso.literals import Duration
 from aviso_workers.config.secrets import with_scheme
+from aviso_workers.config.streams import event_streams
 from aviso_workers.declare import outputs
 from aviso_workers.declare.agents import Agent
 from aviso_workers.jetstream.fields import SECOND, readable
+from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops.doctor import certificates
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, check
@@ -30,6 +34,10 @@ declare = partial(check, CHECKS)
 ELECTION_SECONDS = 10
 ENOUGH_TO_PUBLISH_SECONDS = 15
 BACKUP_EVERY = timedelta(hours=24)
+SHORTER = (
+    "Or retry for a shorter time: publish_deadline_seconds, and an agent's retry=Backoff(...). An "
+    "agent that is to outlast an outage of hours needs the first."
+)
 READS_ENTRIES = (2, 15)
 RENEW = timedelta(days=30)
 JETSTREAM = "notification_backend.jetstream"
@@ -41,22 +49,24 @@ JWT = re.compile(r"BEGIN NATS USER JWT-+\s+(\S+)")
     "JS009",
     "Duplicate windows are longer than publishes are retried",
     why="The server stores a message twice if its publish is repeated after duplicate_window.",
-    cure="Set streams.{stream}.duplicate_window: 10m in the configuration, then run `aviso-workers streams apply`. Or "
-    "retry for a shorter time: publish_deadline_seconds, and an agent's retry=Backoff(...).",
+    cure="Set a streams.{stream}.duplicate_window in the configuration that is as long as the retries, then run "
+    "`aviso-workers streams apply`. Each message id costs memory for that time. " + SHORTER,
     needs=("agents", "streams"),
 )
 def short_windows(facts: Facts) -> Iterator[Finding]:
     deadline = facts.config.notification_backend.jetstream.publish_deadline_seconds
-    budgets = [(agent.name, retry_seconds(agent)) for agent in facts.scope.agents or () if outputs.publishes(agent)]
+    by_stream = event_streams(facts.config.notification_schema)
     for stream in facts.event_streams.values():
         window = stream.config.duplicate_window / SECOND
         shown = readable("duplicate_window", stream.config.duplicate_window)
-        if window < deadline:
-            yield Finding(stream=stream.name, found=f"duplicate_window {shown}, publish_deadline_seconds {deadline:g}")
-        for name, seconds in budgets:
-            if window < seconds:
-                found = f"duplicate_window {shown}, and agent {name} retries for up to {seconds:.0f} s"
-                yield Finding(stream=stream.name, found=found)
+        longer = {f"publish_deadline_seconds {deadline:g}": deadline} if window < deadline else {}
+        for agent in facts.scope.agents or ():
+            named = outputs.named_event_types(agent.function) or set(by_stream.values())
+            if outputs.publishes(agent) and by_stream[stream.name] in named and window < retry_seconds(agent):
+                seconds = retry_seconds(agent)
+                longer[f"and agent {agent.name} retries for up to {seconds:.0f} s"] = seconds
+        cure = _longer_window(stream, max(longer.values(), default=0))
+        yield from (Finding(stream=stream.name, found=f"duplicate_window {shown}, {why}", cure=cure) for why in longer)
 
 
 @declare(
@@ -233,6 +243,18 @@ def _certificate_in(pem: str) -> bytes:
     if begin < 0 or end < 0:
         raise ValueError("no certificate")
     return ssl.PEM_cert_to_DER_cert(pem[begin : end + len(CERTIFICATE_END)])
+
+
+def _longer_window(stream: StreamInfo, seconds: float) -> str:
+    """Return the cure with a window of at least so many seconds."""
+    step = 600 if seconds <= 3600 else 3600
+    needed = Duration(step * math.ceil(seconds / step))
+    if 0 < stream.config.max_age < needed * SECOND:
+        return f"A window of {needed} cannot be set, because {{stream}} has a shorter max_age. {SHORTER}"
+    return (
+        f"Set streams.{{stream}}.duplicate_window: {needed} in the configuration, then run `aviso-workers streams "
+        f"apply`. Each message id costs memory for that time. {SHORTER}"
+    )
 
 
 def retry_seconds(agent: Agent[Any, Any]) -> float:

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
+from aviso_workers.config.streams import OURS
 from aviso_workers.engine import dead_letter_store, delayed_messages, max_deliveries
-from aviso_workers.jetstream.fields import SECOND
-from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
-from aviso_workers.ops.doctor import divergence
+from aviso_workers.jetstream.error_codes import NO_MESSAGE
+from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
+from aviso_workers.ops.doctor import divergence, replicas
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
 
@@ -18,14 +19,23 @@ __all__ = ["CHECKS"]
 CHECKS: list[Check] = []
 declare = partial(check, CHECKS)
 
-FAR_BEHIND = 1_000
-INACTIVE_SECONDS = 10
 LEADERS_TO_COUNT, MOST_LEADERS = 12, 3 / 4
 """With fewer, so many are a matter of chance."""
 USED, NEARLY_USED_UP = 0.80, 0.95
 FAILING_SHARE, FEW_CALLS = 0.1, 10
 COMFORTABLE = (2, 14)
+BUCKET = "KV_"
 LEVEL = "_nats.req.level"
+COPY_ANEW = (
+    "Then, one server with a wrong replica at a time: stop it, remove the directory jetstream/ACCOUNT/streams/{stream} "
+    "from its store_dir, and start it. It copies the messages from the leader."
+)
+STATE_DIVERGED = (
+    "Check the clocks of the servers first (JS073). The stream keeps state of workers, whose messages are replaced and "
+    "removed all the time, so the number of messages does not say which replica is right. The one with the higher last "
+    "sequence is; with the same last sequence, the leader's, which workers use. If it is another one than the "
+    "leader's, run `aviso-workers streams step-down {stream} --prefer SERVER`. " + COPY_ANEW
+)
 
 
 @declare(
@@ -40,13 +50,13 @@ LEVEL = "_nats.req.level"
     severity=State.FAIL,
     needs=("consumers", "streams"),
 )
-def replicas(facts: Facts) -> Iterator[Finding]:
+def useless_replicas(facts: Facts) -> Iterator[Finding]:
     # A stream that was just deleted is missing from one of the two listings.
     for name in sorted(facts.before.unavailable & facts.after.unavailable):
         yield Finding(stream=name, found="no server answers for it: it has no leader")
-    for one in _kept(facts):
-        for found in _wrong_with(one.cluster):
-            yield about(one, found)
+    samples = [sample.groups for sample in (facts.before, facts.after, *facts.later)]
+    for (stream, consumer), found in replicas.wrong_in_all(samples):
+        yield Finding(stream=stream, consumer=consumer, found=found)
     for advisory in facts.advisories:
         if ".QUORUM_LOST." in advisory.kind:
             yield Finding(stream=advisory.stream, consumer=advisory.consumer, found=f"received {advisory.kind}")
@@ -59,9 +69,7 @@ def replicas(facts: Facts) -> Iterator[Finding]:
     "JetStream does not report that. Readers and consumers that it serves miss these messages.",
     cure="Decide which replica is right: the one with more messages, unless these were deleted or erased. Check the "
     "clocks of the servers first (JS073). If another replica than the leader's is right, run `aviso-workers streams "
-    "step-down {stream} --prefer SERVER`. Then, one server with a wrong replica at a time: stop it, remove the "
-    "directory jetstream/ACCOUNT/streams/{stream} from its store_dir, and start it. It copies the messages from the "
-    "leader.",
+    "step-down {stream} --prefer SERVER`. " + COPY_ANEW,
     severity=State.FAIL,
     needs=("monitoring",),
 )
@@ -70,7 +78,8 @@ def diverged_replicas(facts: Facts) -> Iterator[Finding]:
         yield Finding(found="the server does not tell which account is ours", state=State.SKIP)
         return
     for stream, found in divergence.diverged(facts.looks):
-        yield Finding(stream=stream, found=found)
+        is_of_state = stream.startswith((OURS, BUCKET))
+        yield Finding(stream=stream, found=found, cure=STATE_DIVERGED if is_of_state else "")
 
 
 @declare(
@@ -113,12 +122,21 @@ def account_use(facts: Facts) -> Iterator[Finding]:
         if limit > 0 and used >= USED * limit:
             state = State.FAIL if used >= NEARLY_USED_UP * limit else State.WARN
             yield Finding(place=f"account {name}", found=f"{used} of {limit} used", state=state)
-    failed = account.api.errors - facts.before.account.api.errors
+    answered = [(each.subject.removeprefix("$JS.API."), each.error) for each in facts.advisories if each.error]
+    # That there is no message is the answer to a question, such as a worker's for a count of failures.
+    none_found = sum(error.err_code == NO_MESSAGE for _, error in answered)
+    failed = account.api.errors - facts.before.account.api.errors - none_found
     asked = account.api.total - facts.before.account.api.total
     if asked >= FEW_CALLS and failed > FAILING_SHARE * asked:
+        reasons = Counter(
+            f"{request}: {error.description} ({error.err_code})"
+            for request, error in answered
+            if error.err_code != NO_MESSAGE
+        )
+        found = f"{failed} of {asked} requests within {facts.elapsed_seconds:.0f} s failed"
         yield Finding(
             place="account api",
-            found=f"{failed} of {asked} requests within {facts.elapsed_seconds:.0f} s failed",
+            found="; most often ".join((found, *(reason for reason, _ in reasons.most_common(1)))),
             cure="`nats events --js-advisory` shows which requests fail, and which client sends them.",
         )
 
@@ -182,20 +200,6 @@ def versions(facts: Facts) -> Iterator[Finding]:
         needed = int(one.config.metadata.get(LEVEL, 0))
         if needed > level:
             yield about(one, f"needs API level {needed}, and the server has API level {level}", state=State.FAIL)
-
-
-def _wrong_with(group: Cluster) -> Iterator[str]:
-    if group.name and not group.leader:
-        yield "it has no leader"
-    for replica in group.followers:
-        if replica.offline:
-            yield f"{replica.name} is offline"
-        elif not replica.current:
-            yield f"{replica.name} is not current"
-        elif replica.active > INACTIVE_SECONDS * SECOND:
-            yield f"{replica.name} was last active {replica.active / SECOND:.0f} s ago"
-        elif replica.lag > FAR_BEHIND:
-            yield f"{replica.name} is {replica.lag} entries behind"
 
 
 def _kept(facts: Facts) -> Iterator[StreamInfo | ConsumerInfo]:

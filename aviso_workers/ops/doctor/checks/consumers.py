@@ -33,6 +33,9 @@ UNUSED = timedelta(days=7)
 LONG_PAUSE_SECONDS = 86_400
 INFO_CALLS_PER_SECOND = 50
 PINNED_AGAIN = 3
+RETIRED = (
+    "If nobody needs the agent any more, run `aviso-workers agents rm {app} --agent {agent}`. Otherwise start a worker."
+)
 DECLARE = "Set streams.{stream}.consumers.{consumer}."
 APPLY = " in the configuration, then run `aviso-workers streams apply`"
 
@@ -183,7 +186,11 @@ def many_filters(facts: Facts) -> Iterator[Finding]:
 )
 def many_consumers(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
-        if (count := stream.consumers) > MANY_CONSUMERS:
+        count, most = stream.consumers, stream.config.max_consumers
+        if 0 < most <= count:
+            found = f"{count} consumers, of at most {most}: the server refuses the next one"
+            yield Finding(stream=stream.name, found=found)
+        elif count > MANY_CONSUMERS:
             state = State.FAIL if count > TOO_MANY_CONSUMERS else State.WARN
             yield Finding(stream=stream.name, found=f"{count} consumers", state=state)
 
@@ -201,9 +208,8 @@ def unused(facts: Facts) -> Iterator[Finding]:
         in_use = consumer.num_waiting or consumer.push_bound or consumer.num_ack_pending
         since = consumer.last_delivered or consumer.created
         if consumer.durable and not in_use and since and facts.now - since > UNUSED:
-            yield about(
-                consumer, f"no client reads from the consumer, and no message was delivered since {since.date()}"
-            )
+            found = f"no client reads from the consumer, and no message was delivered since {since.date()}"
+            yield about(consumer, found, cure=RETIRED if metadata.is_of_agent(consumer.config) else "")
 
 
 @declare(

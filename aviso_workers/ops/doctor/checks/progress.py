@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 
 from msgspec import structs
 
 from aviso_workers.aviso import schema, topics
-from aviso_workers.declare import agents
+from aviso_workers.declare import agents, outputs
+from aviso_workers.engine import delayed_delivery, delayed_messages
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
@@ -27,13 +29,35 @@ MOST_REDELIVERED = 0.05
 """The share of the deliveries."""
 FEW = 20
 """The share of fewer redeliveries is not judged."""
+FULL = 0.95
 SLOW_SHARE, SLOW_PERCENTILE = 0.5, 0.99
 NEARLY_ALL_WAITING = 0.9
 MOST_SHOWN = 5
 NO_WORKER = (
     "Start a worker (`aviso-workers worker MODULE:APP`). If a worker runs, its log says why it does not pull "
-    "(`agent.disturbed`). `aviso-workers agents ls` shows how many notifications are left for each agent."
+    "(`agent.disturbed`). `aviso-workers agents ls` shows how many notifications are left for each agent. If nobody "
+    "needs the agent any more, run `aviso-workers agents rm {app} --agent {agent}`."
 )
+NO_CLIENT = (
+    "Start the client that reads from the consumer. If nobody needs the consumer any more, run `aviso-workers "
+    "consumers rm {stream} {consumer}`."
+)
+ANY_WORKER = "Start a worker of any app (`aviso-workers worker MODULE:APP`): each of them reads from this consumer."
+MORE_CLIENTS = "Let more clients read from the consumer, or make them faster."
+FEEDS_ITSELF = (
+    "More workers do not help: the agent reads what it publishes, itself or through other agents. Let it publish "
+    "another event type, or leave its own notifications out with `where`. `aviso-workers agents pause {agent} --app "
+    "{app}` stops it meanwhile."
+)
+NO_ROOM = (
+    "No worker can create the consumer, because {limit}. Remove consumers that nobody needs (`aviso-workers consumers "
+    "ls {{stream}}`), or raise the limit."
+)
+LOOK_AT_HANDLERS = (
+    "Read the workers' logs and `/readyz`. `aviso-workers streams get {stream} SEQUENCE` shows the notification. If "
+    "its handler may take so long, give the agent a longer `timeout`."
+)
+A_WHILE = timedelta(hours=1)
 
 CANNOT_MAKE = (
     "If a worker runs already, it cannot create the consumer, and its log says why (`agent.disturbed`): its user may "
@@ -48,14 +72,22 @@ CANNOT_MAKE = (
     "No consumer falls behind",
     why="More messages arrive than are handled, so the lag grows.",
     cure="Start more workers of {app}, raise the agent's concurrency, or make its handler faster. `aviso-workers "
-    "agents ls --watch` shows whether it helps.",
+    "agents ls --watch` shows whether it helps. It does not if the agent publishes notifications of the event type "
+    "that it reads.",
 )
 def falling_behind(facts: Facts) -> Iterator[Finding]:
     for before, after in _both(facts):
         growth = after.num_pending - before.num_pending
-        if growth > 0 and not after.paused:
+        if growth > 0 and not after.paused and not _is_idle(before, after):  # else JS030 says it
             rate = growth / facts.elapsed_seconds
-            yield about(after, f"{after.num_pending} pending, {rate:.1f} more every second")
+            cure = ""
+            if not metadata.is_of_agent(after.config):
+                cure = MORE_CLIENTS
+            elif _is_ours(after):
+                cure = ANY_WORKER
+            elif _feeds_itself(facts, after):
+                cure = FEEDS_ITSELF
+            yield about(after, f"{after.num_pending} pending, {rate:.1f} more every second", cure=cure)
 
 
 @declare(
@@ -67,6 +99,8 @@ def falling_behind(facts: Facts) -> Iterator[Finding]:
 )
 def redelivered(facts: Facts) -> Iterator[Finding]:
     for before, after in _both(facts):
+        if _delivers_due(after):
+            continue  # JS076 says it
         delivered = after.deliveries
         share = after.num_redelivered / delivered if delivered else 0.0
         if after.num_redelivered >= FEW and share > MOST_REDELIVERED:
@@ -115,9 +149,11 @@ def no_worker(facts: Facts) -> Iterator[Finding]:
     for before, after in _both(facts):
         if not after.pulled or after.paused:
             continue
-        idle = not (before.num_waiting or after.num_waiting or after.num_ack_pending)
-        if idle and after.num_pending and after.deliveries == before.deliveries:
-            yield about(after, f"{after.num_pending} pending, and no worker pulls them")
+        if _is_idle(before, after):
+            found = f"{after.num_pending} pending, and no worker pulls them"
+            last = after.last_delivered
+            since = f"; the last delivery was at {last:%Y-%m-%d %H:%M}" if last and after.time - last > A_WHILE else ""
+            yield about(after, found + since, cure=_nobody_pulls(after))
         elif 0 < after.config.max_waiting * NEARLY_ALL_WAITING <= after.num_waiting:
             yield about(
                 after,
@@ -138,7 +174,9 @@ def no_worker(facts: Facts) -> Iterator[Finding]:
 def stalled(facts: Facts) -> Iterator[Finding]:
     for before, after in _both(facts):
         most = after.config.max_ack_pending
-        if 0 < most <= min(before.num_ack_pending, after.num_ack_pending):
+        has_settled = (before.ack_floor, before.last_settled) != (after.ack_floor, after.last_settled)
+        # With a limit of 1, as of a singleton, a handler that runs reaches it. JS058 says whether it runs too long.
+        if 1 < most <= min(before.num_ack_pending, after.num_ack_pending) and not has_settled:
             yield about(after, f"{after.num_ack_pending} delivered and not acknowledged, of at most {most}")
 
 
@@ -169,8 +207,7 @@ def hidden(facts: Facts) -> Iterator[Finding]:
     "Every delivered notification is finished in time",
     why="A handler or its worker hangs, or every attempt fails. Acknowledgements of later notifications do not change "
     "that.",
-    cure="Read the workers' logs and `/readyz`. `aviso-workers streams get {stream} SEQUENCE` shows the notification. "
-    "If its handler may take so long, give the agent a longer `timeout`.",
+    cure=LOOK_AT_HANDLERS,
     severity=State.FAIL,
     needs=("consumers", "records", "streams"),
 )
@@ -179,8 +216,12 @@ def unfinished(facts: Facts) -> Iterator[Finding]:
         before = facts.before.consumers.get(key, after)
         record = facts.records.get(key)
         why = stuck.why_stuck(structs.replace(after, time=facts.now), before, record)
-        if why and (after.num_ack_pending or after.num_waiting):  # else JS030 says it
+        if not why or _delivers_due(after) or not (after.num_ack_pending or after.num_waiting):
+            continue  # JS076 or JS030 says it
+        if before.num_waiting or after.num_waiting or not after.pulled:
             yield about(after, why)
+        else:
+            yield about(after, f"{why}; no worker asks for more", cure=f"{_nobody_pulls(after)} {LOOK_AT_HANDLERS}")
 
 
 @declare(
@@ -202,7 +243,7 @@ def without_consumer(facts: Facts) -> Iterator[Finding]:
             f"its consumer is gone; all messages up to sequence {record.ack_floor} were settled, "
             f"and the last sequence of the stream is {stream.last_sequence}{_of_work_queue(stream)}"
         )
-        yield Finding(stream=name, consumer=consumer, found=found)
+        yield Finding(stream=name, consumer=consumer, found=found, cure=_no_room(facts, stream))
     for agent in facts.scope.agents or ():
         topic = schema.topic_of(agent.event_type, facts.config.notification_schema[agent.event_type])
         key = (topics.stream_name(topic.base), agent.durable_name(facts.scope.app))
@@ -212,8 +253,33 @@ def without_consumer(facts: Facts) -> Iterator[Finding]:
         stream = facts.streams[key[0]]
         if known is None or not known.holds_for(stream.created):
             found = f"{deployment.why_none(known)}; no lag counts its notifications{_of_work_queue(stream)}"
-            cure = "Start a worker of {app}, if the agent is to run here. " + CANNOT_MAKE
+            cure = _no_room(facts, stream) or "Start a worker of {app}, if the agent is to run here. " + CANNOT_MAKE
             yield Finding(stream=key[0], consumer=key[1], found=found, state=State.WARN, cure=cure)
+
+
+@declare(
+    "JS076",
+    "Due notifications are stored in their streams",
+    why="Notifications with a deliver_at in the past wait, because their stream refuses them, or because no running "
+    "worker has their event type. They are retried without end, and none is lost.",
+    cure="Start a worker whose configuration has the event type of {place}. If one runs, its log says why the stream "
+    "refuses the notifications (`notification.overdue`).",
+    severity=State.FAIL,
+)
+def due(facts: Facts) -> Iterator[Finding]:
+    consumer = facts.consumers.get((delayed_messages.STREAM, delayed_delivery.DURABLE))
+    if consumer is None or not consumer.num_redelivered:
+        return  # a worker stores them now, or JS030 says that none runs
+    for target, count in facts.due.items():
+        found, stream = f"{count} notifications are due and not stored", facts.streams.get(target)
+        if stream is None:
+            cure = "Start a worker that has the event type of {place}, or run `aviso-workers streams apply`."
+            yield Finding(place=target, found=f"{found}: the stream does not exist", cure=cure)
+        elif stream.config.discard == "new" and (stream.part_used or 0) >= FULL:
+            cure = "Raise the limit of the stream, or delete messages: see JS006."
+            yield Finding(place=target, found=f"{found}: the stream is full", cure=cure)
+        else:
+            yield Finding(place=target, found=found)
 
 
 @declare(
@@ -251,6 +317,54 @@ def ends_workers(facts: Facts) -> Iterator[Finding]:
 def other_functions(facts: Facts) -> Iterator[Finding]:
     for (stream, consumer), functions in facts.functions.items():
         yield Finding(stream=stream, consumer=consumer, found=f"its workers run {', '.join(functions)}")
+
+
+def _is_idle(before: ConsumerInfo, after: ConsumerInfo) -> bool:
+    """Return whether there is something to pull, and nobody pulls it."""
+    is_busy = before.num_waiting or after.num_waiting or after.num_ack_pending or after.deliveries != before.deliveries
+    return bool(after.pulled and after.num_pending and not is_busy)
+
+
+def _is_ours(consumer: ConsumerInfo) -> bool:
+    """Return whether the workers of all apps read from the consumer, and no agent."""
+    return consumer.name.startswith(f"{delayed_delivery.DURABLE.partition('__')[0]}__")
+
+
+def _delivers_due(consumer: ConsumerInfo) -> bool:
+    return (consumer.stream, consumer.name) == (delayed_messages.STREAM, delayed_delivery.DURABLE)
+
+
+def _nobody_pulls(consumer: ConsumerInfo) -> str:
+    """Return the cure for a consumer that nobody reads from."""
+    if not metadata.is_of_agent(consumer.config):
+        return NO_CLIENT
+    return ANY_WORKER if _is_ours(consumer) else NO_WORKER
+
+
+def _feeds_itself(facts: Facts, consumer: ConsumerInfo) -> bool:
+    """Return whether the consumer's agent publishes notifications that it reads, itself or through other agents of the
+    app, as far as their code names the event types.
+    """
+    agents = facts.scope.agents or ()
+    own = next((agent for agent in agents if agent.durable_name(facts.scope.app) == consumer.name), None)
+    if own is None:
+        return False
+    published, new = set[str](), outputs.named_event_types(own.function)
+    while new:
+        published |= new
+        readers = [agent for agent in agents if agent.event_type in new]
+        new = {name for reader in readers for name in outputs.named_event_types(reader.function)} - published
+    return own.event_type in published
+
+
+def _no_room(facts: Facts, stream: StreamInfo) -> str:
+    """Return the cure where the stream or the account takes no further consumer; empty where it does."""
+    account = facts.after.account
+    if 0 < (most := stream.config.max_consumers) <= stream.consumers:
+        return NO_ROOM.format(limit=f"{stream.name} has {stream.consumers} consumers, of at most {most}")
+    if 0 < (most := account.limits.max_consumers) <= account.consumers:
+        return NO_ROOM.format(limit=f"the account has {account.consumers} consumers, of at most {most}")
+    return ""
 
 
 def _of_work_queue(stream: StreamInfo) -> str:

@@ -40,6 +40,10 @@ MORE_SPACE = (
     "Raise jetstream.max_file_store and restart the server {place}, or delete messages. Without max_file_store, the "
     f"limit is three quarters of the space that was free when the server started ({RUNBOOK})."
 )
+ENABLE = (
+    "Set jetstream.store_dir in the section `server` of the configuration, then run `aviso-workers server render` and "
+    "restart the server. In a cluster, at least one server needs JetStream."
+)
 SYNC = "in the section `server`, then run `aviso-workers server render --profile production` and restart the server"
 
 
@@ -72,7 +76,7 @@ def unserved(facts: Facts) -> Iterator[Finding]:
     for one in facts.monitored:
         if one.unserved:
             yield Finding(place=one.name, found=one.unserved)
-        elif one.disk is None:
+        elif one.disk is None and not one.without_jetstream:
             found = f"its store_dir {one.varz.jetstream.config.store_dir} is not on this machine"
             yield Finding(place=one.name, found=found, state=State.SKIP)
 
@@ -111,9 +115,14 @@ def power_cut(facts: Facts) -> Iterator[Finding]:
     needs=("account", "monitoring", "streams"),
 )
 def health(facts: Facts) -> Iterator[Finding]:
+    without = [one for one in facts.monitored if one.without_jetstream]
+    lacks_jetstream = bool(without) and len(without) == len(facts.monitored)
     for need in ("account", "streams"):
         if need in facts.unknown and need not in facts.denied:
-            yield Finding(place="JetStream's API", found=facts.unknown[need])
+            found, cure = facts.unknown[need], ENABLE if lacks_jetstream else ""
+            yield Finding(place="JetStream's API", found=found, cure=cure)
+    for one in without if lacks_jetstream else ():
+        yield Finding(place=one.name, found="runs without JetStream", cure=ENABLE)
     for url, why in facts.unreachable.items():
         yield Finding(place=url, found=why)
     for one in facts.monitored:
@@ -255,6 +264,8 @@ def small_disk(facts: Facts) -> Iterator[Finding]:
         if config.max_storage and stored >= NEARLY_FULL * config.max_storage:
             found = f"{stored} of the {config.max_storage} bytes that the server may store are used"
             yield Finding(place=one.name, found=found, state=State.FAIL, cure=MORE_SPACE)
+        if one.without_jetstream:
+            continue
         if one.disk is None:
             yield Finding(
                 place=one.name, found=f"its store_dir {config.store_dir} is not on this machine", state=State.SKIP
