@@ -35,8 +35,8 @@ ELECTION_SECONDS = 10
 ENOUGH_TO_PUBLISH_SECONDS = 15
 BACKUP_EVERY = timedelta(hours=24)
 SHORTER = (
-    "Or retry for a shorter time: publish_deadline_seconds, and an agent's retry=Backoff(...). An "
-    "agent that is to outlast an outage of hours needs the first."
+    "Or retry for a shorter time: publish_deadline_seconds, and an agent's retry=Backoff(...). Or accept the finding "
+    "(doctor.accepted), if a notification that is stored twice after a long outage does no harm."
 )
 READS_ENTRIES = (2, 15)
 RENEW = timedelta(days=30)
