@@ -128,7 +128,7 @@ class _Rounds:
 
     async def _ask_for_dead_letters(self) -> None:
         counts = await deployment.dead_letters(self._app.session.admin)
-        none = dict.fromkeys(((app, agent) for app, agent, _ in self._known()), 0.0)
+        none = dict.fromkeys((agent[:2] for agent in self._known()), 0.0)
         self._show("dead_letters", "Dead letters that are stored now.", labels=AGENT, values={**none, **counts})
         await self._ask_for_use(deployment.DEAD_LETTERS)
 

@@ -64,6 +64,9 @@ def about(one: StreamInfo | ConsumerInfo, found: str, *, state: State | None = N
 
 
 Judge = Callable[[Facts], Iterator[Finding]]
+"""The function of a check. Its docstring is Markdown: what the reference of docs/operations.md says of the check beside
+`why` and `cure`.
+"""
 
 
 class Check(Struct, frozen=True, kw_only=True):

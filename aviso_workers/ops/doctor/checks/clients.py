@@ -54,6 +54,18 @@ JWT = re.compile(r"BEGIN NATS USER JWT-+\s+(\S+)")
     needs=("agents", "streams"),
 )
 def short_windows(facts: Facts) -> Iterator[Finding]:
+    """The window is 2 minutes unless configured.
+
+    Two parties repeat a publish: a publisher, for `publish_deadline_seconds`; and an agent that published and then
+    failed, for as long as its `retry` continues. The default policy of six attempts waits for up to 71 seconds
+    including jitter, which leaves 8 seconds for each call.
+
+    The check reads only agents whose return annotation contains `Notify`. If the agent's function names the event types
+    that it publishes, as in `Notify("derived", ...)`, only their streams are compared with its `retry`; otherwise all
+    event streams are. The window must not be longer than `max_age`. An agent that is to outlast an outage of hours
+    needs its long `retry`: [accept the finding](#accepted-findings) there, if a notification that is stored twice does
+    no harm.
+    """
     deadline = facts.config.notification_backend.jetstream.publish_deadline_seconds
     by_stream = event_streams(facts.config.notification_schema)
     for stream in facts.event_streams.values():
@@ -80,6 +92,12 @@ def short_windows(facts: Facts) -> Iterator[Finding]:
     needs=("backups", "streams"),
 )
 def no_backup(facts: Facts) -> Iterator[Finding]:
+    """Each stream of an event type or of the section `streams` needs a backup below `--backups`, made by `aviso-workers
+    backup create` or `nats stream backup`. The backup must not be older than 24 hours, and the running server must be
+    able to restore it: a server before 2.15 cannot read the archive of a newer server.
+
+    No check can see whether a backup can be restored ([Backups](backup.md)).
+    """
     if facts.scope.backups is None:
         return
     for name in facts.configured_streams:
@@ -110,6 +128,10 @@ def no_backup(facts: Facts) -> Iterator[Finding]:
     production=True,
 )
 def open_connection(facts: Facts) -> Iterator[Finding]:
+    """The check finds a URL to another machine without TLS, a URL without a user, token, NKey, credentials or
+    certificate, and a user whose answers go to `_INBOX`, where other users of the account hear them
+    ([Answers](security.md#answers)).
+    """
     settings = facts.config.notification_backend.jetstream
     for url, shown in zip(settings.servers, settings.masked_servers, strict=True):
         parts = urlsplit(with_scheme(url))
@@ -138,6 +160,9 @@ def open_connection(facts: Facts) -> Iterator[Finding]:
     needs=(),
 )
 def impatient(facts: Facts) -> Iterator[Finding]:
+    """The check warns when reconnecting is off or ends within 10 seconds, or when publishing gives up within 15
+    seconds.
+    """
     settings = facts.config.notification_backend.jetstream
     given = f"{JETSTREAM}.max_reconnect_attempts" in facts.config.origins  # a worker without this setting waits
     seconds = given * settings.max_reconnect_attempts * settings.reconnect_delay_ms / 1000
@@ -173,6 +198,10 @@ def dead_letters(facts: Facts) -> Iterator[Finding]:
     needs=("dead_letters",),
 )
 def max_deliveries_exceeded(facts: Facts) -> Iterator[Finding]:
+    """The check counts those of the last 7 days. Only consumers of older versions have a `max_deliver`. Workers of this
+    version find the notification that ends them and make a dead letter of it, with the reason `worker_died`. JS057
+    counts these.
+    """
     for (app, agent, stream), count in facts.max_deliveries_exceeded.items():
         found = f"{count} notifications exceeded max_deliver within the last 7 days"
         yield Finding(stream=stream, consumer=f"{app}__{agent}", found=found)
@@ -186,6 +215,7 @@ def max_deliveries_exceeded(facts: Facts) -> Iterator[Finding]:
     needs=(),
 )
 def expiring(facts: Facts) -> Iterator[Finding]:
+    """The result is WARN when the user JWT in `credentials_file` expires within 30 days, and FAIL when it has expired."""
     file = facts.config.notification_backend.jetstream.credentials_file
     if file is None:
         return
@@ -209,6 +239,10 @@ def expiring(facts: Facts) -> Iterator[Finding]:
     needs=(),
 )
 def expiring_certificates(facts: Facts) -> Iterator[Finding]:
+    """The result is WARN when a certificate expires within 30 days, and FAIL when it has expired. The check reads two
+    certificates: the certificate of the connected server, from the TLS handshake, and the client certificate
+    (`tls.cert_file`). For a cluster, run the doctor with the `nats_url` of each server.
+    """
     if facts.server_certificate is not None:
         yield from _expiring(facts, facts.server_certificate, place=f"the certificate of {facts.server.name}")
     tls = facts.config.notification_backend.jetstream.tls

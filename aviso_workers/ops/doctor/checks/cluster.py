@@ -51,6 +51,15 @@ STATE_DIVERGED = (
     needs=("consumers", "streams"),
 )
 def useless_replicas(facts: Facts) -> Iterator[Finding]:
+    """A replica counts as behind if it is not current, 1000 entries behind, or without contact for 10 seconds. After a
+    server is killed, its replicas are still reported as current for up to 10 seconds. An advisory of a lost quorum
+    between the two samples is a FAIL too. A replica of a busy stream is behind for moments, so only what is wrong in
+    every sample counts; where replicas only seem to be behind, the doctor takes up to three more samples.
+
+    An election takes 5 to 7 seconds, and a server that was down catches up without help. In a cluster of three with
+    three replicas, JetStream refuses `remove-peer` (10075). A server with an empty store directory that starts under
+    the same name copies all data from the others.
+    """
     # A stream that was just deleted is missing from one of the two listings.
     for name in sorted(facts.before.unavailable & facts.after.unavailable):
         yield Finding(stream=name, found="no server answers for it: it has no leader")
@@ -74,6 +83,21 @@ def useless_replicas(facts: Facts) -> Iterator[Finding]:
     needs=("monitoring",),
 )
 def diverged_replicas(facts: Facts) -> Iterator[Finding]:
+    """This happens after damage on a disk, and when a server runs with a wrong clock: it deletes messages that are
+    older than `retention_time` by its own clock, and does not get them back when the clock is right again.
+
+    The check compares what each server of `--monitor` says of its own replicas: the first and the last sequence and,
+    while nothing changes, the number of messages. If they differ, it looks again after 3 seconds, and fails only if the
+    difference is still there.
+
+    A replica that is copied anew loses what only it had, so make a backup while the replica with the most messages
+    leads (`aviso-workers backup create`). Without accounts, `ACCOUNT` in the path is `$G`. Continue with the next
+    server when JS017 and JS072 pass.
+
+    Consumers with replicas, as those of agents, keep their positions. A consumer with one replica on that server
+    (`num_replicas: 1`) starts again at its first message. `streams remove-peer` does the same without a stop, if the
+    cluster has one more server; in a cluster of three with three replicas JetStream refuses it (10075).
+    """
     if facts.looks is None:
         yield Finding(found="the server does not tell which account is ours", state=State.SKIP)
         return
@@ -91,6 +115,9 @@ def diverged_replicas(facts: Facts) -> Iterator[Finding]:
     needs=("consumers", "streams"),
 )
 def skewed_leaders(facts: Facts) -> Iterator[Finding]:
+    """After an upgrade, many leaders are on the server that was restarted first. The check warns when there are twelve
+    or more streams and consumers with replicas, and one server leads more than three quarters of them.
+    """
     replicated = [one.cluster for one in _kept(facts) if one.cluster.followers]
     leaders = Counter(group.leader for group in replicated)
     is_whole = not any(peer.offline for group in replicated for peer in group.followers)
@@ -110,6 +137,11 @@ def skewed_leaders(facts: Facts) -> Iterator[Finding]:
     needs=("account",),
 )
 def account_use(facts: Facts) -> Iterator[Finding]:
+    """The result is WARN from 80 % and FAIL from 95 % of a limit of storage, memory, streams or consumers, reservations
+    included. The result is also WARN when a tenth of the API requests failed between the samples; the finding names the
+    most frequent request and its error. The answer that there is no such message (10037) is no failure: workers that
+    retry ask for counts which are not there.
+    """
     account = facts.after.account
     limits = account.limits
     uses = {
@@ -151,6 +183,7 @@ def account_use(facts: Facts) -> Iterator[Finding]:
     production=True,
 )
 def unlimited_account(facts: Facts) -> Iterator[Finding]:
+    """Do not set `max_bytes_required` (JS061)."""
     sharing = max((one.varz.jetstream.stats.accounts for one in facts.monitored), default=0)
     limits = facts.after.account.limits
     missing = [name for name in ("max_storage", "max_streams") if getattr(limits, name) <= 0]
@@ -169,6 +202,7 @@ def unlimited_account(facts: Facts) -> Iterator[Finding]:
     needs=("account", "streams"),
 )
 def own_streams_refused(facts: Facts) -> Iterator[Finding]:
+    """The stream of dead letters has one only if `workers.dead_letters.max_bytes` is set."""
     if not facts.after.account.limits.max_bytes_required:
         return
     dead_letters = [] if facts.config.workers.dead_letters.max_bytes else [dead_letter_store.STREAM]
@@ -187,6 +221,9 @@ def own_streams_refused(facts: Facts) -> Iterator[Finding]:
     needs=("account", "consumers", "monitoring", "streams"),
 )
 def versions(facts: Facts) -> Iterator[Finding]:
+    """Versions may differ only during an upgrade. The result is FAIL when a stream or consumer uses a feature that its
+    server does not know, and is offline there. Wait for JS017 before the next server.
+    """
     found = {one.name: one.varz.version for one in facts.monitored} | {facts.server.name: facts.server.ver}
     if len(set(found.values())) > 1:
         yield Finding(place="cluster", found=", ".join(f"{name} {version}" for name, version in sorted(found.items())))

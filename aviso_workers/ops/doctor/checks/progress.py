@@ -76,6 +76,12 @@ CANNOT_MAKE = (
     "that it reads.",
 )
 def falling_behind(facts: Facts) -> Iterator[Finding]:
+    """One WARN can be a burst. A consumer that nobody reads from is left to JS030. With `--app`, the check finds an
+    agent whose function publishes the event type that it reads, itself or through other agents of the app: more workers
+    do not help there.
+
+    [Fleets](fleets.md) says how many workers you need.
+    """
     for before, after in _both(facts):
         growth = after.num_pending - before.num_pending
         if growth > 0 and not after.paused and not _is_idle(before, after):  # else JS030 says it
@@ -98,6 +104,9 @@ def falling_behind(facts: Facts) -> Iterator[Finding]:
     "ack_wait.",
 )
 def redelivered(facts: Facts) -> Iterator[Finding]:
+    """The check warns when more than 5 % of the deliveries, and at least 20, are unsettled redeliveries, or when there
+    were 20 more between the samples. Agents always report progress.
+    """
     for before, after in _both(facts):
         if _delivers_due(after):
             continue  # JS076 says it
@@ -119,6 +128,10 @@ def redelivered(facts: Facts) -> Iterator[Finding]:
     "streams apply`. Or let the client report progress.",
 )
 def slow_acks(facts: Facts) -> Iterator[Finding]:
+    """The server measures ack times of consumers with `sample_freq`. The check warns when 1 % of the acks take longer
+    than half of `ack_wait`, because on a slow day such messages are delivered twice. Agents are not checked, because
+    they report progress. The result is SKIP when no ack was measured between the samples.
+    """
     times = defaultdict[tuple[str, str], list[int]](list)
     for metric in facts.advisories:
         if metric.kind.startswith("METRIC.CONSUMER.ACK."):
@@ -146,6 +159,10 @@ def slow_acks(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def no_worker(facts: Facts) -> Iterator[Finding]:
+    """The check finds a pull consumer that nobody reads from: in both samples it has no ack pending and no waiting pull
+    request. The result is WARN when nine tenths of `max_waiting` pull requests are in use, because the server will
+    refuse the next ones.
+    """
     for before, after in _both(facts):
         if not after.pulled or after.paused:
             continue
@@ -172,6 +189,14 @@ def no_worker(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def stalled(facts: Facts) -> Iterator[Finding]:
+    """The check finds a consumer that was at its limit in both samples, and settled nothing between them. A consumer
+    with the limit 1, as of a singleton, is at its limit whenever its handler runs, and is not checked; JS058 says
+    whether the handler runs too long.
+
+    An agent can have 100,000 unsettled notifications, unless the account, the server or the stream allows fewer.
+    Messages of a dead client come back after `ack_wait`. If all of them wait for their retry, a shorter `retry` makes
+    dead letters sooner.
+    """
     for before, after in _both(facts):
         most = after.config.max_ack_pending
         has_settled = (before.ack_floor, before.last_settled) != (after.ack_floor, after.last_settled)
@@ -212,6 +237,9 @@ def hidden(facts: Facts) -> Iterator[Finding]:
     needs=("consumers", "records", "streams"),
 )
 def unfinished(facts: Facts) -> Iterator[Finding]:
+    """The check fails when the oldest delivered notification is unfinished for longer than the policy of its agent
+    allows ([the rules](#when-a-consumer-is-stuck)).
+    """
     for key, after in facts.consumers.items():
         before = facts.before.consumers.get(key, after)
         record = facts.records.get(key)
@@ -235,6 +263,15 @@ def unfinished(facts: Facts) -> Iterator[Finding]:
     needs=("consumers", "records", "streams"),
 )
 def without_consumer(facts: Facts) -> Iterator[Finding]:
+    """With `--app`, an agent is a WARN in three other cases: no worker ever created its consumer, an operator removed
+    the consumer (`consumers rm`), or the stream was recreated since. `agents ls` and `agents show` say which case it
+    is, and the last ack floor.
+
+    A worker creates the consumer again at the recorded ack floor and says so (`consumer.resumed`,
+    `aviso_worker_consumer_recreations_total`). Find out who deleted the consumer. If a worker cannot create it, its log
+    has the server's code: 10099 to 10101 for a work queue, 10012 for a consumer that cannot be read, 10026 where the
+    stream or the account has as many consumers as its `max_consumers` allows.
+    """
     for (name, consumer), record in facts.records.items():
         stream = facts.streams.get(name)
         if stream is None or not record.holds_for(stream.created) or not facts.lacks(name, consumer):
@@ -267,6 +304,9 @@ def without_consumer(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def due(facts: Facts) -> Iterator[Finding]:
+    """The attempts are up to a minute apart, and workers log `notification.overdue`. Such notifications are not counted
+    in JS022 and JS058, because no handler of an agent fails.
+    """
     consumer = facts.consumers.get((delayed_messages.STREAM, delayed_delivery.DURABLE))
     if consumer is None or not consumer.num_redelivered:
         return  # a worker stores them now, or JS030 says that none runs
@@ -294,6 +334,9 @@ def due(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def ends_workers(facts: Facts) -> Iterator[Finding]:
+    """The check finds notifications during which a worker process ended more than once. Workers run such a notification
+    alone, to be sure that it is the cause. [A worker restarts in a loop](#a-worker-restarts-in-a-loop) has the steps.
+    """
     by_agent = defaultdict[tuple[str, str], list[int]](list)
     for each in facts.run_alone:
         by_agent[each.stream, agents.durable_name(each.app, each.agent)].append(each.sequence)
@@ -315,6 +358,9 @@ def ends_workers(facts: Facts) -> Iterator[Finding]:
     needs=("records",),
 )
 def other_functions(facts: Facts) -> Iterator[Finding]:
+    """Workers register the module and the name of the agent's function. The check warns when there were two in the last
+    5 minutes. `agents ls` says so too, and the workers log `consumer.functions_differ`.
+    """
     for (stream, consumer), functions in facts.functions.items():
         yield Finding(stream=stream, consumer=consumer, found=f"its workers run {', '.join(functions)}")
 
