@@ -215,7 +215,7 @@ def max_deliveries_exceeded(facts: Facts) -> Iterator[Finding]:
     needs=(),
 )
 def expiring(facts: Facts) -> Iterator[Finding]:
-    """The result is WARN when the user JWT in `credentials_file` expires within 30 days, and FAIL when it has expired."""
+    """The result is WARN when the user JWT in `credentials_file` expires within 30 days, FAIL when it has expired."""
     file = facts.config.notification_backend.jetstream.credentials_file
     if file is None:
         return
