@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import Cluster
+from aviso_workers.jetstream.monitoring import FAR_BEHIND, INACTIVE_SECONDS
 
 __all__ = ["Groups", "is_doubtful", "wrong_in_all"]
 
 Groups = Mapping[tuple[str, str], Cluster]
 """The servers that keep each stream and each consumer, by stream and consumer; the consumer of a stream is empty."""
-FAR_BEHIND = 1_000
-INACTIVE_SECONDS = 10
 CERTAIN = ("it has no leader", "is offline")
 """Nobody has to look at these once more."""
 
