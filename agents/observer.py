@@ -128,16 +128,22 @@ class _Rounds:
 
     async def _ask_for_dead_letters(self) -> None:
         counts = await deployment.dead_letters(self._app.session.admin)
-        self._show("dead_letters", "Dead letters that are stored now.", labels=AGENT, values=counts)
+        none = dict.fromkeys((agent[:2] for agent in self._known()), 0.0)
+        self._show("dead_letters", "Dead letters that are stored now.", labels=AGENT, values={**none, **counts})
         await self._ask_for_use(deployment.DEAD_LETTERS)
 
     async def _ask_for_exceeded(self) -> None:
+        admin = self._app.session.admin
         self._show(
             "given_up",
             "Notifications of the last 7 days that the server gave up, because a worker died at every delivery.",
             labels=CONSUMER,
-            values=await deployment.max_deliveries_exceeded(self._app.session.admin),
+            values={**dict.fromkeys(self._known(), 0.0), **await deployment.max_deliveries_exceeded(admin)},
         )
+
+    def _known(self) -> list[tuple[str, ...]]:
+        """Return the agents that have a consumer, each with its stream."""
+        return [(*agent, stream) for stream, agents in self._agents.items() for agent in agents]
 
     def _show_agents(self) -> None:
         seen = {(*agent, stream): each for stream, agents in self._agents.items() for agent, each in agents.items()}

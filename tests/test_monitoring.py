@@ -28,6 +28,7 @@ PROJECT = Path(__file__).parents[1]
 RULES = PROJECT / "config" / "prometheus-rules.yml"
 DASHBOARD = PROJECT / "config" / "grafana-dashboard.json"
 SCALING = PROJECT / "config" / "keda.yaml"
+MONITOR = PROJECT / "aviso_workers" / "projects" / "template" / "kubernetes" / "monitoring.yaml"
 FLEETS = PROJECT / "docs" / "fleets.md"
 NAME = re.compile(r"\baviso_(?:worker|observer|doctor|spark_events)_[a-z_]+\b")
 
@@ -264,6 +265,76 @@ def instead(name: str, values: str) -> dict[str, str]:
 )
 def test_an_alert_fires_when_it_should_and_alone(alert: str, unhealthy: dict[str, str], tmp_path: Path) -> None:
     fires_alone(alert, HEALTHY | unhealthy, tmp_path, at="1h")
+
+
+NEW = {
+    "AvisoWorkerDown": {"up": "_x50 0x10"},
+    "AvisoWorkerDisconnected": {"aviso_worker_connected": "_x50 0x10"},
+    "AvisoWorkerNotReady": {"aviso_worker_ready": "_x50 0x10"},
+    "AvisoWorkerLoopBlocked": {"aviso_worker_loop_lag_seconds": "_x50 7x10"},
+    "AvisoProcessCrashing": {f'{EXITS}, ending="crashed"}}': "_x50 0+1x10"},
+    "AvisoWorkerRestarts": {"aviso_worker_start_timestamp_seconds": "_x50 0+60x10"},
+    "AvisoPullErrors": {"aviso_worker_pull_errors_total": "_x50 1+1x10"},
+    "AvisoConsumerMissing": {"aviso_observer_consumer_missing": "_x50 1x10"},
+    "AvisoConsumerRecreated": {"aviso_worker_consumer_recreations_total": "_x50 1x10"},
+    "AvisoDeliveriesExceeded": {"aviso_observer_given_up": "_x50 1x10"},
+    "AvisoStreamNearlyFull": {"aviso_observer_stream_used_ratio": "_x50 0.95x10"},
+    "AvisoServersUnhealthy": {'aviso_doctor_check{code="JS044"': "_x50 1x10"},
+    "AvisoDoctorFails": {'aviso_doctor_findings{code="JS042", state="fail"': "_x45 1x15"},
+    "AvisoDoctorMissing": {"aviso_doctor_last_run_timestamp_seconds": "_x50 -900x10"},
+    "AvisoAgentStuck": {"aviso_observer_stuck": "_x50 1x10"},
+    "AvisoLagGrowing": {"aviso_observer_pending": "_x20 0+100x40"},
+    "AvisoDeadLetters": {"aviso_worker_dead_letters_total": "_x50 1x10"},
+    "AvisoDeadLettersRefused": {"aviso_worker_retries_total": "_x50 1x10"},
+    "AvisoNotReadAgain": {"aviso_worker_not_read_again": "_x50 1x10"},
+    "AvisoForeignAnswers": {"aviso_worker_foreign_answers_total": "_x50 1x10"},
+    "AvisoLeaderHindered": {"aviso_worker_leader_hindered": "_x50 1x10"},
+    "AvisoNotificationsMissed": {"aviso_worker_missed_total": "_x50 1x10"},
+    "AvisoRetriesRising": {f'aviso_worker_notifications_total{{{OF_AGENT}, outcome="retried"}}': "_x40 0+90x20"},
+    "AvisoPublishingFails": {"aviso_worker_published_total": "_x50 1x10"},
+    "AvisoSparkDirectoryMissing": {"aviso_spark_events_directory_missing": "_x50 1x10"},
+    "AvisoSparkSearchStopped": {"aviso_spark_events_last_search_timestamp_seconds": "_x50 600x10"},
+    "AvisoSparkLogsBehind": {"aviso_spark_events_oldest_unpublished_age_seconds": "_x50 400x10"},
+    "AvisoSparkLogsIncomplete": {"aviso_spark_events_incomplete_logs": "_x50 1x10"},
+    "AvisoSparkApplicationsLost": {"aviso_spark_events_lost_applications": "_x50 1x10"},
+    "AvisoObserverBlind": {"aviso_observer_last_poll_timestamp_seconds": "_x50 600x10"},
+}
+"""By alert, its series as it begins in the last ten minutes or so, already with what the alert is about."""
+
+
+@pytest.mark.parametrize("alert", NEW)
+def test_an_alert_fires_for_a_series_that_has_just_begun(alert: str, tmp_path: Path) -> None:
+    ((name, values),) = NEW[alert].items()
+    fires_alone(alert, HEALTHY | instead(name, values), tmp_path, at="1h")
+
+
+def test_every_alert_is_tried_with_a_series_that_has_just_begun() -> None:
+    assert {rule["alert"] for rule in alerts()} - NEW.keys() == {"AvisoDoctorWarns"}, "it waits for a day"
+
+
+def test_a_count_from_before_a_gap_is_not_new(tmp_path: Path) -> None:
+    """As where Prometheus was down for half an hour."""
+    fires_alone("", HEALTHY | instead("aviso_worker_missed_total", "5x10 _x30 5x20"), tmp_path, at="1h")
+
+
+def test_the_worker_of_a_new_project_that_is_down_is_told(tmp_path: Path) -> None:
+    """The operator names a job after the service, unless the monitor says otherwise."""
+    service, monitor = yaml.safe_load_all(MONITOR.read_text())
+    (endpoint,) = monitor["spec"]["endpoints"]
+    given = [each["replacement"] for each in endpoint.get("relabelings", ()) if each["targetLabel"] == "job"]
+    job = given[-1] if given else service["metadata"]["name"]
+    worker = {f'up{{job="{job}", instance="10.0.0.7:9464"}}': "1x50 0x10"}
+    fires_alone("AvisoWorkerDown", HEALTHY | worker, tmp_path, at="1h")
+
+
+def test_a_worker_of_another_job_that_is_down_is_told(tmp_path: Path) -> None:
+    """It was scraped before, and shows by its metrics what it is; others of that job are not meant."""
+    series = {
+        'up{job="pods", instance="10.0.0.7:9464"}': "1x50 0x10",
+        'up{job="pods", instance="10.0.0.8:8080"}': "0x60",
+        'aviso_worker_ready{app="fields", job="pods", instance="10.0.0.7:9464"}': "1x50 _x10",
+    }
+    fires_alone("AvisoWorkerDown", HEALTHY | series, tmp_path, at="1h")
 
 
 def test_a_warning_of_the_doctors_is_told_after_a_day(tmp_path: Path) -> None:

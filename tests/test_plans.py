@@ -355,3 +355,29 @@ class TestAConsumer:
     def test_may_be_prioritized_by_workers_that_are_far(self) -> None:
         found = {"priority_policy": "prioritized", "priority_groups": ["workers"], "filter_subject": "mars.od.>"}
         assert plans.consumer_differences(self.WANTED, structs.asdict(self.WANTED) | found) == ()
+
+
+def test_a_monitored_stream_has_the_thresholds_of_its_replicas() -> None:
+    """What an operator has set stays; the number of servers follows the configuration."""
+    wanted = structs.replace(SPEC, num_replicas=3, monitored=True)
+    known = {"io.nats.monitor.peer-lag-critical": "7", "io.nats.monitor.peer-expect": "1", "owner": "field"}
+    plan = plans.plan(wanted, {**REPORTED, "num_replicas": 3, "metadata": known}, Stored())
+    assert (plan.differences, plan.unmonitored) == ((), True)
+    assert plan.config["metadata"] == {
+        "io.nats.monitor.enabled": "true",
+        "io.nats.monitor.peer-expect": "3",
+        "io.nats.monitor.peer-lag-critical": "7",
+        "io.nats.monitor.peer-seen-critical": "10s",
+        "owner": "field",
+    }
+    assert not plans.plan(wanted, plan.config, Stored()).unmonitored
+
+
+def test_a_threshold_of_a_consumer_that_an_operator_has_set_stays() -> None:
+    name = "io.nats.monitor.outstanding-ack-critical"
+    wanted = ConsumerSpec(
+        durable_name="a", filter_subjects=(), ack_wait=SECOND, max_ack_pending=10, metadata={name: "10"}
+    )
+    assert [each.field for each in plans.consumer_differences(wanted, {})].count("metadata") == 1
+    found = {"metadata": {name: "5"}}
+    assert "metadata" not in [each.field for each in plans.consumer_differences(wanted, found)]

@@ -16,7 +16,7 @@ from aviso_workers.ops.doctor import Report, Scope, State, examine, hurried, out
 
 __all__ = ["doctor"]
 
-NAGIOS_CODES = {State.PASS: 0, State.SKIP: 0, State.WARN: 1, State.FAIL: 2}
+NAGIOS_CODES = {State.PASS: 0, State.SKIP: 0, State.ACCEPTED: 0, State.WARN: 1, State.FAIL: 2}
 NAGIOS_UNKNOWN = 3
 
 Format = Literal["text", "json", "prometheus", "nagios"]

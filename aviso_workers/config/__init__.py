@@ -1,11 +1,11 @@
 """The configuration: YAML files and environment variables become frozen Structs, or one error that lists all mistakes.
 
 Whoever starts a process calls `load`; the engine and the backends are handed the sections that concern them. The keys
-are those of aviso-server, whose own file loads unchanged, and the sections `workers`, `streams` and `server` of ours;
-`settings.py`, `jetstream/fields.py` and `nats_server.py` explain each of them. The way of a value is `documents` (YAML
-with lines), `schema_entries` (event types that are declared in Python), `environment` (variables over both),
-`conversion` (types), `loading` (sources and what types cannot say, with `streams`). `display` is for the commands that
-print a configuration, and imported by them alone.
+are those of aviso-server, whose own file loads unchanged, and the sections `workers`, `streams`, `doctor` and `server`
+of ours; `settings.py`, `jetstream/fields.py` and `nats_server.py` explain each of them. The way of a value is
+`documents` (YAML with lines), `schema_entries` (event types that are declared in Python), `environment` (variables
+over both), `conversion` (types), `loading` (sources and what types cannot say, with `streams`). `display` is for the
+commands that print a configuration, and imported by them alone.
 """
 
 from aviso_workers.config.loading import Examined, completed, examine, load, places

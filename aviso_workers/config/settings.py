@@ -9,6 +9,7 @@ is `ours`: aviso-server cannot have meant that one.
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field, structs
@@ -21,9 +22,11 @@ from aviso_workers.config.secrets import Secret, ServerUrls
 from aviso_workers.jetstream.fields import DeclaredStream
 
 __all__ = [
+    "Accepted",
     "Application",
     "Config",
     "DeadLetters",
+    "Doctor",
     "Document",
     "InMemory",
     "JetStream",
@@ -261,6 +264,27 @@ class DeadLetters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = None
 
 
+class Accepted(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A finding of the doctor that is known, and that nobody means to cure before a time."""
+
+    code: Annotated[Annotated[str, Meta(pattern=r"^JS\d{3}$")], about("Code of the check, such as JS003.")]
+    where: Annotated[
+        str,
+        about(
+            "Place of the finding as the doctor shows it, such as `MARS > field__index`. `*` stands for any text; an "
+            "empty text is for findings that name no place."
+        ),
+    ]
+    reason: Annotated[Text, about("Reason why the finding is accepted; it is shown with the finding.")]
+    until: Annotated[datetime, about("Time from which the finding counts again, such as 2027-01-31T00:00:00Z.")]
+
+
+class Doctor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The command `doctor`. Workers do not read this section."""
+
+    accepted: Annotated[tuple[Accepted, ...], about("Findings that are shown as accepted, and are no failures.")] = ()
+
+
 class Workers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The worker processes. Unlike the sections of aviso-server, this one refuses keys that it does not know."""
 
@@ -304,6 +328,9 @@ class Document(Struct, frozen=True, kw_only=True):
         dict[str, DeclaredStream],
         about("Streams by name: streams beside those of event types, or further settings of these.", ours=True),
     ] = {}
+    doctor: Annotated[
+        Doctor, about("The command `doctor`: findings that are accepted. Workers do not read this section.", ours=True)
+    ] = Doctor()
     server: Annotated[
         Server,
         about(

@@ -99,6 +99,7 @@ def event_stream(name: str, event_type: EventType, config: Config) -> StreamSpec
         **{field: value for field, (value, _) in of_aviso.items()},
         "further": {field: value for field, value in further.items() if field not in of_aviso},
         "takes_batches": not mirrors,
+        "monitored": True,
         "keys": _keys(stream, further) | {field: key for field, (_, key) in of_aviso.items()},
     }
     return msgspec.convert(spec, StreamSpec)
@@ -122,6 +123,7 @@ def own_stream(name: str, subject: str, config: Config, **stated: Any) -> Stream
         subjects=(subject,),
         storage=jetstream.storage_type,
         retention="limits",
+        monitored=True,
         num_replicas=config.workers.dead_letters.replicas or jetstream.replicas or UNSET,
         **stated,
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from aviso_workers.aviso.codec import Message, read_number, store_time
+from aviso_workers.aviso.literals import quoted
 from aviso_workers.backends import Backend, Delivery, PubAck
 from aviso_workers.config import Config, streams
 from aviso_workers.engine import parts
@@ -80,7 +81,7 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
         if why := answers.why_foreign(message):
             raise UndecodableError(
                 f"message {message.sequence} of {STREAM} is not a dead letter: {why}; to remove it: "
-                f"nats stream rmm {STREAM} {message.sequence}"
+                f"nats stream rmm {quoted(STREAM)} {message.sequence}"
             )
         try:
             return cls(

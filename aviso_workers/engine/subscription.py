@@ -32,7 +32,7 @@ from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, Passed, TaskFailed
-from aviso_workers.jetstream import identities, metadata
+from aviso_workers.jetstream import identities, metadata, monitoring
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 
@@ -259,13 +259,15 @@ def consumer_spec(
     start: str = "all",
 ) -> ConsumerSpec:
     """Return the durable consumer of a subscription; `ack_wait` is in seconds."""
+    fields = metadata.starting(start)
+    fields["metadata"] |= monitoring.of_consumer(max_ack_pending)
     return ConsumerSpec(
         durable_name=durable,
         filter_subjects=filters,
         ack_wait=int(ack_wait * SECOND),
         max_ack_pending=max_ack_pending,
         max_deliver=-1,  # only the agent ends the attempts, when its dead letter is stored
-        **metadata.starting(start),
+        **fields,
     )
 
 

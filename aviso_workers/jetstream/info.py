@@ -114,6 +114,7 @@ class StreamConfig(_Config):
     max_bytes: int
     max_age: int
     max_msgs_per_subject: int
+    max_consumers: int
     duplicate_window: int
     subject_delete_marker_ttl: int
     republish: Mapping[str, str] | None

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, structs
 
-from aviso_workers.jetstream import fields, metadata, specs
+from aviso_workers.jetstream import fields, metadata, monitoring, specs
 from aviso_workers.jetstream.fields import CONSUMER, DEFAULT_DUPLICATE_WINDOW, STREAM, Field
 from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.jetstream.specs import PRIORITIZED, ConsumerSpec, StreamSpec
@@ -114,6 +114,8 @@ class Plan(_Step, frozen=True, kw_only=True):
     """The limits that the stream has and the configuration does not state: it keeps them."""
     fenced: bool = False
     """Another stream has taken its place: nothing is applied, and using it is an error."""
+    unmonitored: bool = False
+    """Its metadata lacks what `nats server check` reads, which `config` has: no difference that anybody has to know."""
     unfinished: bool = False
     """A restore of it is under way, or was killed: nothing is applied, and it cannot be used yet."""
 
@@ -146,7 +148,7 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None, stored: Stored) ->
     """
     asked = _asked(wanted)
     if found is None:
-        return Plan(wanted=wanted, exists=False, config=asked, fixed=_not_when_created(asked))
+        return Plan(wanted=wanted, exists=False, config=_asked(wanted, whole=True), fixed=_not_when_created(asked))
     if metadata.FENCED in (found.get("metadata") or {}):
         return Plan(wanted=wanted, exists=True, config=found, fenced=True)
     if metadata.is_unfinished(found):
@@ -158,11 +160,13 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None, stored: Stored) ->
     harmless = tuple(each for each in judged if each.removal is None)
     config, harmless = _updated(found, harmless, asked)
     removing = tuple(each for each in judged if each.removal is not None)
+    noted = monitoring.with_entries(config, stated=asked) if wanted.monitored else config
     return Plan(
         wanted=wanted,
         exists=True,
-        config=config,
+        config=noted,
         differences=harmless,
+        unmonitored=noted.get("metadata") != config.get("metadata"),
         fixed=fixed,
         removing=removing,
         unstated=tuple(
@@ -204,7 +208,9 @@ def consumer_differences(wanted: ConsumerSpec, found: Mapping[str, Any]) -> tupl
     if wanted.priority_policy == "none" and found.get("priority_policy") == PRIORITIZED:
         passed_over |= PRIORITY  # another worker's wish, which changes nothing for those that are near
     asked = {name: value for name, value in msgspec.to_builtins(wanted).items() if name not in passed_over}
-    if noted := {name: text for name, text in (wanted.metadata or {}).items() if name != metadata.START}:
+    known = found.get("metadata") or {}
+    kept = {name for name in known if name.startswith(monitoring.PREFIX)}  # an operator may have set another threshold
+    if noted := {name: text for name, text in (wanted.metadata or {}).items() if name not in {metadata.START, *kept}}:
         asked["metadata"] = noted
     return (*_differences(asked, found), *([start] if start else ()))
 
@@ -219,8 +225,10 @@ def _start_differs(wanted: ConsumerSpec, found: Mapping[str, Any]) -> Difference
     return Difference(field="start", found=known, wanted=begin) if known != begin else None
 
 
-def _asked(wanted: StreamSpec) -> dict[str, Any]:
-    return {name: fields.normalised(name, value) for name, value in specs.stated(wanted).items()}
+def _asked(wanted: StreamSpec, *, whole: bool = False) -> dict[str, Any]:
+    """Return what is asked of a stream; `whole`: also what `nats server check` reads, as it is created."""
+    stated = specs.stated(wanted if whole else structs.replace(wanted, monitored=False))
+    return {name: fields.normalised(name, value) for name, value in stated.items()}
 
 
 def _updated(

@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, structs
 
+from aviso_workers.jetstream import monitoring
+
 __all__ = [
     "GROUP",
     "LONGEST_NAME",
@@ -65,6 +67,8 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
     """What operators declare beyond that, in JetStream's own JSON."""
     takes_batches: bool = True
     """Whether it takes batches, of those that its server knows, when it is created and nothing else is stated."""
+    monitored: bool = False
+    """Whether its metadata has what `nats server check` reads, see `monitoring`."""
     keys: Mapping[str, str] = {}
     """By field, the key of the configuration that states it, for people to find."""
 
@@ -94,11 +98,11 @@ class ConsumerSpec(Struct, frozen=True, kw_only=True):
 def stated(spec: StreamSpec) -> dict[str, Any]:
     """Return what is stated about a stream, as one JSON object of JetStream's."""
     fields: dict[str, Any] = msgspec.to_builtins(spec)
-    del fields["takes_batches"], fields["keys"]
+    del fields["takes_batches"], fields["keys"], fields["monitored"]
     fields |= fields.pop("further")
     if "num_replicas" in fields:
         fields["num_replicas"] = fields["num_replicas"] or 1
-    return fields
+    return monitoring.with_entries(fields, stated=fields) if spec.monitored else fields
 
 
 def is_name(text: str) -> bool:

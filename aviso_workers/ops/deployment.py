@@ -33,6 +33,7 @@ __all__ = [
     "agent_of",
     "agents",
     "dead_letters",
+    "due",
     "functions",
     "max_deliveries_exceeded",
     "missing",
@@ -94,6 +95,14 @@ async def functions(admin: Admin) -> dict[tuple[str, str], tuple[str, ...]]:
         for (owner, agent, stream), registered in (await versions.stored(admin)).items()
     }
     return {key: names for key, names in found.items() if len(names) > 1}
+
+
+async def due(admin: Admin) -> dict[str, int]:
+    """Return how many delayed notifications are due and not stored yet, by the stream that they are for. Raises
+    `BackendError`.
+    """
+    counts = await _subject_counts(admin, delayed_messages.STREAM, f"{delayed_messages.DUE}.>")
+    return {subject.removeprefix(f"{delayed_messages.DUE}."): count for subject, count in counts.items()}
 
 
 async def missing(

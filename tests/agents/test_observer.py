@@ -240,6 +240,20 @@ async def test_an_agent_whose_consumer_is_gone_shows_as_such_until_a_worker_make
             await shown.until_value("consumer_missing", labels, 0)
 
 
+async def test_an_agent_without_any_has_none_shown_so_that_the_first_one_is_a_change(
+    app: App, shown: Shown, stream: str
+) -> None:
+    @app.agent("field")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    await app.notify("field", {"step": 0})
+    async with working(app):
+        await shown.until(lambda: shown.settled == 1)
+    async with observing(app):
+        await shown.until_value("given_up", (app.name, "index", stream), 0)
+        await shown.until_value("dead_letters", (app.name, "index"), 0)
+
+
 @pytest.mark.parametrize("kind", ["jetstream"])
 async def test_a_thousand_agents_cost_a_handful_of_requests(
     app: App, shown: Shown, stream: str, server: NatsServer

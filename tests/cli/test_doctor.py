@@ -74,7 +74,58 @@ def test_a_program_reads_all_of_it(run: Run, config: Path) -> None:
         "consumer": "",
         "found": "the stream of event type mars does not exist",
         "cure": check("JS042").cure.format(stream="MARS"),
+        "accepted": "",
     }
+
+
+def accepting(config: Path, *, where: str = "MARS", until: str = "2999-01-31T00:00:00Z", code: str = "JS042") -> Path:
+    """The configuration, in which a finding is accepted."""
+    given = {"code": code, "where": where, "reason": "not created yet", "until": until}
+    path = config.with_name("accepting.yaml")
+    path.write_text(json.dumps({**json.loads(config.read_text()), "doctor": {"accepted": [given]}}))
+    return path
+
+
+@pytest.mark.parametrize("where", ["MARS", "M*"])
+def test_an_accepted_finding_is_shown_and_is_no_failure(run: Run, config: Path, where: str) -> None:
+    accepted = accepting(config, where=where)
+    text = run("doctor", *QUICK, "--config", accepted)
+    assert (text.code, ": 0 FAIL, " in text.lines[0], ", 1 ACCEPTED, " in text.lines[0]) == (0, True, True), text
+    until = "until 2999-01-31 00:00 UTC: not created yet"
+    assert f"ACCEPTED JS042 MARS: the stream of event type mars does not exist ({until})" in text.lines
+    assert check("JS042").cure.format(stream="MARS") not in text.out
+
+    told = json.loads(run("doctor", *QUICK, "--format", "json", "--config", accepted).out)
+    (result,) = [each for each in told["checks"] if each["code"] == "JS042"]
+    (finding,) = result["findings"]
+    assert (result["state"], finding["state"]) == ("ACCEPTED", "ACCEPTED")
+    assert finding["accepted"] == until
+
+    gauges = run("doctor", *QUICK, "--format", "prometheus", "--config", accepted).lines
+    assert 'aviso_doctor_findings{code="JS042",state="accepted"} 1.0' in gauges
+    assert 'aviso_doctor_findings{code="JS042",state="fail"} 0.0' in gauges
+    assert 'aviso_doctor_check{code="JS042",state="accepted"} 1.0' in gauges
+    nagios = run("doctor", *QUICK, "--format", "nagios", "--config", accepted)
+    expected = "AVISO-WORKERS OK - nothing found | fail=0 warn=0 accepted=1"
+    assert (nagios.code, nagios.out.split(" skip=")[0]) == (0, expected)
+
+
+def test_an_acceptance_that_is_over_counts_no_more_and_says_so(run: Run, config: Path) -> None:
+    ran = run("doctor", *QUICK, "--config", accepting(config, until="2020-01-31T00:00:00Z"))
+    assert ran.code == 1
+    assert ran.lines[2] == (
+        "FAIL JS042 MARS: the stream of event type mars does not exist "
+        "(was accepted until 2020-01-31 00:00 UTC: not created yet)"
+    )
+
+
+def test_findings_of_another_place_are_not_accepted(run: Run, config: Path) -> None:
+    assert run("doctor", *QUICK, "--config", accepting(config, where="OTHER")).code == 1
+
+
+def test_a_code_that_no_check_has_is_refused(run: Run, config: Path) -> None:
+    ran = run("doctor", *QUICK, "--config", accepting(config, code="JS999"))
+    assert (ran.code, "doctor.accepted[0].code: there is no check JS999" in ran.err) == (2, True), ran
 
 
 def test_prometheus_reads_it_and_the_labels_are_bounded(run: Run, config: Path) -> None:
@@ -87,7 +138,7 @@ def test_prometheus_reads_it_and_the_labels_are_bounded(run: Run, config: Path) 
     }
     assert states["JS042", "fail"] == 1
     assert states["JS042", "pass"] == 0
-    assert len(states) == 4 * len(CHECKS)
+    assert len(states) == 5 * len(CHECKS)
     assert sum(states.values()) == len(CHECKS)
     (findings,) = [
         sample

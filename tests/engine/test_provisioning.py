@@ -252,3 +252,26 @@ async def test_replicas_that_are_refused_are_told_and_the_stream_is_used_as_it_i
 async def test_no_stream_is_created_for_its_replicas(provisioner: Provisioner, backend: ObservedBackend) -> None:
     await provisioner.raise_replicas(OWN.name, 3)
     assert await backend.stream_names() == []
+
+
+MONITORED = structs.replace(SPEC, monitored=True)
+ENABLED = "io.nats.monitor.enabled"
+
+
+async def test_a_stream_is_created_with_what_nats_server_check_reads(
+    backend: ObservedBackend, provisioner: Provisioner
+) -> None:
+    await provisioner.ensure(MONITORED)
+    assert (await backend.stream_info("MARS")).config.metadata[ENABLED] == "true"
+
+
+@pytest.mark.parametrize("refusal", ["", "no right to update"])
+async def test_an_existing_stream_gets_it_without_a_word(
+    backend: ObservedBackend, provisioner: Provisioner, facts: Facts, refusal: str
+) -> None:
+    await backend.create_stream(SPEC)
+    backend.refusal = refusal
+    await provisioner.ensure(MONITORED)
+    assert (ENABLED in (await backend.stream_info("MARS")).config.metadata) is not bool(refusal)
+    assert facts.of(StreamProvisioned) == []
+    assert backend.asked["update"] == 1

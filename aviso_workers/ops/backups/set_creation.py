@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio
 from msgspec import Struct
 
 from aviso_workers.backends import Admin
-from aviso_workers.errors import AvisoWorkersError, BackupError, NotFoundError
+from aviso_workers.errors import AvisoWorkersError, BackupError, NotFoundError, UnavailableError
 from aviso_workers.jetstream.specs import UNREADABLE
 from aviso_workers.ops.backups import completion, set_order, sets
 from aviso_workers.ops.backups.restoration import SCRATCH
@@ -23,6 +25,14 @@ from aviso_workers.ops.backups.spools import Spool
 from aviso_workers.ops.backups.storage import Backup
 
 __all__ = ["MadeSet", "create_set"]
+
+T = TypeVar("T")
+
+ELECTION_SECONDS = 30.0
+"""An election takes 5 to 7 seconds, and that of a stream begins after that of the meta group."""
+LEAST_ATTEMPTS = 3
+"""However long each takes: that of a large stream may fail minutes after it has begun."""
+AGAIN_SECONDS = 1.0
 
 BackUp = Callable[[str, Spool | None], Awaitable[Backup]]
 """Makes the backup of a stream, with what an earlier snapshot of it had."""
@@ -41,7 +51,8 @@ class MadeSet(Struct, frozen=True, kw_only=True):
 async def create_set(admin: Admin, to: Path, back_up: BackUp, *, encrypted: bool) -> MadeSet:
     """Back up all streams of the account, in an order that fits, and record that the backups belong together.
 
-    Where one fails the others are backed up all the same, and there is no set. `encrypted`: `back_up` encrypts, so
+    What fails because no server answers for a stream is tried again for as long as an election may take. Where one
+    fails the others are backed up all the same, and there is no set. `encrypted`: `back_up` encrypts, so
     nothing may be on the disk in the clear. Raises `BackupError` where there are no streams, there is no such order or
     `to` cannot be written, `RefusedError` where the server is older than 2.15, and `BackendError`.
     """
@@ -52,22 +63,26 @@ async def create_set(admin: Admin, to: Path, back_up: BackUp, *, encrypted: bool
         if not before:
             raise BackupError("the account has no streams that could be backed up as a set")
         positions = {
-            stream: {consumer.name: consumer.ack_floor for consumer in await admin.consumers(stream)}
+            stream: {
+                consumer.name: consumer.ack_floor
+                for consumer in await _through_election(partial(admin.consumers, stream))
+            }
             for stream in before
         }
         configs = {stream: config for stream, (_, config) in before.items()}
         failures: list[AvisoWorkersError] = []
         backups: list[Backup] = []
+
+        async def spooled(stack: AsyncExitStack, stream: str) -> Spool:
+            return await stack.enter_async_context(completion.spooled(admin, stream, beside=to, encrypted=encrypted))
+
         async with AsyncExitStack() as stack:
             earlier = {
-                stream: await stack.enter_async_context(
-                    completion.spooled(admin, stream, beside=to, encrypted=encrypted)
-                )
-                for stream in set_order.twice(configs)
+                stream: await _through_election(partial(spooled, stack, stream)) for stream in set_order.twice(configs)
             }
             for stream in set_order.order(configs):
                 try:
-                    backup = await back_up(stream, earlier.get(stream))
+                    backup = await _through_election(partial(back_up, stream, earlier.get(stream)))
                 except AvisoWorkersError as error:
                     failures.append(error)
                 else:
@@ -84,12 +99,26 @@ async def create_set(admin: Admin, to: Path, back_up: BackUp, *, encrypted: bool
         return MadeSet(file=draft.finish(finished), failures=[], backups=backups)
 
 
+async def _through_election(request: Callable[[], Awaitable[T]]) -> T:
+    """Return the result of a request, which is repeated while no server answers. Raises what the last one raises."""
+    attempts, failed_at = 0, anyio.current_time()
+    while True:
+        try:
+            return await request()
+        except UnavailableError:
+            attempts += 1
+            failed_at = failed_at if attempts > 1 else anyio.current_time()
+            if attempts >= LEAST_ATTEMPTS and anyio.current_time() - failed_at > ELECTION_SECONDS:
+                raise
+        await anyio.sleep(AGAIN_SECONDS)
+
+
 async def _streams(admin: Admin) -> dict[str, tuple[datetime | None, dict[str, Any]]]:
     """Return when each stream was created, and its configuration. Raises `BackupError` where the server cannot read
     all.
     """
     found = {}
-    for name in await admin.stream_names():
+    for name in await _through_election(admin.stream_names):
         if name == UNREADABLE:
             raise BackupError(
                 "the server cannot read all of its streams (JS042), so a set of those that it knows is not whole"
@@ -97,7 +126,7 @@ async def _streams(admin: Admin) -> dict[str, tuple[datetime | None, dict[str, A
         if name.startswith(SCRATCH):
             continue
         try:
-            info = await admin.stream_info(name)
+            info = await _through_election(partial(admin.stream_info, name))
         except NotFoundError:
             continue
         found[name] = (info.created, dict(info.config))

@@ -11,6 +11,7 @@ from msgspec import Struct, structs
 
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
+from aviso_workers.errors import ConfigError
 from aviso_workers.ops.doctor import durability, facts, judgements
 from aviso_workers.ops.doctor.checks import CHECKS
 from aviso_workers.ops.doctor.durability import StreamDurability
@@ -52,8 +53,12 @@ def hurried(config: Config) -> Config:
 async def examine(admin: Admin, config: Config, scope: Scope) -> Report:
     """Gather the facts, apply every check to them, and return the report. Nothing on the servers is changed.
 
-    Raises `RefusedError` where the backend is not a server, `UnavailableError` where the connection is lost.
+    Raises `ConfigError` where a finding of a check that does not exist is accepted, `RefusedError` where the backend is
+    not a server, `UnavailableError` where the connection is lost.
     """
+    accepted, codes = config.doctor.accepted, {check.code for check in CHECKS}
+    if wrong := [n for n, each in enumerate(accepted) if each.code not in codes]:
+        raise ConfigError(f"doctor.accepted[{n}].code: there is no check {accepted[n].code}" for n in wrong)
     found = await facts.gather(admin, config, scope)
     return Report(
         server=f"{found.server.name} {found.server.ver}",

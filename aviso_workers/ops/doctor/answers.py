@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
+import msgspec
 from msgspec import Struct, field
 
 from aviso_workers.jetstream.info import Cluster
@@ -44,12 +45,35 @@ class Advisory(Struct, frozen=True, kw_only=True):
 
     kind: str = ""
     """The subject after `$JS.EVENT.`, such as `ADVISORY.STREAM.QUORUM_LOST.MARS`."""
+    response: str = ""
+    """The answer to the request, as JSON, where the advisory is of one."""
     stream: str = ""
     consumer: str = ""
     subject: str = ""
     """The subject of the request, where the advisory is of one."""
     ack_time: int = 0
     """Nanoseconds from a delivery to its acknowledgement."""
+
+    @property
+    def error(self) -> ApiError | None:
+        """The error with which the server answered the request; None where it had none, or the advisory is of none."""
+        try:
+            return msgspec.json.decode(self.response, type=ApiAnswer).error
+        except msgspec.MsgspecError:
+            return None  # a large answer is cut off, and is no error
+
+
+class ApiError(Struct, frozen=True, kw_only=True):
+    """The error in an answer of JetStream's API."""
+
+    err_code: int = 0
+    description: str = ""
+
+
+class ApiAnswer(Struct, frozen=True, kw_only=True):
+    """An answer of JetStream's API, as far as it says whether the request failed."""
+
+    error: ApiError | None = None
 
 
 class JetStreamConfig(Struct, frozen=True, kw_only=True):
@@ -93,6 +117,8 @@ class Jsz(Struct, frozen=True, kw_only=True):
     it was asked for streams.
     """
 
+    disabled: bool = False
+    """Whether the server runs without JetStream."""
     config: JetStreamConfig = JetStreamConfig()
     account_details: tuple[AccountDetail, ...] | None = None
 

@@ -33,10 +33,11 @@ from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import backups, deployment
 from aviso_workers.ops.backups import Backup
 from aviso_workers.ops.deployment import RunAlone
-from aviso_workers.ops.doctor import divergence, monitoring_port
+from aviso_workers.ops.doctor import divergence, monitoring_port, replicas
 from aviso_workers.ops.doctor.answers import Advisory, Server
 from aviso_workers.ops.doctor.divergence import Looks
 from aviso_workers.ops.doctor.monitoring_port import Monitored
+from aviso_workers.ops.doctor.replicas import Groups
 from aviso_workers.ops.mirrors import Link, Mirrors
 
 __all__ = ["Facts", "Need", "Sample", "Scope", "gather"]
@@ -54,6 +55,9 @@ UNREACHABLE_SECONDS = 1.0
 LISTING_SECONDS = 30.0
 """How long is waited for listings of streams and consumers, of which there may be a hundred thousand. A cluster waits
 for 4 s for those whose server is down before it lists the others."""
+MOST_LATER, LATER_SECONDS = 3, 1.0
+"""How many more samples are taken where replicas seem to be behind, and the time before each: a replica of a busy
+stream is behind for moments."""
 AT_ONCE = 32
 """The most requests that run side by side."""
 
@@ -86,6 +90,12 @@ class Sample(Struct, frozen=True, kw_only=True):
     missing."""
     account: Account = Account()
 
+    @property
+    def groups(self) -> Groups:
+        """The servers that keep each stream and each consumer."""
+        of_streams = {(name, ""): stream.cluster for name, stream in self.streams.items()}
+        return of_streams | {key: consumer.cluster for key, consumer in self.consumers.items()}
+
 
 class Facts(Struct, frozen=True, kw_only=True):
     """The facts that checks judge. Streams and consumers are those of the account that we connect to."""
@@ -98,6 +108,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     after: Sample
     elapsed_seconds: float
     """Between the two."""
+    later: tuple[Sample, ...] = ()
+    """Further samples, where replicas seemed to be behind in both."""
     plans: Mapping[str, Plan]
     """The plans for configured streams, by their place in the configuration: `event type mars` or `streams.ORDERS`."""
     advisories: tuple[Advisory, ...]
@@ -112,6 +124,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     """The functions of agents whose workers run several, by stream and consumer."""
     run_alone: tuple[RunAlone, ...]
     """Notifications that are run alone, because a worker process ended while they ran."""
+    due: Mapping[str, int]
+    """Delayed notifications that are due and not stored yet, by the stream that they are for."""
     monitored: tuple[Monitored, ...]
     unreachable: Mapping[str, str]
     """Monitoring ports that were named and do not answer, with the reason."""
@@ -172,6 +186,10 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
             await anyio.sleep(scope.seconds)
             elapsed = time.monotonic() - sampled
             after = await requests.sample()
+    later: list[Sample] = []
+    while len(later) < MOST_LATER and replicas.is_doubtful([each.groups for each in (before, after, *later)]):
+        await anyio.sleep(LATER_SECONDS)
+        later.append(await requests.sample())
     once = await _unsampled_facts(admin, config, requests, after, server, scope)
     unknown = requests.unknown
     if scope.agents is None:
@@ -186,6 +204,7 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
         before=before,
         after=after,
         elapsed_seconds=elapsed,
+        later=tuple(later),
         plans=_plans(config, after.streams),
         advisories=tuple(advisories),
         dead_letters=once.dead_letters,
@@ -193,6 +212,7 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
         records=once.records,
         functions=once.functions,
         run_alone=once.run_alone,
+        due=once.due,
         monitored=once.monitored,
         unreachable=once.unreachable,
         looks=once.looks,
@@ -214,6 +234,7 @@ class _UnsampledFacts(Struct):
     records: Mapping[tuple[str, str], ConsumerRecord] = {}
     functions: Mapping[tuple[str, str], tuple[str, ...]] = {}
     run_alone: tuple[RunAlone, ...] = ()
+    due: Mapping[str, int] = {}
     links: tuple[Link, ...] = ()
     monitored: tuple[Monitored, ...] = ()
     unreachable: Mapping[str, str] = {}
@@ -246,6 +267,9 @@ async def _unsampled_facts(
     async def run_alone() -> None:
         found.run_alone = tuple(await requests.ask("records", lambda: deployment.run_alone(admin, after.streams)) or ())
 
+    async def due() -> None:
+        found.due = await requests.ask("streams", lambda: deployment.due(admin)) or {}
+
     async def links() -> None:
         found.links = tuple(await requests.ask("streams", Mirrors(admin).links, within=LISTING_SECONDS) or ())
 
@@ -260,7 +284,8 @@ async def _unsampled_facts(
         found.is_strict = await monitoring_port.is_strict(admin)
 
     async with anyio.create_task_group() as tasks:
-        for request in (dead_letters, max_deliveries_exceeded, records, functions, run_alone, links, monitored, strict):
+        asked = (dead_letters, max_deliveries_exceeded, records, functions, run_alone, due, links, monitored, strict)
+        for request in asked:
             tasks.start_soon(request)
     return found
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso.literals import quoted
+from aviso_workers.config.settings import Accepted
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops.doctor.facts import Facts, Need
 
@@ -27,8 +29,10 @@ class State(enum.IntEnum):
 
     PASS = 0
     SKIP = 1
-    WARN = 2
-    FAIL = 3
+    ACCEPTED = 2
+    """Found, and accepted in the configuration: no failure."""
+    WARN = 3
+    FAIL = 4
 
 
 class Finding(Struct, frozen=True, kw_only=True):
@@ -44,6 +48,8 @@ class Finding(Struct, frozen=True, kw_only=True):
     """Default: as bad as the check says."""
     cure: str = ""
     """Default: the check's."""
+    accepted: str = ""
+    """The reason and the end of the acceptance, where the finding is accepted."""
 
     @property
     def where(self) -> str:
@@ -58,6 +64,9 @@ def about(one: StreamInfo | ConsumerInfo, found: str, *, state: State | None = N
 
 
 Judge = Callable[[Facts], Iterator[Finding]]
+"""The function of a check. Its docstring is Markdown: what the reference of docs/operations.md says of the check beside
+`why` and `cure`.
+"""
 
 
 class Check(Struct, frozen=True, kw_only=True):
@@ -143,16 +152,31 @@ def _result(check: Check, facts: Facts) -> Result:
 def _whole(check: Check, finding: Finding, facts: Facts) -> Finding:
     state = check.severity if finding.state is None else finding.state
     usual = check.cure if finding.stream in facts.event_streams else check.cure_of_others or check.cure
+    found, accepted = finding.found, ""
+    if state >= State.WARN and (acceptance := _acceptance(check, finding, facts)):
+        if acceptance.until > facts.now:
+            state, accepted = State.ACCEPTED, f"until {acceptance.until:%Y-%m-%d %H:%M %Z}: {acceptance.reason}"
+        else:
+            found += f" (was accepted until {acceptance.until:%Y-%m-%d %H:%M %Z}: {acceptance.reason})"
     app, _, agent = finding.consumer.partition("__")
     names = {"stream": finding.stream, "consumer": finding.consumer, "place": finding.place, "app": app, "agent": agent}
-    return Finding(
-        found=finding.found,
-        stream=finding.stream,
-        consumer=finding.consumer,
-        place=finding.place,
+    return structs.replace(
+        finding,
+        found=found,
         state=state,
+        accepted=accepted,
         cure="" if state <= State.SKIP else _filled_in(finding.cure or usual, names),
     )
+
+
+def _acceptance(check: Check, finding: Finding, facts: Facts) -> Accepted | None:
+    """Return the acceptance of a finding that ends last; None where there is none."""
+    known = [
+        each
+        for each in facts.config.doctor.accepted
+        if each.code == check.code and fnmatchcase(finding.where, each.where)
+    ]
+    return max(known, key=lambda each: each.until, default=None)
 
 
 def _filled_in(cure: str, names: Mapping[str, str]) -> str:

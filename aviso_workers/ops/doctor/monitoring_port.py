@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from http.client import HTTPException
@@ -29,6 +30,7 @@ __all__ = ["LOOPBACK", "Monitored", "connected_server", "inspect", "is_strict", 
 ANSWER_SECONDS = 5.0
 NAME_SECONDS = 2.0
 LOOPBACK = (*LOOPBACK_NAMES, "::1")
+MOST_LOOKS, LOOK_AGAIN_SECONDS = 4, 1.0
 EVERY_ADDRESS = ("0.0.0.0", "::")
 NEAR = build_opener(ProxyHandler({}))
 """A monitoring port is near: a proxy that the environment names is for the web."""
@@ -69,6 +71,7 @@ class Monitored(Struct, frozen=True, kw_only=True):
     uncertain_seconds: float
     """How far `ahead_seconds` may be off to either side, because the answer took time."""
 
+    without_jetstream: bool = False
     unserved: str = ""
     """What is in its store and not served, where its store is on this machine and can be read."""
     cut_off: tuple[Closed, ...] = ()
@@ -142,7 +145,8 @@ def inspect(url: str) -> Monitored:
         asked = datetime.now(UTC)
         varz = VARZ.decode(_ask(url, "/varz"))
         half = (datetime.now(UTC) - asked) / 2
-        varz = _with_configuration(varz, JSZ.decode(_ask(url, "/jsz")))
+        jsz = JSZ.decode(_ask(url, "/jsz"))
+        varz = _with_configuration(_with_meta_group(varz, url), jsz)
         health, routes = _object(_ask(url, "/healthz?details=true")), _object(_ask(url, "/routez"))
         closed = CONNECTIONS.decode(_ask(url, "/connz?state=closed&sort=stop")).connections or ()
         remotes = frozenset(str(route["remote_name"]) for route in routes["routes"] or ())
@@ -156,6 +160,7 @@ def inspect(url: str) -> Monitored:
         routes=remotes,
         ahead_seconds=(varz.now - asked - half).total_seconds(),
         uncertain_seconds=half.total_seconds(),
+        without_jetstream=jsz.disabled,
         unserved=unserved,
         cut_off=_too_slow(closed),
     )
@@ -173,6 +178,24 @@ def own_replicas(url: str, account: str) -> Mapping[str, OwnReplica]:
     return {each.name: each for one in found for each in one.stream_detail or ()}
 
 
+def _with_meta_group(varz: Varz, url: str) -> Varz:
+    """Return the answer to /varz with a meta group that was looked at until its followers were current, or some times:
+    a follower is behind its leader for moments.
+    """
+    looks = 0
+    while looks < MOST_LOOKS and _seems_behind(varz):
+        time.sleep(LOOK_AGAIN_SECONDS)
+        meta = VARZ.decode(_ask(url, "/varz")).jetstream.meta
+        varz = structs.replace(varz, jetstream=structs.replace(varz.jetstream, meta=meta))
+        looks += 1
+    return varz
+
+
+def _seems_behind(varz: Varz) -> bool:
+    followers = varz.jetstream.meta.followers if varz.jetstream.meta else ()
+    return any(not each.current for each in followers) and not any(each.offline for each in followers)
+
+
 def _with_configuration(varz: Varz, jsz: Jsz) -> Varz:
     """Return the answer to /varz with the configuration of /jsz: a server that was asked for /varz before JetStream had
     started never has it there.
@@ -181,8 +204,9 @@ def _with_configuration(varz: Varz, jsz: Jsz) -> Varz:
 
 
 def _disk(url: str, varz: Varz) -> Path | None:
-    directory = Path(varz.jetstream.config.store_dir)
-    return directory if _machine(url) in LOOPBACK and os.access(directory, os.R_OK) else None
+    if _machine(url) not in LOOPBACK or not (directory := varz.jetstream.config.store_dir):
+        return None
+    return Path(directory) if os.access(directory, os.R_OK) else None
 
 
 def _machine(url: str) -> str:

@@ -16,7 +16,7 @@ from aviso_workers.telemetry.metrics import render_gauges
 
 __all__ = ["document", "gauges", "measured", "nagios", "text"]
 
-NAGIOS = {State.PASS: "OK", State.SKIP: "OK", State.WARN: "WARNING", State.FAIL: "CRITICAL"}
+NAGIOS = {State.PASS: "OK", State.SKIP: "OK", State.ACCEPTED: "OK", State.WARN: "WARNING", State.FAIL: "CRITICAL"}
 MOST_FINDINGS = 10
 """The most findings of a check that are shown as text."""
 
@@ -30,6 +30,10 @@ def text(report: Report, *, lists_passed: bool) -> Iterator[str]:
         if result.state >= State.WARN:
             yield from _lines(result)
     yield ""
+    for result in report.results:
+        accepted = [finding for finding in result.findings if finding.state is State.ACCEPTED]
+        for finding in _together(accepted):
+            yield f"ACCEPTED {result.check.code} {_place(finding)} ({finding.accepted})"
     for reason, codes in _skipped(report).items():
         yield f"SKIP {' '.join(codes)}: {reason}"
     passed = [result.check for result in report.results if result.state is State.PASS]
@@ -79,7 +83,7 @@ def measured(report: Report) -> list[Measured]:
     findings: dict[tuple[str, ...], float] = {
         (result.check.code, state.name.lower()): float(sum(finding.state is state for finding in result.findings))
         for result in report.results
-        for state in (State.WARN, State.FAIL)
+        for state in (State.ACCEPTED, State.WARN, State.FAIL)
     }
     return [
         Measured(
@@ -117,7 +121,7 @@ def nagios(report: Report) -> str:
 
 
 def _lines(result: Result) -> Iterator[str]:
-    wrong = [finding for finding in result.findings if finding.state is not State.SKIP]
+    wrong = [finding for finding in result.findings if (finding.state or State.PASS) >= State.WARN]
     first, *others = _together(wrong[:MOST_FINDINGS])
     yield ""
     yield f"{result.state.name} {result.check.code} {_place(first)}"
@@ -136,9 +140,9 @@ def _lines(result: Result) -> Iterator[str]:
 
 def _together(findings: Iterable[Finding]) -> list[Finding]:
     """Return the findings with one for all places of which the same is found, with the same state and cure."""
-    alike = defaultdict[tuple[State | None, str, str], list[Finding]](list)
+    alike = defaultdict[tuple[State | None, str, str, str], list[Finding]](list)
     for finding in findings:
-        alike[finding.state, finding.found, finding.cure].append(finding)
+        alike[finding.state, finding.found, finding.cure, finding.accepted].append(finding)
     return [structs.replace(same[0], place=_places(same), consumer="") for same in alike.values()]
 
 
@@ -164,7 +168,8 @@ def _by_durability(report: Report) -> dict[str, list[str]]:
 
 
 def _totals(report: Report) -> str:
-    return ", ".join(f"{_count(report, state)} {state.name}" for state in sorted(State, reverse=True))
+    states = [state for state in sorted(State, reverse=True) if state is not State.ACCEPTED or _count(report, state)]
+    return ", ".join(f"{_count(report, state)} {state.name}" for state in states)
 
 
 def _count(report: Report, state: State) -> int:
@@ -183,4 +188,5 @@ def _finding(finding: Finding) -> dict[str, str]:
         "consumer": finding.consumer,
         "found": finding.found,
         "cure": finding.cure,
+        "accepted": finding.accepted,
     }

@@ -22,7 +22,7 @@ from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationErro
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.metadata import UNFINISHED
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, schedules, set_order, set_restore, sets
+from aviso_workers.ops.backups import Backup, schedules, set_creation, set_order, set_restore, sets
 from aviso_workers.server import NatsServer
 from tests.presence import present
 from tests.waits import PATIENCE_SECONDS
@@ -555,6 +555,55 @@ async def test_a_consumer_that_the_server_does_not_list_yet_is_taken_back(
         await site.restore(tmp_path)
         assert asked == ["slow", "slow"]
         assert (await backend.consumer_info("MARS", "slow")).ack_floor == 0, "it had settled nothing before the set"
+
+
+async def test_a_leader_that_changes_while_the_set_is_made_costs_no_set(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request of the set is refused once, as during an election."""
+    monkeypatch.setattr(set_creation, "AGAIN_SECONDS", 0)
+    async with site.app:
+        await make_small_set(site, tmp_path / "before")
+        refused = set[str]()
+
+        def refuse_first(request: str) -> None:
+            if request not in refused:
+                refused.add(request)
+                raise UnavailableError(f"{request}: no leader")
+
+        def refusing(name: str) -> Any:
+            real = getattr(type(site.app.session.admin), name)
+
+            async def asked(self: Any, *arguments: Any, **options: Any) -> Any:
+                refuse_first(f"{name} {arguments}")
+                return await real(self, *arguments, **options)
+
+            return asked
+
+        async def back_up(stream: str, earlier: Any) -> Backup:
+            refuse_first(f"snapshot {stream}")
+            return await backups.create(site.app.session.admin, stream, tmp_path, earlier=earlier)
+
+        for name in ("stream_names", "consumers"):
+            monkeypatch.setattr(type(site.app.session.admin), name, refusing(name))
+        made = await backups.create_set(site.app.session.admin, tmp_path, back_up, encrypted=False)
+    assert (made.failures, made.file is not None) == ([], True)
+    assert {"stream_names ()", "consumers ('MARS',)", "snapshot MARS"} <= refused
+
+
+async def test_a_server_that_stays_away_costs_the_set(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(set_creation, "AGAIN_SECONDS", 0)
+    monkeypatch.setattr(set_creation, "ELECTION_SECONDS", -1)
+    async with site.app:
+        await make_small_set(site, tmp_path / "before")
+
+        async def back_up(stream: str, earlier: Any) -> Backup:
+            raise UnavailableError(f"{stream}: no leader")
+
+        made = await backups.create_set(site.app.session.admin, tmp_path, back_up, encrypted=False)
+    assert (made.file, "MARS: no leader" in map(str, made.failures)) == (None, True)
 
 
 async def test_a_consumer_that_cannot_be_taken_back_ends_the_restore(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -16,10 +17,12 @@ import pytest
 from msgspec import structs
 
 from aviso_workers import App, Backoff, Notification, Notify, Stream
+from aviso_workers.aviso.literals import Duration
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.declare import outputs
 from aviso_workers.engine import dead_letter_store, max_deliveries
+from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.ops.doctor import State
 from tests.ops.doctor.conftest import (
     SECOND,
@@ -92,10 +95,38 @@ def test_a_window_that_ends_before_what_is_tried_again(left: Seen) -> None:
     (wrong,) = [finding for finding in left.results["JS009"].findings if finding.stream == "MARS"]
     assert wrong.found == "duplicate_window 2m, and agent derive retries for up to 420 s"
     assert "streams.MARS.duplicate_window: 10m" in wrong.cure
+    assert left.state("JS009") is State.WARN
     short = [finding.found for finding in left.results["JS009"].findings if finding.stream == "SHORT"]
     assert "duplicate_window 10s, publish_deadline_seconds 30" in short
     assert "duplicate_window 10s, and agent soon retries for up to 21 s" in short
     assert "LONG" not in left.findings("JS009")
+
+
+def test_the_cure_of_a_short_window_cures_it(left: Seen) -> None:
+    """By hand, but for the streams: an agent that outlasts an outage, and one stream that it publishes to."""
+    app = App("lasting")
+
+    @app.agent("mars", retry=Backoff(max=30, attempts=1000))
+    async def derive(notification: Notification[Any]) -> Notify:
+        return Notify("short", notification.identifier)
+
+    scope = structs.replace(left.facts.scope, agents=(derive,), app="lasting")
+    facts = structs.replace(left.facts, scope=scope)
+    (short, *_) = [one for one in judged(facts).results["JS009"].findings if "derive" in one.found]
+    assert short.stream == "SHORT", "it publishes to no other stream"
+    window = re.search(r"streams.SHORT.duplicate_window: (\w+)", short.cure)
+    assert window
+    longer = Duration.parse(window[1]) * SECOND
+
+    def with_window(window: int, **config: Any) -> Seen:
+        stream = left.facts.streams["SHORT"]
+        changed = StreamConfig({**stream.config, "duplicate_window": window, **config})
+        streams = {**left.facts.streams, "SHORT": structs.replace(stream, config=changed)}
+        return judged(structs.replace(facts, after=structs.replace(facts.after, streams=streams)))
+
+    assert with_window(longer).state("JS009") is State.PASS
+    refused = with_window(120 * SECOND, max_age=3600 * SECOND).findings("JS009")["SHORT"].cure
+    assert "A window of 10h cannot be set, because SHORT has a shorter max_age." in refused
 
 
 def test_which_agents_publish_is_what_they_say() -> None:

@@ -46,6 +46,23 @@ def test_servers_that_are_looked_at_side_by_side_do_not_crash_the_process() -> N
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def test_a_server_without_jetstream_is_known_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These are answers of nats-server 2.15.0, as far as they are read."""
+    answers = {
+        "/varz": b'{"server_id": "A", "server_name": "a", "version": "2.15.0", "now": "2026-01-01T00:00:00Z", '
+        b'"jetstream": {}}',
+        "/jsz": b'{"disabled": true, "config": {"max_memory": 0, "max_storage": 0}, "streams": 0}',
+        "/healthz?details=true": b'{"status": "ok"}',
+        "/routez": b'{"routes": []}',
+        "/connz?state=closed&sort=stop": b'{"connections": []}',
+    }
+    monkeypatch.setattr(monitoring_port, "_ask", lambda url, path: answers[path])
+
+    found = monitoring_port.inspect("http://127.0.0.1:8222")
+
+    assert (found.without_jetstream, found.disk, found.unserved) == (True, None, "")
+
+
 def test_a_server_that_tells_its_configuration_in_one_answer_only_is_known_by_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,13 +11,14 @@ import anyio
 import pytest
 from msgspec import structs
 
-from aviso_workers import App, Notification
+from aviso_workers import App, Notification, Notify
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
+from aviso_workers.engine import delayed_delivery, delayed_messages
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import AgentDisturbed
-from aviso_workers.jetstream.info import ConsumerConfig
+from aviso_workers.jetstream.info import ConsumerConfig, StreamConfig
 from aviso_workers.ops.deployment import RunAlone
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Advisory
@@ -88,6 +89,7 @@ async def gather_working(loaded: Config, monitor: str) -> Facts:
         await add_stream(server, "QUIET")
         (slow,), (quick,) = await pull(server, SHARED, "measured", 1), await pull(server, SHARED, "quick", 1)
         async with server.listen("answers.*"), between_samples(server, lambda: work(server, slow, quick)):
+            ask(server, "FLOOD", "slow", 1)
             for name, requests in {"crowd": 10, "few": 1}.items():
                 await add_consumer(server, "QUIET", name, max_waiting=10)
                 ask(server, "QUIET", name, requests)
@@ -112,7 +114,8 @@ def working(directory: Path) -> Iterator[Seen]:
 def test_who_falls_behind(working: Seen) -> None:
     found = working.found("JS021")
     assert found.keys() == {"FLOOD > slow"}
-    assert found["FLOOD > slow"].startswith("50 pending, ")
+    assert found["FLOOD > slow"].startswith("49 pending, ")
+    assert working.findings("JS021")["FLOOD > slow"].cure.startswith("Let more clients read from the consumer")
 
 
 @pytest.mark.covers("001-29")
@@ -151,6 +154,88 @@ def test_who_is_held_up_by_what_is_not_acknowledged(working: Seen) -> None:
     assert working.found("JS031") == {f"{SHARED} > stalled": "5 delivered and not acknowledged, of at most 5"}
 
 
+def test_a_consumer_that_settles_what_it_has_is_not_held_up(working: Seen) -> None:
+    """By hand: a later one than the oldest was acknowledged between the samples."""
+    stalled = working.facts.consumers[SHARED, "stalled"]
+    settling = structs.replace(stalled, last_settled=working.facts.now)
+    after = structs.replace(working.facts.after, consumers={(SHARED, "stalled"): settling})
+    assert judged(structs.replace(working.facts, after=after)).found("JS031") == {}
+
+
+def test_a_singleton_at_work_is_not_held_up(working: Seen) -> None:
+    """By hand: its limit is one, and its handler takes longer than the doctor looks."""
+    stalled = working.facts.consumers[SHARED, "stalled"]
+    config = ConsumerConfig({**stalled.config, "max_ack_pending": 1})
+    singleton = {(SHARED, "stalled"): structs.replace(stalled, config=config, num_ack_pending=1)}
+    before = structs.replace(working.facts.before, consumers=singleton)
+    after = structs.replace(working.facts.after, consumers=singleton)
+    assert judged(structs.replace(working.facts, before=before, after=after)).found("JS031") == {}
+
+
+def test_an_agent_that_nobody_runs_any_more_can_be_removed(working: Seen) -> None:
+    """By hand: the consumer is an agent's, and was last delivered something in another year."""
+    alone = working.facts.consumers[SHARED, "alone"]
+    config = ConsumerConfig({**alone.config, "metadata": {"aviso-workers-start": "all"}})
+    last = datetime(2020, 1, 1, tzinfo=UTC)
+    retired = structs.replace(alone, name="old__index", config=config, last_delivered=last)
+    after = structs.replace(working.facts.after, consumers={(SHARED, "old__index"): retired})
+    seen = judged(structs.replace(working.facts, after=after))
+
+    finding = seen.findings("JS030")[f"{SHARED} > old__index"]
+    assert finding.found == "40 pending, and no worker pulls them; the last delivery was at 2020-01-01 00:00"
+    assert "run `aviso-workers agents rm old --agent index`" in finding.cure
+    assert "`aviso-workers agents rm old --agent index`" in seen.findings("JS035")[f"{SHARED} > old__index"].cure
+    assert seen.found("JS021") == {}, "more workers of an app that has none is no cure"
+
+
+def test_an_agent_that_feeds_itself_needs_no_more_workers(working: Seen) -> None:
+    """By hand: its lag grows, and what it publishes comes back to it, here by way of another agent."""
+    app = App("field")
+
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> Notify:
+        return Notify("derived", notification.identifier)
+
+    @app.agent("derived")
+    async def back(notification: Notification[Any]) -> Notify:
+        return Notify("mars", notification.identifier)
+
+    alone = working.facts.consumers[SHARED, "alone"]
+    config = ConsumerConfig({**alone.config, "metadata": {"aviso-workers-start": "all"}})
+    fed = structs.replace(alone, name="field__index", config=config, num_waiting=1)
+    before = {(SHARED, "field__index"): structs.replace(fed, num_pending=1)}
+    facts = structs.replace(
+        working.facts,
+        before=structs.replace(working.facts.before, consumers=before),
+        after=structs.replace(working.facts.after, consumers={(SHARED, "field__index"): fed}),
+    )
+
+    event_types = dict.fromkeys(("mars", "derived"), facts.config.notification_schema["mars"])
+    known = structs.replace(facts.config, notification_schema=event_types)
+
+    def cure(*agents: Any) -> str:
+        scope = structs.replace(facts.scope, agents=agents, app="field")
+        seen = judged(structs.replace(facts, config=known, scope=scope))
+        return seen.findings("JS021")[f"{SHARED} > field__index"].cure
+
+    assert cure(index, back).startswith("More workers do not help: the agent reads what it publishes")
+    assert cure(index).startswith("Start more workers of field")
+
+
+def test_a_consumer_for_which_there_is_no_room(working: Seen) -> None:
+    """By hand: the stream has as many consumers as it may have."""
+    stream = working.facts.streams[SHARED]
+    full = structs.replace(stream, config=StreamConfig({**stream.config, "max_consumers": stream.consumers}))
+    after = structs.replace(working.facts.after, streams={SHARED: full})
+    records = {(SHARED, "field__index"): recorded(working, minutes=0)}
+    seen = judged(structs.replace(working.facts, after=after, records=records))
+
+    most = f"{stream.consumers} consumers, of at most {stream.consumers}"
+    assert seen.found("JS034") == {SHARED: f"{most}: the server refuses the next one"}
+    cure = seen.findings("JS065")[f"{SHARED} > field__index"].cure
+    assert cure.startswith(f"No worker can create the consumer, because {SHARED} has {most}.")
+
+
 def test_what_a_work_queue_hides(working: Seen) -> None:
     assert working.found("JS038") == {
         "GIVEN_UP": "2 messages, and only 1 of them are pending or not acknowledged at a consumer"
@@ -162,7 +247,10 @@ def test_who_gets_nothing_done(working: Seen) -> None:
     assert working.found("JS058") == {}
     later = judged(structs.replace(working.facts, now=working.facts.now + timedelta(minutes=6)))
     found = later.found("JS058")
-    assert found[f"{SHARED} > busy"] == "5 delivered and not finished; the oldest one, after sequence 0, for 6 min"
+    assert found[f"{SHARED} > busy"] == (
+        "5 delivered and not finished; the oldest one, after sequence 0, for 6 min; no worker asks for more"
+    )
+    assert later.findings("JS058")[f"{SHARED} > busy"].cure.startswith("Start the client that reads from the consumer.")
     assert f"{SHARED} > alone" not in found  # nobody works on it, see JS030
 
 
@@ -175,7 +263,8 @@ def test_what_is_settled_beside_it_does_not_hide_one_that_is_unfinished(working:
     )
     found = structs.replace(working.facts, after=after, records={(SHARED, "busy"): recorded(working, minutes=10)})
     assert judged(found).found("JS058") == {
-        f"{SHARED} > busy": "5 delivered and not finished; the oldest one, after sequence 0, for 10 min"
+        f"{SHARED} > busy": "5 delivered and not finished; the oldest one, after sequence 0, for 10 min; "
+        "no worker asks for more"
     }
     patient = structs.replace(found, records={(SHARED, "busy"): recorded(working, minutes=10, longest_seconds=3600)})
     assert judged(patient).found("JS058") == {}
@@ -349,6 +438,34 @@ def test_an_agent_whose_worker_was_here_and_whose_consumer_is_meant_to_be_gone(
     (finding,) = judged(declared).findings("JS065").values()
     assert finding.state == State.WARN
     assert finding.found == found.format(time=record.time.isoformat(timespec="seconds"))
+
+
+def test_notifications_that_are_due_and_that_no_stream_takes(working: Seen) -> None:
+    """By hand: the consumer of what is due has tried again and again."""
+    alone = working.facts.consumers[SHARED, "alone"]
+    key = (delayed_messages.STREAM, delayed_delivery.DURABLE)
+    trying = structs.replace(
+        alone, stream=key[0], name=key[1], num_pending=0, num_ack_pending=30, num_redelivered=30, deliveries=60
+    )
+    shared = working.facts.streams[SHARED]
+    full = structs.replace(shared, config=StreamConfig({**shared.config, "discard": "new", "max_msgs": 40}))
+    facts = structs.replace(
+        working.facts,
+        after=structs.replace(working.facts.after, streams={SHARED: full, "QUIET": shared}, consumers={key: trying}),
+        due={SHARED: 20, "QUIET": 7, "NONE": 3},
+        now=working.facts.now + timedelta(minutes=6),
+    )
+    seen = judged(facts)
+
+    assert seen.found("JS076") == {
+        SHARED: "20 notifications are due and not stored: the stream is full",
+        "QUIET": "7 notifications are due and not stored",
+        "NONE": "3 notifications are due and not stored: the stream does not exist",
+    }
+    assert (seen.found("JS022"), seen.found("JS058")) == ({}, {}), "no handler of an agent fails or hangs"
+    stored = structs.replace(trying, num_ack_pending=0, num_redelivered=0)
+    after = structs.replace(facts.after, consumers={key: stored})
+    assert judged(structs.replace(facts, after=after)).state("JS076") is State.PASS
 
 
 def test_notifications_that_end_their_worker(working: Seen) -> None:

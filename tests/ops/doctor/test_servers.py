@@ -130,6 +130,18 @@ def test_a_disk_that_is_full(plain: Seen, monkeypatch: pytest.MonkeyPatch) -> No
     assert "then restart that server. Until the restart, the server refuses messages" in finding.cure
 
 
+def test_a_server_without_jetstream(plain: Seen) -> None:
+    """By hand: servers here have JetStream. test_monitoring_port has what one without it answers."""
+    (server,) = plain.facts.monitored
+    without = structs.replace(server, without_jetstream=True)
+    nobody = {"streams": "STREAM.LIST: nobody answers; is JetStream enabled for this account?"}
+    seen = judged(structs.replace(plain.facts, monitored=(without,), unknown=nobody))
+    findings = seen.findings("JS044")
+    assert findings[server.name].found == "runs without JetStream"
+    for where in (server.name, "JetStream's API"):
+        assert findings[where].cure.startswith("Set jetstream.store_dir in the section `server`")
+
+
 def test_a_server_that_could_not_write_is_to_be_restarted(plain: Seen) -> None:
     """By hand: what a server said whose disk was full, and says after it was enlarged."""
     (server,) = plain.facts.monitored
@@ -329,10 +341,30 @@ def test_an_account_that_is_nearly_used_up(accounts: tuple[str, str], tmp_path: 
     assert found["account streams"] == "4 of 5 used"
     assert found["account consumers"] == "4 of 4 used"
     assert found["account storage"] == "850000 of 1048576 used"
-    assert "requests within" in found["account api"]
+    assert found["account api"].endswith("failed; most often STREAM.INFO.NOT_THERE: stream not found (10059)")
     states = {where: finding.state for where, finding in seen.findings("JS039").items()}
     assert (states["account streams"], states["account consumers"]) == (State.WARN, State.FAIL)
     assert "account memory" not in found
+
+
+def test_questions_for_messages_that_are_not_there_are_no_failures(plain: Seen, tmp_path: Path) -> None:
+    """As workers ask them that retry: how often has this notification failed?"""
+
+    async def ask(loaded: Config) -> Facts:
+        async def ask_for_messages() -> None:
+            for _ in range(30):
+                await server.request("$JS.API.STREAM.MSG.GET.MARS", b'{"last_by_subj": "mars.none"}')
+
+        async with App("using", config=loaded) as app:
+            server = app.session.admin.administration()
+            await add_stream(server, "MARS", subjects=["mars.>"])
+            async with between_samples(server, ask_for_messages):
+                return await gathered(loaded, seconds=0.5)
+
+    with running(tmp_path / "js") as (loaded, _):
+        seen = judged(anyio.run(ask, loaded))
+    assert seen.facts.after.account.api.errors - seen.facts.before.account.api.errors >= 30
+    assert seen.found("JS039") == {}
 
 
 def test_accounts_with_too_few_limits_and_too_strict_ones(accounts: tuple[str, str], tmp_path: Path) -> None:

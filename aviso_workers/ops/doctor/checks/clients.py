@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import ssl
 from collections.abc import Iterator
@@ -13,11 +14,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from aviso_workers.aviso.literals import Duration
 from aviso_workers.config.secrets import with_scheme
 from aviso_workers.config.settings import JetStream
+from aviso_workers.config.streams import event_streams
 from aviso_workers.declare import outputs
 from aviso_workers.declare.agents import Agent
 from aviso_workers.jetstream.fields import SECOND, readable
+from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops.doctor import certificates
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, check
@@ -31,6 +35,10 @@ declare = partial(check, CHECKS)
 ELECTION_SECONDS = 10
 ENOUGH_TO_PUBLISH_SECONDS = 15
 BACKUP_EVERY = timedelta(hours=24)
+SHORTER = (
+    "Or retry for a shorter time: publish_deadline_seconds, and an agent's retry=Backoff(...). Or accept the finding "
+    "(doctor.accepted), if a notification that is stored twice after a long outage does no harm."
+)
 READS_ENTRIES = (2, 15)
 RENEW = timedelta(days=30)
 JETSTREAM = "notification_backend.jetstream"
@@ -42,22 +50,36 @@ JWT = re.compile(r"BEGIN NATS USER JWT-+\s+(\S+)")
     "JS009",
     "Duplicate windows are longer than publishes are retried",
     why="The server stores a message twice if its publish is repeated after duplicate_window.",
-    cure="Set streams.{stream}.duplicate_window: 10m in the configuration, then run `aviso-workers streams apply`. Or "
-    "retry for a shorter time: publish_deadline_seconds, and an agent's retry=Backoff(...).",
+    cure="Set a streams.{stream}.duplicate_window in the configuration that is as long as the retries, then run "
+    "`aviso-workers streams apply`. Each message id costs memory for that time. " + SHORTER,
     needs=("agents", "streams"),
 )
 def short_windows(facts: Facts) -> Iterator[Finding]:
+    """The window is 2 minutes unless configured.
+
+    Two parties repeat a publish: a publisher, for `publish_deadline_seconds`; and an agent that published and then
+    failed, for as long as its `retry` continues. The default policy of six attempts waits for up to 71 seconds
+    including jitter, which leaves 8 seconds for each call.
+
+    The check reads only agents whose return annotation contains `Notify`. If the agent's function names the event types
+    that it publishes, as in `Notify("derived", ...)`, only their streams are compared with its `retry`; otherwise all
+    event streams are. The window must not be longer than `max_age`. An agent that is to outlast an outage of hours
+    needs its long `retry`: [accept the finding](#accepted-findings) there, if a notification that is stored twice does
+    no harm.
+    """
     deadline = facts.config.notification_backend.jetstream.publish_deadline_seconds
-    budgets = [(agent.name, retry_seconds(agent)) for agent in facts.scope.agents or () if outputs.publishes(agent)]
+    by_stream = event_streams(facts.config.notification_schema)
     for stream in facts.event_streams.values():
         window = stream.config.duplicate_window / SECOND
         shown = readable("duplicate_window", stream.config.duplicate_window)
-        if window < deadline:
-            yield Finding(stream=stream.name, found=f"duplicate_window {shown}, publish_deadline_seconds {deadline:g}")
-        for name, seconds in budgets:
-            if window < seconds:
-                found = f"duplicate_window {shown}, and agent {name} retries for up to {seconds:.0f} s"
-                yield Finding(stream=stream.name, found=found)
+        longer = {f"publish_deadline_seconds {deadline:g}": deadline} if window < deadline else {}
+        for agent in facts.scope.agents or ():
+            named = outputs.named_event_types(agent.function) or set(by_stream.values())
+            if outputs.publishes(agent) and by_stream[stream.name] in named and window < retry_seconds(agent):
+                seconds = retry_seconds(agent)
+                longer[f"and agent {agent.name} retries for up to {seconds:.0f} s"] = seconds
+        cure = _longer_window(stream, max(longer.values(), default=0))
+        yield from (Finding(stream=stream.name, found=f"duplicate_window {shown}, {why}", cure=cure) for why in longer)
 
 
 @declare(
@@ -71,6 +93,12 @@ def short_windows(facts: Facts) -> Iterator[Finding]:
     needs=("backups", "streams"),
 )
 def no_backup(facts: Facts) -> Iterator[Finding]:
+    """Each stream of an event type or of the section `streams` needs a backup below `--backups`, made by `aviso-workers
+    backup create` or `nats stream backup`. The backup must not be older than 24 hours, and the running server must be
+    able to restore it: a server before 2.15 cannot read the archive of a newer server.
+
+    No check can see whether a backup can be restored ([Backups](backup.md)).
+    """
     if facts.scope.backups is None:
         return
     for name in facts.configured_streams:
@@ -101,6 +129,10 @@ def no_backup(facts: Facts) -> Iterator[Finding]:
     production=True,
 )
 def open_connection(facts: Facts) -> Iterator[Finding]:
+    """The check finds a URL to another machine without TLS, a URL without a user, token, NKey, credentials or
+    certificate, and a user whose answers go to `_INBOX`, where other users of the account hear them
+    ([Answers](security.md#answers)).
+    """
     settings = facts.config.notification_backend.jetstream
     for url, shown in zip(settings.servers, settings.masked_servers, strict=True):
         parts = urlsplit(with_scheme(url))
@@ -134,6 +166,9 @@ def has_user(settings: JetStream, url: str) -> bool:
     needs=(),
 )
 def impatient(facts: Facts) -> Iterator[Finding]:
+    """The check warns when reconnecting is off or ends within 10 seconds, or when publishing gives up within 15
+    seconds.
+    """
     settings = facts.config.notification_backend.jetstream
     given = f"{JETSTREAM}.max_reconnect_attempts" in facts.config.origins  # a worker without this setting waits
     seconds = given * settings.max_reconnect_attempts * settings.reconnect_delay_ms / 1000
@@ -169,6 +204,10 @@ def dead_letters(facts: Facts) -> Iterator[Finding]:
     needs=("dead_letters",),
 )
 def max_deliveries_exceeded(facts: Facts) -> Iterator[Finding]:
+    """The check counts those of the last 7 days. Only consumers of older versions have a `max_deliver`. Workers of this
+    version find the notification that ends them and make a dead letter of it, with the reason `worker_died`. JS057
+    counts these.
+    """
     for (app, agent, stream), count in facts.max_deliveries_exceeded.items():
         found = f"{count} notifications exceeded max_deliver within the last 7 days"
         yield Finding(stream=stream, consumer=f"{app}__{agent}", found=found)
@@ -182,6 +221,7 @@ def max_deliveries_exceeded(facts: Facts) -> Iterator[Finding]:
     needs=(),
 )
 def expiring(facts: Facts) -> Iterator[Finding]:
+    """The result is WARN when the user JWT in `credentials_file` expires within 30 days, FAIL when it has expired."""
     file = facts.config.notification_backend.jetstream.credentials_file
     if file is None:
         return
@@ -205,6 +245,10 @@ def expiring(facts: Facts) -> Iterator[Finding]:
     needs=(),
 )
 def expiring_certificates(facts: Facts) -> Iterator[Finding]:
+    """The result is WARN when a certificate expires within 30 days, and FAIL when it has expired. The check reads two
+    certificates: the certificate of the connected server, from the TLS handshake, and the client certificate
+    (`tls.cert_file`). For a cluster, run the doctor with the `nats_url` of each server.
+    """
     if facts.server_certificate is not None:
         yield from _expiring(facts, facts.server_certificate, place=f"the certificate of {facts.server.name}")
     tls = facts.config.notification_backend.jetstream.tls
@@ -239,6 +283,18 @@ def _certificate_in(pem: str) -> bytes:
     if begin < 0 or end < 0:
         raise ValueError("no certificate")
     return ssl.PEM_cert_to_DER_cert(pem[begin : end + len(CERTIFICATE_END)])
+
+
+def _longer_window(stream: StreamInfo, seconds: float) -> str:
+    """Return the cure with a window of at least so many seconds."""
+    step = 600 if seconds <= 3600 else 3600
+    needed = Duration(step * math.ceil(seconds / step))
+    if 0 < stream.config.max_age < needed * SECOND:
+        return f"A window of {needed} cannot be set, because {{stream}} has a shorter max_age. {SHORTER}"
+    return (
+        f"Set streams.{{stream}}.duplicate_window: {needed} in the configuration, then run `aviso-workers streams "
+        f"apply`. Each message id costs memory for that time. {SHORTER}"
+    )
 
 
 def retry_seconds(agent: Agent[Any, Any]) -> float:

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
+from aviso_workers.config.streams import OURS
 from aviso_workers.engine import dead_letter_store, delayed_messages, max_deliveries
-from aviso_workers.jetstream.fields import SECOND
-from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
-from aviso_workers.ops.doctor import divergence
+from aviso_workers.jetstream.error_codes import NO_MESSAGE
+from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
+from aviso_workers.ops.doctor import divergence, replicas
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
 
@@ -18,14 +19,23 @@ __all__ = ["CHECKS"]
 CHECKS: list[Check] = []
 declare = partial(check, CHECKS)
 
-FAR_BEHIND = 1_000
-INACTIVE_SECONDS = 10
 LEADERS_TO_COUNT, MOST_LEADERS = 12, 3 / 4
 """With fewer, so many are a matter of chance."""
 USED, NEARLY_USED_UP = 0.80, 0.95
 FAILING_SHARE, FEW_CALLS = 0.1, 10
 COMFORTABLE = (2, 14)
+BUCKET = "KV_"
 LEVEL = "_nats.req.level"
+COPY_ANEW = (
+    "Then, one server with a wrong replica at a time: stop it, remove the directory jetstream/ACCOUNT/streams/{stream} "
+    "from its store_dir, and start it. It copies the messages from the leader."
+)
+STATE_DIVERGED = (
+    "Check the clocks of the servers first (JS073). The stream keeps state of workers, whose messages are replaced and "
+    "removed all the time, so the number of messages does not say which replica is right. The one with the higher last "
+    "sequence is; with the same last sequence, the leader's, which workers use. If it is another one than the "
+    "leader's, run `aviso-workers streams step-down {stream} --prefer SERVER`. " + COPY_ANEW
+)
 
 
 @declare(
@@ -40,13 +50,22 @@ LEVEL = "_nats.req.level"
     severity=State.FAIL,
     needs=("consumers", "streams"),
 )
-def replicas(facts: Facts) -> Iterator[Finding]:
+def useless_replicas(facts: Facts) -> Iterator[Finding]:
+    """A replica counts as behind if it is not current, 1000 entries behind, or without contact for 10 seconds. After a
+    server is killed, its replicas are still reported as current for up to 10 seconds. An advisory of a lost quorum
+    between the two samples is a FAIL too. A replica of a busy stream is behind for moments, so only what is wrong in
+    every sample counts; where replicas only seem to be behind, the doctor takes up to three more samples.
+
+    An election takes 5 to 7 seconds, and a server that was down catches up without help. In a cluster of three with
+    three replicas, JetStream refuses `remove-peer` (10075). A server with an empty store directory that starts under
+    the same name copies all data from the others.
+    """
     # A stream that was just deleted is missing from one of the two listings.
     for name in sorted(facts.before.unavailable & facts.after.unavailable):
         yield Finding(stream=name, found="no server answers for it: it has no leader")
-    for one in _kept(facts):
-        for found in _wrong_with(one.cluster):
-            yield about(one, found)
+    samples = [sample.groups for sample in (facts.before, facts.after, *facts.later)]
+    for (stream, consumer), found in replicas.wrong_in_all(samples):
+        yield Finding(stream=stream, consumer=consumer, found=found)
     for advisory in facts.advisories:
         if ".QUORUM_LOST." in advisory.kind:
             yield Finding(stream=advisory.stream, consumer=advisory.consumer, found=f"received {advisory.kind}")
@@ -59,18 +78,32 @@ def replicas(facts: Facts) -> Iterator[Finding]:
     "JetStream does not report that. Readers and consumers that it serves miss these messages.",
     cure="Decide which replica is right: the one with more messages, unless these were deleted or erased. Check the "
     "clocks of the servers first (JS073). If another replica than the leader's is right, run `aviso-workers streams "
-    "step-down {stream} --prefer SERVER`. Then, one server with a wrong replica at a time: stop it, remove the "
-    "directory jetstream/ACCOUNT/streams/{stream} from its store_dir, and start it. It copies the messages from the "
-    "leader.",
+    "step-down {stream} --prefer SERVER`. " + COPY_ANEW,
     severity=State.FAIL,
     needs=("monitoring",),
 )
 def diverged_replicas(facts: Facts) -> Iterator[Finding]:
+    """This happens after damage on a disk, and when a server runs with a wrong clock: it deletes messages that are
+    older than `retention_time` by its own clock, and does not get them back when the clock is right again.
+
+    The check compares what each server of `--monitor` says of its own replicas: the first and the last sequence and,
+    while nothing changes, the number of messages. If they differ, it looks again after 3 seconds, and fails only if the
+    difference is still there.
+
+    A replica that is copied anew loses what only it had, so make a backup while the replica with the most messages
+    leads (`aviso-workers backup create`). Without accounts, `ACCOUNT` in the path is `$G`. Continue with the next
+    server when JS017 and JS072 pass.
+
+    Consumers with replicas, as those of agents, keep their positions. A consumer with one replica on that server
+    (`num_replicas: 1`) starts again at its first message. `streams remove-peer` does the same without a stop, if the
+    cluster has one more server; in a cluster of three with three replicas JetStream refuses it (10075).
+    """
     if facts.looks is None:
         yield Finding(found="the server does not tell which account is ours", state=State.SKIP)
         return
     for stream, found in divergence.diverged(facts.looks):
-        yield Finding(stream=stream, found=found)
+        is_of_state = stream.startswith((OURS, BUCKET))
+        yield Finding(stream=stream, found=found, cure=STATE_DIVERGED if is_of_state else "")
 
 
 @declare(
@@ -82,6 +115,9 @@ def diverged_replicas(facts: Facts) -> Iterator[Finding]:
     needs=("consumers", "streams"),
 )
 def skewed_leaders(facts: Facts) -> Iterator[Finding]:
+    """After an upgrade, many leaders are on the server that was restarted first. The check warns when there are twelve
+    or more streams and consumers with replicas, and one server leads more than three quarters of them.
+    """
     replicated = [one.cluster for one in _kept(facts) if one.cluster.followers]
     leaders = Counter(group.leader for group in replicated)
     is_whole = not any(peer.offline for group in replicated for peer in group.followers)
@@ -101,6 +137,11 @@ def skewed_leaders(facts: Facts) -> Iterator[Finding]:
     needs=("account",),
 )
 def account_use(facts: Facts) -> Iterator[Finding]:
+    """The result is WARN from 80 % and FAIL from 95 % of a limit of storage, memory, streams or consumers, reservations
+    included. The result is also WARN when a tenth of the API requests failed between the samples; the finding names the
+    most frequent request and its error. The answer that there is no such message (10037) is no failure: workers that
+    retry ask for counts which are not there.
+    """
     account = facts.after.account
     limits = account.limits
     uses = {
@@ -113,12 +154,21 @@ def account_use(facts: Facts) -> Iterator[Finding]:
         if limit > 0 and used >= USED * limit:
             state = State.FAIL if used >= NEARLY_USED_UP * limit else State.WARN
             yield Finding(place=f"account {name}", found=f"{used} of {limit} used", state=state)
-    failed = account.api.errors - facts.before.account.api.errors
+    answered = [(each.subject.removeprefix("$JS.API."), each.error) for each in facts.advisories if each.error]
+    # That there is no message is the answer to a question, such as a worker's for a count of failures.
+    none_found = sum(error.err_code == NO_MESSAGE for _, error in answered)
+    failed = account.api.errors - facts.before.account.api.errors - none_found
     asked = account.api.total - facts.before.account.api.total
     if asked >= FEW_CALLS and failed > FAILING_SHARE * asked:
+        reasons = Counter(
+            f"{request}: {error.description} ({error.err_code})"
+            for request, error in answered
+            if error.err_code != NO_MESSAGE
+        )
+        found = f"{failed} of {asked} requests within {facts.elapsed_seconds:.0f} s failed"
         yield Finding(
             place="account api",
-            found=f"{failed} of {asked} requests within {facts.elapsed_seconds:.0f} s failed",
+            found="; most often ".join((found, *(reason for reason, _ in reasons.most_common(1)))),
             cure="`nats events --js-advisory` shows which requests fail, and which client sends them.",
         )
 
@@ -133,6 +183,7 @@ def account_use(facts: Facts) -> Iterator[Finding]:
     production=True,
 )
 def unlimited_account(facts: Facts) -> Iterator[Finding]:
+    """Do not set `max_bytes_required` (JS061)."""
     sharing = max((one.varz.jetstream.stats.accounts for one in facts.monitored), default=0)
     limits = facts.after.account.limits
     missing = [name for name in ("max_storage", "max_streams") if getattr(limits, name) <= 0]
@@ -151,6 +202,7 @@ def unlimited_account(facts: Facts) -> Iterator[Finding]:
     needs=("account", "streams"),
 )
 def own_streams_refused(facts: Facts) -> Iterator[Finding]:
+    """The stream of dead letters has one only if `workers.dead_letters.max_bytes` is set."""
     if not facts.after.account.limits.max_bytes_required:
         return
     dead_letters = [] if facts.config.workers.dead_letters.max_bytes else [dead_letter_store.STREAM]
@@ -169,6 +221,9 @@ def own_streams_refused(facts: Facts) -> Iterator[Finding]:
     needs=("account", "consumers", "monitoring", "streams"),
 )
 def versions(facts: Facts) -> Iterator[Finding]:
+    """Versions may differ only during an upgrade. The result is FAIL when a stream or consumer uses a feature that its
+    server does not know, and is offline there. Wait for JS017 before the next server.
+    """
     found = {one.name: one.varz.version for one in facts.monitored} | {facts.server.name: facts.server.ver}
     if len(set(found.values())) > 1:
         yield Finding(place="cluster", found=", ".join(f"{name} {version}" for name, version in sorted(found.items())))
@@ -182,20 +237,6 @@ def versions(facts: Facts) -> Iterator[Finding]:
         needed = int(one.config.metadata.get(LEVEL, 0))
         if needed > level:
             yield about(one, f"needs API level {needed}, and the server has API level {level}", state=State.FAIL)
-
-
-def _wrong_with(group: Cluster) -> Iterator[str]:
-    if group.name and not group.leader:
-        yield "it has no leader"
-    for replica in group.followers:
-        if replica.offline:
-            yield f"{replica.name} is offline"
-        elif not replica.current:
-            yield f"{replica.name} is not current"
-        elif replica.active > INACTIVE_SECONDS * SECOND:
-            yield f"{replica.name} was last active {replica.active / SECOND:.0f} s ago"
-        elif replica.lag > FAR_BEHIND:
-            yield f"{replica.name} is {replica.lag} entries behind"
 
 
 def _kept(facts: Facts) -> Iterator[StreamInfo | ConsumerInfo]:

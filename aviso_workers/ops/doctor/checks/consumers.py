@@ -33,6 +33,9 @@ UNUSED = timedelta(days=7)
 LONG_PAUSE_SECONDS = 86_400
 INFO_CALLS_PER_SECOND = 50
 PINNED_AGAIN = 3
+RETIRED = (
+    "If nobody needs the agent any more, run `aviso-workers agents rm {app} --agent {agent}`. Otherwise start a worker."
+)
 DECLARE = "Set streams.{stream}.consumers.{consumer}."
 APPLY = " in the configuration, then run `aviso-workers streams apply`"
 
@@ -45,6 +48,7 @@ APPLY = " in the configuration, then run `aviso-workers streams apply`"
     cure=DECLARE + "backoff" + APPLY + ". Or let the client nak with a delay.",
 )
 def no_backoff(facts: Facts) -> Iterator[Finding]:
+    """Consumers of agents are not checked here and in JS025, because their workers delay retries, with jitter."""
     for consumer in _foreign(facts):
         if not consumer.config.backoff:
             ack_wait = consumer.config.ack_wait / SECOND
@@ -74,6 +78,9 @@ def unlimited_deliveries(facts: Facts) -> Iterator[Finding]:
     + ". For an agent, start a worker: it creates such a stream, and workers make dead letters of the messages.",
 )
 def exceeded_and_not_kept(facts: Facts) -> Iterator[Finding]:
+    """For agents, the stream `aviso_workers_advisories` stores the advisories, and workers make dead letters of them.
+    If that stream is missing, or if the consumer belongs to another program, the announcement is lost.
+    """
     kept = [subject for stream in facts.streams.values() for subject in stream.config.subjects]
     for consumer in facts.consumers.values():
         advisories = f"{max_deliveries.SUBJECT}.{consumer.stream}.{consumer.name}"
@@ -89,6 +96,9 @@ def exceeded_and_not_kept(facts: Facts) -> Iterator[Finding]:
     cure=DECLARE + "max_deliver above the number of steps" + APPLY + ".",
 )
 def backoff_cut_short(facts: Facts) -> Iterator[Finding]:
+    """For example, a message that should be retried after an hour exceeds its deliveries after a minute. A server
+    refuses more steps than deliveries, but accepts equal numbers.
+    """
     for consumer in facts.consumers.values():
         steps, most = len(consumer.config.backoff), consumer.config.max_deliver
         if 0 < most <= steps:
@@ -104,6 +114,7 @@ def backoff_cut_short(facts: Facts) -> Iterator[Finding]:
     "idle_heartbeat" + APPLY + ". Or use a pull consumer.",
 )
 def push_without_flow_control(facts: Facts) -> Iterator[Finding]:
+    """The client has to watch for missing heartbeats."""
     for consumer in facts.consumers.values():
         config = consumer.config
         missing = [key for key in ("flow_control", "idle_heartbeat") if not getattr(config, key)]
@@ -153,6 +164,12 @@ def held_back(facts: Facts) -> Iterator[Finding]:
     needs=("agents", "consumers", "streams"),
 )
 def not_as_the_code_says(facts: Facts) -> Iterator[Finding]:
+    """The check compares `ack_wait` and the filters. Workers of several versions share one consumer. While their
+    filters differ, it lets through everything of the event type; its `ack_wait` is the longest. Workers update the
+    consumer when no worker of another version has sent a heartbeat for 5 minutes. If somebody else changed the
+    consumer, any running worker corrects it within half a minute, and logs `consumer.filter_hides` if the change hid
+    notifications.
+    """
     for agent in facts.scope.agents or ():
         topic = schema.topic_of(agent.event_type, facts.config.notification_schema[agent.event_type])
         consumer = facts.consumers.get((topics.stream_name(topic.base), agent.durable_name(facts.scope.app)))
@@ -182,8 +199,15 @@ def many_filters(facts: Facts) -> Iterator[Finding]:
     needs=("streams",),
 )
 def many_consumers(facts: Facts) -> Iterator[Finding]:
+    """The result is WARN from 800 consumers of one stream, and where a stream has as many as its `max_consumers`
+    allows. The result is FAIL from 100,000, where listing the consumers takes minutes.
+    """
     for stream in facts.streams.values():
-        if (count := stream.consumers) > MANY_CONSUMERS:
+        count, most = stream.consumers, stream.config.max_consumers
+        if 0 < most <= count:
+            found = f"{count} consumers, of at most {most}: the server refuses the next one"
+            yield Finding(stream=stream.name, found=found)
+        elif count > MANY_CONSUMERS:
             state = State.FAIL if count > TOO_MANY_CONSUMERS else State.WARN
             yield Finding(stream=stream.name, found=f"{count} consumers", state=state)
 
@@ -197,13 +221,15 @@ def many_consumers(facts: Facts) -> Iterator[Finding]:
     "start a worker or the client that reads from it.",
 )
 def unused(facts: Facts) -> Iterator[Finding]:
+    """The check finds a consumer from which no client pulls, and of which nothing was delivered for 7 days, or since
+    the consumer was created.
+    """
     for consumer in facts.consumers.values():
         in_use = consumer.num_waiting or consumer.push_bound or consumer.num_ack_pending
         since = consumer.last_delivered or consumer.created
         if consumer.durable and not in_use and since and facts.now - since > UNUSED:
-            yield about(
-                consumer, f"no client reads from the consumer, and no message was delivered since {since.date()}"
-            )
+            found = f"no client reads from the consumer, and no message was delivered since {since.date()}"
+            yield about(consumer, found, cure=RETIRED if metadata.is_of_agent(consumer.config) else "")
 
 
 @declare(
@@ -230,6 +256,9 @@ def paused(facts: Facts) -> Iterator[Finding]:
     "{consumer} GROUP`.",
 )
 def not_pinned(facts: Facts) -> Iterator[Finding]:
+    """The check warns when messages are pending and no client is pinned, or when the server pinned a client three times
+    between the samples.
+    """
     pinned = Counter(
         (each.stream, each.consumer) for each in facts.advisories if each.kind.startswith("ADVISORY.CONSUMER.PINNED.")
     )
@@ -253,6 +282,7 @@ def not_pinned(facts: Facts) -> Iterator[Finding]:
     + ". If the newest is enough, set allow_duplicates: false, and this check passes.",
 )
 def replaced(facts: Facts) -> Iterator[Finding]:
+    """The metric `aviso_worker_missed_total` counts the losses that a worker can see."""
     event_types = facts.config.notification_schema
     by_stream = event_streams(event_types)
     for consumer in facts.consumers.values():
@@ -278,6 +308,9 @@ def replaced(facts: Facts) -> Iterator[Finding]:
     needs=(),
 )
 def many_info_calls(facts: Facts) -> Iterator[Finding]:
+    """The check warns when clients sent more than 50 requests a second for CONSUMER.INFO between the samples. The
+    observer lists 256 consumers at a time instead.
+    """
     calls = sum(each.kind == "ADVISORY.API" and ".CONSUMER.INFO." in each.subject for each in facts.advisories)
     rate = calls / facts.elapsed_seconds
     if rate > INFO_CALLS_PER_SECOND:

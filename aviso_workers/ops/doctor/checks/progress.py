@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 
 from msgspec import structs
 
 from aviso_workers.aviso import schema, topics
-from aviso_workers.declare import agents
+from aviso_workers.declare import agents, outputs
+from aviso_workers.engine import delayed_delivery, delayed_messages
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
@@ -27,13 +29,35 @@ MOST_REDELIVERED = 0.05
 """The share of the deliveries."""
 FEW = 20
 """The share of fewer redeliveries is not judged."""
+FULL = 0.95
 SLOW_SHARE, SLOW_PERCENTILE = 0.5, 0.99
 NEARLY_ALL_WAITING = 0.9
 MOST_SHOWN = 5
 NO_WORKER = (
     "Start a worker (`aviso-workers worker MODULE:APP`). If a worker runs, its log says why it does not pull "
-    "(`agent.disturbed`). `aviso-workers agents ls` shows how many notifications are left for each agent."
+    "(`agent.disturbed`). `aviso-workers agents ls` shows how many notifications are left for each agent. If nobody "
+    "needs the agent any more, run `aviso-workers agents rm {app} --agent {agent}`."
 )
+NO_CLIENT = (
+    "Start the client that reads from the consumer. If nobody needs the consumer any more, run `aviso-workers "
+    "consumers rm {stream} {consumer}`."
+)
+ANY_WORKER = "Start a worker of any app (`aviso-workers worker MODULE:APP`): each of them reads from this consumer."
+MORE_CLIENTS = "Let more clients read from the consumer, or make them faster."
+FEEDS_ITSELF = (
+    "More workers do not help: the agent reads what it publishes, itself or through other agents. Let it publish "
+    "another event type, or leave its own notifications out with `where`. `aviso-workers agents pause {agent} --app "
+    "{app}` stops it meanwhile."
+)
+NO_ROOM = (
+    "No worker can create the consumer, because {limit}. Remove consumers that nobody needs (`aviso-workers consumers "
+    "ls {{stream}}`), or raise the limit."
+)
+LOOK_AT_HANDLERS = (
+    "Read the workers' logs and `/readyz`. `aviso-workers streams get {stream} SEQUENCE` shows the notification. If "
+    "its handler may take so long, give the agent a longer `timeout`."
+)
+A_WHILE = timedelta(hours=1)
 
 CANNOT_MAKE = (
     "If a worker runs already, it cannot create the consumer, and its log says why (`agent.disturbed`): its user may "
@@ -48,14 +72,28 @@ CANNOT_MAKE = (
     "No consumer falls behind",
     why="More messages arrive than are handled, so the lag grows.",
     cure="Start more workers of {app}, raise the agent's concurrency, or make its handler faster. `aviso-workers "
-    "agents ls --watch` shows whether it helps.",
+    "agents ls --watch` shows whether it helps. It does not if the agent publishes notifications of the event type "
+    "that it reads.",
 )
 def falling_behind(facts: Facts) -> Iterator[Finding]:
+    """One WARN can be a burst. A consumer that nobody reads from is left to JS030. With `--app`, the check finds an
+    agent whose function publishes the event type that it reads, itself or through other agents of the app: more workers
+    do not help there.
+
+    [Fleets](fleets.md) says how many workers you need.
+    """
     for before, after in _both(facts):
         growth = after.num_pending - before.num_pending
-        if growth > 0 and not after.paused:
+        if growth > 0 and not after.paused and not _is_idle(before, after):  # else JS030 says it
             rate = growth / facts.elapsed_seconds
-            yield about(after, f"{after.num_pending} pending, {rate:.1f} more every second")
+            cure = ""
+            if not metadata.is_of_agent(after.config):
+                cure = MORE_CLIENTS
+            elif _is_ours(after):
+                cure = ANY_WORKER
+            elif _feeds_itself(facts, after):
+                cure = FEEDS_ITSELF
+            yield about(after, f"{after.num_pending} pending, {rate:.1f} more every second", cure=cure)
 
 
 @declare(
@@ -66,7 +104,12 @@ def falling_behind(facts: Facts) -> Iterator[Finding]:
     "ack_wait.",
 )
 def redelivered(facts: Facts) -> Iterator[Finding]:
+    """The check warns when more than 5 % of the deliveries, and at least 20, are unsettled redeliveries, or when there
+    were 20 more between the samples. Agents always report progress.
+    """
     for before, after in _both(facts):
+        if _delivers_due(after):
+            continue  # JS076 says it
         delivered = after.deliveries
         share = after.num_redelivered / delivered if delivered else 0.0
         if after.num_redelivered >= FEW and share > MOST_REDELIVERED:
@@ -85,6 +128,10 @@ def redelivered(facts: Facts) -> Iterator[Finding]:
     "streams apply`. Or let the client report progress.",
 )
 def slow_acks(facts: Facts) -> Iterator[Finding]:
+    """The server measures ack times of consumers with `sample_freq`. The check warns when 1 % of the acks take longer
+    than half of `ack_wait`, because on a slow day such messages are delivered twice. Agents are not checked, because
+    they report progress. The result is SKIP when no ack was measured between the samples.
+    """
     times = defaultdict[tuple[str, str], list[int]](list)
     for metric in facts.advisories:
         if metric.kind.startswith("METRIC.CONSUMER.ACK."):
@@ -112,12 +159,18 @@ def slow_acks(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def no_worker(facts: Facts) -> Iterator[Finding]:
+    """The check finds a pull consumer that nobody reads from: in both samples it has no ack pending and no waiting pull
+    request. The result is WARN when nine tenths of `max_waiting` pull requests are in use, because the server will
+    refuse the next ones.
+    """
     for before, after in _both(facts):
         if not after.pulled or after.paused:
             continue
-        idle = not (before.num_waiting or after.num_waiting or after.num_ack_pending)
-        if idle and after.num_pending and after.deliveries == before.deliveries:
-            yield about(after, f"{after.num_pending} pending, and no worker pulls them")
+        if _is_idle(before, after):
+            found = f"{after.num_pending} pending, and no worker pulls them"
+            last = after.last_delivered
+            since = f"; the last delivery was at {last:%Y-%m-%d %H:%M}" if last and after.time - last > A_WHILE else ""
+            yield about(after, found + since, cure=_nobody_pulls(after))
         elif 0 < after.config.max_waiting * NEARLY_ALL_WAITING <= after.num_waiting:
             yield about(
                 after,
@@ -136,9 +189,19 @@ def no_worker(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def stalled(facts: Facts) -> Iterator[Finding]:
+    """The check finds a consumer that was at its limit in both samples, and settled nothing between them. A consumer
+    with the limit 1, as of a singleton, is at its limit whenever its handler runs, and is not checked; JS058 says
+    whether the handler runs too long.
+
+    An agent can have 100,000 unsettled notifications, unless the account, the server or the stream allows fewer.
+    Messages of a dead client come back after `ack_wait`. If all of them wait for their retry, a shorter `retry` makes
+    dead letters sooner.
+    """
     for before, after in _both(facts):
         most = after.config.max_ack_pending
-        if 0 < most <= min(before.num_ack_pending, after.num_ack_pending):
+        has_settled = (before.ack_floor, before.last_settled) != (after.ack_floor, after.last_settled)
+        # With a limit of 1, as of a singleton, a handler that runs reaches it. JS058 says whether it runs too long.
+        if 1 < most <= min(before.num_ack_pending, after.num_ack_pending) and not has_settled:
             yield about(after, f"{after.num_ack_pending} delivered and not acknowledged, of at most {most}")
 
 
@@ -169,18 +232,24 @@ def hidden(facts: Facts) -> Iterator[Finding]:
     "Every delivered notification is finished in time",
     why="A handler or its worker hangs, or every attempt fails. Acknowledgements of later notifications do not change "
     "that.",
-    cure="Read the workers' logs and `/readyz`. `aviso-workers streams get {stream} SEQUENCE` shows the notification. "
-    "If its handler may take so long, give the agent a longer `timeout`.",
+    cure=LOOK_AT_HANDLERS,
     severity=State.FAIL,
     needs=("consumers", "records", "streams"),
 )
 def unfinished(facts: Facts) -> Iterator[Finding]:
+    """The check fails when the oldest delivered notification is unfinished for longer than the policy of its agent
+    allows ([the rules](#when-a-consumer-is-stuck)).
+    """
     for key, after in facts.consumers.items():
         before = facts.before.consumers.get(key, after)
         record = facts.records.get(key)
         why = stuck.why_stuck(structs.replace(after, time=facts.now), before, record)
-        if why and (after.num_ack_pending or after.num_waiting):  # else JS030 says it
+        if not why or _delivers_due(after) or not (after.num_ack_pending or after.num_waiting):
+            continue  # JS076 or JS030 says it
+        if before.num_waiting or after.num_waiting or not after.pulled:
             yield about(after, why)
+        else:
+            yield about(after, f"{why}; no worker asks for more", cure=f"{_nobody_pulls(after)} {LOOK_AT_HANDLERS}")
 
 
 @declare(
@@ -194,6 +263,15 @@ def unfinished(facts: Facts) -> Iterator[Finding]:
     needs=("consumers", "records", "streams"),
 )
 def without_consumer(facts: Facts) -> Iterator[Finding]:
+    """With `--app`, an agent is a WARN in three other cases: no worker ever created its consumer, an operator removed
+    the consumer (`consumers rm`), or the stream was recreated since. `agents ls` and `agents show` say which case it
+    is, and the last ack floor.
+
+    A worker creates the consumer again at the recorded ack floor and says so (`consumer.resumed`,
+    `aviso_worker_consumer_recreations_total`). Find out who deleted the consumer. If a worker cannot create it, its log
+    has the server's code: 10099 to 10101 for a work queue, 10012 for a consumer that cannot be read, 10026 where the
+    stream or the account has as many consumers as its `max_consumers` allows.
+    """
     for (name, consumer), record in facts.records.items():
         stream = facts.streams.get(name)
         if stream is None or not record.holds_for(stream.created) or not facts.lacks(name, consumer):
@@ -202,7 +280,7 @@ def without_consumer(facts: Facts) -> Iterator[Finding]:
             f"its consumer is gone; all messages up to sequence {record.ack_floor} were settled, "
             f"and the last sequence of the stream is {stream.last_sequence}{_of_work_queue(stream)}"
         )
-        yield Finding(stream=name, consumer=consumer, found=found)
+        yield Finding(stream=name, consumer=consumer, found=found, cure=_no_room(facts, stream))
     for agent in facts.scope.agents or ():
         topic = schema.topic_of(agent.event_type, facts.config.notification_schema[agent.event_type])
         key = (topics.stream_name(topic.base), agent.durable_name(facts.scope.app))
@@ -212,8 +290,36 @@ def without_consumer(facts: Facts) -> Iterator[Finding]:
         stream = facts.streams[key[0]]
         if known is None or not known.holds_for(stream.created):
             found = f"{deployment.why_none(known)}; no lag counts its notifications{_of_work_queue(stream)}"
-            cure = "Start a worker of {app}, if the agent is to run here. " + CANNOT_MAKE
+            cure = _no_room(facts, stream) or "Start a worker of {app}, if the agent is to run here. " + CANNOT_MAKE
             yield Finding(stream=key[0], consumer=key[1], found=found, state=State.WARN, cure=cure)
+
+
+@declare(
+    "JS076",
+    "Due notifications are stored in their streams",
+    why="Notifications with a deliver_at in the past wait, because their stream refuses them, or because no running "
+    "worker has their event type. They are retried without end, and none is lost.",
+    cure="Start a worker whose configuration has the event type of {place}. If one runs, its log says why the stream "
+    "refuses the notifications (`notification.overdue`).",
+    severity=State.FAIL,
+)
+def due(facts: Facts) -> Iterator[Finding]:
+    """The attempts are up to a minute apart, and workers log `notification.overdue`. Such notifications are not counted
+    in JS022 and JS058, because no handler of an agent fails.
+    """
+    consumer = facts.consumers.get((delayed_messages.STREAM, delayed_delivery.DURABLE))
+    if consumer is None or not consumer.num_redelivered:
+        return  # a worker stores them now, or JS030 says that none runs
+    for target, count in facts.due.items():
+        found, stream = f"{count} notifications are due and not stored", facts.streams.get(target)
+        if stream is None:
+            cure = "Start a worker that has the event type of {place}, or run `aviso-workers streams apply`."
+            yield Finding(place=target, found=f"{found}: the stream does not exist", cure=cure)
+        elif stream.config.discard == "new" and (stream.part_used or 0) >= FULL:
+            cure = "Raise the limit of the stream, or delete messages: see JS006."
+            yield Finding(place=target, found=f"{found}: the stream is full", cure=cure)
+        else:
+            yield Finding(place=target, found=found)
 
 
 @declare(
@@ -228,6 +334,9 @@ def without_consumer(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def ends_workers(facts: Facts) -> Iterator[Finding]:
+    """The check finds notifications during which a worker process ended more than once. Workers run such a notification
+    alone, to be sure that it is the cause. [A worker restarts in a loop](#a-worker-restarts-in-a-loop) has the steps.
+    """
     by_agent = defaultdict[tuple[str, str], list[int]](list)
     for each in facts.run_alone:
         by_agent[each.stream, agents.durable_name(each.app, each.agent)].append(each.sequence)
@@ -249,8 +358,59 @@ def ends_workers(facts: Facts) -> Iterator[Finding]:
     needs=("records",),
 )
 def other_functions(facts: Facts) -> Iterator[Finding]:
+    """Workers register the module and the name of the agent's function. The check warns when there were two in the last
+    5 minutes. `agents ls` says so too, and the workers log `consumer.functions_differ`.
+    """
     for (stream, consumer), functions in facts.functions.items():
         yield Finding(stream=stream, consumer=consumer, found=f"its workers run {', '.join(functions)}")
+
+
+def _is_idle(before: ConsumerInfo, after: ConsumerInfo) -> bool:
+    """Return whether there is something to pull, and nobody pulls it."""
+    is_busy = before.num_waiting or after.num_waiting or after.num_ack_pending or after.deliveries != before.deliveries
+    return bool(after.pulled and after.num_pending and not is_busy)
+
+
+def _is_ours(consumer: ConsumerInfo) -> bool:
+    """Return whether the workers of all apps read from the consumer, and no agent."""
+    return consumer.name.startswith(f"{delayed_delivery.DURABLE.partition('__')[0]}__")
+
+
+def _delivers_due(consumer: ConsumerInfo) -> bool:
+    return (consumer.stream, consumer.name) == (delayed_messages.STREAM, delayed_delivery.DURABLE)
+
+
+def _nobody_pulls(consumer: ConsumerInfo) -> str:
+    """Return the cure for a consumer that nobody reads from."""
+    if not metadata.is_of_agent(consumer.config):
+        return NO_CLIENT
+    return ANY_WORKER if _is_ours(consumer) else NO_WORKER
+
+
+def _feeds_itself(facts: Facts, consumer: ConsumerInfo) -> bool:
+    """Return whether the consumer's agent publishes notifications that it reads, itself or through other agents of the
+    app, as far as their code names the event types.
+    """
+    agents = facts.scope.agents or ()
+    own = next((agent for agent in agents if agent.durable_name(facts.scope.app) == consumer.name), None)
+    if own is None:
+        return False
+    published, new = set[str](), outputs.named_event_types(own.function)
+    while new:
+        published |= new
+        readers = [agent for agent in agents if agent.event_type in new]
+        new = {name for reader in readers for name in outputs.named_event_types(reader.function)} - published
+    return own.event_type in published
+
+
+def _no_room(facts: Facts, stream: StreamInfo) -> str:
+    """Return the cure where the stream or the account takes no further consumer; empty where it does."""
+    account = facts.after.account
+    if 0 < (most := stream.config.max_consumers) <= stream.consumers:
+        return NO_ROOM.format(limit=f"{stream.name} has {stream.consumers} consumers, of at most {most}")
+    if 0 < (most := account.limits.max_consumers) <= account.consumers:
+        return NO_ROOM.format(limit=f"the account has {account.consumers} consumers, of at most {most}")
+    return ""
 
 
 def _of_work_queue(stream: StreamInfo) -> str:

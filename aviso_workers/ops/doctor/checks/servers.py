@@ -41,6 +41,10 @@ MORE_SPACE = (
     "Raise jetstream.max_file_store and restart the server {place}, or delete messages. Without max_file_store, the "
     f"limit is three quarters of the space that was free when the server started ({RUNBOOK})."
 )
+ENABLE = (
+    "Set jetstream.store_dir in the section `server` of the configuration, then run `aviso-workers server render` and "
+    "restart the server. In a cluster, at least one server needs JetStream."
+)
 SYNC = "in the section `server`, then run `aviso-workers server render --profile production` and restart the server"
 
 
@@ -55,6 +59,30 @@ SYNC = "in the section `server`, then run `aviso-workers server render --profile
     needs=("streams",),
 )
 def missing_streams(facts: Facts) -> Iterator[Finding]:
+    """Only `/healthz` and the log of the server say that streams are missing (JS044). With the right key they are
+    there again, but **only as long as nobody has tried to create or restore them**. A nats-server 2.15.0 refuses to
+    create a stream in place of a stream that it cannot read (10049, and 10062 for a restore), and erases the files of
+    the unreadable stream while it refuses. The next attempt succeeds, with an empty stream.
+
+    `aviso-workers` limits the damage:
+
+    - A worker first creates the bucket `aviso_workers_consumers`. The server refuses it and erases the old bucket,
+      which workers can write again. The worker then ends with an error.
+    - A publisher, `streams apply`, `streams copy` or `backup restore` may cost one stream if it comes first. The
+      error names it. With the right key the other streams are there again, and this one needs its backup.
+    - After a refusal, `aviso-workers` leaves an empty stream `aviso_workers_unreadable` in the memory of the
+      server. While it exists, no program of `aviso-workers` creates or restores a stream. It disappears when the
+      server restarts.
+    - If the refusal had another cause, such as a full disk, and the server keeps running, remove the mark:
+      `aviso-workers streams rm aviso_workers_unreadable`.
+
+    To prevent it:
+
+    - Let no client connect before `/healthz` says ok. `server start` waits for that. With systemd, use an
+      `ExecStartPost` that stops the server again when `/healthz` does not say ok.
+    - Create event streams with `streams apply` only, and set `stream_management: observe` for the workers. Workers
+      still create streams of their own state, such as dead letters.
+    """
     for configured, plan in facts.plans.items():
         if not plan.exists and plan.stream not in facts.after.unavailable and "streams" not in facts.unknown:
             yield Finding(stream=plan.stream, found=f"the stream of {configured} does not exist")
@@ -70,10 +98,13 @@ def missing_streams(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def unserved(facts: Facts) -> Iterator[Finding]:
+    """`server start` stops such a server at once, and `server status` reports it too. The result is SKIP for servers on
+    other machines.
+    """
     for one in facts.monitored:
         if one.unserved:
             yield Finding(place=one.name, found=one.unserved)
-        elif one.disk is None:
+        elif one.disk is None and not one.without_jetstream:
             found = f"its store_dir {one.varz.jetstream.config.store_dir} is not on this machine"
             yield Finding(place=one.name, found=found, state=State.SKIP)
 
@@ -87,6 +118,17 @@ def unserved(facts: Facts) -> Iterator[Finding]:
     needs=("monitoring", "streams"),
 )
 def power_cut(facts: Facts) -> Iterator[Finding]:
+    """The last lines of the report say what each stream survives, whatever the result.
+
+    | stream | result |
+    |---|---|
+    | one replica, not flushed before each acknowledgement | WARN |
+    | one replica, flushed less often than every 10 seconds, with `--production` | FAIL |
+    | several replicas, flushed less often than every 10 seconds | WARN |
+    | `sync_interval` is unknown, because no monitoring port is known | SKIP |
+
+    See [What a power cut loses](#what-a-power-cut-loses).
+    """
     for each in durability.of_streams(facts):
         if each.in_memory or each.unflushed == durability.NEVER:
             continue
@@ -112,9 +154,20 @@ def power_cut(facts: Facts) -> Iterator[Finding]:
     needs=("account", "monitoring", "streams"),
 )
 def health(facts: Facts) -> Iterator[Finding]:
+    """The check fails when one of these holds: `/healthz` reports an error; JetStream's API or a monitoring port that
+    you named does not answer; the meta group has no leader, or a server is missing from it; no server of the cluster
+    has JetStream enabled.
+
+    If the log says `write error` or `no space left on device`, follow [A disk is full](#a-disk-is-full).
+    """
+    without = [one for one in facts.monitored if one.without_jetstream]
+    lacks_jetstream = bool(without) and len(without) == len(facts.monitored)
     for need in ("account", "streams"):
         if need in facts.unknown and need not in facts.denied:
-            yield Finding(place="JetStream's API", found=facts.unknown[need])
+            found, cure = facts.unknown[need], ENABLE if lacks_jetstream else ""
+            yield Finding(place="JetStream's API", found=found, cure=cure)
+    for one in without if lacks_jetstream else ():
+        yield Finding(place=one.name, found="runs without JetStream", cure=ENABLE)
     for url, why in facts.unreachable.items():
         yield Finding(place=url, found=why)
     for one in facts.monitored:
@@ -152,6 +205,11 @@ def rights(facts: Facts) -> Iterator[Finding]:
     "right.",
 )
 def clocks(facts: Facts) -> Iterator[Finding]:
+    """The check compares the clocks of the servers of `--monitor` and of the machine of the doctor. The time that the
+    answer took is allowed for. A difference of more than 3 seconds is a WARN, of more than a minute a FAIL.
+
+    Let a server start only when its clock is right, for example with `After=time-sync.target` in its systemd unit.
+    """
     ahead = sorted([0.0, *(one.ahead_seconds for one in facts.monitored)])
     usual = min(median_low(ahead), median_high(ahead), key=abs)  # of two clocks, ours counts as the right one
     than = "the other clocks" if usual else "the clock of this machine"
@@ -177,6 +235,7 @@ def _clock(place: str, ahead_seconds: float, uncertain_seconds: float, than: str
     needs=("monitoring", "streams"),
 )
 def same_place(facts: Facts) -> Iterator[Finding]:
+    """It happens to a stream that is older than the setting."""
     for key in {one.varz.jetstream.config.unique_tag for one in facts.monitored} - {""}:
         places = {one.name: [tag for tag in one.varz.tags if tag.startswith(key)] for one in facts.monitored}
         for stream in facts.streams.values():
@@ -199,6 +258,7 @@ def same_place(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def split(facts: Facts) -> Iterator[Finding]:
+    """The check fails when a server has fewer routes than the meta group or `server.cluster.routes` has servers."""
     for one in facts.monitored:
         meta = one.varz.jetstream.meta
         size = meta.cluster_size if meta and not one.varz.gateway.name else 0  # through gateways there are others in it
@@ -251,11 +311,22 @@ def temporary(facts: Facts) -> Iterator[Finding]:
     cure="Use a disk of two to three times max_file_store, or lower jetstream.max_file_store " + SYNC + ".",
 )
 def small_disk(facts: Facts) -> Iterator[Finding]:
+    """`max_file_store` is the limit; if it is not set, the server took three quarters of the free space at its start.
+
+    | result | when |
+    |---|---|
+    | WARN | the disk has less free space than the server may still store |
+    | FAIL | less than a twentieth of the disk, and less than 1 GiB, is free |
+    | FAIL | the server has stored 95 % of its limit |
+    | SKIP | the free space of a server on another machine: monitor the disk there |
+    """
     for one in facts.monitored:
         config, stored = one.varz.jetstream.config, one.varz.jetstream.stats.storage
         if config.max_storage and stored >= NEARLY_FULL * config.max_storage:
             found = f"{stored} of the {config.max_storage} bytes that the server may store are used"
             yield Finding(place=one.name, found=found, state=State.FAIL, cure=MORE_SPACE)
+        if one.without_jetstream:
+            continue
         if one.disk is None:
             yield Finding(
                 place=one.name, found=f"its store_dir {config.store_dir} is not on this machine", state=State.SKIP
@@ -282,6 +353,7 @@ def small_disk(facts: Facts) -> Iterator[Finding]:
     needs=("monitoring", "streams"),
 )
 def slow_disk(facts: Facts) -> Iterator[Finding]:
+    """The check warns from 500 messages a second."""
     flushing = {one.name for one in facts.monitored if one.varz.jetstream.config.sync_always}
     for name, stream in facts.streams.items():
         before = facts.before.streams.get(name, stream)
@@ -302,6 +374,7 @@ def slow_disk(facts: Facts) -> Iterator[Finding]:
     needs=("monitoring", "streams"),
 )
 def not_encrypted(facts: Facts) -> Iterator[Finding]:
+    """The result is SKIP for servers on other machines."""
     marked = [stream for stream in facts.streams.values() if stream.config.metadata.get("pii") == "true"]
     for stream in marked:
         for one in facts.monitored:
@@ -322,6 +395,9 @@ def not_encrypted(facts: Facts) -> Iterator[Finding]:
     "If connections run out, raise server.max_connections.",
 )
 def slow_clients(facts: Facts) -> Iterator[Finding]:
+    """The check warns when a server cut off slow clients within the last day, or uses four fifths of its
+    `max_connections`. A server remembers only the last 10,000 ended connections.
+    """
     for one in facts.monitored:
         varz = one.varz
         recent = [each for each in one.cut_off if each.stop and facts.now - each.stop < A_WHILE]
@@ -347,6 +423,10 @@ def slow_clients(facts: Facts) -> Iterator[Finding]:
     needs=(),
 )
 def not_strict(facts: Facts) -> Iterator[Finding]:
+    """The check sends a request for the names of streams with an unknown field, which changes nothing, and looks at
+    `/varz` of each server of `--monitor`. It is silent where clients have no user: then JS047 counts
+    ([Servers](support.md#servers)).
+    """
     settings = facts.config.notification_backend.jetstream
     if not any(has_user(settings, url) for url in settings.servers):
         return  # everybody may purge streams: JS047

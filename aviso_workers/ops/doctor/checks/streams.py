@@ -49,6 +49,9 @@ BUCKETS_REPLICAS = (
     production=True,
 )
 def unlimited_bytes(facts: Facts) -> Iterator[Finding]:
+    """Two kinds of stream are not checked: streams of tables, counters and delayed notifications, because no message
+    may be removed from them; and streams of retries and advisories, because they have a `max_age` of days.
+    """
     for stream in facts.streams.values():
         if stream.config.max_bytes <= 0 and not _keeps_state(stream) and stream.name not in OF_SHORT_LIVES:
             found = f"no max_bytes, {stream.bytes} bytes stored"
@@ -65,6 +68,7 @@ def unlimited_bytes(facts: Facts) -> Iterator[Finding]:
     production=True,
 )
 def unlimited_age(facts: Facts) -> Iterator[Finding]:
+    """The stream of dead letters is not checked: dead letters stay until an operator retries or drops them."""
     for stream in facts.streams.values():
         config = stream.config
         # A dead letter is kept until an operator has dealt with it.
@@ -82,6 +86,17 @@ def unlimited_age(facts: Facts) -> Iterator[Finding]:
     production=True,
 )
 def few_replicas(facts: Facts) -> Iterator[Finding]:
+    """A stream with two replicas needs both servers to elect a leader.
+
+    The streams and buckets of an app's state (retries, dead letters, failure counts, tables, windows, leases) get the
+    replicas of the configuration when a worker of the app starts. Workers never reduce these replicas, even if the
+    configuration of another app asks for fewer. If the server or a missing right refuses the change, the worker
+    continues and logs `stream.update_refused`.
+
+    A worker of an older version does reduce the replicas of the streams of retries, advisories and delayed
+    notifications when it starts, unless its configuration has `replicas: 3` too. The next worker of this version that
+    starts restores them.
+    """
     for stream in facts.streams.values():
         if stream.config.num_replicas < REPLICAS:
             yield _replicas(stream)
@@ -124,6 +139,9 @@ def in_memory(facts: Facts) -> Iterator[Finding]:
     cure_of_others="Delete messages, or set a higher limit: streams.{stream}.max_bytes, " + APPLY + ".",
 )
 def full(facts: Facts) -> Iterator[Finding]:
+    """The check says WARN from 80 % and FAIL from 95 %. The stream of dead letters is such a stream. When it is full, a
+    failed notification cannot become a dead letter; workers retry it again and again, and you see redeliveries.
+    """
     for stream in facts.streams.values():
         config = stream.config
         if config.discard != "new":
@@ -181,6 +199,7 @@ def deletable(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def not_erasable(facts: Facts) -> Iterator[Finding]:
+    """A stream with personal data has the metadata `pii=true`."""
     for stream in facts.streams.values():
         if _is_marked(stream, "pii") and stream.config.deny_delete:
             yield Finding(stream=stream.name, found="pii=true with deny_delete")
@@ -195,6 +214,9 @@ def not_erasable(facts: Facts) -> Iterator[Finding]:
     "change that removes stored messages needs --yes.",
 )
 def drifted(facts: Facts) -> Iterator[Finding]:
+    """With `stream_management: reconcile`, the next worker changes the stream back. If that would remove stored
+    messages, the worker warns and leaves the stream unchanged.
+    """
     for configured, plan in facts.plans.items():
         if plan.exists and (differences := (*plan.differences, *plan.removing, *plan.fixed)):
             found = "; ".join(map(str, differences))
@@ -212,6 +234,7 @@ def drifted(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def taken(facts: Facts) -> Iterator[Finding]:
+    """Publishers get an error, because they send `Nats-Expected-Stream`."""
     for configured, plan in facts.plans.items():
         wanted: list[str] = stated(plan.wanted).get("subjects", [])
         for stream in facts.streams.values():
@@ -232,6 +255,11 @@ def taken(facts: Facts) -> Iterator[Finding]:
     "messages have very many gaps after them, set a retention_time, which removes these messages and the gaps.",
 )
 def gaps(facts: Facts) -> Iterator[Finding]:
+    """A stream that keeps all messages of a subject removes only its oldest messages. So a gap in such a stream comes
+    from a `delete`, an erasure, or a damaged block. In other streams gaps are normal. For them the check warns of
+    10,000 gaps or more, if there are also more than ten gaps for each message, because gaps cost the server memory and
+    slow down reading. Tables, counters and delayed notifications are not checked, because they have gaps by design.
+    """
     for stream in facts.streams.values():
         missing, messages = stream.deleted, stream.messages
         if _keeps_state(stream):
@@ -251,6 +279,7 @@ def gaps(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def lost(facts: Facts) -> Iterator[Finding]:
+    """nats-server 2.15.0 shows most damage as gaps instead (JS015)."""
     for stream in facts.streams.values():
         if (lost := stream.lost) is not None:
             yield Finding(stream=stream.name, found=f"{len(lost.msgs or ())} messages, {lost.bytes} bytes lost")
@@ -266,6 +295,10 @@ def lost(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def unreachable_origins(facts: Facts) -> Iterator[Finding]:
+    """The result is FAIL when the mirror has never reached its origin, had no contact for 30 seconds, or reports an
+    error. It is WARN when the lag grew between the samples. Origins in other domains and clusters are checked too. If
+    you cut the link as a test, this check fails.
+    """
     for stream in facts.streams.values():
         before = facts.before.streams.get(stream.name, stream)
         lags = {origin.name: origin.lag for origin in before.origins}
@@ -291,6 +324,9 @@ def unreachable_origins(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def two_histories(facts: Facts) -> Iterator[Finding]:
+    """The doctor cannot check an origin that does not answer. Run `mirror fence ORIGIN`, which removes its subjects,
+    before you connect it again.
+    """
     for link in facts.links:
         if link.relation == "promoted" and link.trouble:
             yield Finding(stream=link.stream, place=link.origin, found=link.trouble)
@@ -305,6 +341,10 @@ def two_histories(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def other_histories(facts: Facts) -> Iterator[Finding]:
+    """Its lag is 0 all the same. The check compares some messages of both by time, subject and body. It does not
+    compare an origin that does not answer. [Mirrors and failover](failover.md#does-it-follow) says what the comparison
+    cannot see.
+    """
     for link in facts.links:
         if link.divergence:
             yield Finding(stream=link.stream, found=link.divergence)
@@ -318,6 +358,7 @@ def other_histories(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def half_restored(facts: Facts) -> Iterator[Finding]:
+    """If a restore was killed, or a restore of a [set](backup.md#sets) failed, the marks stay."""
     for stream in facts.streams.values():
         mark = stream.config.metadata.get(UNFINISHED, "")
         if OF_SET in mark:

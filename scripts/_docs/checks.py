@@ -1,0 +1,66 @@
+"""Writes the reference of the doctor's checks in docs/operations.md, from what the checks declare.
+
+`PYTHONPATH=scripts .venv/bin/python -m _docs.checks` writes it. It is a part of that page, and not a page of its own as
+the other references, because reports and errors name its headings.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+from aviso_workers.ops.doctor.checks import CHECKS
+from aviso_workers.ops.doctor.facts import Need
+from aviso_workers.ops.doctor.judgements import Check
+
+__all__ = ["PAGE", "reference", "with_reference"]
+
+PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+BEGIN, END = "\n### JS001\n", "\n## What the doctor does not check\n"
+OPTIONS: dict[Need, str] = {"agents": "--app", "backups": "--backups", "monitoring": "--monitor"}
+"""The options that give a check what it needs."""
+NAMES = {name: name.upper() for name in ("stream", "consumer", "place", "app", "agent")}
+"""What a cure has in place of the names of a finding."""
+
+
+def reference() -> str:
+    """Return a section for each check, in the order of their codes."""
+    return "\n\n".join(paragraph for check in CHECKS for paragraph in _section(check))
+
+
+def with_reference(page: str) -> str:
+    """Return a page with the reference as the checks declare it."""
+    return f"{page[: page.index(BEGIN)]}\n{reference()}\n{page[page.index(END) :]}"
+
+
+def _section(check: Check) -> Iterator[str]:
+    yield f"### {check.code}"
+    first, *others = inspect.cleandoc(check.judge.__doc__ or "").split("\n\n")
+    yield " ".join(filter(None, (f"**{check.title}.**", _when(check), check.why, _line(first))))
+    yield from map(_line, others)
+    yield f"Cure: {check.cure.format_map(NAMES)}"
+    if check.cure_of_others:
+        yield f"Cure for streams of no event type: {check.cure_of_others.format_map(NAMES)}"
+
+
+def _when(check: Check) -> str:
+    options = ["--production"] if check.production else []
+    options += [OPTIONS[need] for need in check.needs if need in OPTIONS]
+    needed = f", with {' and '.join(f'`{option}`' for option in options)}" if options else ""
+    return f"{check.severity.name}{needed}."
+
+
+def _line(paragraph: str) -> str:
+    """Return a paragraph as one line; the rows of a table and the items of a list have one each."""
+    lines: list[str] = []
+    for line in paragraph.split("\n"):
+        if lines and not line.startswith(("|", "- ")):
+            lines[-1] += f" {line.strip()}"
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_reference(PAGE.read_text()))
