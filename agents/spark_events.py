@@ -95,6 +95,9 @@ class SparkEvents(Struct, frozen=True, kw_only=True):
     """Part of every identifier and id: two clusters may give one application id."""
     poll_seconds: Annotated[float, Meta(gt=0)] = 0.05
     """The wait between two looks at the logs."""
+    start: Literal["all", "new"] = "all"
+    """What is published: all logs in the directories, or, with `new`, those that were written to in the minute before
+    the agent started for the first time, or later. It remembers that time."""
     lost_after_seconds: Annotated[float, Meta(ge=0)] = 3600
     """An application is lost when its log is open and has not grown for so long; 0: never."""
 
@@ -123,7 +126,8 @@ async def tail(app: App) -> None:
     """
     settings: SparkEvents = app.settings(router)
     server = _Server()
-    await _Tail(app, settings, await _open_checkpoints(app, server), server).run()
+    checkpoints, since = await _begin(app, settings, server)
+    await _Tail(app, settings, checkpoints, server, since=since).run()
 
 
 class _Server:
@@ -143,22 +147,39 @@ class _Server:
         self._answers = True
 
 
-async def _open_checkpoints(app: App, server: _Server) -> KeyValue:
+async def _begin(app: App, settings: SparkEvents, server: _Server) -> tuple[KeyValue, float]:
+    """Return the stored positions, and since when a log must have been written to, in seconds since 1970."""
     while True:
         try:
-            return await app.key_value(BUCKET)
+            checkpoints = await app.key_value(BUCKET)
+            return checkpoints, await _first_start(checkpoints, settings)
         except PASSING as error:
             server.failed(error)
             await anyio.sleep(RETRY_SECONDS)
 
 
+async def _first_start(checkpoints: KeyValue, settings: SparkEvents) -> float:
+    """Return since when a log must have been written to; 0 where older ones are published too."""
+    if settings.start == "all":
+        return 0.0
+    if entry := await checkpoints.get(settings.cluster):
+        return msgspec.json.decode(entry.value, type=float)
+    is_first = not any(key.startswith(f"{settings.cluster}/") for key in await checkpoints.keys())
+    since = time.time() - REST_SECONDS if is_first else 0.0  # applications that run now have written in that time
+    await checkpoints.put(settings.cluster, msgspec.json.encode(since))
+    return since
+
+
 class _Tail:
     """Looks at all logs by turns, and has those that grew published, each in a task of its own."""
 
-    def __init__(self, app: App, settings: SparkEvents, checkpoints: KeyValue, server: _Server) -> None:
+    def __init__(
+        self, app: App, settings: SparkEvents, checkpoints: KeyValue, server: _Server, *, since: float
+    ) -> None:
         self._app = app
         self._settings = settings
         self._server = server
+        self._since = since
         self._logs = LogDirectories(settings.event_log_dirs)
         self._new = partial(
             _Application,
@@ -171,7 +192,8 @@ class _Tail:
         self._slots = anyio.CapacityLimiter(AT_ONCE)
         self._followed: dict[str, _Application] = {}
         self._finished: dict[str, EventLog] = {}
-        """By path, logs that are complete and published and were not written to for a while."""
+        """By path, logs that are complete and published and were not written to for a while, and those that are too old
+        to be published."""
         self._finished_at = -math.inf
         """When these were last looked at."""
         self._missing: set[str] = set()
@@ -237,7 +259,9 @@ class _Tail:
         for application, found in zip(asked, await anyio.to_thread.run_sync(self._look_at_all, known), strict=True):
             if isinstance(found, OSError):
                 application.report(str(found), "no_access")
-            elif found is not None and found == application.published and _finished(found):
+            elif found is not None and (
+                found.modified < self._since or (found == application.published and _finished(found))
+            ):
                 self._finished[found.path] = found
                 self._followed.pop(found.path).close()
             elif found is not None and (found != application.published or application.overdue(found)):
@@ -517,7 +541,7 @@ class _Application:
                 "spark_events.checkpoint_unreadable", path=self.path, problem=str(error), then="read from its beginning"
             )
         self._published_to = self._stored.position
-        decode = partial(job_events.decode, application=Application.of_log(grown.name))
+        decode = job_events.Decoder(Application.of_log(grown.name))
         return EventLogReader(decode, self._stored.position, open_file=self._open_file)
 
     async def _store(self, grown: EventLog, checkpoint: Checkpoint) -> None:

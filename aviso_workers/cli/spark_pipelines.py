@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import UTC, date, datetime, timedelta
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -100,6 +99,14 @@ def backfill(
             "published.",
         ),
     ] = None,
+    fill: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fill",
+            metavar="FIELD=VALUE",
+            help="Value of an identifier field that older notifications lack, e.g. level=0; may be repeated.",
+        ),
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Publish archived or stored notifications again, each once. A repeated run adds nothing.
@@ -111,13 +118,13 @@ def backfill(
 
     path = str(config.path) if config else None
     options = _source(event, where, config)
-    position, wanted = _position(start), parse_where(where or [])
+    position, wanted, filled = _position(start), parse_where(where or []), parse_pairs(fill or [])
     with sessions.session(f"aviso-workers: backfill {event} to {to}") as spark:
         if position is None:
             rows = backfill.matching(archives.read(spark, start), event, wanted, config=path)
         else:
             rows = spark.read.format("aviso").options(**options, **position).load()
-        done = backfill.backfill(rows, to, dead_letters=dead_letters, config=path)
+        done = backfill.backfill(rows, to, dead_letters=dead_letters, fill=filled, config=path)
     typer.echo(f"{done.published} published, {done.present} there before, {done.refused} refused")
 
 
@@ -160,14 +167,13 @@ def report(
 
     path = str(config.path) if config else None
     days = {"first": _day(first, "--first", days_ago=1), "last": _day(last, "--last", days_ago=0)}
+    if days["first"] > days["last"]:
+        raise DeclarationError(f"--first {days['first']} is after --last {days['last']}")
     options = _source(event, where, config)
     position, wanted = _position(start or days["first"].isoformat()), parse_where(where or [])
-    written = _text(schedule) if schedule.endswith((".yaml", ".yml")) else None
+    known = completeness.read_schedule(schedule, event, config=path, **days)
     with sessions.session(f"aviso-workers: report {event}") as spark:
-        if written is not None:
-            expected = completeness.expected(spark, written, event, config=path, **days)
-        else:
-            expected = completeness.expected_table(spark, schedule)
+        expected = completeness.table(spark, known) if known else completeness.expected_table(spark, schedule)
         if position is None:
             assert start is not None
             rows = backfill.matching(archives.read(spark, start), event, wanted, config=path)
@@ -186,7 +192,10 @@ def _position(text: str) -> dict[str, str] | None:
     if not re.match(r"\d{4}-\d{2}-\d{2}", text):
         return None
     moment = f"{text}T00:00:00Z" if len(text) == len("2026-11-20") else text
-    return {"startingTimestamp": parse_date(moment, name="--from").isoformat()}
+    begin = parse_date(moment, name="--from")
+    if begin > datetime.now(UTC):
+        raise DeclarationError(f"--from {text} is in the future")
+    return {"startingTimestamp": begin.isoformat()}
 
 
 def _source(event: str, where: Sequence[str] | None, config: ConfigSource | None) -> dict[str, str | int]:
@@ -202,10 +211,3 @@ def _day(text: str | None, name: str, *, days_ago: int) -> date:
         return date.fromisoformat(text)
     except ValueError as error:
         raise DeclarationError(f"{name} must be a day such as 2026-11-20, not {text!r}") from error
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError as error:
-        raise DeclarationError(f"cannot read the schedule {path}: {error.strerror}") from error

@@ -48,15 +48,24 @@ class Backfilled(Struct, frozen=True, kw_only=True):
     """No notifications: they are in the table of dead letters."""
 
 
-def backfill(rows: DataFrame, event: str, *, dead_letters: str | None = None, config: str | None = None) -> Backfilled:
+def backfill(
+    rows: DataFrame,
+    event: str,
+    *,
+    dead_letters: str | None = None,
+    fill: Mapping[str, str] | None = None,
+    config: str | None = None,
+) -> Backfilled:
     """Publish rows, as the data source or an archive has them, as notifications of the event type `event`.
 
     Of the columns `event_type`, `sequence` and `time` the message id is made, unless there is a column `id`.
-    `dead_letters` is a directory, to which Parquet is added. Raises `PipelineError` where there are rows for it and it
+    `dead_letters` is a directory, to which Parquet is added. `fill` has values of identifier fields, for rows that lack
+    the field because they are older than it. Raises `PipelineError` where there are rows for it and it
     is None, `UnknownEventTypeError`, and `UnavailableError` where no server is reached.
     """
     named = rows if "id" in rows.columns else rows.withColumn("id", once.identity())
-    checked = check(named, event, config=config).persist()
+    filled = _filled(named, event, _event_type(event, config), fill or {})
+    checked = check(filled, event, config=config).persist()
     try:
         bad, good = checked.where("reason IS NOT NULL"), checked.where("reason IS NULL").drop("reason")
         refused = bad.count()
@@ -100,6 +109,18 @@ def _event_type(event: str, config: str | None) -> EventType:
     if event not in known:
         raise UnknownEventTypeError(event, known)
     return known[event]
+
+
+def _filled(rows: DataFrame, event: str, event_type: EventType, values: Mapping[str, str]) -> DataFrame:
+    """Return the rows with these values of identifier fields where a row has none."""
+    for field, value in values.items():
+        if field not in event_type.identifier:
+            raise schema.unknown(event, field, event_type.identifier)
+        has_field = field in rows.select("identifier.*").columns
+        known = F.col("identifier")[field].cast("string") if has_field else F.lit(None)
+        filled = F.col("identifier").withField(f"`{field}`", F.coalesce(known, F.lit(value)))
+        rows = rows.withColumn("identifier", filled)
+    return rows
 
 
 def _with_fields_of(checked: DataFrame, event_type: EventType) -> DataFrame:
@@ -178,7 +199,11 @@ def _add_dead_letters(bad: DataFrame, table: str) -> None:
 def _refusal(bad: DataFrame, count: int, event: str) -> PipelineError:
     example = bad.select("id", "reason").first()
     assert example is not None
+    older = (
+        "--fill FIELD=VALUE completes rows that are older than a field. " if "is missing" in example["reason"] else ""
+    )
     return PipelineError(
         f"{count} rows are not notifications of {event}, and nothing was published; {example['id']}: "
-        f"{example['reason']}. Give --dead-letters PATH to have them there, with their reasons, and publish the others"
+        f"{example['reason']}. {older}Give --dead-letters PATH to have them there, with their reasons, and publish the "
+        "others"
     )

@@ -8,22 +8,36 @@ a notification was published more than once, the first one counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime
+from functools import reduce
+from operator import or_
+from pathlib import Path
 
 from msgspec import Struct
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import DataType, TimestampType
 
-from aviso_workers.errors import PipelineError, UnknownEventTypeError
+from aviso_workers.aviso.schema import EventType
+from aviso_workers.errors import DeclarationError, PipelineError, UnknownEventTypeError
 from aviso_workers.spark import announcements, pages, schedules
 from aviso_workers.spark.connections import load_config
 from aviso_workers.spark.files import Files
+from aviso_workers.spark.schedules import Expected
 
-__all__ = ["Reported", "compare", "cycles", "expected", "expected_table", "per_hour", "report"]
+__all__ = [
+    "Reported",
+    "compare",
+    "cycles",
+    "expected",
+    "expected_table",
+    "per_hour",
+    "read_schedule",
+    "report",
+    "table",
+]
 
-SCHEDULE_COLUMNS = ("cycle", "start", "due")
-"""The columns of a schedule that are not identifier fields."""
 COMPLETE, LATE = announcements.KINDS
 SHARES = (0.5, 0.95, 0.99)
 MOST_ON_PAGE = 500
@@ -47,24 +61,66 @@ def expected(
 
     Raises `PipelineError` and `UnknownEventTypeError`.
     """
+    return table(spark, _expand(schedule, _event_type(event, config), first=first, last=last))
+
+
+def read_schedule(
+    path: str, event: str, *, first: date, last: date, config: str | None = None
+) -> list[Expected] | None:
+    """Return the notifications that a schedule in a file of this machine expects, in YAML or CSV, without Spark; None
+    where Spark must read it (`expected_table`).
+
+    Raises `PipelineError`, `UnknownEventTypeError`, and `DeclarationError` where the file cannot be opened.
+    """
+    in_yaml = path.endswith((".yaml", ".yml"))
+    if not in_yaml and not (path.endswith(".csv") and Path(path).is_file()):
+        return None
+    event_type = _event_type(event, config)
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        found = (
+            _expand(text, event_type, first=first, last=last)
+            if in_yaml
+            else list(schedules.parse_table(text, event_type))
+        )
+    except OSError as error:
+        raise DeclarationError(f"cannot read the schedule {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PipelineError(f"{path}: not text in UTF-8, from byte {error.start} on") from error
+    except PipelineError as error:
+        raise PipelineError(f"{path}: {error}") from error
+    if not found:
+        raise PipelineError(f"{path}: the schedule expects nothing")
+    return found
+
+
+def _event_type(event: str, config: str | None) -> EventType:
     known = load_config(config).notification_schema
     if event not in known:
         raise UnknownEventTypeError(event, known)
-    parsed = schedules.parse(schedule)
-    names = schedules.fields(parsed, known[event])
-    rows = [
-        (each.cycle, each.start, each.due, *(each.identifier[name] for name in names))
-        for each in schedules.expand(parsed, known[event], first=first, last=last)
-    ]
+    return known[event]
+
+
+def _expand(schedule: str, event_type: EventType, *, first: date, last: date) -> list[Expected]:
+    return list(schedules.expand(schedules.parse(schedule), event_type, first=first, last=last))
+
+
+def table(spark: SparkSession, expected: Sequence[Expected]) -> DataFrame:
+    """Return expected notifications, at least one, as a table."""
+    fields = list(expected[0].identifier)
+    rows = [(each.cycle, each.start, each.due, *(each.identifier[field] for field in fields)) for each in expected]
     typed = "cycle STRING, start TIMESTAMP, due TIMESTAMP"
-    return spark.createDataFrame(rows, ", ".join([typed, *(f"`{name}` STRING" for name in names)]))
+    return spark.createDataFrame(rows, ", ".join([typed, *(f"`{field}` STRING" for field in fields)]))
 
 
 def expected_table(spark: SparkSession, path: str) -> DataFrame:
     """Return what is expected, from a CSV file with a header or a directory of Parquet. Raises `PipelineError`."""
     if not Files(spark, path).exists(""):
         raise PipelineError(f"there is no schedule in {path}")
-    return spark.read.csv(path, header=True) if path.endswith(".csv") else spark.read.parquet(path)
+    found = spark.read.csv(path, header=True) if path.endswith(".csv") else spark.read.parquet(path)
+    if found.isEmpty():
+        raise PipelineError(f"{path}: the schedule expects nothing")
+    return found
 
 
 def compare(notifications: DataFrame, expected: DataFrame) -> DataFrame:
@@ -72,18 +128,9 @@ def compare(notifications: DataFrame, expected: DataFrame) -> DataFrame:
     `PipelineError`.
     """
     types = {field.name: field.dataType for field in notifications.select("identifier.*").schema.fields}
-    fields = [name for name in expected.columns if name not in SCHEDULE_COLUMNS]
-    if absent := {"cycle", "due"} - set(expected.columns):
-        raise PipelineError(f"the schedule has no column {min(absent)!r}")
-    if unknown := [name for name in fields if name not in types]:
-        raise PipelineError(
-            f"the schedule has the column {unknown[0]!r}, which is not an identifier field; "
-            f"those are: {', '.join(types)}"
-        )
-    if not fields:
-        raise PipelineError(f"the schedule has no column with an identifier field; those are: {', '.join(types)}")
-    for name in {"due", "start"} & set(expected.columns):
-        _require_times(expected, name)
+    fields = schedules.fields_of_table(expected.columns, types)
+    times = {name: TimestampType() for name in ("due", "start") if name in expected.columns}
+    _require_types(expected, times | {name: types[name] for name in fields})
     arrivals = notifications.groupBy(*(F.col(f"identifier.{name}").alias(name) for name in fields))
     start = F.col("start" if "start" in expected.columns else "due").cast("timestamp")
     wanted = expected.select(
@@ -99,12 +146,18 @@ def compare(notifications: DataFrame, expected: DataFrame) -> DataFrame:
     )
 
 
-def _require_times(expected: DataFrame, name: str) -> None:
-    wrong = expected.where(F.col(name).isNotNull() & F.col(name).try_cast("timestamp").isNull()).select(name).first()
-    if wrong is not None:
-        raise PipelineError(
-            f"the schedule's column {name} has {wrong[name]!r}; give a date with a time, such as 2026-11-20T12:00:00Z"
-        )
+def _require_types(expected: DataFrame, types: Mapping[str, DataType]) -> None:
+    """Raise `PipelineError` where a value is not of the type that its column is compared as."""
+    wrong = {name: F.col(name).isNotNull() & F.col(name).try_cast(kind).isNull() for name, kind in types.items()}
+    columns = [F.when(is_wrong, F.col(name).cast("string")).alias(name) for name, is_wrong in wrong.items()]
+    row = expected.where(reduce(or_, wrong.values())).select(columns).first()
+    if row is None:
+        return
+    name = next(name for name in types if row[name] is not None)
+    hint = ", such as 2026-11-20T12:00:00Z" if name in ("due", "start") else ""
+    raise PipelineError(
+        f"the schedule's column {name} has {row[name]!r}, which is no {types[name].simpleString()}{hint}"
+    )
 
 
 def cycles(compared: DataFrame, now: datetime) -> DataFrame:

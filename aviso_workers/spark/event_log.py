@@ -29,6 +29,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
+import msgspec
 from msgspec import Struct, structs
 
 from aviso_workers.errors import UndecodableError
@@ -62,6 +63,9 @@ COMPRESSED_CHUNK = 1 << 10
 PLAIN_CHUNK = 256 << 10
 
 EVENT = b'{"Event":"'
+BLANKS = b" \t\r\n"
+HEAD_BYTES = 64
+"""Enough for the beginning of an event with blanks in it, as other programs write it."""
 ROLLING = "eventlog_v2_"
 NAME = re.compile(r"[^\s*>]+")
 """Names of applications. Others would look like a filter for several applications, or could not be published."""
@@ -69,6 +73,7 @@ ROLLED_FILE = re.compile(r"events_(\d{1,9})_[^.]+(\.\w+)?(\.compact)?")
 COMPACTED = ".compact"
 APP_STATUS = "appstatus_"
 IN_PROGRESS = ".inprogress"
+TRUNCATED = "ends in the middle of an event: it is read on when it grows"
 UNREADABLE_CODECS = ("lzf",)
 
 
@@ -359,12 +364,11 @@ class EventLogReader(Generic[T]):
                 problems += self._missing(log, file)
                 self.close()
                 self._reached = Position(index=file.index, compacted=file.compacted)
+            closed = log.complete or file is not log.files[-1]
             try:
-                left -= self._read_file(file, left, events, problems)
+                left -= self._read_file(file, left, events, problems, closed=closed)
                 if left <= 0:
                     return True
-                if self._lines is not None and (log.complete or file is not log.files[-1]):
-                    self._lines.check_end()
             except _TruncatedError as error:
                 problems.append(f"{file.path}: {error}")
                 self._truncated = file
@@ -391,7 +395,7 @@ class EventLogReader(Generic[T]):
         first, last = self._reached.index + 1, file.index - 1
         return [f"{log.path}: events_{first} to events_{last} went before they were read"] if first <= last else []
 
-    def _read_file(self, file: LogFile, limit: int, events: list[T], problems: list[str]) -> int:
+    def _read_file(self, file: LogFile, limit: int, events: list[T], problems: list[str], *, closed: bool) -> int:
         """Decode the new lines of one file into `events`, and return how many decompressed bytes were read."""
         if file.size < self._reached.size:
             problems.append(self._begin_again(file))
@@ -404,14 +408,14 @@ class EventLogReader(Generic[T]):
         lines, begin = self._lines, self._lines.decompressed
         bad, reason = 0, ""
         try:
-            while lines.size < file.size and lines.decompressed - begin < limit:
-                for line in lines.step(file.size - lines.size):
-                    try:
-                        event = self._event(line)
-                    except UndecodableError as error:
+            for line in lines.up_to(file.size, limit=limit, closed=closed):
+                try:
+                    event = self._decode(line)
+                except UndecodableError as error:
+                    if line.strip():
                         bad, reason = bad + 1, reason or f"before byte {lines.offset}: {error}"
-                    else:
-                        events += [] if event is None else [event]
+                else:
+                    events += [] if event is None else [event]
         finally:
             offset = max(lines.offset, self._reached.offset)
             self._reached = structs.replace(self._reached, offset=offset, size=lines.size)
@@ -428,11 +432,6 @@ class EventLogReader(Generic[T]):
         )
         sizes = f"from {before.size} to {file.size} bytes"
         return f"{file.path}: was replaced, since it has shrunk {sizes}: read from its beginning"
-
-    def _event(self, line: bytes) -> T | None:
-        if not line.startswith(EVENT):
-            raise UndecodableError("not an event of Spark's")
-        return self._decode(line)
 
 
 class _TruncatedError(UndecodableError):
@@ -468,11 +467,19 @@ class _Lines:
         """The end of the last complete line, in decompressed bytes."""
         return self.decompressed - self._rest_bytes
 
-    def step(self, limit: int) -> Iterator[bytes]:
-        """Yield the lines that the next bytes of the file complete.
+    def up_to(self, size: int, *, limit: int, closed: bool) -> Iterator[bytes]:
+        """Yield the lines of the file up to that size, in bytes as stored, or until `limit` decompressed bytes were
+        read. The last line of a `closed` file needs no line break.
 
-        Raises `UndecodableError` after the last good one, and `OSError` where the file has become smaller.
+        Raises `UndecodableError` after the last good line, and `OSError` where the file has become smaller.
         """
+        begin = self.decompressed
+        while self.size < size and self.decompressed - begin < limit:
+            yield from self._step(size - self.size)
+        if closed and self.size >= size:
+            yield from self._end()
+
+    def _step(self, limit: int) -> Iterator[bytes]:
         data = self._file.read(min(limit, PLAIN_CHUNK if self._decompressor is None else COMPRESSED_CHUNK))
         if not data:
             raise OSError(f"{self.path} shrank while it was read: it is read again")
@@ -480,22 +487,33 @@ class _Lines:
             yield from self._split(piece)
         self.size += len(data)  # so that a file which is damaged at its end is not taken for one that was read
 
+    def _end(self) -> list[bytes]:
+        """Return the last line, which no line break ends; none where there is none. Raises `_TruncatedError` where the
+        file ends in the middle of it or of a compressed block.
+        """
+        last = b"".join(self._rest)
+        if self._decompressor is not None and self._decompressor.open:
+            raise _TruncatedError(TRUNCATED)
+        if not last:
+            return []
+        try:
+            msgspec.json.decode(last)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise _TruncatedError(TRUNCATED) from error
+        self._rest, self._rest_bytes = [], 0
+        return [last]
+
     def go_on_in(self, path: str, opened: OpenFile) -> None:
         """Read on in the file of another name that this one was renamed to."""
         self._file.close()
         self.path, self._file = path, opened
         self._file.seek(self.size)
 
-    def check_end(self) -> None:
-        """Raise `_TruncatedError` where the file ends in the middle of a line or of a compressed block."""
-        if self._rest_bytes or (self._decompressor is not None and self._decompressor.open):
-            raise _TruncatedError(f"truncated in the middle of an event, at byte {self.offset}")
-
     def close(self) -> None:
         self._file.close()
 
     def _split(self, data: bytes) -> list[bytes]:
-        if self.decompressed == 0 and not data.startswith(EVENT[: len(data)]):
+        if self.decompressed == 0 and not EVENT.startswith(data[:HEAD_BYTES].translate(None, BLANKS)[: len(EVENT)]):
             raise UndecodableError("not a Spark event log")
         known = max(0, self._start - self.decompressed)
         self.decompressed += len(data)

@@ -17,7 +17,7 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field, structs
 
 from aviso_workers.config import Config
 from aviso_workers.errors import UndecodableError
@@ -27,6 +27,7 @@ __all__ = [
     "PROJECTIONS",
     "Application",
     "Begun",
+    "Decoder",
     "JobEvent",
     "Unfinished",
     "cluster_of",
@@ -44,6 +45,8 @@ HEAD = b'{"Event":"'
 YARN_ATTEMPT = re.compile(r"(application_\d+_\d+)_(\d+)")
 OBJECT_HASH = re.compile(r"@[0-9a-f]+$")
 SPELLING = str.maketrans(dict.fromkeys(" :/", "-") | dict.fromkeys(".${}'\"", "_"))
+
+SUCCEEDED, FAILED, UNKNOWN = "succeeded", "failed", "unknown"
 
 Json = Mapping[str, Any]
 
@@ -126,7 +129,8 @@ def decode(line: bytes | str, application: Application) -> JobEvent | None:
     try:
         fact = project(msgspec.json.decode(line))
     except (msgspec.DecodeError, RecursionError, LookupError, TypeError, AttributeError, ValueError) as error:
-        raise UndecodableError(f"no {name.decode()} as Spark writes it: {error!r}") from error
+        why = f"it has no {error}" if isinstance(error, KeyError) else repr(error)
+        raise UndecodableError(f"no {name.decode()} as Spark writes it: {why}") from error
     subject = application.id if fact.id is None else str(fact.id)
     return JobEvent(
         application=application,
@@ -136,6 +140,38 @@ def decode(line: bytes | str, application: Application) -> JobEvent | None:
         occurrence=subject if fact.occurrence is None else fact.occurrence,
         payload={field: value for field, value in fact.payload.items() if value is not None},
     )
+
+
+class Decoder:
+    """A decoder of the lines of one event log, in their order.
+
+    Spark before 3.4 does not write how an SQL execution ended. The status is then that of its jobs, as in Spark's
+    history server, and `unknown` where it has none, or not all of them were read.
+    """
+
+    def __init__(self, application: Application) -> None:
+        self._application = application
+        self._jobs: dict[str, dict[str, str]] = {}
+        """By SQL execution that has begun, the status of each of its jobs."""
+
+    def __call__(self, line: bytes) -> JobEvent | None:
+        """Return the event in the next line, as `decode` does. Raises `UndecodableError`."""
+        event = decode(line, self._application)
+        match event:
+            case JobEvent(kind="sql", event="start"):
+                self._jobs[event.id] = {}
+            case JobEvent(kind="job", event="start"):
+                if (jobs := self._jobs.get(event.payload.get("sql_execution", ""))) is not None:
+                    jobs[event.id] = UNKNOWN
+            case JobEvent(kind="job", event="end"):
+                for jobs in self._jobs.values():
+                    jobs |= {event.id: event.payload["status"]} if event.id in jobs else {}
+            case JobEvent(kind="sql", event="end"):
+                found = set(self._jobs.pop(event.id, {}).values())
+                if event.payload["status"] == UNKNOWN:
+                    status = FAILED if FAILED in found else SUCCEEDED if found == {SUCCEEDED} else UNKNOWN
+                    return structs.replace(event, payload={**event.payload, "status": status})
+        return event
 
 
 class Begun(Struct, frozen=True):
@@ -200,9 +236,22 @@ def _of_loss(application: Application, begun: Begun | None, event: str, since: f
     )
 
 
+class _Named(Struct):
+    event: str = field(name="Event")
+
+
 def _name(line: bytes) -> bytes:
-    """Return the event's name without parsing the line: Spark writes it first."""
-    return line[len(HEAD) : line.find(b'"', len(HEAD))] if line.startswith(HEAD) else b""
+    """Return the event's name. Spark writes it first, so its own lines are not parsed; a program that writes a log
+    again may put blanks or other fields before it.
+
+    Raises `UndecodableError`.
+    """
+    if line.startswith(HEAD):
+        return line[len(HEAD) : line.find(b'"', len(HEAD))]
+    try:
+        return msgspec.json.decode(line, type=_Named).event.encode()
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise UndecodableError("not an event of Spark's") from error
 
 
 class _Fact(Struct, frozen=True):
@@ -236,7 +285,7 @@ def _job_start(spark: Json) -> _Fact:
     properties = spark.get("Properties") or {}
     batch = properties.get("streaming.sql.batchId")
     payload = {
-        "time": spark["Submission Time"],
+        "time": spark.get("Submission Time"),
         "description": _short(properties.get("spark.job.description")),
         "group": _short(properties.get("spark.jobGroup.id")),
         "sql_execution": properties.get("spark.sql.execution.id"),
@@ -251,8 +300,8 @@ def _job_start(spark: Json) -> _Fact:
 def _job_end(spark: Json) -> _Fact:
     result = spark["Job Result"]
     payload = {
-        "time": spark["Completion Time"],
-        "status": "succeeded" if result["Result"] == "JobSucceeded" else "failed",
+        "time": spark.get("Completion Time"),
+        "status": SUCCEEDED if result["Result"] == "JobSucceeded" else FAILED,
         "error": _short(result.get("Exception", {}).get("Message")),
     }
     return _Fact("job", "end", spark["Job ID"], payload)
@@ -296,13 +345,14 @@ def _sql_start(spark: Json) -> _Fact:
 
 
 def _sql_end(spark: Json) -> _Fact:
-    payload = {"time": spark["time"], **_outcome(spark.get("errorMessage"))}
+    error = spark.get("errorMessage")  # empty for a success; Spark before 3.4 writes none
+    payload = {"time": spark["time"], **({"status": UNKNOWN} if error is None else _outcome(error))}
     return _Fact("sql", "end", spark["executionId"], payload)
 
 
 def _query_start(spark: Json) -> _Fact:
     payload = {
-        "time": _milliseconds(spark["timestamp"]),
+        "time": _milliseconds(spark.get("timestamp")),
         "name": _short(spark.get("name")),
         "run_id": spark["runId"],
     }
@@ -366,7 +416,7 @@ def _executor_removed(spark: Json) -> _Fact:
 
 
 def _outcome(error: str | None) -> Json:
-    return {"status": "failed", "error": _short(error)} if error else {"status": "succeeded"}
+    return {"status": FAILED, "error": _short(error)} if error else {"status": SUCCEEDED}
 
 
 def _described(end: Json) -> str | None:

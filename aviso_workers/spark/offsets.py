@@ -12,7 +12,8 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
-from msgspec import Struct
+import msgspec
+from msgspec import Struct, structs
 from pyspark.sql.datasource import InputPartition
 
 from aviso_workers.backends import StreamInfo
@@ -30,14 +31,17 @@ class Offset(Struct, frozen=True, kw_only=True):
     stream: str
     created: str
     sequence: int
+    partitions: int | None = None
+    """Of how many partitions at most the batch is that ends here, so that a repeat of it has the same ones, whatever
+    the options are then; None in checkpoints of older versions."""
 
     @classmethod
     def parse(cls, found: Mapping[str, Any]) -> Offset:
         """Return the offset that a checkpoint holds."""
-        return cls(stream=found["stream"], created=found["created"], sequence=found["sequence"])
+        return msgspec.convert(found, cls)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"stream": self.stream, "created": self.created, "sequence": self.sequence}
+        return structs.asdict(self)
 
 
 @dataclass

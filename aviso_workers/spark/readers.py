@@ -168,7 +168,7 @@ class BatchReader(DataSourceReader):
         plan, reading = self._plan, self._plan.reading
         with Requests(plan) as requests:
             info = requests.info()
-            first = info.first_sequence if reading.start in (None, "earliest") else _number(reading.start, info)
+            first = info.first_sequence if reading.start in (None, "earliest") else _number(plan, info)
             last = info.last_sequence if reading.end == "latest" else min(reading.end, info.last_sequence)
             if reading.start_time is not None:
                 first = requests.first_since(reading.start_time, info)
@@ -210,14 +210,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         reading = self._plan.reading
         info = self._stream_info()
-        sequence = info.last_sequence + 1 if reading.start in (None, "latest") else _number(reading.start, info)
+        sequence = info.last_sequence + 1 if reading.start in (None, "latest") else _number(self._plan, info)
         if (since := reading.start_time) is not None:
             sequence = self._requests.first_since(since, info)
-        if sequence > info.last_sequence + 1:
-            raise InvalidOptionError(
-                f"startingOffsets is {sequence}, and stream {self._plan.stream} ends at {info.last_sequence}: give a "
-                "sequence that it has, or latest"
-            )
         return self._offset(info, sequence - 1).as_dict()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
@@ -257,7 +252,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         begin, until = Offset.parse(start), Offset.parse(end)
         info = self._last_seen()
         first = self._left(info, begin).sequence + 1
-        partitions = self._plan.reading.partitions
+        partitions = until.partitions or self._plan.reading.partitions
         return offsets.split(first, until.sequence, partitions=partitions, created=until.created)
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
@@ -267,7 +262,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._requests.close()
 
     def _offset(self, info: StreamInfo, sequence: int) -> Offset:
-        return Offset(stream=self._plan.stream, created=offsets.created(info), sequence=max(0, sequence))
+        return Offset(
+            stream=self._plan.stream,
+            created=offsets.created(info),
+            sequence=max(0, sequence),
+            partitions=self._plan.reading.partitions,
+        )
 
     def _left(self, info: StreamInfo, begin: Offset) -> Offset:
         """Return the offset from which a batch can read on that is planned to begin at `begin`. Raises
@@ -418,7 +418,14 @@ async def _first_since(backend: Backend, stream: str, since: datetime, info: Str
     return message.sequence if message else info.last_sequence + 1
 
 
-def _number(start: Any, info: StreamInfo) -> int:
-    if isinstance(start, int):
-        return max(1, start)
-    return info.first_sequence if start == "earliest" else info.last_sequence + 1
+def _number(plan: Plan, info: StreamInfo) -> int:
+    """Return the sequence at which a read begins. Raises `InvalidOptionError` where the stream ends before it."""
+    start = plan.reading.start
+    if not isinstance(start, int):
+        return info.first_sequence if start == "earliest" else info.last_sequence + 1
+    if start > info.last_sequence + 1:
+        raise InvalidOptionError(
+            f"startingOffsets is {start}, and stream {plan.stream} ends at {info.last_sequence}: give a sequence that "
+            "it has, or latest"
+        )
+    return max(1, start)

@@ -152,7 +152,9 @@ class Rows:
         if values.null_count:
             raise InvalidIdentifierError(self._event, field, "is null in a row; a notification has every field")
         encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
-        canonical = [self._known(field, value) for value in encoded.dictionary.to_pylist()]
+        # Of a float nothing is remembered: -0.0 equals 0.0, and is another value of a subject.
+        spelled = self._canonical if pa.types.is_floating(values.type) else self._known
+        canonical = [spelled(field, value) for value in encoded.dictionary.to_pylist()]
         return pa.DictionaryArray.from_arrays(encoded.indices, pa.array(canonical, pa.string()))
 
     def _canonical(self, field: str, value: Any) -> str:

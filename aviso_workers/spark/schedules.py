@@ -1,7 +1,7 @@
-"""Schedules in YAML of the notifications that are expected, and until when, as rows.
+"""Schedules of the notifications that are expected, and until when: in YAML, or as a table in CSV.
 
-`completeness` compares them with what came. A cycle is what is made at one time of a day, such as a forecast run, with
-all the fields that belong to it::
+`completeness` compares them with what came. In YAML, a cycle is what is made at one time of a day, such as a forecast
+run, with all the fields that belong to it::
 
     cycles:
       - name: oper
@@ -19,8 +19,10 @@ serves every day.
 
 from __future__ import annotations
 
+import csv
 import datetime
-from collections.abc import Iterator, Mapping
+import io
+from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 from typing import Annotated, Any
 
@@ -31,7 +33,10 @@ from aviso_workers.aviso.literals import Duration
 from aviso_workers.aviso.schema import DateHandler, EventType, Rule, TimeHandler
 from aviso_workers.errors import PipelineError
 
-__all__ = ["Expected", "expand", "fields", "parse"]
+__all__ = ["COLUMNS", "Expected", "expand", "fields", "fields_of_table", "parse", "parse_table"]
+
+COLUMNS = ("cycle", "start", "due")
+"""The columns of a table that are not identifier fields; `start` may be left out, and is then `due`."""
 
 Value = str | int | float
 
@@ -98,7 +103,7 @@ def expand(
     for cycle in schedule.cycles:
         choices = [_values(cycle, field, event_type.identifier[field]) for field in cycle.identifier]
         for day, given in product(days, cycle.times):
-            time = _canonical(cycle, time_field, event_type.identifier[time_field], given)
+            time = _canonical(_place(cycle), time_field, event_type.identifier[time_field], given)
             start = datetime.datetime.combine(day, datetime.time(int(time[:2]), int(time[2:])), datetime.UTC)
             until = _due(cycle, start)
             for values in product(*choices):
@@ -109,6 +114,55 @@ def expand(
                     due=until,
                     identifier={date_field: day.isoformat(), time_field: time, **identifier},
                 )
+
+
+def fields_of_table(columns: Collection[str], known: Collection[str]) -> list[str]:
+    """Return the identifier fields among the columns of a table. Raises `PipelineError` where it lacks a column, or has
+    one that is not of the fields `known`.
+    """
+    found = [name for name in columns if name not in COLUMNS]
+    if absent := {"cycle", "due"} - set(columns):
+        raise PipelineError(f"the schedule has no column {min(absent)!r}")
+    if unknown := [name for name in found if name not in known]:
+        raise PipelineError(
+            f"the schedule has the column {unknown[0]!r}, which is not an identifier field; "
+            f"those are: {', '.join(known)}"
+        )
+    if not found:
+        raise PipelineError(f"the schedule has no column with an identifier field; those are: {', '.join(known)}")
+    return found
+
+
+def parse_table(text: str, event_type: EventType) -> Iterator[Expected]:
+    """Yield the notifications that a table in CSV expects. Raises `PipelineError` with the line and the column."""
+    table = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    try:
+        named = fields_of_table(table.fieldnames or (), event_type.identifier)
+        for row in table:
+            line = f"line {table.line_num}"
+            if None in row or None in row.values():
+                raise PipelineError(f"{line} has another number of values than there are columns")
+            due = _moment(line, "due", row["due"])
+            yield Expected(
+                cycle=row["cycle"],
+                start=_moment(line, "start", row["start"]) if "start" in row else due,
+                due=due,
+                identifier={
+                    field: _canonical(line, field, event_type.identifier[field], row[field]) for field in named
+                },
+            )
+    except csv.Error as error:
+        raise PipelineError(f"line {table.reader.line_num}: {error}") from error
+
+
+def _moment(line: str, column: str, text: str) -> datetime.datetime:
+    try:
+        found = datetime.datetime.fromisoformat(text)
+    except ValueError as error:
+        raise PipelineError(
+            f"{line}: {column} must be a date with a time, such as 2026-11-20T12:00:00Z, not {text!r}"
+        ) from error
+    return found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
 
 
 def _field(event_type: EventType, kind: type[Rule]) -> str:
@@ -124,14 +178,18 @@ def _values(cycle: Cycle, field: str, rule: Rule) -> list[str]:
     given = cycle.identifier[field]
     if isinstance(given, Steps):
         given = list(range(given.first, given.last + 1, given.by))
-    return [_canonical(cycle, field, rule, value) for value in (given if isinstance(given, list) else [given])]
+    return [_canonical(_place(cycle), field, rule, value) for value in (given if isinstance(given, list) else [given])]
 
 
-def _canonical(cycle: Cycle, field: str, rule: Any, value: Value) -> str:
+def _place(cycle: Cycle) -> str:
+    return f"cycle {cycle.name!r} of the schedule"
+
+
+def _canonical(place: str, field: str, rule: Any, value: Value) -> str:
     try:
         canonical = str(rule.canonical(str(value)))
     except ValueError as error:
-        raise PipelineError(f"cycle {cycle.name!r} of the schedule: {field} {error}") from error
+        raise PipelineError(f"{place}: {field} {error}") from error
     if isinstance(rule, DateHandler):
         return datetime.datetime.strptime(canonical, rule.canonical_format).date().isoformat()
     return canonical
@@ -141,4 +199,4 @@ def _due(cycle: Cycle, start: datetime.datetime) -> datetime.datetime:
     try:
         return start + datetime.timedelta(seconds=Duration.parse(cycle.due))
     except (ValueError, OverflowError) as error:
-        raise PipelineError(f"cycle {cycle.name!r} of the schedule: due: {error}") from error
+        raise PipelineError(f"{_place(cycle)}: due: {error}") from error

@@ -22,6 +22,7 @@ __all__ = ["session", "translated"]
 
 SUBMITTED = "PYSPARK_GATEWAY_PORT"
 """Set by spark-submit."""
+SHUFFLE_PARTITIONS = "spark.sql.shuffle.partitions"
 OURS = re.compile(r"aviso_workers\.errors\.\w+: (.+)")
 UNREADABLE = re.compile(
     r"\[FAILED_READ_FILE\.(?:NO_HINT|CANNOT_READ_FILE_FOOTER|FILE_NOT_EXIST)\] [\w ]+? file (.+?\.\w+)\.\s"
@@ -41,12 +42,22 @@ def session(name: str) -> Iterator[SparkSession]:
     if sys.stderr.isatty():
         builder = builder.config("spark.ui.showConsoleProgress", "true")
     spark = builder.getOrCreate()
+    _fit(spark)
     try:
         with translated():
             register(spark)
             yield spark
     finally:
         spark.stop()
+
+
+def _fit(spark: SparkSession) -> None:
+    """Let a shuffle have a partition for each core on this machine, unless Spark's configuration says how many: Spark's
+    200 take longer than the work.
+    """
+    context = spark.sparkContext
+    if (context.master or "").startswith("local") and not context.getConf().contains(SHUFFLE_PARTITIONS):
+        spark.conf.set(SHUFFLE_PARTITIONS, context.defaultParallelism)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,7 @@ class Positions:
 
     def __init__(self, bucket: KeyValue) -> None:
         self.get = bucket.get
+        self.keys = bucket.keys
         self.lost = False
         self.put_to: list[str] = []
         self.signal = Signal()
@@ -242,6 +244,7 @@ class Story:
 
 WINDOW_SECONDS = 0.2
 SUCCEEDED = {"Result": "JobSucceeded"}
+SQL = "org.apache.spark.sql.execution.ui.SparkListenerSQLExecution"
 STAGE = {"Stage ID": 3, "Stage Attempt ID": 0, "Stage Name": "count", "Number of Tasks": 2}
 
 
@@ -479,7 +482,7 @@ async def test_what_fails_for_one_application_stops_no_other(
 ) -> None:
     decode = job_events.decode
 
-    def decode_one(line: bytes, *, application: Application) -> Any:
+    def decode_one(line: bytes, application: Application) -> Any:
         if application.id == "local-2":
             raise ZeroDivisionError("of this one")
         return decode(line, application)
@@ -859,7 +862,64 @@ async def test_a_log_that_is_copied_under_its_final_name_is_published_to_its_end
 
     assert await story.stored() == log.facts
     assert story.outcomes == {"stored": 22}
-    assert ["truncated in the middle of an event" in entry["problem"] for entry in told.entries] == [True]
+    assert ["ends in the middle of an event" in entry["problem"] for entry in told.entries] == [True]
+
+
+async def test_while_a_log_is_copied_one_warning_says_that_it_has_no_end_yet(story: Story, told: Told) -> None:
+    log, original, copied = made_elsewhere(story)
+    position = f"{cluster_of(story.app)}/local-1"
+    parts = [len(original) * part // 4 for part in range(1, 4)]
+
+    async with story.following():
+        for number, end in enumerate(parts, 1):
+            copied.write_bytes(original[:end])
+            await story.positions.signal.until(partial(has, story.positions.put_to, position, number))
+        copied.write_bytes(original)
+        await story.arrived(22)
+
+    assert await story.stored() == log.facts
+    assert ["ends in the middle of an event" in entry["problem"] for entry in told.entries] == [True]
+
+
+def has(keys: list[str], key: str, count: int) -> bool:
+    return keys.count(key) >= count
+
+
+async def test_the_sql_execution_of_a_spark_that_does_not_say_how_it_ended_ends_as_its_jobs_do(story: Story) -> None:
+    log = story.log()
+    log.write(f"{SQL}Start", executionId=0, description="collect", time=2)
+    log.write(
+        "SparkListenerJobStart", **{"Job ID": 0, "Stage Infos": [], "Properties": {"spark.sql.execution.id": "0"}}
+    )
+    log.write("SparkListenerJobEnd", **{"Job ID": 0, "Job Result": {"Result": "JobFailed", "Exception": {}}})
+    log.write(f"{SQL}End", executionId=0, time=5)
+
+    async with story.following():
+        await story.arrived(5)
+
+    ends = [found async for found in story.app.replay("spark_job", {"event": "end"}, from_id=1)]
+    assert [(end.identifier["kind"], end.payload["status"]) for end in ends] == [("job", "failed"), ("sql", "failed")]
+
+
+async def test_an_agent_that_starts_with_new_logs_publishes_no_older_one_also_when_it_starts_again(
+    make_app: Callable[..., App], directory: Path
+) -> None:
+    async with make_app(start="new") as app:
+        story = Story(app, directory, Positions(await app.key_value(spark_events.BUCKET)))
+        old, running = story.log("local-1"), story.log("local-2")
+        for log in (old, running):
+            log.jobs(1)
+        old.end()
+        for log in (old, running):
+            log.silent_for(3600)
+        async with story.following():
+            story.log("local-3").jobs(1)
+            await story.arrived(3)
+        running.jobs(1)
+        async with story.following():
+            await story.arrived(8)
+
+        assert [await story.stored(name) for name in ("local-1", "local-2")] == [[], running.facts]
 
 
 async def test_a_log_that_is_rewritten_in_place_is_read_again_and_nothing_of_it_stored_twice(

@@ -136,6 +136,13 @@ class TestReading:
         with pytest.raises(PySparkException, match="there is no stream MARS"):
             place.read().collect()
 
+    def test_a_beginning_behind_the_end_of_the_stream_is_refused(self, place: Place) -> None:
+        place.publish(1, 2)
+
+        assert steps(place.read(startingOffsets=3)) == []
+        with pytest.raises(PySparkException, match="startingOffsets is 4, and stream MARS ends at 2: give a sequence"):
+            place.read(startingOffsets=4).collect()
+
     def test_one_frame_can_be_filtered_again_and_again(self, spark: SparkSession, place: Place) -> None:
         """Where Spark hands filters to data sources, it also remembers for a frame what the last one left."""
         place.publish(*range(6))

@@ -54,7 +54,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 def take(text: bytes) -> bytes:
     """A decoder that wants everything as it is."""
-    if b"undecodable" in text:
+    if b"undecodable" in text or not text.startswith(b"{"):
         raise UndecodableError("told to be undecodable")
     return text
 
@@ -404,14 +404,46 @@ def test_a_file_that_is_not_sparks_is_told_apart(tmp_path: Path, name: str, cont
     assert "not a Spark event log" in problems[0] or "damaged" in problems[0]
 
 
-@pytest.mark.parametrize("cut", [1, 20])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("codec", "cut"), [("", 2), *((codec, cut) for codec in CODECS if codec for cut in (1, 20))])
 def test_a_complete_log_without_its_end_is_truncated(tmp_path: Path, codec: str, cut: int) -> None:
     file = tmp_path / f"app-1{codec}"
     file.write_bytes(on_disk([line(1), line(2)], codec)[:-cut])
     events, problems = read_once(file)
     assert events == [line(1)]
-    assert problems == [f"{file}: truncated in the middle of an event, at byte {len(line(1)) + 1}"]
+    assert problems == [f"{file}: ends in the middle of an event: it is read on when it grows"]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_last_event_of_a_closed_log_needs_no_line_break(tmp_path: Path, codec: str) -> None:
+    file = tmp_path / f"app-1{codec}"
+    file.write_bytes(COMPRESS[codec](line(1) + b"\n" + line(2)))
+    log = event_log.snapshot(str(file))
+    assert log is not None
+    reader = reader_at()
+    assert read_all(reader, log) == ([line(1), line(2)], [])
+    assert read_all(reader, log) == ([], [])
+    with file.open("ab") as out:
+        out.write(COMPRESS[codec](b"\n" + line(3) + b"\n"))
+    for reading in (reader, reader_at(reader.position)):
+        grown = event_log.snapshot(str(file))
+        assert grown is not None
+        assert read_all(reading, grown) == ([line(3)], [])
+
+
+def test_the_last_event_of_a_log_that_is_written_to_waits_for_its_line_break(tmp_path: Path) -> None:
+    file = tmp_path / "app-1.inprogress"
+    file.write_bytes(line(1) + b"\n" + line(2))
+    log = event_log.snapshot(str(tmp_path / "app-1"))
+    assert log is not None
+    assert read_all(reader_at(), log) == ([line(1)], [])
+
+
+@pytest.mark.parametrize("indent", [b' "Event": ', b'\t"Event" : '])
+def test_a_log_that_a_json_tool_has_written_again_is_read(tmp_path: Path, indent: bytes) -> None:
+    file = tmp_path / "app-1"
+    lines = [line(number).replace(b'"Event":', indent) for number in (1, 2)]
+    file.write_bytes(b"\r\n".join([*lines, b"\r\n"]))
+    assert read_once(file) == ([each + b"\r" for each in lines], [])
 
 
 def test_damage_ends_a_file_and_the_next_one_is_read(tmp_path: Path) -> None:
@@ -477,7 +509,7 @@ def test_lines_that_are_no_events_are_left_out_and_counted(rolling: RollingLog) 
     assert events == [line(1), line(2)]
     assert len(problems) == 1
     assert "left out 2 lines" in problems[0]
-    assert "not an event of Spark's" in problems[0]
+    assert "told to be undecodable" in problems[0]
 
 
 def test_an_endless_line_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,7 +538,7 @@ def test_a_log_that_is_copied_under_its_final_name_is_read_on_as_it_grows(tmp_pa
             told += problems
         reader = reader_at(reader.position) if end == len(data) // 2 + 3 else reader
     assert found == [line(1), line(2), line(3)]
-    assert all("truncated in the middle of an event" in problem for problem in told)
+    assert all("ends in the middle of an event" in problem for problem in told)
     assert len(told) == 2, "once at each size that it cannot end at"
 
 

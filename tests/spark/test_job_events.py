@@ -260,7 +260,6 @@ def test_progress_names_what_is_read_and_no_hash(description: str, offset: Any, 
         line("SparkListenerEnvironmentUpdate"),
         line(QUERY + "IdleEvent"),
         b'{"Event":"SparkListenerTaskEnd","and then":it is not even JSON',
-        b"",
     ],
 )
 def test_other_events_say_nothing_and_are_not_parsed(text: bytes) -> None:
@@ -271,7 +270,9 @@ def test_other_events_say_nothing_and_are_not_parsed(text: bytes) -> None:
     ("text", "problem"),
     [
         (line("SparkListenerJobEnd")[:-1], "truncated"),
-        (line("SparkListenerJobEnd"), "Job Result"),
+        (line("SparkListenerJobEnd"), "as Spark writes it: it has no 'Job Result'"),
+        (b"", "not an event of Spark's"),
+        (b'["Event"]', "not an event of Spark's"),
         (line("SparkListenerJobEnd", **{"Job Result": 7, "Completion Time": 9}), "TypeError"),
         (line(QUERY + "StartedEvent", id="q", runId="r", timestamp="yesterday"), "yesterday"),
     ],
@@ -279,6 +280,61 @@ def test_other_events_say_nothing_and_are_not_parsed(text: bytes) -> None:
 def test_an_event_that_is_not_as_spark_writes_it_is_refused(text: bytes, problem: str) -> None:
     with pytest.raises(UndecodableError, match=problem):
         job_events.decode(text, APPLICATION)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("SparkListenerJobStart", {"Job ID": 3, "Stage Infos": []}),  # Spark 1.2
+        ("SparkListenerJobEnd", {"Job ID": 3, "Job Result": {"Result": "JobSucceeded"}}),  # Spark 1.2
+        (QUERY + "StartedEvent", {"id": "q", "runId": "r", "name": None}),  # Spark 2.1 to 2.4
+    ],
+)
+def test_an_event_of_a_spark_that_wrote_no_time_has_none(name: str, fields: dict[str, Any]) -> None:
+    assert "time" not in decode(name, fields).payload
+
+
+def test_fields_may_be_in_any_order_with_blanks_between_them() -> None:
+    text = b'{ "Timestamp" : 9, "Event" : "SparkListenerApplicationEnd" }\r'
+    assert job_events.decode(text, APPLICATION) == decode("SparkListenerApplicationEnd", {"Timestamp": 9})
+
+
+SUCCEEDED = {"Result": "JobSucceeded"}
+JOB_FAILED = {"Result": "JobFailed", "Exception": {"Message": "boom"}}
+
+
+@pytest.mark.parametrize(
+    ("jobs", "said", "status"),
+    [
+        ([SUCCEEDED, JOB_FAILED], {}, "failed"),
+        ([SUCCEEDED, SUCCEEDED], {}, "succeeded"),
+        ([SUCCEEDED, None], {}, "unknown"),
+        ([], {}, "unknown"),
+        ([SUCCEEDED], {"errorMessage": "boom"}, "failed"),
+        ([JOB_FAILED], {"errorMessage": ""}, "succeeded"),
+    ],
+)
+def test_an_sql_execution_ends_as_spark_says_and_where_it_says_nothing_as_its_jobs_do(
+    jobs: list[dict[str, Any] | None], said: dict[str, str], status: str
+) -> None:
+    decode = job_events.Decoder(APPLICATION)
+    decode(line(SQL + "Start", executionId=7, description="collect", time=1))
+    for job, result in enumerate(jobs):
+        properties = {"spark.sql.execution.id": "7"}
+        decode(line("SparkListenerJobStart", **{"Job ID": job, "Stage Infos": [], "Properties": properties}))
+        if result:
+            decode(line("SparkListenerJobEnd", **{"Job ID": job, "Job Result": result}))
+    end = decode(line(SQL + "End", executionId=7, time=9, **said))
+    assert end is not None
+    assert end.payload["status"] == status
+
+
+def test_the_end_of_an_sql_execution_whose_beginning_was_not_read_is_not_known() -> None:
+    decode = job_events.Decoder(APPLICATION)
+    decode(line("SparkListenerJobEnd", **{"Job ID": 3, "Job Result": SUCCEEDED}))
+    end = decode(line(SQL + "End", executionId=7, time=9))
+    assert end is not None
+    assert end.payload["status"] == "unknown"
 
 
 def test_long_texts_are_cut() -> None:

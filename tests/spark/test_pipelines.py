@@ -22,7 +22,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from aviso_workers import cli
 from aviso_workers.aviso.codec import MARKER_HEADER
-from aviso_workers.errors import PipelineError
+from aviso_workers.errors import InvalidIdentifierError, PipelineError
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import archive_filters, archives, backfill, completeness, once, sessions
 from aviso_workers.spark.archive_lists import Entry
@@ -596,6 +596,27 @@ class TestBackfill:
 
         assert done == Backfilled(published=1, present=0, refused=0)
 
+    def test_fields_that_older_rows_lack_are_filled(self, place: Pipelines) -> None:
+        place.publish(1, 2)
+        newer = F.when(F.col("sequence") == 2, F.col("identifier.step"))
+        rows = place.read().withColumn("identifier", F.col("identifier").withField("step", newer))
+        oldest = rows.where("sequence = 1").withColumn("identifier", F.col("identifier").dropFields("step"))
+
+        with pytest.raises(
+            PipelineError, match=r"1 rows are not .*'step' is missing.*--fill FIELD=VALUE completes rows"
+        ):
+            backfill.backfill(rows, "copy", config=str(place.config))
+        with pytest.raises(InvalidIdentifierError, match="'stepp' is unknown"):
+            backfill.backfill(rows, "copy", fill={"stepp": "0"}, config=str(place.config))
+        done = backfill.backfill(rows, "copy", fill={"step": "9"}, config=str(place.config))
+        again = backfill.backfill(oldest, "copy", fill={"step": "9"}, config=str(place.config))
+
+        assert (done, again) == (
+            Backfilled(published=2, present=0, refused=0),
+            Backfilled(published=0, present=1, refused=0),
+        )
+        assert sorted(place.steps("copy")) == [2, 9]
+
     def test_the_stream_tells_what_is_there_when_the_server_has_forgotten_the_ids(self, place: Pipelines) -> None:
         place.publish(0, 1)
         rows = place.read().withColumn("id", once.identity())
@@ -774,8 +795,39 @@ class TestReport:
         table.write_text("cycle,due,time,step\nmorning,2026-02-30T12:00:00Z,0600,0\n")
         expected = completeness.expected_table(place.spark, str(table))
 
-        with pytest.raises(PipelineError, match="due has '2026-02-30T12:00:00Z'; give a date"):
+        with pytest.raises(PipelineError, match="due has '2026-02-30T12:00:00Z', which is no timestamp, such as 2026"):
             completeness.compare(self.arrived(place, ("0600", 2, "11:00")), expected)
+
+        expected = expected.withColumns({"due": F.lit("2026-11-20T12:00:00Z"), "step": F.lit("many")})
+        with pytest.raises(PipelineError, match="the schedule's column step has 'many', which is no bigint"):
+            completeness.compare(self.arrived(place, ("0600", 2, "11:00")), expected)
+
+        table.write_text("cycle,due,time,step\n")
+        with pytest.raises(PipelineError, match="the schedule expects nothing"):
+            completeness.expected_table(place.spark, str(table))
+
+    @pytest.mark.parametrize(
+        ("name", "content", "said"),
+        [
+            ("wrong.yaml", b"\xe9", "wrong.yaml: not text in UTF-8, from byte 0 on"),
+            (
+                "wrong.csv",
+                b"cycle,due,step\na,2026-11-20T12:00:00Z,many\n",
+                "wrong.csv: line 2: step must be a whole number",
+            ),
+            ("wrong.csv", b"cycle,due,step\n", "wrong.csv: the schedule expects nothing"),
+            ("wrong.yaml", SCHEDULE.replace("to: 4", "to: -2").encode(), "wrong.yaml: the schedule expects nothing"),
+            ("wrong.yaml", b"a: [", "wrong.yaml: the schedule cannot be read"),
+        ],
+    )
+    def test_a_mistake_in_a_schedule_is_named_before_spark_is_asked(
+        self, place: Pipelines, name: str, content: bytes, said: str
+    ) -> None:
+        file = place.directory / name
+        file.write_bytes(content)
+
+        with pytest.raises(PipelineError, match=said):
+            completeness.read_schedule(str(file), "mars", first=DAY, last=DAY, config=str(place.config))
 
     def test_hours_are_counted(self, place: Pipelines) -> None:
         came = self.arrived(place, ("0600", 0, "11:00"), ("0600", 2, "11:59"), ("0600", 4, "13:00"))

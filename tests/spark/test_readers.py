@@ -219,3 +219,22 @@ def _ahead(place: Place) -> dict[str, Any]:
     offset = Offset.parse(reader.initialOffset())
     reader.stop()
     return Offset(stream=offset.stream, created=offset.created, sequence=7).as_dict()
+
+
+def test_a_batch_that_is_repeated_has_the_partitions_that_it_had(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows would have other message ids otherwise, and be stored twice."""
+    monkeypatch.setattr("aviso_workers.spark.offsets.LEAST_PER_PARTITION", 10)
+    place.publish(*range(COUNT))
+    first = stream_reader(place, startingOffsets="earliest", numPartitions=4)
+    start = first.initialOffset()
+    end = first.latestOffset(start, ReadAllAvailable())
+
+    again = stream_reader(place, startingOffsets="earliest", numPartitions=2)
+
+    assert again.partitions(start, end) == first.partitions(start, end)
+    assert len(again.partitions(start, end)) == 4
+    assert again.latestOffset(end, ReadAllAvailable()) == end, "the option alone makes no batch"
+    place.publish(*range(COUNT))
+    assert len(again.partitions(end, again.latestOffset(end, ReadAllAvailable()))) == 2
+    older = {key: value for key, value in end.items() if key != "partitions"}
+    assert len(again.partitions(start, older)) == 2

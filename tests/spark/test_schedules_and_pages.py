@@ -74,6 +74,40 @@ class TestSchedules:
             expand(other)
 
 
+class TestTables:
+    TEXT = "cycle,due,class,day,step\na,2026-11-20T12:00:00Z,od,20261120,06\n"
+
+    def parse(self, text: str) -> list[schedules.Expected]:
+        return list(schedules.parse_table(text, EVENT))
+
+    def test_values_are_spelled_as_in_notifications(self) -> None:
+        due = START + timedelta(hours=12)
+
+        assert self.parse(self.TEXT) == [
+            schedules.Expected(
+                cycle="a", start=due, due=due, identifier={"class": "od", "day": "2026-11-20", "step": "6"}
+            )
+        ]
+
+    @pytest.mark.parametrize(
+        ("old", "new", "said"),
+        [
+            (",06", ",notanumber", "line 2: step must be a whole number of 64 bits, not 'notanumber'"),
+            (",06", ",250", "line 2: step must be within"),
+            (",06", "", "line 2 has another number of values than there are columns"),
+            (",06", ",06,7", "line 2 has another number of values than there are columns"),
+            (",06", ',"06', "line 2: unexpected end of data"),
+            ("2026-11-20T12:00:00Z", "noon", "line 2: due must be a date with a time, such as .*, not 'noon'"),
+            ("due,", "until,", "the schedule has no column 'due'"),
+            ("step", "stepp", "the schedule has the column 'stepp', which is not an identifier field"),
+            (TEXT, "", "the schedule has no column 'cycle'"),
+        ],
+    )
+    def test_a_mistake_is_named_with_its_line_and_column(self, old: str, new: str, said: str) -> None:
+        with pytest.raises(PipelineError, match=said):
+            self.parse(self.TEXT.replace(old, new))
+
+
 def cycle(name: str, **changes: Any) -> dict[str, Any]:
     numbers = {"expected": 10, "arrived": 10, "in_time": 10, "missing": 0}
     times = {"start": START, "due": START + timedelta(hours=6), "last_arrival": START + timedelta(hours=5)}
