@@ -81,7 +81,7 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
         if why := answers.why_foreign(message):
             raise UndecodableError(
                 f"message {message.sequence} of {STREAM} is not a dead letter: {why}; to remove it: "
-                f"nats stream rmm {quoted(STREAM)} {message.sequence}"
+                f"nats stream rmm {quoted(STREAM)} {quoted(str(message.sequence))}"
             )
         try:
             return cls(
