@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import cast
 
 import anyio
 import pytest
@@ -12,6 +13,7 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Delivery
 from aviso_workers.backends.jetstream import consumer
 from aviso_workers.backends.jetstream.consumer import Outbox, PinnedDelivery, PullConsumer
+from aviso_workers.backends.jetstream.wire import Wire
 from aviso_workers.jetstream.identities import Identity
 from tests.jetstream.conftest import PlayedConnection
 from tests.waits import PATIENCE_SECONDS
@@ -89,6 +91,21 @@ async def test_what_was_sent_again_is_not_sent_once_more_before_it_can_be_confir
             outbox.repeat()
 
     assert played.sent == [("$JS.ACK.1", b"+ACK", played.sent[0][2])] * 2
+
+
+async def test_what_is_to_be_confirmed_is_confirmed_at_another_inbox_where_ours_has_changed(
+    played: PlayedConnection, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumer, "CONFIRM_SECONDS", 0.0)
+    outbox.put(b"$JS.ACK.1", b"+ACK", confirmed=True)
+    await outbox._inbox.open(cast(Wire, played), "_INBOX_mars")
+    outbox.repeat()
+    (_, _, first), (_, _, second) = played.sent
+    assert (first.partition(".")[0], second.partition(".")[0]) == ("_INBOX", "_INBOX_mars")
+
+    played.say(second)
+    with anyio.fail_after(PATIENCE_SECONDS):
+        await outbox.flush()
 
 
 MORNING = Identity(created="this morning", mark="1", deliveries=0, resets=0)

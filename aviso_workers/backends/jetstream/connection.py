@@ -406,6 +406,8 @@ class Connection:
         for inbox in tuple(self._inboxes):
             await self.wire.forget(inbox.interest)
             await inbox.open(self.wire, self.inbox_prefix)
+            if inbox not in self._inboxes:  # it was closed meanwhile
+                await self.wire.forget(inbox.interest)
         for act in (*self.on_disconnect, *self.on_reconnect):
             act()  # answers to what was requested before do not come any more
 

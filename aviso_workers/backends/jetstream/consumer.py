@@ -93,6 +93,9 @@ class Outbox:
             if not settlement.held():
                 del self._unconfirmed[answer]
             elif settlement.sent_at <= now - CONFIRM_SECONDS:
+                if not answer.startswith(self._inbox.subject.encode()):  # nobody listens there any more
+                    del self._unconfirmed[answer]
+                    answer = next(self._inbox.replies)
                 self._unconfirmed[answer] = settlement._replace(sent_at=now)
                 self._connection.wire.send(settlement.reply, settlement.body, reply=answer)
 
