@@ -211,7 +211,7 @@ class Lease:
     async def _overdue(self) -> int:
         """Return the revision of a lease that nobody has renewed for too long; 0 where there is none.
 
-        A foreign value hides whether there is a lease, so it counts as the one that was there before.
+        A foreign value hides whether there is a lease, so each one counts as a renewal: the leader may be at work.
         """
         now = self._clock.monotonic()
         try:
@@ -222,7 +222,7 @@ class Lease:
         if entry is None or (entry.deleted and not entry.foreign):
             self._seen = (0, now)
             return 0
-        if entry.revision != revision and not (entry.foreign and revision):
+        if entry.revision != revision:
             self._seen = (entry.revision, now)
             return 0
         return entry.revision if now - since > OVERDUE_SECONDS else 0

@@ -17,7 +17,7 @@ from nats.aio.msg import Msg
 from aviso_workers import config
 from aviso_workers.backends import Message, Outgoing, PubAck
 from aviso_workers.backends.jetstream import JetStreamBackend, inboxes
-from aviso_workers.errors import BackendError, FullError, UnavailableError
+from aviso_workers.errors import BackendError, FullError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers
 from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.jetstream.specs import StreamSpec
@@ -318,3 +318,12 @@ async def test_an_acknowledgement_is_no_message_of_a_direct_get(nats_server: Nat
     ):
         with pytest.raises(UnavailableError, match="an acknowledgement of stream OTHER"):
             await inventory.direct_message(backend, "MARS", sequence=1)
+
+
+async def test_a_request_that_the_server_does_not_take_is_not_sent(backend: JetStreamBackend) -> None:
+    """The server would close the connection."""
+    with pytest.raises(RefusedError, match=r"2097152 bytes, the server takes 1048576"):
+        await backend.administration().request("anything", b"x" * (2 << 20))
+    with pytest.raises(RefusedError, match=r"STREAM.CREATE.MARS: .* the server takes 1048576"):
+        await backend.create_stream(StreamSpec(name="MARS", subjects=tuple(f"mars.{n:0100}" for n in range(15_000))))
+    assert await backend.stream_names() == []

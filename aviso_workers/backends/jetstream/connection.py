@@ -219,9 +219,8 @@ class Connection:
         `subject` is what follows `$JS.API.`, or another `prefix`. Raises `UnavailableError`, `RefusedError` or
         `NotFoundError`.
         """
-        if not self.ready:
-            raise UnavailableError(f"{subject}: not connected")
         body = b"" if request is None else msgspec.json.encode(request)
+        self._require_ready(subject, body)
         whole, sent = f"{prefix or self.api_prefix}.{subject}", anyio.current_time()
         try:
             with faults.translated(subject, changes=not READING.match(subject)):
@@ -248,8 +247,7 @@ class Connection:
 
         Raises `UnavailableError`, and `DeniedError` where the server has denied it.
         """
-        if not self.ready:
-            raise UnavailableError(f"{subject}: not connected")
+        self._require_ready(subject, body)
         sent = anyio.current_time()
         try:
             with faults.translated(subject):
@@ -257,6 +255,15 @@ class Connection:
         except UnavailableError:
             self.check_allowed(subject, since=sent)
             raise
+
+    def _require_ready(self, subject: str, body: bytes) -> None:
+        """Raise `UnavailableError` without a connection, and `RefusedError` where the body is larger than the server
+        takes: it would close the connection.
+        """
+        if not self.ready:
+            raise UnavailableError(f"{subject}: not connected")
+        if len(body) > self.max_payload:
+            raise RefusedError(f"{subject}: {len(body)} bytes, the server takes {self.max_payload}")
 
     def post(self, subject: str, body: bytes, *, reply: str, prefix: str = "") -> None:
         """Send a request of JetStream's API whose answers come to the inbox `reply`, as pulls do."""

@@ -142,7 +142,7 @@ class Publisher:
             return faults.from_api(_what(outgoing), error)
         if not is_own:
             return None
-        total = int(answer.val) if answer.val is not None else None
+        total = int(answer.val) if answer.val is not None and answer.val.lstrip("-").isdecimal() else None
         return PubAck(stream=answer.stream, sequence=answer.seq, duplicate=answer.duplicate, total=total)
 
     def _on_disconnect(self) -> None:

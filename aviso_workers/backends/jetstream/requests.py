@@ -47,8 +47,8 @@ class Requests:
         reply = next(self.inbox.replies)
         answered: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
         self._waiting[reply] = answered, subject, is_answer
-        self._wire.send(subject.encode(), body, reply=reply)
         try:
+            self._wire.send(subject.encode(), body, reply=reply)
             async with asyncio.timeout(timeout_seconds):
                 answer = await answered
         finally:
