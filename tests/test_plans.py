@@ -362,7 +362,7 @@ def test_a_monitored_stream_has_the_thresholds_of_its_replicas() -> None:
     wanted = structs.replace(SPEC, num_replicas=3, monitored=True)
     known = {"io.nats.monitor.peer-lag-critical": "7", "io.nats.monitor.peer-expect": "1", "owner": "field"}
     plan = plans.plan(wanted, {**REPORTED, "num_replicas": 3, "metadata": known}, Stored())
-    assert (plan.differences, plan.unmonitored) == ((), True)
+    assert not plan.needed
     assert plan.config["metadata"] == {
         "io.nats.monitor.enabled": "true",
         "io.nats.monitor.peer-expect": "3",
@@ -370,7 +370,6 @@ def test_a_monitored_stream_has_the_thresholds_of_its_replicas() -> None:
         "io.nats.monitor.peer-seen-critical": "10s",
         "owner": "field",
     }
-    assert not plans.plan(wanted, plan.config, Stored()).unmonitored
 
 
 def test_a_threshold_of_a_consumer_that_an_operator_has_set_stays() -> None:

@@ -7,7 +7,6 @@ makes it with `streams apply --yes`. Who only reads changes no stream at all.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from datetime import timedelta
 
 import anyio
@@ -156,9 +155,6 @@ class Provisioner:
             self._keep(plan.removing, plan, refused=_why_not_removed(plan))
         if plan.differences:
             await self._update(plan)
-        elif plan.unmonitored:
-            with suppress(RefusedError):  # it works without
-                await self._backend.update_stream(plan.config)
 
     async def _usable(self, spec: StreamSpec) -> Plan:
         """Return what is left to be done about the stream, which exists and can be used."""

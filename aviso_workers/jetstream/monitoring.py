@@ -1,7 +1,8 @@
 """The entries in the metadata of our streams and consumers that `nats server check` reads as its thresholds.
 
 They are such that a healthy stream or consumer is never critical: those of the doctor's checks JS017, JS019 and JS031.
-What operators have set there stays. `plans` adds what is missing, without calling it a difference.
+What operators have set there stays. A stream gets them when it is created, and an existing one with its next update: it
+is not updated for them alone, as it may be an aviso-server's.
 """
 
 from __future__ import annotations

@@ -114,8 +114,6 @@ class Plan(_Step, frozen=True, kw_only=True):
     """The limits that the stream has and the configuration does not state: it keeps them."""
     fenced: bool = False
     """Another stream has taken its place: nothing is applied, and using it is an error."""
-    unmonitored: bool = False
-    """Its metadata lacks what `nats server check` reads, which `config` has: no difference that anybody has to know."""
     unfinished: bool = False
     """A restore of it is under way, or was killed: nothing is applied, and it cannot be used yet."""
 
@@ -160,13 +158,11 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None, stored: Stored) ->
     harmless = tuple(each for each in judged if each.removal is None)
     config, harmless = _updated(found, harmless, asked)
     removing = tuple(each for each in judged if each.removal is not None)
-    noted = monitoring.with_entries(config, stated=asked) if wanted.monitored else config
     return Plan(
         wanted=wanted,
         exists=True,
-        config=noted,
+        config=monitoring.with_entries(config, stated=asked) if wanted.monitored else config,
         differences=harmless,
-        unmonitored=noted.get("metadata") != config.get("metadata"),
         fixed=fixed,
         removing=removing,
         unstated=tuple(

@@ -265,13 +265,13 @@ async def test_a_stream_is_created_with_what_nats_server_check_reads(
     assert (await backend.stream_info("MARS")).config.metadata[ENABLED] == "true"
 
 
-@pytest.mark.parametrize("refusal", ["", "no right to update"])
-async def test_an_existing_stream_gets_it_without_a_word(
-    backend: ObservedBackend, provisioner: Provisioner, facts: Facts, refusal: str
+async def test_an_existing_stream_gets_it_with_its_next_update(
+    backend: ObservedBackend, provisioner: Provisioner
 ) -> None:
+    """For it alone nothing is updated: the stream may be an aviso-server's."""
     await backend.create_stream(SPEC)
-    backend.refusal = refusal
     await provisioner.ensure(MONITORED)
-    assert (ENABLED in (await backend.stream_info("MARS")).config.metadata) is not bool(refusal)
-    assert facts.of(StreamProvisioned) == []
-    assert backend.asked["update"] == 1
+    assert backend.asked["update"] == 0
+    provisioner.forget("MARS")
+    await provisioner.ensure(structs.replace(MONITORED, max_msgs=20))
+    assert (await backend.stream_info("MARS")).config.metadata[ENABLED] == "true"
