@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.waits import PATIENCE_SECONDS
 CHUNK = 10
 COUNT = 100
 """Much more than is under way between the server and a task, where chunks are that small."""
+StreamReaders = Callable[..., readers.StreamReader]
 
 
 @pytest.fixture
@@ -42,9 +44,18 @@ def batch_reader(place: Place, **options: Any) -> readers.BatchReader:
     return AvisoDataSource(place.options(**options)).reader(columns)
 
 
-def stream_reader(place: Place, **options: Any) -> readers.StreamReader:
-    columns = place.read_stream(**options).schema
-    return AvisoDataSource(place.options(**options)).streamReader(columns)
+@pytest.fixture
+def stream_reader(place: Place) -> Iterator[StreamReaders]:
+    """Return a reader with the options given, which is stopped in the end as Spark stops one."""
+    with ExitStack() as stopping:
+
+        def stream_reader(**options: Any) -> readers.StreamReader:
+            columns = place.read_stream(**options).schema
+            reader = AvisoDataSource(place.options(**options)).streamReader(columns)
+            stopping.callback(reader.stop)
+            return reader
+
+        yield stream_reader
 
 
 class Task:
@@ -170,66 +181,67 @@ class TestPlanning:
         assert (partition.first, partition.last) == (1, 2)
 
     def test_a_stream_that_ends_before_the_checkpoint_is_a_loss(
-        self, place: Place, monkeypatch: pytest.MonkeyPatch
+        self, place: Place, stream_reader: StreamReaders, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         place.publish(1, 2)
-        ahead = _ahead(place)
+        ahead = _ahead(stream_reader)
         impatient(monkeypatch)
 
-        reader = stream_reader(place)
+        reader = stream_reader()
         with pytest.raises(DataLossError, match="stream MARS ends at 2, and the query has read up to 7"):
             reader.latestOffset(ahead, ReadAllAvailable())
-        reader.stop()
 
     def test_a_query_that_may_lose_messages_goes_on_behind_its_end(
-        self, place: Place, monkeypatch: pytest.MonkeyPatch
+        self, place: Place, stream_reader: StreamReaders, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         place.publish(1, 2)
-        ahead = _ahead(place)
+        ahead = _ahead(stream_reader)
         impatient(monkeypatch)
 
-        reader = stream_reader(place, failOnDataLoss=False)
+        reader = stream_reader(failOnDataLoss=False)
         found = reader.latestOffset(ahead, ReadAllAvailable())
-        reader.stop()
 
         assert found["sequence"] == 2
 
-    def test_what_waits_for_a_minimum_is_no_lag_but_what_came_since_the_checkpoint(self, place: Place) -> None:
+    def test_what_waits_for_a_minimum_is_no_lag_but_what_came_since_the_checkpoint(
+        self, place: Place, stream_reader: StreamReaders
+    ) -> None:
         place.publish(1, 2, 3)
-        reader = stream_reader(place, startingOffsets=3, minMessagesPerTrigger=10, maxTriggerDelay="1h")
+        reader = stream_reader(startingOffsets=3, minMessagesPerTrigger=10, maxTriggerDelay="1h")
         start = reader.initialOffset()
         reader.latestOffset(start, reader.getDefaultReadLimit())
 
         assert reader.latestOffset(start, reader.getDefaultReadLimit()) == start
         assert reader.reportLatestOffset()["lag"] == 1
-        reader.stop()
 
-    def test_a_first_sequence_that_the_stream_has_not_reached_is_refused(self, place: Place) -> None:
+    def test_a_first_sequence_that_the_stream_has_not_reached_is_refused(
+        self, place: Place, stream_reader: StreamReaders
+    ) -> None:
         place.publish(1, 2)
-        reader = stream_reader(place, startingOffsets=4)
+        reader = stream_reader(startingOffsets=4)
 
         with pytest.raises(InvalidOptionError, match="startingOffsets is 4, and stream MARS ends at 2"):
             reader.initialOffset()
-        reader.stop()
 
 
-def _ahead(place: Place) -> dict[str, Any]:
+def _ahead(stream_reader: StreamReaders) -> dict[str, Any]:
     """An offset of the stream that is beyond its end."""
-    reader = stream_reader(place, startingOffsets="latest")
+    reader = stream_reader(startingOffsets="latest")
     offset = Offset.parse(reader.initialOffset())
-    reader.stop()
     return Offset(stream=offset.stream, created=offset.created, sequence=7).as_dict()
 
 
-def test_a_batch_that_is_repeated_has_the_partitions_that_it_had(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_is_repeated_has_the_partitions_that_it_had(
+    place: Place, stream_reader: StreamReaders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its rows would have other message ids otherwise, and be stored twice."""
     monkeypatch.setattr("aviso_workers.spark.offsets.LEAST_PER_PARTITION", 10)
     place.publish(*range(COUNT))
-    first = stream_reader(place, startingOffsets="earliest", numPartitions=4)
+    first = stream_reader(startingOffsets="earliest", numPartitions=4)
     start = first.initialOffset()
     end = first.latestOffset(start, ReadAllAvailable())
 
-    again = stream_reader(place, startingOffsets="earliest", numPartitions=2)
+    again = stream_reader(startingOffsets="earliest", numPartitions=2)
 
     assert again.partitions(start, end) == first.partitions(start, end)
     assert len(again.partitions(start, end)) == 4
