@@ -93,6 +93,7 @@ NOT_RUN = {
     ("docs/operations.md", "nats-server n1 "): SHOWN,
     ("docs/operations.md", "nats context add "): "needs the nats CLI: tests/interop/test_contexts.py",
     ("docs/performance.md", "scripts/bench all "): "takes minutes: tests/test_bench.py measures a hundredth of it",
+    ("docs/performance.md", "scripts/cost "): "takes minutes under valgrind: tests/test_cost.py counts a small process",
     ("docs/quickstart.md", "python3 -m venv "): "needs a package registry; scripts/newcomer installs the wheel",
     ("docs/spark.md", "spark=$(python "): "starts a cluster of Spark's: tests/spark/test_cluster.py has one of its own",
     ("docs/spark.md", "spark-submit --master yarn "): "needs a cluster of Hadoop's",

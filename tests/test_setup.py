@@ -150,6 +150,7 @@ def ready_clone(clone: Clone) -> Clone:
     clone.command("openssl", "")
     clone.command("zsh", "")
     clone.command("fish", "")
+    clone.command("valgrind", "")
     clone.command("postgres", "")
     clone.command("initdb", "")
     return clone
@@ -293,7 +294,7 @@ def test_root_without_java_gets_debians(ready_clone: Clone) -> None:
 
 @pytest.mark.parametrize("missing", ["prometheus", "promtool"])
 def test_root_without_what_some_tests_run_gets_debians_and_no_service(ready_clone: Clone, missing: str) -> None:
-    for program in (missing, "openssl", "zsh", "fish"):
+    for program in (missing, "openssl", "zsh", "fish", "valgrind"):
         ready_clone.commands.joinpath(program).unlink()
     ready_clone.command("apt-get", APT_GET)
     ready_clone.command("dpkg-deb", DPKG_DEB)
@@ -303,7 +304,7 @@ def test_root_without_what_some_tests_run_gets_debians_and_no_service(ready_clon
 
     assert done.returncode == 0, done.stderr
     asked = [note for note in ready_clone.notes if note.startswith("apt-get")]
-    installed = [f"apt-get install {program}" for program in ("openssl", "zsh", "fish")]
+    installed = [f"apt-get install {program}" for program in ("openssl", "zsh", "fish", "valgrind")]
     assert [note for note in asked if note != "apt-get update"] == ["apt-get download prometheus", *installed]
     again = ready_clone.set_up()
     assert (again.returncode, again.stderr, ready_clone.notes) == (0, "", [])

@@ -1,0 +1,110 @@
+"""The same with nats-py alone, which reads no identifier and no payload: `python -m _cost.nats_py callback`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+
+import nats
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js.api import ConsumerConfig
+
+from _bench.filling import BODY, FILTER, STREAM, SUBJECTS
+from _cost import counting
+
+__all__ = ["main"]
+
+PULLED = 1000
+AT_ONCE = 500
+SECOND = 1_000_000_000
+ACK_SECONDS = 60.0
+
+
+async def main(what: str) -> None:
+    connection = await nats.connect(os.environ["COST_NATS_URL"])
+    try:
+        await globals()[what](connection)
+    finally:
+        await connection.close()
+
+
+async def callback(connection: Client) -> None:
+    """Ack each notification in a callback that pull requests feed without a pause."""
+    name = f"callback-{os.getpid()}"
+    config = ConsumerConfig(durable_name=name, max_ack_pending=4 * PULLED)
+    await connection.jetstream().add_consumer(STREAM, config)
+    inbox, acked, asked, done = connection.new_inbox(), 0, 0, asyncio.Event()
+    request = json.dumps({"batch": PULLED, "expires": 20 * SECOND, "idle_heartbeat": 5 * SECOND}).encode()
+
+    async def ask() -> None:
+        nonlocal asked
+        asked += PULLED
+        await connection.publish(f"$JS.API.CONSUMER.MSG.NEXT.{STREAM}.{name}", request, reply=inbox)
+
+    async def ack(message: Msg) -> None:
+        nonlocal acked
+        if not message.reply.startswith("$JS.ACK"):
+            return
+        if not acked:
+            counting.begin()
+        acked += 1
+        await message.ack()
+        if asked - acked < PULLED // 2 and asked < counting.TO_COUNT:
+            await ask()
+        if acked == counting.TO_COUNT:
+            done.set()
+
+    await connection.subscribe(inbox, cb=ack, pending_msgs_limit=-1, pending_bytes_limit=-1)
+    await ask()
+    await done.wait()
+    await connection.flush()
+    counting.end()
+
+
+async def publish(connection: Client) -> None:
+    """Publish one at a time."""
+    stream = connection.jetstream(timeout=ACK_SECONDS)
+    await stream.publish(_subject(0), BODY)
+    counting.begin()
+    for number in range(counting.TO_COUNT):
+        await stream.publish(_subject(number), BODY)
+    counting.end()
+
+
+async def publish_many(connection: Client) -> None:
+    """Publish some hundred at a time, and wait for all acknowledgements."""
+    stream = connection.jetstream(timeout=ACK_SECONDS)
+    await stream.publish(_subject(0), BODY)
+    counting.begin()
+    for first in range(0, counting.TO_COUNT, AT_ONCE):
+        last = min(first + AT_ONCE, counting.TO_COUNT)
+        await asyncio.gather(*[stream.publish(_subject(number), BODY) for number in range(first, last)])
+    counting.end()
+
+
+async def ordered(connection: Client) -> None:
+    """Read with an ordered consumer, without acks."""
+    read, done = 0, asyncio.Event()
+
+    async def note(message: Msg) -> None:
+        nonlocal read
+        if not read:
+            counting.begin()
+        read += 1
+        if read == counting.TO_COUNT:
+            counting.end()
+            done.set()
+
+    await connection.jetstream().subscribe(FILTER, stream=STREAM, ordered_consumer=True, cb=note)
+    await done.wait()
+
+
+def _subject(number: int) -> str:
+    return f"mars.od.20261120.0000.{number % SUBJECTS}"
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
