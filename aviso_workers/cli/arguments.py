@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import typer
@@ -21,6 +21,7 @@ from aviso_workers.errors import InvalidNotificationError, InvalidPositionError
 
 __all__ = ["Line", "LinesFile", "finite", "lines_file", "parse_duration", "parse_pairs", "parse_payload"]
 
+Number = TypeVar("Number", float, float | None)
 TYPE = "int.ecmwf.aviso."
 """What the types of Aviso's CloudEvents begin with, before the event type."""
 CLOUD_EVENT = "specversion"
@@ -92,9 +93,9 @@ def parse_duration(text: str, *, name: str) -> Duration:
         raise InvalidPositionError(f"{name}: {error}") from error
 
 
-def finite(number: float) -> float:
+def finite(number: Number) -> Number:
     """Return the value of an option, whose `min` takes NaN as well. Raises `BadParameter` for NaN and infinity."""
-    if not math.isfinite(number):
+    if number is not None and not math.isfinite(number):
         raise typer.BadParameter(f"{number} is not a finite number")
     return number
 

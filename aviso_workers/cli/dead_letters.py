@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Annotated
 
+import anyio
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,13 +18,23 @@ from aviso_workers.aviso.codec import store_time
 from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
+from aviso_workers.cli.arguments import finite
 from aviso_workers.cli.details import time_text
 from aviso_workers.cli.output import Columns, print_json, print_table, printable, skipped_reported, terminal
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
 from aviso_workers.events import Events
 from aviso_workers.ops import agent_control
-from aviso_workers.ops.dead_letters import DeadLetter, Selection, StoredDeadLetters, document, portions
+from aviso_workers.ops.dead_letters import (
+    PORTION,
+    DeadLetter,
+    Group,
+    Selection,
+    StoredDeadLetters,
+    document,
+    grouped,
+    portions,
+)
 
 __all__ = ["dead_letters"]
 
@@ -32,7 +43,9 @@ dead_letters = typer.Typer(
 )
 
 DEAD_LETTERS = ("sequence", "time", "app", "agent", "reason", "attempts", "original", "error")
-SHORT = 60
+GROUPS = ("dead letters", "app", "agent", "reason", "at", "first", "last", "newest", "its error")
+FEW = 20
+"""So many are listed each by itself; more are grouped."""
 
 Action = Callable[..., Awaitable[None]]
 """`StoredDeadLetters.retry` or `StoredDeadLetters.drop`."""
@@ -99,10 +112,15 @@ def ls(
     since: Since = None,
     until: Until = None,
     error: WithError = None,
+    each: Annotated[
+        bool, typer.Option("--each", help="List each dead letter by itself, however many there are.")
+    ] = False,
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
-    """List dead letters, the oldest first.
+    """List dead letters, the oldest first. More than 20 are grouped by agent, reason, class of error and line.
+
+    A group shows how many there are, when the first and the last became a dead letter, and the newest one.
 
     Example: aviso-workers dead-letters ls --agent index_field --since 2026-11-20T06:00:00Z
     """
@@ -110,22 +128,46 @@ def ls(
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
 
     async def run(stored: StoredDeadLetters) -> None:
-        columns = Columns(*DEAD_LETTERS)
-        none = True
-        async with aclosing(stored.select(wanted)) as dead_letters:
-            async for portion in portions(dead_letters):
-                none = False
-                if as_json:
-                    for dead_letter in portion:
-                        print_json(document(dead_letter))
-                elif terminal().is_terminal:
-                    print_table(DEAD_LETTERS, map(_row, portion))
-                else:
-                    columns.print(map(_row, portion))
-        if none and not as_json:
-            await _say_none(stored)
+        async with aclosing(stored.select(wanted)) as selected:
+            if as_json:
+                async for dead_letter in selected:
+                    print_json(document(dead_letter))
+            elif not await (_list_each(selected) if each or sequences else _list_few(selected)):
+                await _say_none(stored)
 
     _run(config, run)
+
+
+async def _list_each(selected: AsyncGenerator[DeadLetter, None]) -> bool:
+    """List dead letters, and return whether there are some."""
+    columns, found = Columns(*DEAD_LETTERS), False
+    async for portion in portions(selected):
+        found = True
+        _print_rows(columns, portion)
+    return found
+
+
+async def _list_few(selected: AsyncGenerator[DeadLetter, None]) -> bool:
+    """List dead letters, in groups where there are many, and return whether there are some."""
+    few: list[DeadLetter] = []
+    groups: dict[tuple[str, ...], Group] = {}
+    async for dead_letter in selected:
+        if len(few) <= FEW:
+            few.append(dead_letter)
+        grouped(groups, dead_letter)
+    if len(few) <= FEW:
+        _print_rows(Columns(*DEAD_LETTERS), few)
+        return bool(few)
+    print_table(GROUPS, [_group_row(group) for group in sorted(groups.values(), key=lambda group: -group.count)])
+    typer.echo("--each lists each of them, and `dead-letters show SEQUENCE` shows one", err=True)
+    return True
+
+
+def _print_rows(columns: Columns, dead_letters: Sequence[DeadLetter]) -> None:
+    if dead_letters and terminal().is_terminal:
+        print_table(DEAD_LETTERS, map(_row, dead_letters))
+    elif dead_letters:
+        columns.print(map(_row, dead_letters))
 
 
 @dead_letters.command()
@@ -163,6 +205,16 @@ def retry(
     until: Until = None,
     error: WithError = None,
     all_: All = False,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            "--rate",
+            metavar="NUMBER",
+            min=0.001,
+            callback=finite,
+            help="Return at most so many a second. Default: all at once.",
+        ),
+    ] = None,
     dry_run: DryRun = False,
     yes: Yes = False,
     config: ConfigOption = None,
@@ -174,7 +226,7 @@ def retry(
     """
     app, config = _named_app(app, agent, config)
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
-    _act(config, wanted, StoredDeadLetters.retry, "returned", every=all_, dry_run=dry_run, yes=yes)
+    _act(config, wanted, StoredDeadLetters.retry, "returned", every=all_, rate=rate, dry_run=dry_run, yes=yes)
 
 
 @dead_letters.command()
@@ -208,6 +260,7 @@ def _act(
     done: str,
     *,
     every: bool,
+    rate: float | None = None,
     dry_run: bool,
     yes: bool,
 ) -> None:
@@ -224,7 +277,7 @@ def _act(
         if not (yes or wanted.sequences):
             typer.echo("nothing was done; say --yes, or name the dead letters by their sequences", err=True)
             raise typer.Exit(2)
-        await _act_on(stored, found, act, done)
+        await _act_on(stored, found, act, done, rate)
 
     _run(config, run)
 
@@ -259,11 +312,12 @@ async def _act_on(
     found: frozenset[int],
     act: Action,
     done: str,
+    rate: float | None,
 ) -> None:
     """Read the dead letters once more, which needs no memory for all of them, and act on exactly those that were
-    shown.
+    shown, at most `rate` of them a second.
     """
-    count = 0
+    count, began = 0, anyio.current_time()
     columns = (TextColumn(done), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -275,8 +329,10 @@ async def _act_on(
                 progress.advance(bar)
 
             async with aclosing(stored.select(Selection(sequences=found))) as dead_letters:
-                async for portion in portions(dead_letters):
+                async for portion in portions(dead_letters, most=max(1, int(rate or PORTION))):
                     await act(stored, *portion, note=note)
+                    if rate and count < len(found):
+                        await anyio.sleep_until(began + count / rate)
     except BaseException:
         typer.echo(f"{count} of {len(found)} {done}")
         raise
@@ -339,8 +395,13 @@ def _row(dead_letter: DeadLetter) -> tuple[str, ...]:
         dead_letter.reason,
         str(dead_letter.attempts),
         f"{dead_letter.stream}@{dead_letter.original.sequence}",
-        dead_letter.error if len(dead_letter.error) <= SHORT else f"{dead_letter.error[: SHORT - 1]}…",
+        dead_letter.error,
     )
+
+
+def _group_row(group: Group) -> tuple[str, ...]:
+    of = (str(group.count), group.app, group.agent, group.reason, group.at)
+    return (*of, time_text(group.first), time_text(group.last), str(group.newest.sequence), group.newest.error)
 
 
 def _print_dead_letter(dead_letter: DeadLetter) -> None:

@@ -30,7 +30,7 @@ from aviso_workers.errors import BackendError, NotFoundError, RefusedError, Unde
 from aviso_workers.events import Events, Skipped
 from aviso_workers.ops import deployment
 
-__all__ = ["DeadLetter", "Selection", "StoredDeadLetters", "document", "portions"]
+__all__ = ["DeadLetter", "Group", "Selection", "StoredDeadLetters", "document", "grouped", "portions"]
 
 TIMEOUT_SECONDS = 10.0
 PORTION = 500
@@ -74,6 +74,42 @@ class Selection(Struct, frozen=True, kw_only=True):
                 self.error is None or self.error.lower() in dead_letter.error.lower(),
             )
         )
+
+
+class Group(Struct, kw_only=True):
+    """Dead letters of one agent that failed in the same way: with the same reason and class of error, at the same
+    line.
+    """
+
+    app: str
+    agent: str
+    reason: str
+    kind: str
+    """The class of the error, such as `ValueError`; empty where there is none."""
+    at: str
+    """The file and the line that raised it, such as `fields.py:12`; empty where that is not known."""
+    count: int = 0
+    first: datetime
+    """When the oldest was dead-lettered."""
+    newest: DeadLetter
+
+    @property
+    def last(self) -> datetime:
+        """When the newest was dead-lettered."""
+        return self.newest.time
+
+
+def grouped(groups: dict[tuple[str, ...], Group], dead_letter: DeadLetter) -> None:
+    """Add a dead letter, the oldest of all first, to those that failed in the same way."""
+    kind, at = dead_letter.error.partition(":")[0], dead_letter.traceback.rpartition(" > ")[2].partition(" ")[0]
+    of = (dead_letter.app, dead_letter.agent, dead_letter.reason, kind, at)
+    group = groups.get(of)
+    if group is None:
+        groups[of] = group = Group(
+            app=of[0], agent=of[1], reason=of[2], kind=kind, at=at, first=dead_letter.time, newest=dead_letter
+        )
+    group.count += 1
+    group.newest = dead_letter
 
 
 class StoredDeadLetters:
@@ -249,14 +285,16 @@ def _is_window(dead_letter: DeadLetter) -> bool:
     return windowed.is_window(dead_letter.stream, app=dead_letter.app, agent=dead_letter.agent)
 
 
-async def portions(dead_letters: AsyncIterator[DeadLetter]) -> AsyncGenerator[list[DeadLetter], None]:
-    """Yield the dead letters in lists of as many as are retried or dropped at a time."""
+async def portions(
+    dead_letters: AsyncIterator[DeadLetter], *, most: int = PORTION
+) -> AsyncGenerator[list[DeadLetter], None]:
+    """Yield the dead letters in lists of as many as are retried or dropped at a time, at most `most`."""
     portion: list[DeadLetter] = []
     size = 0
     async for dead_letter in dead_letters:
         portion.append(dead_letter)
         size += len(dead_letter.stored.data)
-        if len(portion) >= PORTION or size >= PORTION_BYTES:
+        if len(portion) >= min(most, PORTION) or size >= PORTION_BYTES:
             yield portion
             portion, size = [], 0
     if portion:

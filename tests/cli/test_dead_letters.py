@@ -17,6 +17,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Backoff, Notification, Reject
+from aviso_workers.cli import dead_letters as cli
 from aviso_workers.engine.dead_letter_store import RETRIES, STREAM
 from aviso_workers.events import Event, Settled
 from tests.cli.conftest import Ran
@@ -147,10 +148,50 @@ def test_they_are_listed(run: Run, config: Path, dead_lettered: Deployment) -> N
     told = {row[6]: [row[2], row[3], row[4], row[5], row[7]] for row in rows}
     assert told["MARS@2"] == [
         *("field", "index", "rejected", "1"),
-        "Reject: the index is full, and so is its neighbour, and the…",
+        "Reject: the index is full, and so is its neighbour, and there is no third one in this town",
     ]
     assert told["MARS@3"] == ["field", "count", "attempts_exhausted", "1", "ConnectionError: ?[31mno counter"]
     assert len({line.index(row[6]) for line, row in zip(ran.lines[1:], rows, strict=True)}) == 1, "one below another"
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are few, as three are stored."""
+    monkeypatch.setattr(cli, "FEW", 2)
+
+
+@pytest.mark.usefixtures("few")
+def test_many_are_grouped_by_what_they_have_in_common(run: Run, config: Path, dead_lettered: Deployment) -> None:
+    ran = run("dead-letters", "ls", "--config", config)
+    assert (ran.code, ran.err) == (0, "--each lists each of them, and `dead-letters show SEQUENCE` shows one\n")
+    names, *rows = (re.split(r"  +", line) for line in ran.lines)
+    assert names == ["DEAD LETTERS", "APP", "AGENT", "REASON", "AT", "FIRST", "LAST", "NEWEST", "ITS ERROR"]
+    rejected, exhausted = rows
+    assert rejected[:4] == ["2", "field", "index", "rejected"]
+    assert re.fullmatch(r"test_dead_letters\.py:\d+", rejected[4])
+    assert rejected[5] <= rejected[6]
+    assert rejected[8] == "Reject: the index is full, and so is its neighbour, and there is no third one in this town"
+    assert exhausted[:4] == ["1", "field", "count", "attempts_exhausted"]
+
+    shown = run("dead-letters", "show", rejected[7], "--config", config)
+    assert "error: Reject: the index is full" in shown.out
+    assert len(run("dead-letters", "ls", "--each", "--config", config).lines) == 4
+    assert len(run("dead-letters", "ls", "1", "--config", config).lines) == 2
+
+
+def test_those_that_are_retried_at_a_rate_go_one_after_the_other(
+    run: Run, config: Path, dead_lettered: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    async def note(deadline: float) -> None:
+        waits.append(deadline)
+
+    monkeypatch.setattr(anyio, "sleep_until", note)
+    ran = run("dead-letters", "retry", "--all", "--rate", "0.5", "--yes", "--config", config)
+    assert ran.lines[-1] == "3 of 3 returned"
+    first, second = waits
+    assert second - first == pytest.approx(2), "seconds after so many at this rate"
 
 
 def test_a_terminal_of_80_columns_gets_a_table_that_fits(config: Path, dead_lettered: Deployment) -> None:
