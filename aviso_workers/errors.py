@@ -43,7 +43,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
 
 __all__ = [
     "AvisoWorkersError",
@@ -293,6 +296,8 @@ LONGEST_TEXT = 4000
 """Characters of an error's text that are kept."""
 DEEPEST_GROUPS = 20
 """Exception groups within each other of which the text is told."""
+OURS = f"{Path(__file__).parent}{os.sep}"
+"""The beginning of the names of our own files."""
 
 
 def text_of(error: BaseException) -> str:
@@ -311,6 +316,22 @@ def text_of(error: BaseException) -> str:
 def describe(error: BaseException) -> str:
     """Return `Type: text` of any exception, with the text of `text_of`."""
     return f"{type(error).__name__}: {text_of(error)}"
+
+
+def frames_of_author(error: BaseException | None) -> TracebackType | None:
+    """Return the traceback without our own frames at its beginning: those of the author are what helps."""
+    frames = error.__traceback__ if error is not None else None
+    while frames and frames.tb_next and frames.tb_frame.f_code.co_filename.startswith(OURS):
+        frames = frames.tb_next
+    return frames
+
+
+def place_of(error: BaseException) -> str:
+    """Return the file and the line that raised an exception, as `fields.py:12`; empty where nothing did."""
+    frames = error.__traceback__
+    while frames and frames.tb_next:
+        frames = frames.tb_next
+    return f"{Path(frames.tb_frame.f_code.co_filename).name}:{frames.tb_lineno}" if frames else ""
 
 
 def _parts(error: BaseException, deepest: int) -> Iterator[str]:

@@ -602,7 +602,7 @@ OfReadiness = (
     | LeadershipUnhindered
 )
 """Facts that say whether a worker is ready. They are counted and logged as well."""
-Counted = ConnectionSlow | ForeignAnswer | ConsumerResumed | Ticked | WindowDone
+Counted = ConnectionSlow | ForeignAnswer | ConsumerResumed | TaskFailed | Ticked | WindowDone
 """Facts that are counted and logged."""
 Logged = (
     Overdue
@@ -611,7 +611,6 @@ Logged = (
     | CallOverdue
     | CallsAbandoned
     | AgentStopped
-    | TaskFailed
     | TimerRescheduled
     | LeadershipChanged
     | Skipped

@@ -168,6 +168,7 @@ def check_expressions(tmp_path: Path, asked: list[str]) -> None:
 OF_WORKER = 'app="fields", instance="host:9464", job="aviso-workers"'
 OF_AGENT = f'{OF_WORKER}, agent="index", base="mars"'
 EXITS = f'aviso_worker_process_exits_total{{{OF_WORKER}, process="1"'
+FAILED_TICKS = f'aviso_worker_ticks_total{{{OF_WORKER}, timer="report", outcome="failed"}}'
 OF_SPARK = 'instance="spark:9464", job="aviso-workers", cluster="local"'
 OBSERVED = 'app="fields", agent="index", stream="MARS"'
 HEALTHY = {
@@ -185,6 +186,10 @@ HEALTHY = {
     f'aviso_worker_retries_total{{{OF_AGENT}, reason="dead_letter_failed"}}': "0x60",
     f'aviso_worker_dead_letters_total{{{OF_AGENT}, reason="rejected"}}': "0x60",
     f"aviso_worker_leader_hindered{{{OF_WORKER}}}": "0x60",
+    FAILED_TICKS: "3x60",
+    f'aviso_worker_ticks_total{{{OF_WORKER}, timer="report", outcome="done"}}': "0+1x60",
+    f'aviso_worker_task_failures_total{{{OF_WORKER}, task="watch"}}': "0x60",
+    f'aviso_worker_windows_total{{{OF_WORKER}, agent="index", outcome="failed"}}': "0x60",
     f"aviso_worker_not_read_again{{{OF_AGENT}}}": "0x60",
     f"aviso_worker_missed_total{{{OF_AGENT}}}": "5x60",
     f'aviso_worker_published_total{{{OF_WORKER}, base="mars", outcome="failed"}}': "0x60",
@@ -255,6 +260,9 @@ def instead(name: str, values: str) -> dict[str, str]:
         ("AvisoForgedMessages", instead("aviso_worker_foreign_total", "0x50 1x10")),
         ("AvisoForgedMessages", instead("aviso_worker_suspected_total", "0x50 1x10")),
         ("AvisoNotReadAgain", instead("aviso_worker_not_read_again", "1x60")),
+        ("AvisoTimerFails", {FAILED_TICKS: "3x50 4x10"}),
+        ("AvisoTaskFails", instead("aviso_worker_task_failures_total", "0x50 1x10")),
+        ("AvisoWindowsFail", instead("aviso_worker_windows_total", "0x50 1x10")),
         ("AvisoNotificationsMissed", instead("aviso_worker_missed_total", "0x50 1x10")),
         ("AvisoRetriesRising", {f'aviso_worker_notifications_total{{{OF_AGENT}, outcome="retried"}}': "0+90x60"}),
         ("AvisoPublishingFails", instead("aviso_worker_published_total", "0x50 1x10")),
@@ -294,6 +302,9 @@ NEW = {
     "AvisoForeignAnswers": {"aviso_worker_foreign_answers_total": "_x50 1x10"},
     "AvisoForgedMessages": {"aviso_worker_foreign_total": "_x50 1x10"},
     "AvisoLeaderHindered": {"aviso_worker_leader_hindered": "_x50 1x10"},
+    "AvisoTimerFails": {FAILED_TICKS: "_x50 1x10"},
+    "AvisoTaskFails": {"aviso_worker_task_failures_total": "_x50 1x10"},
+    "AvisoWindowsFail": {"aviso_worker_windows_total": "_x50 1x10"},
     "AvisoNotificationsMissed": {"aviso_worker_missed_total": "_x50 1x10"},
     "AvisoRetriesRising": {f'aviso_worker_notifications_total{{{OF_AGENT}, outcome="retried"}}': "_x40 0+90x20"},
     "AvisoPublishingFails": {"aviso_worker_published_total": "_x50 1x10"},

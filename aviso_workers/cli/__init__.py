@@ -58,6 +58,7 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "Agents": {
         "agents": ("agents", "agents_control"),
         "dead-letters": ("dead_letters",),
+        "timers": ("timers",),
     },
     "Observe": {"doctor": ("doctor",), "top": ("report",), "report": ("report",)},
     "Data": {

@@ -19,6 +19,7 @@ from aviso_workers.cli.report import Seconds
 from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import AgentOption, ConfigOption, Opened, Target, connected, find_app, opened
 from aviso_workers.declare.agents import Agent
+from aviso_workers.engine.last_failures import Retrying
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError
 from aviso_workers.ops import agent_report
 from aviso_workers.ops.agent_report import AgentRow, Progress
@@ -57,7 +58,8 @@ def list_agents(
 
     Without an app, these are all agents that read the configured event streams. The lag of an agent is pending
     plus ack pending, and its change per second is negative while it shrinks. Redelivered counts the notifications that
-    are being tried again.
+    are being tried again. The state names the last error of an agent that fails; timers and tasks are listed while they
+    fail.
 
     Example: aviso-workers agents ls mine.agents:app --watch
     """
@@ -80,7 +82,8 @@ def list_agents(
         began = anyio.current_time()
         await anyio.sleep(seconds)
         now = await report(server)
-        return agent_report.rows(now, before, seconds=anyio.current_time() - began)
+        rows = agent_report.rows(now, before, seconds=anyio.current_time() - began)
+        return rows + await agent_report.failing(server.admin, found.name if found else given)
 
     source = found.config if found else config
     if watch:
@@ -164,10 +167,22 @@ def _progress(progress: Progress) -> dict[str, str]:
         "redelivered": progress.redelivered,
         "dead letters": progress.dead_letters,
     }
-    texts = {"recorded position": recorded, "paused until": progress.paused_until, "trouble": progress.trouble}
+    texts = {
+        "recorded position": recorded,
+        "paused until": progress.paused_until,
+        "trouble": progress.trouble,
+        "last failure": _last_failure(progress),
+    }
     return {name: str(number) for name, number in numbers.items()} | {
         name: text for name, text in texts.items() if text
     }
+
+
+def _last_failure(progress: Progress) -> str:
+    if progress.failing:
+        return progress.failing
+    failure = progress.failure
+    return f"over, the last was at {time_text(failure.last)}: {failure.described}" if failure else ""
 
 
 def _differing(app: App, agent: Agent[Any, Any], progress: Progress) -> dict[str, str]:
@@ -175,6 +190,45 @@ def _differing(app: App, agent: Agent[Any, Any], progress: Progress) -> dict[str
         return {}
     found = agent_report.differing(app.config, agent, progress.events.config)
     return {"on the server": found} if found else {}
+
+
+@agents.command()
+def retrying(
+    app: Annotated[str, typer.Argument(metavar="APP", autocompletion=completion.apps, help="Name of the app.")],
+    agent: Annotated[str, typer.Argument(metavar="AGENT", autocompletion=completion.agents, help="Name of the agent.")],
+    as_json: AsJson = False,
+    config: ConfigOption = None,
+) -> None:
+    """Show which notifications an agent tries again next, why, and how many wait behind each by `order_by`.
+
+    Workers record up to 50, those that are due next, within 5 seconds. A notification leaves the list when its next
+    attempt is due.
+
+    Example: aviso-workers agents retrying fields index_field
+    """
+
+    async def report(server: Opened) -> list[Progress]:
+        return await agent_report.of_deployment(server.admin, server.config)
+
+    found = [each for each in _of_named(connected(config, report), app) if each.agent == agent]
+    if not found:
+        raise NotFoundError(f"app {app} has no agent {agent} that reads one of the configured streams")
+    waiting = [each for progress in found for each in progress.retrying]
+    print_rows(
+        RETRYING, map(_retrying_row, waiting), waiting, none="nothing waits for its next attempt", as_json=as_json
+    )
+    if not as_json:
+        for progress in found:
+            echo(f"{progress.stream}: {progress.state_since(None)}")
+
+
+RETRYING = ("sequence", "attempt", "next at", "error", "key", "behind it")
+
+
+def _retrying_row(each: Retrying) -> tuple[str, ...]:
+    attempt = f"{each.attempt + 1} of {each.attempts or 'any number'}"
+    blocked = (each.key, str(each.behind)) if each.key else ("-", "-")
+    return (str(each.sequence), attempt, time_text(each.again_at), each.error, *blocked)
 
 
 async def _watch(server: Opened, report: Report, seconds: float) -> None:
@@ -215,8 +269,7 @@ AGENTS = (
 
 def _row(row: AgentRow) -> tuple[str, ...]:
     of = (row.app, row.agent, row.stream)
-    if row.why_none:
-        return (*of, *("-",) * 5, row.why_none)
+    if row.why_none or row.stream == "-":
+        return (*of, *("-",) * 5, row.state)
     numbers = (row.pending, row.ack_pending, row.redelivered, row.dead_letters)
-    paused = f"paused until {row.paused_until}" if row.paused_until else ""
-    return (*of, *map(str, numbers), f"{row.rate:+.1f}", row.trouble or paused)
+    return (*of, *map(str, numbers), f"{row.rate:+.1f}", row.state)

@@ -251,10 +251,11 @@ def decide(failure: Failure, *, failures: int, retry: Backoff) -> Verdict:
         return DeadLetter(reason=failure.final)
     if failures + 1 >= retry.attempts:
         return DeadLetter(reason="worker_died" if failure.worker_died else "attempts_exhausted")
-    if failure.instruction is None:
-        return Again(after_seconds=retry.delay_seconds(failures + 1), reason=type(failure.error).__name__)
-    after = failure.instruction.after
-    return Again(after_seconds=retry.delay_seconds(failures + 1) if after is None else float(after), reason="Retry")
+    after = failure.instruction.after if failure.instruction is not None else None
+    return Again(
+        after_seconds=retry.delay_seconds(failures + 1) if after is None else float(after),
+        reason="Retry" if isinstance(failure.error, Retry) else type(failure.error).__name__,
+    )
 
 
 def _classified(failure: Failure, classifiers: Sequence[tuple[type[Exception], Classifier]]) -> Failure | Ack:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -26,6 +27,7 @@ from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, Nak,
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
+from aviso_workers.engine.last_failures import LastFailures, Retrying
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shields import Shield
 from aviso_workers.errors import BackendError
@@ -156,6 +158,7 @@ class Settler:
         repeats: Repeats,
         failures: Failures,
         dead_letters: DeadLetterStore,
+        last_failures: LastFailures,
         shield: Shield,
         clock: Clock,
         events: Events,
@@ -165,6 +168,7 @@ class Settler:
         self._buffer = buffer
         self._repeats = repeats
         self._failures = failures
+        self._last_failures = last_failures
         self._shield = shield
         self._dead_letters = dead_letters
         self._writer = _DeadLetterWriter(agent.name, dead_letters, stream=stream, clock=clock, events=events)
@@ -301,6 +305,7 @@ class Settler:
             if refused is None:
                 delivery.term(verdict.reason)
                 self._remove(delivery)
+                self._last_failures.note("agents", self._agent.name, error)
                 emit(_Outcome("dead_lettered", verdict.reason, error, attempt))
                 await self._failures.forget(delivery, record)
                 return
@@ -310,6 +315,7 @@ class Settler:
         def give_back(counted: Record) -> None:
             self._buffer.note_record(delivery, counted)
             self._give_back(delivery, outcome.again_in_seconds)
+            self._note_retried(delivery, outcome)
             emit(outcome)
 
         await self._failures.add(
@@ -319,6 +325,29 @@ class Settler:
             kept=self._buffer.ordered,
             worker_died=failure.worker_died,
             then=give_back,
+        )
+
+    def _note_retried(self, delivery: Delivery, outcome: _Outcome) -> None:
+        assert outcome.error is not None
+        error, key, attempts = type(outcome.error).__name__, self._buffer.key_of(delivery), self._attempts
+
+        def retrying(again_at: datetime) -> Retrying:
+            return Retrying(
+                again_at=again_at,
+                sequence=delivery.message.sequence,
+                attempt=outcome.attempt,
+                attempts=int(attempts) if math.isfinite(attempts) else None,
+                error=error,
+                key=key,
+                behind=self._buffer.behind(delivery),
+            )
+
+        self._last_failures.note(
+            "agents",
+            self._agent.name,
+            outcome.error,
+            again_in_seconds=outcome.again_in_seconds,
+            retrying=retrying,
         )
 
     def _again_in_seconds(self, delivery: Delivery, after_seconds: float, *, took_seconds: float) -> float:

@@ -32,6 +32,7 @@ from aviso_workers.engine.handlers.stream import AsStream
 from aviso_workers.engine.handlers.windowed import AsWindows
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.known_agents import KnownAgents
+from aviso_workers.engine.last_failures import LastFailures
 from aviso_workers.engine.prefetch import MOST_PREFETCH, Prefetch
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publisher import Publisher
@@ -73,6 +74,7 @@ class AgentSubscriptions:
         own_streams: Provisioner,
         publisher: Publisher,
         dead_letters: DeadLetterStore,
+        last_failures: LastFailures,
         events: Events,
     ) -> None:
         self._backend = backend
@@ -82,6 +84,7 @@ class AgentSubscriptions:
         self._own_streams = own_streams
         self._publisher = publisher
         self._dead_letters = dead_letters
+        self._last_failures = last_failures
         self._events = events
         self._isolation = Isolation(backend.clock)
 
@@ -120,6 +123,7 @@ class AgentSubscriptions:
             repeats=repeats,
             failures=failures,
             dead_letters=self._dead_letters,
+            last_failures=self._last_failures,
             shield=shield,
             clock=clock,
             events=self._events,

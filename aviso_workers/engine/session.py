@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 
+from aviso_workers import clocks
 from aviso_workers.aviso import schema
 from aviso_workers.aviso.schema import EventType
 from aviso_workers.backends import Admin, Backend, ConsumerInfo, Opening, open_backend
@@ -32,12 +33,13 @@ from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.handlers import windowed
 from aviso_workers.engine.key_value import retried
 from aviso_workers.engine.known_agents import KnownAgents
+from aviso_workers.engine.last_failures import LastFailures
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.replay import Replayer
 from aviso_workers.engine.subscription import Run, Subscription, keep_running, supervise_task
 from aviso_workers.engine.table_store import Tables
-from aviso_workers.engine.timer_loops import run_timers
+from aviso_workers.engine.timer_loops import run_now, run_timers
 from aviso_workers.errors import BackendError, NotFoundError, UndecodableError, UnknownEventTypeError
 from aviso_workers.events import (
     AgentDisturbed,
@@ -47,7 +49,10 @@ from aviso_workers.events import (
     Events,
     ForeignAnswer,
     PermissionDenied,
+    TaskFailed,
+    Ticked,
     Unreadable,
+    WindowDone,
 )
 from aviso_workers.jetstream.specs import StreamSpec
 
@@ -55,6 +60,8 @@ __all__ = ["Session", "is_stopping", "open_session"]
 
 UPGRADED_SECONDS = 5.0
 """How often a worker looks whether a server that was too old to deliver later has been upgraded; nothing is sent."""
+LAST_RECORD_SECONDS = 2.0
+"""How long a worker that stops takes at most to record its last failures."""
 MOST_FOREIGN = 10_000
 """How many foreign messages are remembered, so that each is told once."""
 
@@ -86,6 +93,7 @@ class Session:
         self.runs: dict[str, Run] = {}
         """The agents at work, by name."""
         self._dead_letters = DeadLetterStore(backend, app=app, config=config, provisioner=self.own_streams)
+        self._last_failures = LastFailures(backend, app=app)
         self._agents = AgentSubscriptions(
             backend,
             app=app,
@@ -94,6 +102,7 @@ class Session:
             own_streams=self.own_streams,
             publisher=self.publisher,
             dead_letters=self._dead_letters,
+            last_failures=self._last_failures,
             events=events,
         )
         self._app = app
@@ -237,6 +246,7 @@ class Session:
             async with anyio.create_task_group() as work:
                 watching.start_soon(watch_backend, work.cancel_scope)
                 watching.start_soon(raise_replicas)
+                watching.start_soon(self._record_failures)
                 if begun is not None:
                     watching.start_soon(self._tell_begun, agents, begun)  # first, so that it hears of all of them
                 for agent in agents:
@@ -252,6 +262,15 @@ class Session:
             watching.cancel_scope.cancel()
         if failure is not None:
             raise failure
+
+    async def _record_failures(self) -> None:
+        with self._events.heard_by(self._last_failures.observe, Ticked, TaskFailed, WindowDone):
+            try:
+                await self._last_failures.keep()
+            finally:
+                with clocks.move_on_after(self.backend.clock, LAST_RECORD_SECONDS) as last:
+                    last.shield = True
+                    await self._last_failures.write()
 
     async def _tell_begun(self, agents: Sequence[Agent[Any, Any]], begun: anyio.Event) -> None:
         awaited = {(agent.name, self._stream(agent.event_type).name) for agent in agents}
@@ -276,6 +295,17 @@ class Session:
         subscription = self._agents.subscription(agent, self._event_type(agent.event_type), known_agents)
         self.runs[agent.name] = subscription.run
         await self._keep_running(subscription, stop)
+
+    async def run_timer(self, app: Any, timer: Timer[Any, Any]) -> Ticked:
+        """Run a timer once, now, with the app's resources, and return what became of it.
+
+        Raises `ResourceError` where a resource cannot be opened.
+        """
+        ticked: list[Ticked] = []
+        async with open_resources.opened(app.resources, app) as values:
+            with self._events.heard_by(ticked.append, Ticked):
+                await run_now(resources.bound(timer, values), clock=self.backend.clock, events=self._events)
+        return ticked[0]
 
     async def run_max_deliveries(self, agents: Sequence[Agent[Any, Any]], stop: anyio.Event) -> None:
         """Store the dead letters of notifications that exceeded `max_deliver`, until `stop`; `agents` are ours."""

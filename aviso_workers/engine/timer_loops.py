@@ -14,7 +14,7 @@ import secrets
 import socket
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -34,6 +34,7 @@ from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import (
     BackendError,
     ConflictError,
+    NotFoundError,
     OutcomeUnknownError,
     RefusedError,
     UnavailableError,
@@ -50,7 +51,18 @@ from aviso_workers.events import (
 )
 from aviso_workers.jetstream.key_value import Entry
 
-__all__ = ["LEASE_SECONDS", "OVERDUE_SECONDS", "Lease", "buckets_of", "drained", "is_bucket", "run_timers"]
+__all__ = [
+    "LEASE_SECONDS",
+    "OVERDUE_SECONDS",
+    "Lease",
+    "buckets_of",
+    "claimed",
+    "drained",
+    "is_bucket",
+    "leader",
+    "run_now",
+    "run_timers",
+]
 
 LEASES, CLAIMS = "_leases", "_timers"
 LEASE_SECONDS = 10.0
@@ -134,6 +146,40 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
 def buckets_of(app: str) -> tuple[str, str]:
     """Return the buckets of the app's leases, and of the ticks that its timers claimed."""
     return f"{app}{LEASES}", f"{app}{CLAIMS}"
+
+
+async def leader(backend: Backend, app: str) -> str:
+    """Return the host and the process of the worker that leads the app's timers; empty where none does.
+
+    Raises `BackendError`.
+    """
+    found = [entry for entry in await _entries(backend, buckets_of(app)[0], LEASE_SECONDS) if entry.key == LEADER]
+    return found[0].value.decode(errors="replace") if found else ""
+
+
+async def claimed(backend: Backend, app: str) -> dict[str, datetime]:
+    """Return when the last tick was due that a leader has begun, by timer. Raises `BackendError`."""
+    found = {}
+    for entry in await _entries(backend, buckets_of(app)[1]):
+        with suppress(UndecodableError):
+            claim = read_json(entry.value, Claim)
+            if claim.token:
+                found[entry.key] = claim.time
+    return found
+
+
+async def _entries(backend: Backend, bucket: str, ttl_seconds: float | None = None) -> list[Entry]:
+    """Return what a bucket has; nothing where there is none, as who only reads makes none."""
+    try:
+        await backend.stream_info(f"KV_{bucket}")
+    except NotFoundError:
+        return []
+    return await (await backend.key_value(bucket, ttl_seconds=ttl_seconds, own=True)).entries()
+
+
+async def run_now(timer: Timer[Any, Any], *, clock: Clock, events: Events) -> None:
+    """Run a timer once, apart from its ticks, and emit `Ticked`. `Tick.token` is None: no leader runs it."""
+    await _run(timer, Tick(timer=timer.name, time=_now(clock)), clock, events)
 
 
 def is_bucket(bucket: str) -> bool:

@@ -18,7 +18,7 @@ from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Router
-from aviso_workers.engine import consumer_records
+from aviso_workers.engine import consumer_records, last_failures
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.engine.handlers import windowed
@@ -284,6 +284,7 @@ async def rename(admin: Admin, plan: Rename) -> None:
             await admin.delete_consumer(stream, agents.durable_name(plan.app, plan.agent))
     for stream in (*plan.records, RETRIES):
         await consumer_records.remove(admin, app=plan.app, agent=plan.agent, stream=stream)
+    await last_failures.remove(admin, app=plan.app, agent=plan.agent)
 
 
 async def _exists_bucket(admin: Admin, bucket: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from msgspec import Struct
@@ -21,14 +22,16 @@ from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Agent, Router
 from aviso_workers.declare.batches import Batch
 from aviso_workers.declare.retry import Backoff
+from aviso_workers.engine import last_failures
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.engine.dead_letter_store import RETRIES
+from aviso_workers.engine.last_failures import LastFailure, Retrying
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.ops import aviso_admin, deployment, stuck
 from aviso_workers.ops.agent_control import UNTIL_RESUMED
 
-__all__ = ["AgentRow", "Progress", "differing", "of_app", "of_deployment", "policy", "rows"]
+__all__ = ["AgentRow", "Progress", "differing", "failing", "failing_text", "of_app", "of_deployment", "policy", "rows"]
 
 
 class Progress(Struct, frozen=True, kw_only=True):
@@ -49,6 +52,8 @@ class Progress(Struct, frozen=True, kw_only=True):
     """Dead letters of this agent, of all streams."""
     functions: tuple[str, ...] = ()
     """The functions that its workers run, where these are several."""
+    failure: LastFailure | None = None
+    """Its last failure; None where none is recorded."""
 
     @property
     def lag(self) -> int:
@@ -77,6 +82,30 @@ class Progress(Struct, frozen=True, kw_only=True):
         if self.functions:
             return f"two programs share it: {', '.join(self.functions)}"
         return stuck.why_stuck(self.events, before.events if before else None, self.record)
+
+    @property
+    def failing(self) -> str:
+        """Since when and how it fails; empty where it does not, or does no more."""
+        failure = self.failure
+        if failure is None or failure.until <= self.time:
+            return ""
+        doing = "retrying" if self.retrying else "failing"
+        return f"{doing} since {time_text(failure.since)}, {_times(failure.times)}: {failure.described}"
+
+    @property
+    def retrying(self) -> list[Retrying]:
+        """The notifications that wait for their next attempt, as far as they are recorded: those due first."""
+        return [each for each in self.failure.retrying if each.again_at > self.time] if self.failure else []
+
+    @property
+    def time(self) -> datetime:
+        """The time of this snapshot, by the server's clock."""
+        return self.events.time if self.events else datetime.now(UTC)
+
+    def state_since(self, before: Progress | None) -> str:
+        """Return what the agent does or what is wrong with it, judged by an earlier snapshot as well."""
+        paused = f"paused until {self.paused_until}" if self.paused_until else ""
+        return self.trouble_since(before) or paused or self.failing or ("ok" if self.lag else "idle")
 
     @property
     def why_none(self) -> str:
@@ -125,6 +154,10 @@ class AgentRow(Struct, frozen=True, kw_only=True):
     paused_until: str
     trouble: str
     why_none: str
+    failing: str
+    state: str
+    """What the agent does, or what is wrong with it: `trouble`, `paused until`, `failing`, `ok`, or `idle` without a
+    lag."""
 
 
 class _Snapshot(Struct, frozen=True, kw_only=True):
@@ -142,6 +175,8 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
     """By app and agent."""
     functions: dict[tuple[str, str], tuple[str, ...]]
     """The functions of agents whose workers run several, by stream and consumer."""
+    failures: dict[tuple[str, str, str], LastFailure]
+    """By app, `agents` and agent."""
 
     def progress(self, app: str, agent: str, stream: str) -> Progress:
         return Progress(
@@ -154,6 +189,7 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
             behind=self.behind.get((app, agent, stream)),
             dead_letters=self.dead_letters.get((app, agent), 0),
             functions=self.functions.get((stream, agents.durable_name(app, agent)), ()),
+            failure=self.failures.get((app, "agents", agent)),
         )
 
 
@@ -192,6 +228,8 @@ def _row(now: Progress, before: Progress | None, seconds: float) -> AgentRow:
         paused_until=now.paused_until,
         trouble=now.trouble_since(before),
         why_none=now.why_none,
+        failing=now.failing,
+        state=now.why_none or now.state_since(before),
     )
 
 
@@ -211,6 +249,7 @@ async def _snapshot(admin: Admin, streams: Iterable[str]) -> _Snapshot:
         behind=behind,
         dead_letters=dead_letters,
         functions=await deployment.functions(admin),
+        failures=await last_failures.stored(admin),
     )
 
 
@@ -262,6 +301,39 @@ def differing(config: Config, agent: Agent[Any, Any], consumer: ConsumerConfig) 
     if set(filters) not in ({*wanted}, {*everything}):
         found.append(f"filters {', '.join(filters) or 'none'}, the code says {', '.join(wanted) or 'none'}")
     return "; ".join(found)
+
+
+async def failing(admin: Admin, app: str | None = None) -> list[AgentRow]:
+    """Return a row for each timer and each task that fails, of one app or of all. Raises `BackendError`."""
+    now = datetime.now(UTC)
+    return [
+        AgentRow(
+            app=owner,
+            agent=f"{kind.removesuffix('s')} {name}",
+            stream="-",
+            pending=0,
+            ack_pending=0,
+            redelivered=0,
+            dead_letters=0,
+            rate=0.0,
+            paused_until="",
+            trouble="",
+            why_none="",
+            failing=(text := failing_text(failure)),
+            state=text,
+        )
+        for (owner, kind, name), failure in sorted((await last_failures.stored(admin)).items())
+        if kind != "agents" and app in (None, owner) and failure.until > now
+    ]
+
+
+def failing_text(failure: LastFailure) -> str:
+    """Return since when, how often and how a timer or a task fails."""
+    return f"failing since {time_text(failure.since)}, {_times(failure.times)}: {failure.described}"
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def _sum(progress: Progress, field: str) -> int:

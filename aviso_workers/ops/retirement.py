@@ -14,7 +14,14 @@ from datetime import timedelta
 from msgspec import Struct
 
 from aviso_workers.backends import Admin, ConsumerInfo
-from aviso_workers.engine import attempts, consumer_records, dead_letter_store, table_store, timer_loops
+from aviso_workers.engine import (
+    attempts,
+    consumer_records,
+    dead_letter_store,
+    last_failures,
+    table_store,
+    timer_loops,
+)
 from aviso_workers.engine.handlers import windowed
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.info import StreamInfo
@@ -116,6 +123,7 @@ async def retire(admin: Admin, plan: Retirement) -> None:
             await admin.delete_consumer(stream, consumer)
     for agent, stream in plan.records:
         await consumer_records.remove(admin, app=plan.app, agent=agent, stream=stream)
+    await last_failures.remove(admin, app=plan.app, agent=plan.agent)
     for stream, subject in plan.subjects:
         with suppress(NotFoundError):
             await admin.purge_stream(stream, subject=subject)

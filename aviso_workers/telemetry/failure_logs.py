@@ -8,16 +8,14 @@ nobody may have published, are written in the same way, by stream or agent: whoe
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, get_args
 
 import anyio
 
-from aviso_workers.errors import AvisoWorkersError, describe, text_of
+from aviso_workers.errors import AvisoWorkersError, describe, frames_of_author, text_of
 from aviso_workers.events import OfMessages, Settled, Suspected, Unreadable, warning
 from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.tracebacks import loggable
@@ -27,8 +25,6 @@ __all__ = ["OBSERVED", "FailureLog"]
 OBSERVED = get_args(OfMessages)
 """The facts that `FailureLog.observe` is for."""
 
-OURS = f"{Path(__file__).parents[1]}{os.sep}"
-"""What the names of our own files begin with."""
 PERIOD_SECONDS = 10.0
 LINES_PER_PERIOD = 10
 """Of one kind; more are only counted."""
@@ -78,7 +74,7 @@ class FailureLog:
             return
         if event.outcome == "retried" and event.reason == "dead_letter_failed":
             return  # `DeadLettersRefused` says so for all of an agent's
-        frames = _frames_of_author(event.error)
+        frames = frames_of_author(event.error)
         kind = _kind_of(event, frames)
         first = kind not in self._seen
         if not self._is_written(kind):
@@ -184,14 +180,6 @@ def _kind_of(event: Settled, frames: TracebackType | None) -> _Kind:
         frames = frames.tb_next
     error = type(event.error).__name__ if event.error is not None else ""
     return _Kind(event.agent, event.outcome, event.reason, error, file, line)
-
-
-def _frames_of_author(error: BaseException | None) -> TracebackType | None:
-    """Return the traceback without our own frames at its beginning: those of the author are what helps."""
-    frames = error.__traceback__ if error is not None else None
-    while frames and frames.tb_next and frames.tb_frame.f_code.co_filename.startswith(OURS):
-        frames = frames.tb_next
-    return frames
 
 
 def _write(event: Settled, **error: object) -> None:

@@ -19,7 +19,7 @@ from msgspec import Struct, structs
 from aviso_workers.aviso import schema
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.config import Config
-from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.agents import Agent, Task
 from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.windows import Window
 from aviso_workers.engine.subscription import Run
@@ -47,6 +47,7 @@ from aviso_workers.events import (
     ReadAgain,
     Settled,
     Suspected,
+    TaskFailed,
     Ticked,
     Unreadable,
     WindowDone,
@@ -419,6 +420,14 @@ PER_TIMER = (
         lambda t: t.last_tick,
     ),
 )
+PER_TASK = (
+    Metric(
+        COUNTER,
+        "task_failures",
+        "Failures of a task, which is started again after each.",
+        lambda failures: failures["failed"],
+    ),
+)
 PER_WINDOWS = (
     Metric(COUNTER, "windows", "Runs of an agent for a window that is over, by outcome.", lambda w: w, ("outcome",)),
 )
@@ -430,6 +439,7 @@ METRICS = {
     ("app", "base"): PER_BASE,
     ("app", "agent", "base"): PER_AGENT,
     ("app", "timer"): PER_TIMER,
+    ("app", "task"): PER_TASK,
     ("app", "agent"): PER_WINDOWS,
 }
 """All of a worker process, by the labels that they have in common."""
@@ -459,6 +469,7 @@ class Measurable(Protocol):
     name: str
     agents: list[Agent[Any, Any]]
     timers: list[Timer[Any, Any]]
+    tasks: list[Task]
 
     @property
     def config(self) -> Config: ...
@@ -484,6 +495,7 @@ class Metrics:
         self._published = {name: _Published() for name in bases}
         self._agents = {agent.name: _Agent(_run_of(app, agent.name)) for agent in app.agents}
         self._timers = {timer.name: _Timer() for timer in app.timers}
+        self._tasks = {task.name: _Counts(("failed",)) for task in app.tasks}
         self._windows = {agent.name: _Counts(RUN_OUTCOMES) for agent in app.agents if agent.form is Window}
         self._rows: dict[tuple[str, ...], dict[tuple[str, ...], Any]] = {
             ("version",): {(__version__,): None},
@@ -493,6 +505,7 @@ class Metrics:
                 (app.name, agent.name, bases[agent.event_type]): self._agents[agent.name] for agent in app.agents
             },
             ("app", "timer"): {(app.name, name): numbers for name, numbers in self._timers.items()},
+            ("app", "task"): {(app.name, name): outcomes for name, outcomes in self._tasks.items()},
             ("app", "agent"): {(app.name, name): outcomes for name, outcomes in self._windows.items()},
         }
         self._measured: dict[str, Measured] = {}
@@ -505,6 +518,8 @@ class Metrics:
         match event:
             case Settled(agent=agent) if agent in self._agents:
                 self._agents[agent].settled(event)
+            case TaskFailed(task=task):
+                self._tasks[task].add("failed")
             case Ticked(timer=timer):
                 self._timers[timer].outcomes.add("failed" if event.error else "done")
                 self._timers[timer].last_tick = event.time.timestamp()

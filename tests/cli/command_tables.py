@@ -93,6 +93,8 @@ AGENTS = [
         paused_until="",
         trouble="",
         why_none="",
+        failing="retrying since 2026-11-20T06:00:00Z, 300 times: ConnectionError: no index (fields.py:12)",
+        state="retrying since 2026-11-20T06:00:00Z, 300 times: ConnectionError: no index (fields.py:12)",
     ),
     AgentRow(
         app="alerts",
@@ -106,6 +108,8 @@ AGENTS = [
         paused_until="",
         trouble="3 pending, and no worker pulls them",
         why_none="",
+        failing="",
+        state="3 pending, and no worker pulls them",
     ),
 ]
 DEAD_LETTER = DeadLetter(

@@ -117,7 +117,7 @@ class TestClassify:
     @pytest.mark.parametrize(
         ("error", "expected"),
         [
-            (ConnectionResetError(), Again(after_seconds=60.0, reason="Retry")),
+            (ConnectionResetError(), Again(after_seconds=60.0, reason="ConnectionResetError")),
             (KeyError("step"), DeadLetter(reason="rejected")),
             (FileExistsError(), Ack()),
             (ValueError(), Again(after_seconds=1.0, reason="ValueError")),
@@ -146,13 +146,19 @@ class TestClassify:
     def test_what_the_handler_has_said_is_an_answer_already(self, said: Exception) -> None:
         assert self.verdict(said, (Exception, lambda _: Ack())) == decided(said)
 
-    @pytest.mark.parametrize("raised", [Retry(after=5), Reject("no such field")])
-    def test_an_answer_may_be_raised(self, raised: Exception) -> None:
+    @pytest.mark.parametrize(
+        ("raised", "expected"),
+        [
+            (Retry(after=5), Again(after_seconds=5.0, reason="OSError")),
+            (Reject("no such field"), DeadLetter(reason="rejected")),
+        ],
+    )
+    def test_an_answer_may_be_raised(self, raised: Exception, expected: Verdict) -> None:
         def classifier(error: Exception) -> None:
             raise raised
 
         error = OSError()
-        assert self.verdict(error, (OSError, classifier)) == decided(raised)
+        assert self.verdict(error, (OSError, classifier)) == expected
         found = self.classified(error, (OSError, classifier))
         assert isinstance(found, Failure)
         assert found.error is error, "what is told is what went wrong"

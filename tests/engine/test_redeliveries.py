@@ -21,6 +21,7 @@ from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.isolation import ALONE_SECONDS, Isolation
+from aviso_workers.engine.last_failures import LastFailures
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
@@ -104,6 +105,7 @@ class Worker:
             repeats=Repeats(backend, stream="MARS", consumer="index"),
             failures=self.failures,
             dead_letters=DeadLetterStore(backend, app="tests", config=settings, provisioner=provisioner),
+            last_failures=LastFailures(backend, app="tests"),
             shield=shield,
             clock=clock,
             events=facts.events,

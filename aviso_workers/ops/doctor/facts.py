@@ -24,7 +24,9 @@ from aviso_workers.backends import Admin, Received
 from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Agent
+from aviso_workers.engine import last_failures
 from aviso_workers.engine.consumer_records import ConsumerRecord
+from aviso_workers.engine.last_failures import LastFailure
 from aviso_workers.errors import BackendError, DeniedError, NotFoundError, ServerProcessError, UnavailableError
 from aviso_workers.jetstream import plans
 from aviso_workers.jetstream.info import Account, ConsumerInfo, StreamInfo
@@ -122,6 +124,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     """What workers recorded of agents' consumers, by stream and consumer."""
     functions: Mapping[tuple[str, str], tuple[str, ...]]
     """The functions of agents whose workers run several, by stream and consumer."""
+    failures: Mapping[tuple[str, str, str], LastFailure]
+    """The last failures of agents, timers and tasks, by app, kind and name."""
     run_alone: tuple[RunAlone, ...]
     """Notifications that are run alone, because a worker process ended while they ran."""
     due: Mapping[str, int]
@@ -211,6 +215,7 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
         max_deliveries_exceeded=once.max_deliveries_exceeded,
         records=once.records,
         functions=once.functions,
+        failures=once.failures,
         run_alone=once.run_alone,
         due=once.due,
         monitored=once.monitored,
@@ -233,6 +238,7 @@ class _UnsampledFacts(Struct):
     max_deliveries_exceeded: Mapping[tuple[str, ...], int] = {}
     records: Mapping[tuple[str, str], ConsumerRecord] = {}
     functions: Mapping[tuple[str, str], tuple[str, ...]] = {}
+    failures: Mapping[tuple[str, str, str], LastFailure] = {}
     run_alone: tuple[RunAlone, ...] = ()
     due: Mapping[str, int] = {}
     links: tuple[Link, ...] = ()
@@ -264,6 +270,9 @@ async def _unsampled_facts(
     async def functions() -> None:
         found.functions = await requests.ask("records", lambda: deployment.functions(admin)) or {}
 
+    async def failures() -> None:
+        found.failures = await requests.ask("records", lambda: last_failures.stored(admin)) or {}
+
     async def run_alone() -> None:
         found.run_alone = tuple(await requests.ask("records", lambda: deployment.run_alone(admin, after.streams)) or ())
 
@@ -284,8 +293,8 @@ async def _unsampled_facts(
         found.is_strict = await monitoring_port.is_strict(admin)
 
     async with anyio.create_task_group() as tasks:
-        asked = (dead_letters, max_deliveries_exceeded, records, functions, run_alone, due, links, monitored, strict)
-        for request in asked:
+        asked = (dead_letters, max_deliveries_exceeded, records, functions, failures, run_alone, due, links)
+        for request in (*asked, monitored, strict):
             tasks.start_soon(request)
     return found
 

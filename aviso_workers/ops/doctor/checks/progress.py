@@ -16,7 +16,7 @@ from aviso_workers.engine import delayed_delivery, delayed_messages
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
-from aviso_workers.ops import deployment, stuck
+from aviso_workers.ops import agent_report, deployment, stuck
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
 
@@ -100,8 +100,9 @@ def falling_behind(facts: Facts) -> Iterator[Finding]:
     "JS022",
     "Few messages are redelivered",
     why="Handlers fail, or take longer than ack_wait without reporting progress.",
-    cure="`aviso-workers dead-letters ls` and the workers' logs show which handlers fail. If none fails, raise "
-    "ack_wait.",
+    cure="`aviso-workers agents retrying {app} {agent}` shows which notifications are tried again and why, and "
+    "`aviso-workers dead-letters ls` those that are not tried any more. If no handler fails, raise ack_wait.",
+    cure_of_others="Let the client that reads from the consumer handle its messages, or raise ack_wait.",
 )
 def redelivered(facts: Facts) -> Iterator[Finding]:
     """The check warns when more than 5 % of the deliveries, and at least 20, are unsettled redeliveries, or when there
@@ -112,12 +113,13 @@ def redelivered(facts: Facts) -> Iterator[Finding]:
             continue  # JS076 says it
         delivered = after.deliveries
         share = after.num_redelivered / delivered if delivered else 0.0
+        found = ""
         if after.num_redelivered >= FEW and share > MOST_REDELIVERED:
-            yield about(after, f"{after.num_redelivered} of {delivered} deliveries are unsettled redeliveries")
+            found = f"{after.num_redelivered} of {delivered} deliveries are unsettled redeliveries"
         elif after.num_redelivered - before.num_redelivered >= FEW:
-            yield about(
-                after, f"{after.num_redelivered - before.num_redelivered} more redeliveries within {_elapsed(facts)}"
-            )
+            found = f"{after.num_redelivered - before.num_redelivered} more redeliveries within {_elapsed(facts)}"
+        if found:
+            yield about(after, f"{found}{_last_failure(facts, after)}")
 
 
 @declare(
@@ -350,6 +352,24 @@ def ends_workers(facts: Facts) -> Iterator[Finding]:
 
 
 @declare(
+    "JS077",
+    "No timer and no task fails",
+    why="The function of a timer, or a task, raises each time. Nothing else of the app stops for that.",
+    cure="The workers' log has the traceback at `timer.failed` or `task.failed`. When the cause is gone, "
+    "`aviso-workers timers run MODULE:APP NAME` runs a timer again.",
+    needs=("records",),
+)
+def failing_timers(facts: Facts) -> Iterator[Finding]:
+    """The check warns of a timer whose last tick failed, and of a task that failed and has not run for a minute since.
+    Workers record it in the bucket `aviso_workers_consumers`, and `agents ls` shows it too.
+    """
+    for (app, kind, name), failure in facts.failures.items():
+        if kind != "agents" and failure.until > facts.now:
+            place = f"{app} > {kind.removesuffix('s')} {name}"
+            yield Finding(place=place, found=agent_report.failing_text(failure))
+
+
+@declare(
     "JS074",
     "The workers of an agent run the same function",
     why="Two programs have an app and an agent of the same name: each of them is given a part of the notifications.",
@@ -424,6 +444,15 @@ def _both(facts: Facts) -> Iterator[tuple[ConsumerInfo, ConsumerInfo]]:
     """Yield each consumer as it was in the first and in the second sample; a new one is taken to be unchanged."""
     for key, after in facts.consumers.items():
         yield facts.before.consumers.get(key, after), after
+
+
+def _last_failure(facts: Facts, consumer: ConsumerInfo) -> str:
+    """Return the last error of the agent that reads from a consumer, as the end of a sentence; empty where none is
+    known.
+    """
+    app, agent = deployment.agent_of(consumer.name) or ("", "")
+    failure = facts.failures.get((app, "agents", agent))
+    return f"; the last error: {failure.described}" if failure and failure.until > facts.now else ""
 
 
 def _elapsed(facts: Facts) -> str:

@@ -1,0 +1,220 @@
+"""The last failure of each agent, timer and task of an app, recorded for operators who ask what is wrong with it.
+
+All workers of the app keep one record of each in the bucket of `consumer_records`, under
+`<app>/<agents|timers|tasks>/<name>/failure`. It is written at the first failure, and then at most every
+`WRITE_SECONDS`, so nothing is written for what succeeds. A failure is over when it has not come again for
+`OVER_SECONDS` after its next attempt was due; a timer or a task tells sooner that it succeeds again.
+
+Nothing depends on these records. Where the bucket cannot be written, the next failure is recorded; the log has all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Literal
+
+import anyio
+from msgspec import Struct, field, structs
+
+from aviso_workers.aviso.codec import read_json
+from aviso_workers.backends import Backend
+from aviso_workers.engine import consumer_records
+from aviso_workers.errors import BackendError, UndecodableError, place_of, text_of
+from aviso_workers.events import TaskFailed, Ticked, WindowDone
+from aviso_workers.jetstream import key_value
+from aviso_workers.jetstream.key_value import Entry
+
+__all__ = ["Kind", "LastFailure", "LastFailures", "Retrying", "remove", "stored"]
+
+Kind = Literal["agents", "timers", "tasks"]
+WRITE_SECONDS = 5.0
+OVER_SECONDS = 60.0
+UNTIL_SUCCESS_SECONDS = 366 * 86400.0
+"""A timer that failed has failed until it succeeds, however seldom it runs."""
+MOST_RETRYING = 50
+"""Notifications that wait for their next attempt and are recorded: those that are due next."""
+LONGEST_TEXT = 200
+"""Characters of an error's text that are recorded; the log and dead letters have more."""
+END = "failure"
+NO_KEY = re.compile(r"[^-_A-Za-z0-9]")
+"""What a key of a bucket cannot have, as the name of a task that is a lambda."""
+
+
+class Retrying(Struct, frozen=True, kw_only=True):
+    """A notification that waits for its next attempt."""
+
+    again_at: datetime
+    sequence: int
+    attempt: int
+    """How often it has failed."""
+    attempts: int | None
+    """After so many failures it becomes a dead letter; None: never."""
+    error: str
+    """The class of the error."""
+    key: str = ""
+    """Its ordering key; empty where the agent has no order."""
+    behind: int = 0
+    """How many notifications of this key waited behind it when this was recorded."""
+
+
+class LastFailure(Struct, frozen=True, kw_only=True):
+    """How an agent, a timer or a task has failed."""
+
+    error: str
+    """The class of the last error, such as `ValueError`."""
+    text: str
+    at: str
+    """The file and the line that raised it, such as `fields.py:12`; empty where that is not known."""
+    since: datetime
+    """When it failed first, without having been well in between."""
+    last: datetime
+    until: datetime
+    """When it is over, if it does not fail again."""
+    times: int
+    """How often it has failed since then, in all workers."""
+    retrying: tuple[Retrying, ...] = ()
+
+    @property
+    def described(self) -> str:
+        """The last error as `ValueError: no such field (fields.py:12)`."""
+        text = f"{self.error}: {self.text}" if self.text else self.error
+        return f"{text} ({self.at})" if self.at else text
+
+
+class _Noted(Struct):
+    """What this worker has noted of one thing since it was last written."""
+
+    last: LastFailure
+    retrying: dict[int, Callable[[], Retrying]] = field(default_factory=dict)
+    """By sequence."""
+    over: bool = False
+    """Whether it has succeeded since."""
+
+
+class LastFailures:
+    """Records the failures that one worker notes. Keep `keep` running beside it."""
+
+    def __init__(self, backend: Backend, *, app: str) -> None:
+        self._backend = backend
+        self._app = app
+        self._noted: dict[tuple[Kind, str], _Noted] = {}
+        self._failing: dict[str, LastFailure] = {}
+        """The timers whose last tick has failed."""
+        self._changed = anyio.Event()
+
+    def note(
+        self,
+        kind: Kind,
+        name: str,
+        error: BaseException,
+        *,
+        again_in_seconds: float = 0.0,
+        retrying: Callable[[datetime], Retrying] | None = None,
+    ) -> None:
+        """Note a failure. `retrying` returns, at any later time, what is known of the notification, if it is retried;
+        it is given when that is due.
+        """
+        now = self._now()
+        again_at = now + timedelta(seconds=again_in_seconds)
+        before = self._noted.get((kind, name))
+        last = LastFailure(
+            error=type(error).__name__,
+            text=" ".join(text_of(error).split())[:LONGEST_TEXT],
+            at=place_of(error),
+            since=before.last.since if before else now,
+            last=now,
+            until=again_at + timedelta(seconds=OVER_SECONDS),
+            times=before.last.times + 1 if before else 1,
+        )
+        noted = self._noted[kind, name] = before or _Noted(last)
+        noted.last, noted.over = last, False
+        if retrying is not None:
+            found = partial(retrying, again_at)
+            noted.retrying[found().sequence] = found
+            if len(noted.retrying) > MOST_RETRYING:
+                del noted.retrying[next(iter(noted.retrying))]
+        self._changed.set()
+
+    def observe(self, event: Ticked | TaskFailed | WindowDone) -> None:
+        """Note the failure that an event tells of, or that a timer succeeds again."""
+        match event:
+            case WindowDone(error=BaseException() as error):
+                self.note("agents", event.agent, error, again_in_seconds=event.again_in_seconds)
+            case TaskFailed():
+                self.note("tasks", event.task, event.error, again_in_seconds=event.again_in_seconds)
+            case Ticked(error=BaseException() as error):
+                self.note("timers", event.timer, error, again_in_seconds=UNTIL_SUCCESS_SECONDS)
+                self._failing[event.timer] = self._noted["timers", event.timer].last
+            case Ticked(timer=timer) if timer in self._failing:
+                failed = self._failing.pop(timer)
+                self._noted.setdefault(("timers", timer), _Noted(structs.replace(failed, times=0))).over = True
+                self._changed.set()
+
+    async def keep(self) -> None:
+        """Record what is noted; cancel this to end it."""
+        while True:
+            await self._changed.wait()
+            await self.write()
+            await self._backend.clock.sleep(WRITE_SECONDS)
+
+    async def write(self) -> None:
+        """Record what is noted and not recorded yet. What cannot be is noted for the next time."""
+        self._changed = anyio.Event()
+        noted, self._noted = self._noted, {}
+        with suppress(BackendError):
+            bucket = await consumer_records.bucket(self._backend) if noted else None
+            while noted and bucket is not None:
+                (kind, name), each = next(iter(noted.items()))
+                change = partial(_merged, each, [found() for found in each.retrying.values()], self._now())
+                await key_value.compare_and_set(bucket, _key(self._app, kind, name), read=_read, change=change)
+                del noted[kind, name]
+        self._noted = noted | self._noted
+
+    def _now(self) -> datetime:
+        return datetime.fromtimestamp(self._backend.clock.time_ns() / 1e9, UTC)
+
+
+def _merged(
+    noted: _Noted, retrying: Iterable[Retrying], now: datetime, before: LastFailure | None
+) -> LastFailure | None:
+    """Return the record with what one worker has noted since it wrote last."""
+    last = noted.last
+    if before is not None and before.until >= last.since:
+        last = structs.replace(
+            last,
+            since=min(before.since, last.since),
+            times=before.times + last.times,
+            until=max(before.until, last.until),
+        )
+    waiting = {each.sequence: each for each in before.retrying if each.again_at > now} if before else {}
+    waiting |= {each.sequence: each for each in retrying}
+    due = tuple(sorted(waiting.values(), key=lambda each: each.again_at)[:MOST_RETRYING])
+    return structs.replace(last, retrying=due, until=now if noted.over else last.until)
+
+
+async def stored(backend: Backend) -> dict[tuple[str, str, str], LastFailure]:
+    """Return the records of all apps, by app, kind and name. Raises `BackendError`."""
+    found = [(each.key.split("/"), _read(each)) for each in await consumer_records.entries(backend)]
+    return {(key[0], key[1], key[2]): last for key, last in found if last and len(key) == 4 and key[3] == END}
+
+
+async def remove(backend: Backend, *, app: str, agent: str = "") -> None:
+    """Forget the failures of an agent, or of everything of the app, because it is retired. Raises `BackendError`."""
+    for owner, kind, name in await stored(backend):
+        if owner == app and (not agent or (kind, name) == ("agents", agent)):
+            await (await consumer_records.bucket(backend)).delete(_key(app, kind, name))
+
+
+def _key(app: str, kind: str, name: str) -> str:
+    return f"{app}/{kind}/{NO_KEY.sub('_', name)}/{END}"
+
+
+def _read(entry: Entry | None) -> LastFailure | None:
+    try:
+        return read_json(entry.value, LastFailure) if entry is not None else None
+    except UndecodableError:
+        return None  # another record, or none of ours

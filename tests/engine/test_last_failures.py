@@ -1,0 +1,190 @@
+"""The last failures of agents, timers and tasks, as workers record them. Time is virtual."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from datetime import UTC, datetime, timedelta
+
+import anyio
+import pytest
+
+from aviso_workers import config
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.clocks import VirtualClock
+from aviso_workers.engine import consumer_records, last_failures
+from aviso_workers.engine.last_failures import OVER_SECONDS, WRITE_SECONDS, LastFailure, LastFailures, Retrying
+from aviso_workers.errors import NotFoundError
+from aviso_workers.events import TaskFailed, Ticked, WindowDone
+
+pytestmark = pytest.mark.anyio
+
+DUE = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+async def backend() -> AsyncGenerator[InMemoryBackend, None]:
+    async with InMemoryBackend(config.InMemory(), clock=VirtualClock()) as backend:
+        yield backend
+
+
+async def pass_time(backend: InMemoryBackend, seconds: float) -> None:
+    assert isinstance(backend.clock, VirtualClock)
+    await backend.clock.advance(seconds)
+
+
+@pytest.fixture
+def failures(backend: InMemoryBackend) -> LastFailures:
+    return LastFailures(backend, app="fields")
+
+
+def raised(text: str) -> ValueError:
+    try:
+        raise ValueError(text)
+    except ValueError as error:
+        return error
+
+
+def retrying(sequence: int, *, key: str = "", behind: Callable[[], int] = lambda: 0) -> Callable[[datetime], Retrying]:
+    def known(again_at: datetime) -> Retrying:
+        return Retrying(
+            again_at=again_at, sequence=sequence, attempt=1, attempts=6, error="ValueError", key=key, behind=behind()
+        )
+
+    return known
+
+
+async def recorded(backend: InMemoryBackend, kind: str = "agents", name: str = "index") -> LastFailure:
+    return (await last_failures.stored(backend))["fields", kind, name]
+
+
+async def test_the_first_failure_is_recorded_at_once_and_those_that_follow_together(
+    backend: InMemoryBackend, failures: LastFailures
+) -> None:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(failures.keep)
+        failures.note("agents", "index", raised("no field\nhere"))
+        await pass_time(backend, WRITE_SECONDS / 2)
+        first = await recorded(backend)
+        assert (first.error, first.text, first.times) == ("ValueError", "no field here", 1)
+        assert first.at.startswith("test_last_failures.py:")
+        assert first.described.startswith("ValueError: no field here (test_last_failures.py:")
+
+        for _ in range(300):
+            failures.note("agents", "index", KeyError("class"))
+        assert (await recorded(backend)).times == 1
+        await pass_time(backend, WRITE_SECONDS)
+        last = await recorded(backend)
+        assert (last.error, last.times, last.since) == ("KeyError", 301, first.since)
+        assert last.last > first.last
+        tasks.cancel_scope.cancel()
+
+
+async def test_nothing_is_written_where_nothing_fails(backend: InMemoryBackend, failures: LastFailures) -> None:
+    failures.observe(Ticked(timer="report", time=DUE, late_seconds=0, seconds=0))
+    await failures.write()
+    with pytest.raises(NotFoundError):
+        await backend.stream_info(f"KV_{consumer_records.BUCKET}")
+
+
+async def test_workers_count_together(backend: InMemoryBackend, failures: LastFailures) -> None:
+    other = LastFailures(backend, app="fields")
+    for worker in (failures, other, failures):
+        worker.note("agents", "index", raised("no field"))
+        await worker.write()
+    assert (await recorded(backend)).times == 3
+
+
+async def test_a_failure_long_after_the_last_begins_anew(backend: InMemoryBackend, failures: LastFailures) -> None:
+    failures.note("agents", "index", raised("no field"), again_in_seconds=30)
+    await failures.write()
+    before = await recorded(backend)
+    assert before.until - before.last == timedelta(seconds=30 + OVER_SECONDS)
+    await pass_time(backend, 30 + OVER_SECONDS + 1)
+    failures.note("agents", "index", raised("no index"))
+    await failures.write()
+    after = await recorded(backend)
+    assert (after.times, after.since) == (1, after.last)
+
+
+async def test_what_is_retried_is_recorded_until_it_is_due(backend: InMemoryBackend, failures: LastFailures) -> None:
+    behind = 3
+    failures.note(
+        "agents", "index", raised("a"), again_in_seconds=60, retrying=retrying(7, key="od", behind=lambda: behind)
+    )
+    failures.note("agents", "index", raised("b"), again_in_seconds=30, retrying=retrying(8))
+    behind = 5
+    await failures.write()
+    found = (await recorded(backend)).retrying
+    assert [(each.sequence, each.key, each.behind) for each in found] == [(8, "", 0), (7, "od", 5)]
+
+    await pass_time(backend, 40)
+    failures.note("agents", "index", raised("c"), again_in_seconds=30, retrying=retrying(9))
+    await failures.write()
+    assert [each.sequence for each in (await recorded(backend)).retrying] == [7, 9]
+
+
+async def test_those_that_are_due_next_are_kept_of_very_many(backend: InMemoryBackend, failures: LastFailures) -> None:
+    for sequence in range(200):
+        failures.note("agents", "index", raised("a"), again_in_seconds=sequence, retrying=retrying(sequence))
+    await failures.write()
+    assert len((await recorded(backend)).retrying) == last_failures.MOST_RETRYING
+
+
+async def test_a_timer_fails_until_it_succeeds(backend: InMemoryBackend, failures: LastFailures) -> None:
+    for _ in range(2):
+        failures.observe(Ticked(timer="report", time=DUE, late_seconds=0, seconds=0, error=raised("no report")))
+    await failures.write()
+    failing = await recorded(backend, "timers", "report")
+    assert failing.times == 2
+    assert failing.until - failing.last > timedelta(days=365)
+
+    await pass_time(backend, 10)
+    failures.observe(Ticked(timer="report", time=DUE, late_seconds=0, seconds=0))
+    await failures.write()
+    over = await recorded(backend, "timers", "report")
+    assert (over.times, over.error) == (2, "ValueError")
+    assert over.until == over.last + timedelta(seconds=10)
+
+
+async def test_tasks_and_windows_are_recorded_too(backend: InMemoryBackend, failures: LastFailures) -> None:
+    failures.observe(TaskFailed(task="<lambda>", error=raised("no task"), again_in_seconds=1))
+    window = WindowDone(agent="index", key="od", start=DUE, end=DUE, seconds=0, error=raised("no window"))
+    failures.observe(window)
+    await failures.write()
+    assert (await recorded(backend, "tasks", "_lambda_")).text == "no task"
+    assert (await recorded(backend)).text == "no window"
+
+
+async def test_what_cannot_be_written_is_written_later(
+    backend: InMemoryBackend, failures: LastFailures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures.note("agents", "index", raised("no field"))
+    with monkeypatch.context() as denied:
+
+        async def deny(*_: object, **__: object) -> None:
+            raise NotFoundError("denied")
+
+        denied.setattr(backend, "key_value", deny)
+        await failures.write()
+    failures.note("agents", "index", raised("no field"))
+    await failures.write()
+    assert (await recorded(backend)).times == 2
+
+
+async def test_a_record_that_cannot_be_read_counts_as_none(backend: InMemoryBackend, failures: LastFailures) -> None:
+    await (await consumer_records.bucket(backend)).put("fields/agents/index/failure", b"[")
+    assert await last_failures.stored(backend) == {}
+    failures.note("agents", "index", raised("no field"))
+    await failures.write()
+    assert (await recorded(backend)).times == 1
+
+
+async def test_a_retired_agent_has_none(backend: InMemoryBackend, failures: LastFailures) -> None:
+    failures.note("agents", "index", raised("no field"))
+    await failures.write()
+    failures.note("timers", "report", raised("no report"))
+    await failures.write()
+    await last_failures.remove(backend, app="fields", agent="index")
+    assert {*await last_failures.stored(backend)} == {("fields", "timers", "report")}
+    await last_failures.remove(backend, app="fields")
+    assert await last_failures.stored(backend) == {}
