@@ -313,6 +313,7 @@ class NotificationReader:
             key=self._read_key(identifier) if self._read_key is not None else None,
             sequence=message.sequence,
             time=store_time(message),
+            time_ns=message.timestamp_ns,
             topic=subject,
             headers=headers,
             num_delivered=num_delivered,

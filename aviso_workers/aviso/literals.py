@@ -15,7 +15,7 @@ import reprlib
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal, localcontext
 from numbers import Real
 from typing import Self
@@ -31,6 +31,7 @@ __all__ = [
     "printable",
     "printable_lines",
     "quoted",
+    "rfc3339",
     "seconds_of",
     "suggestion",
     "time_text",
@@ -234,6 +235,13 @@ def quoted(name: str) -> str:
 def time_text(time: datetime) -> str:
     """Return a time to the second, with its zone, which is `Z` for UTC."""
     return time.isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def rfc3339(timestamp_ns: int) -> str:
+    """Return nanoseconds since 1970 as a server writes them: RFC 3339 in UTC, without zeros at the end."""
+    seconds, fraction = divmod(timestamp_ns, _NANOSECONDS)
+    text = f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}"
+    return f"{text}.{fraction:09d}".rstrip("0").rstrip(".") + "Z"
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
