@@ -187,7 +187,11 @@ def _half_a_digit(number: float, shortest: Decimal) -> Decimal:
 
 
 def _split(text: str, units: Mapping[str, int], kind: str) -> tuple[int, str]:
-    """Return the number and the unit of a literal, in the order in which an aviso-server finds fault with them."""
+    """Return the number and the unit of a literal.
+
+    Raises ValueError for the first mistake. The mistakes are looked for in the order of an aviso-server, so that both
+    name the same one.
+    """
     stripped = text.strip()
     if not stripped:
         raise ValueError(f"{kind} must not be empty")
