@@ -1063,7 +1063,7 @@ class _Code:
 
     @property
     def seconds(self) -> float | None:
-        """How long, in real time, some of it has run; None where none does but to wait for the clock."""
+        """The real seconds since the oldest running call began; None if each one only waits for the clock."""
         began = [began for _, began in self.running.values()]
         return time.monotonic() - min(began) if len(began) > self._asleep else None
 

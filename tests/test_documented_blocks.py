@@ -33,7 +33,7 @@ FRAMEWORKS = ("tests/test_coming_from.py", "tests/interop/test_coming_from.py")
 ON_SPARK = "tests/spark/test_documentation.py"
 RUN_BY: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("README.md", "python"): (1, (EXAMPLES,)),
-    ("docs/agents.md", "python"): (4, (EXAMPLES,)),
+    ("docs/agents.md", "python"): (5, (EXAMPLES,)),
     ("docs/aviso.md", "bash"): (1, (COMMANDS,)),
     ("docs/backup.md", "bash"): (8, (COMMANDS,)),
     ("docs/backup.md", "python"): (1, (EXAMPLES,)),

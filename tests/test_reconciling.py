@@ -32,6 +32,7 @@ from aviso_workers.ops.spark_reconciliation import (
     published,
     reconcile,
 )
+from aviso_workers.server import NatsServer
 from aviso_workers.spark import rest
 from aviso_workers.spark.job_events import Application, JobEvent
 from aviso_workers.spark.rest import SparkRest, States
@@ -126,10 +127,15 @@ async def test_one_application_that_cannot_be_read_hides_no_other(
 
 
 def test_the_command_tells_of_all_others_and_ends_with_2(
-    tmp_path: Path, answers: Answers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    answers: Answers,
+    nats_server: NatsServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     answers.text, answers.special = APPLICATIONS, {"/app-1": b"[]", "/bad": b""}
-    command = ["aviso-workers", "spark", "reconcile", answers.url, "--config", str(write_config(tmp_path))]
+    config = write_config(tmp_path, kind="jetstream", jetstream={"nats_url": nats_server.url})
+    command = ["aviso-workers", "spark", "reconcile", answers.url, "--config", str(config)]
     monkeypatch.setattr(sys, "argv", command)
     monkeypatch.setattr(spark_reconciliation, "published", nothing_published)
     with pytest.raises(SystemExit) as ended:
@@ -144,13 +150,13 @@ async def nothing_published(replay: Any, config: Any, application: Application) 
     return Published({}, Counter())
 
 
-def write_config(directory: Path) -> Path:
+def write_config(directory: Path, **backend: Any) -> Path:
     keys = ("cluster", "application", "kind", "event", "id")
     event = {
         "topic": {"base": "spark", "key_order": list(keys)},
         "identifier": {key: {"type": "StringHandler", "required": True} for key in keys},
     }
-    document = {"notification_backend": {"kind": "in_memory"}, "notification_schema": {"spark_job": event}}
+    document = {"notification_backend": {"kind": "in_memory", **backend}, "notification_schema": {"spark_job": event}}
     file = directory / "config.yaml"
     file.write_text(yaml.safe_dump(document))
     return file

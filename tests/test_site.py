@@ -41,6 +41,7 @@ def test_the_script_builds_a_site_that_lacks_nothing_and_asks_no_other_host(tmp_
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.endswith(f"open {tmp_path / 'site' / 'index.html'}\n")
     assert (tmp_path / "site" / "search.json").exists()
+    assert 'href="../site.css"' in (tmp_path / "site" / "metrics" / "index.html").read_text()
 
 
 def test_every_page_is_in_the_navigation_once(tmp_path: Path) -> None:
@@ -111,3 +112,4 @@ def test_the_reference_has_every_public_name() -> None:
     page = python_names.page()
     names = {name for module in python_names.MODULES for name in module.__all__} - {"__version__"}
     assert [name for name in sorted(names) if f"### {name}\n" not in page] == []
+    assert "on_error(*kinds: type[Exception])" in page

@@ -57,7 +57,7 @@ POINT_CLOUD = "point_cloud"
 SPATIAL_HEADERS = {POLYGON: GEOMETRY_HEADER, POINT_CLOUD: POINT_CLOUD_HEADER}
 MOST_KNOWN = 10_000
 LONGEST_KNOWN = 100
-"""Characters of a value that is remembered: others choose them."""
+"""The most characters of a value that is remembered. Publishers choose the values, and may choose long ones."""
 LEFT_OUT = frozenset({"", "*"})
 """What a subject has in place of a field that the publisher left out."""
 ABSENT = (b"null", b"")
@@ -313,6 +313,7 @@ class NotificationReader:
             key=self._read_key(identifier) if self._read_key is not None else None,
             sequence=message.sequence,
             time=store_time(message),
+            time_ns=message.timestamp_ns,
             topic=subject,
             headers=headers,
             num_delivered=num_delivered,

@@ -78,7 +78,9 @@ def _value(rule: Rule, condition: Any) -> Any:
 
 
 def payload(of: Any) -> Any:
-    """Return what a payload of this type looks like in JSON, with the fields that it must have.
+    """Return what a payload of this type looks like in JSON, with the fields that it must have and all its numbers.
+
+    A number that is left out is mostly 0, which a handler may refuse.
 
     Raises TypeError where msgspec does not know the type, or no example of it is known.
     """
@@ -95,7 +97,9 @@ def _of(known: inspect.Type) -> Any:
         case inspect.Metadata(type=inner):
             return _of(inner)
         case inspect.StructType() | inspect.DataclassType() | inspect.TypedDictType():
-            return {field.encode_name: _of(field.type) for field in known.fields if field.required}
+            numbers = (inspect.IntType, inspect.FloatType)
+            shown = [field for field in known.fields if field.required or isinstance(field.type, numbers)]
+            return {field.encode_name: _of(field.type) for field in shown}
         case inspect.UnionType():
             may_be_null = any(isinstance(each, inspect.NoneType) for each in known.types)
             return None if may_be_null else _of(known.types[0])

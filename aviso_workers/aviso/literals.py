@@ -15,7 +15,7 @@ import reprlib
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal, localcontext
 from numbers import Real
 from typing import Self
@@ -31,6 +31,7 @@ __all__ = [
     "printable",
     "printable_lines",
     "quoted",
+    "rfc3339",
     "seconds_of",
     "suggestion",
     "time_text",
@@ -186,7 +187,11 @@ def _half_a_digit(number: float, shortest: Decimal) -> Decimal:
 
 
 def _split(text: str, units: Mapping[str, int], kind: str) -> tuple[int, str]:
-    """Return the number and the unit of a literal, in the order in which an aviso-server finds fault with them."""
+    """Return the number and the unit of a literal.
+
+    Raises ValueError for the first mistake. The mistakes are looked for in the order of an aviso-server, so that both
+    name the same one.
+    """
     stripped = text.strip()
     if not stripped:
         raise ValueError(f"{kind} must not be empty")
@@ -234,6 +239,13 @@ def quoted(name: str) -> str:
 def time_text(time: datetime) -> str:
     """Return a time to the second, with its zone, which is `Z` for UTC."""
     return time.isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def rfc3339(timestamp_ns: int) -> str:
+    """Return nanoseconds since 1970 as a server writes them: RFC 3339 in UTC, without zeros at the end."""
+    seconds, fraction = divmod(timestamp_ns, _NANOSECONDS)
+    text = f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}"
+    return f"{text}.{fraction:09d}".rstrip("0").rstrip(".") + "Z"
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from typing_extensions import TypeVar
 
 from aviso_workers.aviso import payloads, spatial
-from aviso_workers.aviso.literals import AnyDuration
+from aviso_workers.aviso.literals import AnyDuration, rfc3339
 
 __all__ = ["Notification", "Notify", "Receipt"]
 
@@ -42,6 +42,8 @@ class Notification(Struct, Generic[T, K], frozen=True, kw_only=True):
     """The stream sequence: grows with every notification stored, may have holes."""
     time: datetime = datetime(1970, 1, 1, tzinfo=UTC)
     """When the stream stored it, UTC."""
+    time_ns: int = 0
+    """The same in nanoseconds since 1970, as the server says it; 0 in a notification that was made by hand."""
     topic: str = ""
     """The NATS subject it was stored under, as on the wire."""
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -71,7 +73,7 @@ class Notification(Struct, Generic[T, K], frozen=True, kw_only=True):
             "id": self.id,
             "source": base_url,
             "type": f"int.ecmwf.aviso.{self.event_type}",
-            "time": self.time.isoformat().replace("+00:00", "Z"),
+            "time": rfc3339(self.time_ns) if self.time_ns else self.time.isoformat().replace("+00:00", "Z"),
             "datacontenttype": "application/json",
             "dataschema": f"{base_url}/schema/{self.event_type}",
             "data": {"identifier": identifier, **_told(self.payload)},

@@ -18,7 +18,7 @@ from aviso_workers.aviso import examples
 from aviso_workers.aviso.literals import quoted
 from aviso_workers.aviso.notifications import Notify
 from aviso_workers.cli.output import echo
-from aviso_workers.cli.targets import AgentOption, ConfigOption, ConfigSource, Target, find_app
+from aviso_workers.cli.targets import AgentOption, ConfigOption, ConfigSource, Target, find_app, shared
 from aviso_workers.cli.worker import Reload, StatusPort, fleet_command
 from aviso_workers.config import Config
 from aviso_workers.config.nats_server import LOOPBACK_NAMES
@@ -60,7 +60,7 @@ def dev(
     app = find_app(target, agent=agent, config=config)
     if mistakes := app.mistakes():
         raise ConfigError(mistakes)
-    port = _nats_port(app.config)
+    port = _nats_port(shared(app.config))
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary) if ephemeral else DIRECTORY
         with _served(app.config, directory, port) as node:

@@ -22,7 +22,7 @@ from aviso_workers.config import Config
 from aviso_workers.config import load as load_config
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Router
-from aviso_workers.errors import AvisoWorkersError, DeclarationError, NotFoundError, describe
+from aviso_workers.errors import AvisoWorkersError, ConfigError, DeclarationError, NotFoundError, describe
 from aviso_workers.jetstream.error_codes import STREAM_NOT_FOUND
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "opened",
     "run_connected",
     "settings_of_installed",
+    "shared",
     "source_of",
 ]
 
@@ -166,7 +167,7 @@ def find_app(target: str | None, *, agent: str | None, config: ConfigSource | No
 
 def connected_app(config: ConfigSource | None) -> App:
     """Return an app without agents, for a command that publishes or reads notifications."""
-    return App("aviso-workers-cli", config=load(config).with_defaults(timeout_seconds=CONNECT_SECONDS))
+    return App("aviso-workers-cli", config=shared(load(config)).with_defaults(timeout_seconds=CONNECT_SECONDS))
 
 
 def named_app(app: str | None, config: ConfigSource | None) -> tuple[str | None, ConfigSource | None]:
@@ -184,6 +185,23 @@ def load(config: ConfigSource | None) -> Config:
     return load_config(source.path, context=source.context)
 
 
+def shared(config: Config) -> Config:
+    """Return the configuration, whose notifications other processes see.
+
+    Raises `ConfigError` for the backend `in_memory`, in which a command would find nothing and leave nothing.
+    """
+    if config.notification_backend.kind == "in_memory":
+        raise ConfigError(
+            [
+                "notification_backend.kind: in_memory is the memory of one process, so no worker and no aviso-server "
+                "sees what this command does, nor it what they store; set kind: jetstream and jetstream.nats_url "
+                "(for this command alone: AVISO_WORKERS_NOTIFICATION_BACKEND__KIND=jetstream), or name another file "
+                "by --config"
+            ]
+        )
+    return config
+
+
 class Opened(Struct, frozen=True):
     """A connection to the server of a configuration, for commands that need no agents."""
 
@@ -195,7 +213,7 @@ class Opened(Struct, frozen=True):
 async def opened(config: Config | ConfigSource | None) -> AsyncIterator[Opened]:
     """Connect to the server of a configuration for the block. Raises `ConfigError` and `BackendError`."""
     loaded = config if isinstance(config, Config) else load(config).with_defaults(timeout_seconds=CONNECT_SECONDS)
-    async with open_backend(loaded) as admin:
+    async with open_backend(shared(loaded)) as admin:
         yield Opened(admin, loaded)
 
 

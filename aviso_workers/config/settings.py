@@ -214,7 +214,10 @@ class InMemory(Struct, frozen=True, kw_only=True):
 
 
 class NotificationBackend(Struct, frozen=True, kw_only=True):
-    """The backend that stores notifications. Of the section of the other backend, only the types are checked."""
+    """The backend that stores notifications.
+
+    The section of the backend that is not used may stay: only the types of its values are checked.
+    """
 
     kind: Annotated[
         Literal["jetstream", "in_memory"],

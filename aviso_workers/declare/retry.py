@@ -170,7 +170,7 @@ class Restarts:
         self._started = math.inf
 
     def note_start(self, now: float) -> None:
-        """Note that what may be started again is running."""
+        """Note the time at which the run began, so that `next_wait` knows how long it was healthy."""
         self._started = now
 
     def next_wait(self, now: float) -> float:

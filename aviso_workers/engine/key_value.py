@@ -185,7 +185,8 @@ class CachedKeyValue(RetryingKeyValue):
         self.seen = 0
         """The revision up to which the bucket's changes have come here."""
         self._rows: dict[str, Entry] = {}
-        """The newest that is known of each key. Our own deletions are in it until the server tells of them."""
+        """The newest known entry of each key. A key that we deleted has its deletion here until the server's
+        message about it arrives."""
         self._version = 0
 
     @property

@@ -22,8 +22,6 @@ from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 
 __all__ = ["Provisioner"]
 
-"""JetStream: a stream of this name exists with another configuration."""
-
 
 class Provisioner:
     """Sees to it that a stream exists before it is used.
@@ -192,10 +190,14 @@ class Provisioner:
         return await self.plan(plan.wanted)
 
     async def _update(self, plan: Plan) -> None:
-        """Aviso's rule: where the server refuses, warn and use the stream as it is."""
+        """Aviso's rule: where the server refuses, warn and use the stream as it is. So it is where there is no room for
+        what is wanted: the stream can be used meanwhile, and its next process tries again.
+        """
         try:
             await self.carry_out(plan)
-        except RefusedError as error:
+        except (RefusedError, UnavailableError) as error:
+            if isinstance(error, UnavailableError) and error.code not in error_codes.NO_ROOM:
+                raise
             self._keep(plan.differences, plan, refused=str(error))
 
     def _keep(self, differences: Iterable[Difference], plan: Plan, *, refused: str) -> None:

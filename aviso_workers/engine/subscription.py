@@ -418,10 +418,11 @@ async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> P
     """Return what the consumer had passed when the agent started, for `AgentStarted.passed`."""
     if stream.subjects is UNSET or not info.config.reads_all(stream.subjects):
         return None
-    if info.deliveries:
-        return Passed(identities.of(info), info.position)
+    found = await backend.stream_info(stream.name)
+    if not info.config.reads_all(found.config.subjects):  # others have added subjects, which the agent does not read
+        return None
     # What left the stream before there was the agent, the agent has not missed.
-    return Passed(identities.of(info), (await backend.stream_info(stream.name)).last_sequence)
+    return Passed(identities.of(info), info.position if info.deliveries else found.last_sequence)
 
 
 async def supervise_task(task: Task, *, clock: Clock, events: Events, stop: anyio.Event) -> None:

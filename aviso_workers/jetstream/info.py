@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from base64 import b64decode
 from collections.abc import Collection, Iterable, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -38,7 +38,6 @@ __all__ = [
     "consumer",
     "message",
     "pause_seconds",
-    "rfc3339",
     "snapshot",
     "stream",
     "subject_counts",
@@ -572,13 +571,6 @@ def message(answer: Mapping[str, Any]) -> StoredMessage:
         header_block=b64decode(found.get("hdrs", "")),
         data=b64decode(found.get("data", "")),
     )
-
-
-def rfc3339(timestamp_ns: int) -> str:
-    """Return nanoseconds since 1970 as a server writes them: RFC 3339 in UTC, without zeros at the end."""
-    seconds, fraction = divmod(timestamp_ns, SECOND)
-    text = f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}"
-    return f"{text}.{fraction:09d}".rstrip("0").rstrip(".") + "Z"
 
 
 def _nanoseconds(time: str) -> int:

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct, json
 
+from aviso_workers.aviso import literals
 from aviso_workers.backends import Admin, Management
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers, error_codes, info
@@ -126,7 +127,7 @@ async def message(
     return StoredMessage(
         stream=stream,
         sequence=found.sequence,
-        time=info.rfc3339(found.timestamp_ns),
+        time=literals.rfc3339(found.timestamp_ns),
         subject=found.subject,
         headers=dict(found.headers or {}),
         data=found.data,

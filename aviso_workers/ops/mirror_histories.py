@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import anyio
 from msgspec import Struct
 
+from aviso_workers.aviso import literals
 from aviso_workers.backends import Admin, Management, Message
 from aviso_workers.errors import BackendError
-from aviso_workers.jetstream import info
 from aviso_workers.jetstream.info import StreamInfo
 
 __all__ = ["Comparison", "compare"]
@@ -112,8 +112,8 @@ async def compare(admin: Admin, mirror: str, origin: str, *, api: str, timeout_s
             return Comparison(
                 equal=equal,
                 trouble=f"the origin {origin} was recreated or restored from a backup: its message "
-                f"{theirs.sequence} is of {info.rfc3339(theirs.timestamp_ns)}, and that of its mirror {mirror} of "
-                f"{info.rfc3339(ours.timestamp_ns)}",
+                f"{theirs.sequence} is of {literals.rfc3339(theirs.timestamp_ns)}, and that of its mirror {mirror} of "
+                f"{literals.rfc3339(ours.timestamp_ns)}",
             )
     return Comparison(equal=equal, trouble=await _made_later(here, there, equal))
 

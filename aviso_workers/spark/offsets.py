@@ -73,8 +73,9 @@ def missing(
 ) -> DataLossError | None:
     """Return the error of reading on at sequence `first`, up to `last`, where messages are lost; None where none are.
 
-    Messages that were deleted within a stream are none of it. Nor is its beginning, where it keeps only the newest
-    messages of a topic: those were replaced. Only when nothing at all is left of it, there was more than that.
+    Messages that somebody deleted in the middle of the stream do not count as lost. Nor does the beginning of a stream
+    that keeps only the newest messages of each topic, since newer messages have replaced it. But if such a stream has
+    no message left, something else has removed them, and they count as lost.
     """
     now = created(info)
     if now != created_then:

@@ -30,6 +30,7 @@ def build(target: Path) -> Path:
         path = gathered / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page())
+    shutil.copy(HERE / "site.css", gathered)
     shutil.copy(HERE / "zensical.toml", target)
     subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=target, check=True)
     return target / "site"

@@ -66,10 +66,11 @@ def _members(value: type) -> Iterator[tuple[str, Any]]:
 def _signature(name: str, value: Callable[..., Any]) -> Iterator[str]:
     """Yield a function's signature as code, with one argument a line where it is long."""
     signature = inspect.signature(value)
-    arguments = [_argument(each) for each in signature.parameters.values() if each.name != "self"]
-    keywords = [each.kind is each.KEYWORD_ONLY for each in signature.parameters.values() if each.name != "self"]
-    if True in keywords:
-        arguments.insert(keywords.index(True), "*")
+    shown = [each for each in signature.parameters.values() if each.name != "self"]
+    arguments = [_argument(each) for each in shown]
+    kinds = [each.kind for each in shown]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        arguments.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
     returned = "" if inspect.isclass(value) else f" -> {_type(signature.return_annotation)}"
     text = f"{name}({', '.join(arguments)}){returned}"
     if len(text) > LONGEST:
@@ -78,10 +79,11 @@ def _signature(name: str, value: Callable[..., Any]) -> Iterator[str]:
 
 
 def _argument(argument: inspect.Parameter) -> str:
+    stars = "*" * (2 if argument.kind is argument.VAR_KEYWORD else argument.kind is argument.VAR_POSITIONAL)
     default = "" if argument.default is argument.empty else f" = {argument.default!r}"
     if argument.annotation is argument.empty:
-        return f"{argument.name}{default.replace(' ', '')}"
-    return f"{argument.name}: {_type(argument.annotation)}{default}"
+        return f"{stars}{argument.name}{default.replace(' ', '')}"
+    return f"{stars}{argument.name}: {_type(argument.annotation)}{default}"
 
 
 def _type(annotation: Any) -> str:

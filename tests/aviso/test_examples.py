@@ -29,6 +29,12 @@ class Field(Struct):
     more: str = ""
 
 
+class Sized(Struct):
+    location: str
+    size: int = 0
+    comment: str = ""
+
+
 @pytest.mark.parametrize(
     ("rule", "condition", "expected"),
     [
@@ -66,6 +72,10 @@ def test_a_payload_has_the_fields_that_its_type_must_have() -> None:
         "parent": None,
         "tags": [],
     }
+
+
+def test_a_number_that_may_be_left_out_is_shown_because_0_may_be_refused() -> None:
+    assert examples.payload(Sized) == {"location": "a", "size": 1}
 
 
 @pytest.mark.parametrize(("of", "expected"), [(str, "a"), (int, 1), (dict[str, int], {}), (list[int], [])])

@@ -40,6 +40,14 @@ def test_a_notification_is_stored_and_its_id_is_told(run: Run, config: Path) -> 
     assert json.loads(line)["data"] == {"identifier": {"class": "od", "step": "6"}, "payload": None}
 
 
+@pytest.mark.parametrize("command", ["notify mars class=od step=6", "replay mars", "streams ls", "doctor"])
+def test_what_only_this_process_would_see_is_refused(run: Run, tmp_path: Path, command: str) -> None:
+    (tmp_path / "memory.yaml").write_text("notification_backend: {kind: in_memory}")
+    ran = run(*command.split(), "--config", "memory.yaml")
+    assert (ran.code, ran.out) == (2, "")
+    assert "in_memory is the memory of one process" in ran.err
+
+
 def test_a_payload_may_be_given_in_three_ways(
     run: Run, config: Path, tmp_path: Path, payloads: Callable[[], list[Any]]
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from aviso_workers import App, Notification
-from aviso_workers.backends import ConsumerInfo
+from aviso_workers.backends import ConsumerInfo, Message
 from aviso_workers.events import AgentStarted, Settled
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.telemetry.listeners import Listeners
@@ -117,6 +117,25 @@ async def test_what_a_filter_leaves_out_is_not_taken_for_missed(app: App, workin
     async with app:
         await publish(app, 1, 2, 3, 3)
         async with working(1) as metrics:
+            assert await missed(app, metrics, index) == "not known"
+
+
+async def test_what_is_of_a_subject_that_others_have_added_is_not(app: App, working: Working) -> None:
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    async with app:
+        await publish(app, 1)
+        backend = app.session.backend
+        stream = (await backend.stream_info("MARS")).config
+        await backend.update_stream({**stream, "subjects": ["mars.>", "others.>"]})
+        async with working(1) as metrics:
+            for number in range(3):
+                message = Message(subject="others.a", data=b"1")
+                await backend.publish(
+                    message, message_id=f"a.{number}", stream="MARS", timeout_seconds=PATIENCE_SECONDS
+                )
+            await publish(app, 2)
             assert await missed(app, metrics, index) == "not known"
 
 

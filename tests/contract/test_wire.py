@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from nats.aio.client import Client, ServerVersion
 from nats.js.api import StreamConfig
 
 from aviso_workers import App, Notification
+from aviso_workers.aviso.literals import rfc3339
 from aviso_workers.errors import RefusedError
 from aviso_workers.jetstream.identities import MARK
 from aviso_workers.jetstream.specs import ConsumerSpec
@@ -168,7 +170,8 @@ async def test_cloud_events_are_those_of_an_aviso_server(app: App) -> None:
     receipt = await app.notify("mars", mars(), {"location": "here"})
     (found,) = [notification async for notification in app.replay("mars")]
     event = found.cloud_event("https://aviso.example")
-    assert event.pop("time").endswith("Z")
+    assert event.pop("time") == rfc3339(found.time_ns)
+    assert found.time_ns // 1000 == (found.time - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
     assert event == {
         "specversion": "1.0",
         "id": f"mars@{receipt.sequence}",

@@ -191,7 +191,7 @@ def test_the_account_shows_its_use_and_its_limits(
 def test_nothing_to_administer_in_memory(run: Run, tmp_path: Path) -> None:
     (tmp_path / "memory.yaml").write_text("notification_backend: {kind: in_memory}")
     ran = run("streams", "ls", "--config", "memory.yaml")
-    assert (ran.code, "in-memory backend has no server" in ran.err) == (1, True), ran
+    assert (ran.code, "in_memory is the memory of one process" in ran.err) == (2, True), ran
 
 
 def test_many_directly_read_messages_come_with_one_request(

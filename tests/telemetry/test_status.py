@@ -41,6 +41,12 @@ def test_a_worker_is_alive_while_its_loop_turns(server: StatusServer) -> None:
     assert get(server, "/livez") == (200, "ok\n")
 
 
+def test_head_has_the_answer_without_its_body(server: StatusServer) -> None:
+    for path, length in (("/metrics", "18"), ("/livez", "3")):
+        with urllib.request.urlopen(urllib.request.Request(server.url + path, method="HEAD")) as answer:
+            assert (answer.status, answer.headers["Content-Length"], answer.read()) == (200, length, b"")
+
+
 def test_a_stuck_loop_is_seen_and_not_hidden(
     server: StatusServer, health: Health, monkeypatch: pytest.MonkeyPatch
 ) -> None:

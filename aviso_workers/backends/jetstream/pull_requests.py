@@ -45,7 +45,8 @@ its cluster has just created."""
 ASK_AGAIN_SECONDS = 0.05
 """What one request may bring. A server cuts off who leaves 64 MiB unread, as a loop does that an author keeps busy."""
 TOO_LARGE = "Message Size Exceeds MaxBytes"
-"""For what is left of the request's bytes; what they are in the beginning, where not even one message fits."""
+"""The reason of a 409 for a next message that is larger than the bytes that are left of the request. If nothing was
+delivered for the request yet, the message is larger than any request may be."""
 LEADER_GONE = ("Leadership Change", "Server Shutdown")
 ASK_AGAIN = (*LEADER_GONE, "Batch Completed", TOO_LARGE)
 """Reasons of a 409 that only end the request."""

@@ -172,6 +172,9 @@ def _handler(health: Probed, metrics: Callable[[], bytes], token: Secret | None)
                 case _:
                     self._send(404, b"/livez /readyz /metrics\n")
 
+        def do_HEAD(self) -> None:
+            self.do_GET()  # `_send` leaves the body out
+
         def _is_allowed(self) -> bool:
             if token is None:
                 return True
@@ -189,7 +192,8 @@ def _handler(health: Probed, metrics: Callable[[], bytes], token: Secret | None)
             if status == 401:
                 self.send_header("WWW-Authenticate", "Bearer")
             self.end_headers()
-            self.wfile.write(body)
+            if self.command != "HEAD":
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             """Scrapes are not worth a line."""
