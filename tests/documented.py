@@ -26,7 +26,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 class Block(Struct, frozen=True):
-    """One block of a page, such as docs/agents.md, and its language, which is empty where the page names none."""
+    """One block of a page, such as docs/timers.md, and its language, which is empty where the page names none."""
 
     page: str
     line: int

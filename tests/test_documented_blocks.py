@@ -33,7 +33,11 @@ FRAMEWORKS = ("tests/test_coming_from.py", "tests/interop/test_coming_from.py")
 ON_SPARK = "tests/spark/test_documentation.py"
 RUN_BY: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("README.md", "python"): (1, (EXAMPLES,)),
-    ("docs/agents.md", "python"): (5, (EXAMPLES,)),
+    ("docs/agents/around.md", "python"): (1, (EXAMPLES,)),
+    ("docs/agents/event-types.md", "python"): (1, (EXAMPLES,)),
+    ("docs/agents/publishing.md", "python"): (1, (EXAMPLES,)),
+    ("docs/agents/resources.md", "python"): (1, (EXAMPLES,)),
+    ("docs/agents/settings.md", "python"): (1, (EXAMPLES,)),
     ("docs/aviso.md", "bash"): (1, (COMMANDS,)),
     ("docs/backup.md", "bash"): (8, (COMMANDS,)),
     ("docs/backup.md", "python"): (1, (EXAMPLES,)),
@@ -56,7 +60,8 @@ RUN_BY: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("docs/fleets.md", "bash"): (3, (COMMANDS,)),
     ("docs/fleets.md", "promql"): (1, ("tests/test_monitoring.py",)),
     ("docs/index.md", "python"): (1, (EXAMPLES,)),
-    ("docs/operations.md", "bash"): (3, (COMMANDS,)),
+    ("docs/operations/doctor.md", "bash"): (2, (COMMANDS,)),
+    ("docs/operations/lag.md", "bash"): (1, (COMMANDS,)),
     ("docs/quickstart.md", "bash"): (4, ("tests/test_quickstart.py",)),
     ("docs/quickstart.md", "python"): (1, ("tests/test_quickstart.py",)),
     ("docs/security.md", "bash"): (1, (COMMANDS,)),
@@ -90,8 +95,8 @@ NOT_RUN = {
     ("docs/examples/spark-archive.md", "pip install "): (
         "Spark loads Delta Lake from Maven: tests/interop/test_delta_lake.py, where scripts/interop has installed it"
     ),
-    ("docs/operations.md", "nats-server n1 "): SHOWN,
-    ("docs/operations.md", "nats context add "): "needs the nats CLI: tests/interop/test_contexts.py",
+    ("docs/operations/doctor.md", "nats-server n1 "): SHOWN,
+    ("docs/operations/nats-cli.md", "nats context add "): "needs the nats CLI: tests/interop/test_contexts.py",
     ("docs/performance.md", "scripts/bench all "): "takes minutes: tests/test_bench.py measures a hundredth of it",
     ("docs/performance.md", "scripts/cost "): "takes minutes under valgrind: tests/test_cost.py counts a small process",
     ("docs/quickstart.md", "python3 -m venv "): "needs a package registry; scripts/newcomer installs the wheel",

@@ -333,7 +333,7 @@ class TestOperating:
         reader.instead["/backups"] = str(reader.folder / "backups")
         reader.types(PUBLISH)
         reader.types("aviso-workers backup create mars --to /backups")
-        (plain, full), (prometheus, nagios) = lines("docs/operations.md", 0), lines("docs/operations.md", 1)
+        (plain, full), (prometheus, nagios) = (lines("docs/operations/doctor.md", number) for number in (0, 1))
         with ThreadPoolExecutor() as threads:
             asked = {
                 command: threads.submit(reader.types, command, code=code)
@@ -346,7 +346,7 @@ class TestOperating:
         assert "CRITICAL" in nagios
 
     def test_what_shows_how_it_is(self, reader: Reader) -> None:
-        top, *others = lines("docs/operations.md", 2)
+        top, *others = lines("docs/operations/lag.md", 0)
         reader.types(PUBLISH)
         with ThreadPoolExecutor() as threads, reader.runs(top, code=INTERRUPTED) as running:
             agents, consumers, streams = threads.map(reader.types, others)

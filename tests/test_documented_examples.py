@@ -67,7 +67,7 @@ async def test_the_example_of_event_types_in_python(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    app: App = example("agents.md", section="## Event types in Python")["app"]
+    app: App = example("agents/event-types.md", section="## Event types in Python")["app"]
     assert app.mistakes() == []
     async with harness(app) as at_work:
         await at_work.notify("ride", {"vendor": "green", "n": 7})
@@ -80,7 +80,7 @@ async def test_the_example_of_a_session(tmp_path: Path, monkeypatch: pytest.Monk
     with closing(sqlite3.connect("fields.db")) as database:
         database.execute("create table fields (step text primary key, location text)")
         database.execute("create table locations (step text primary key, location text check (location != '/taken'))")
-        found = example("agents.md", section="### Share a database session per notification")
+        found = example("agents/resources.md", section="## Share a database session per notification")
         async with harness(in_memory(found["app"], tmp_path)) as at_work:
             for step, location in ((0, "/0"), (6, "/taken")):
                 await at_work.notify("mars", {"class": "od", "step": step}, {"location": location})
@@ -91,11 +91,21 @@ async def test_the_example_of_a_session(tmp_path: Path, monkeypatch: pytest.Monk
         assert database.execute("select * from fields").fetchall() == [("0", "/0")]
 
 
+async def test_the_example_of_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AVISO_WORKERS_WORKERS__AGENTS__INDEX__DAYS", "7")
+    async with harness(in_memory(example("agents/settings.md")["app"], tmp_path)) as at_work:
+        await at_work.notify("mars", {"class": "od", "step": 6}, {})
+        await at_work.settle()
+    assert capsys.readouterr().out == "https://index.example.org 7\n"
+
+
 async def test_the_example_of_what_runs_around_each_notification(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="fields")
-    found = example("agents.md", section="### Measure or log around each notification")
+    found = example("agents/around.md", section="## Measure or log around each notification")
     async with harness(in_memory(found["app"], tmp_path)) as at_work:
         at_work.fail("index", ConnectionError("no database"))
         await at_work.notify("mars", {"class": "od", "step": 6}, {})
@@ -160,7 +170,7 @@ async def test_the_example_of_requests_to_jetstream(tmp_path: Path, nats_server:
 
 
 async def test_the_example_of_what_is_delivered_later(tmp_path: Path) -> None:
-    section = written("agents.md", section="### Delayed notifications")
+    section = written("agents/publishing.md", section="## Delayed notifications")
     body = section.replace("return ", "reminder = ").replace("2026,", "2200,")
     source = "from datetime import UTC, datetime\nfrom aviso_workers import Notify\n" + body
     app = in_memory(App("example"), tmp_path)
@@ -168,4 +178,4 @@ async def test_the_example_of_what_is_delivered_later(tmp_path: Path) -> None:
         identifier = {"class": "od", "step": "6"}
         notification = Notification(event_type="mars", identifier=identifier, payload=None)
         found: dict[str, Any] = {"app": app, "identifier": identifier, "notification": notification}
-        await eval(compile(source, "agents.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), found)
+        await eval(compile(source, "publishing.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), found)

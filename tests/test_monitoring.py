@@ -364,7 +364,7 @@ def test_a_warning_of_the_doctors_is_told_after_a_day(tmp_path: Path) -> None:
 
 def test_every_runbook_is_a_heading_of_its_page() -> None:
     for rule in alerts():
-        page, _, anchor = rule["annotations"].get("runbook", "docs/operations.md#alerts").partition("#")
+        page, _, anchor = rule["annotations"].get("runbook", "docs/operations/alerts.md#alerts").partition("#")
         headings = re.findall(r"^#+ (.+)$", (PROJECT / page).read_text(), re.MULTILINE)
         anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
         assert anchor in anchors, rule["alert"]

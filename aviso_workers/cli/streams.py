@@ -28,7 +28,7 @@ STREAMS = ("stream", "configured", "messages", "bytes", "consumers")
 GAPS = ("first", "last", "gone")
 MISSING = (
     "{name}: configured, but there is no such stream. Nothing was published, or the server cannot read it "
-    "(docs/operations.md#js042)"
+    "(docs/operations/checks.md#js042)"
 )
 
 

@@ -62,7 +62,7 @@ class Provisioner:
         if not plan.exists:
             raise NotFoundError(
                 f"stream {spec.name} does not exist: nothing was ever published, the server is another one, or it "
-                "cannot read the stream (docs/operations.md#js042)"
+                "cannot read the stream (docs/operations/checks.md#js042)"
             )
         _require_usable(plan)
 

@@ -1,7 +1,7 @@
-"""Writes the reference of the doctor's checks in docs/operations.md, from what the checks declare.
+"""Writes the reference of the doctor's checks in docs/operations/checks.md, from what the checks declare.
 
-`PYTHONPATH=scripts .venv/bin/python -m _docs.checks` writes it. It is a part of that page, and not a page of its own as
-the other references, because reports and errors name its headings.
+`PYTHONPATH=scripts .venv/bin/python -m _docs.checks` writes it. It is a page of docs/, and is not
+made with the site as the other references are, because reports and errors name its headings.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from aviso_workers.ops.doctor.judgements import Check
 
 __all__ = ["PAGE", "reference", "with_reference"]
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
-BEGIN, END = "\n### JS001\n", "\n## What the doctor does not check\n"
+PAGE = Path(__file__).parents[2] / "docs" / "operations" / "checks.md"
+BEGIN = "\n## JS001\n"
 OPTIONS: dict[Need, str] = {"agents": "--app", "backups": "--backups", "monitoring": "--monitor"}
 """The options that give a check what it needs."""
 NAMES = {name: name.upper() for name in ("stream", "consumer", "place", "app", "agent")}
@@ -31,11 +31,11 @@ def reference() -> str:
 
 def with_reference(page: str) -> str:
     """Return a page with the reference as the checks declare it."""
-    return f"{page[: page.index(BEGIN)]}\n{reference()}\n{page[page.index(END) :]}"
+    return f"{page[: page.index(BEGIN)]}\n{reference()}\n"
 
 
 def _section(check: Check) -> Iterator[str]:
-    yield f"### {check.code}"
+    yield f"## {check.code}"
     first, *others = inspect.cleandoc(check.judge.__doc__ or "").split("\n\n")
     yield " ".join(filter(None, (f"**{check.title}.**", _when(check), check.why, _line(first))))
     yield from map(_line, others)

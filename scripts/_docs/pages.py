@@ -1,6 +1,6 @@
 """Gathers the pages of the site: those of docs/, and what they link to outside of it, such as CHANGELOG.md.
 
-In the site, docs/agents.md is agents.md and config/example.yaml stays config/example.yaml. So a link from one to the
+In the site, docs/timers.md is timers.md and config/example.yaml stays config/example.yaml. So a link from one to the
 other is rewritten; a link within docs/ stays as it is.
 """
 

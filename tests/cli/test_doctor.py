@@ -27,7 +27,7 @@ def test_what_fails_comes_first_with_its_cure_and_ends_with_1(run: Run, config: 
     assert ran.lines[2:6] == [
         "FAIL JS042 MARS: the stream of event type mars does not exist",
         f"     Expected: {check('JS042').title}.",
-        f"     Why: {check('JS042').why} (docs/operations.md#js042)",
+        f"     Why: {check('JS042').why} (docs/operations/checks.md#js042)",
         f"       -> {check('JS042').cure.format(stream='MARS')}",
     ]
     assert "SKIP JS001 JS002 JS003 JS005 JS040 JS047 JS052: checked only with --production" in ran.lines
@@ -65,7 +65,7 @@ def test_a_program_reads_all_of_it(run: Run, config: Path) -> None:
     assert (ran.code, told["state"], told["durability"]) == (1, "FAIL", {})
     assert len(told["checks"]) == len(CHECKS)
     worst = told["checks"][0]
-    assert (worst["code"], worst["state"], worst["docs"]) == ("JS042", "FAIL", "docs/operations.md#js042")
+    assert (worst["code"], worst["state"], worst["docs"]) == ("JS042", "FAIL", "docs/operations/checks.md#js042")
     (finding,) = worst["findings"]
     assert finding == {
         "state": "FAIL",

@@ -1,6 +1,6 @@
 """Every shape in which a function may return or yield: all of it is published, it is nothing, or the call fails.
 
-The same shapes are the table of docs/agents.md.
+The same shapes are the table of docs/agents/publishing.md.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class TestWhateverIsReturned:
 
 
 def test_the_documentation_names_every_shape() -> None:
-    text = (PROJECT / "docs/agents.md").read_text()
-    table = text.partition("### What a function may return")[2].partition("\n## ")[0]
+    text = (PROJECT / "docs/agents/publishing.md").read_text()
+    table = text.partition("## What a function may return")[2].partition("\n## ")[0]
     assert [shape for shape in SHAPES if shape.removeprefix("a ").removeprefix("an ") not in table] == []
 
 

@@ -1,7 +1,8 @@
 """Ten things that go wrong, and which of them `aviso-workers doctor`, `nats server check` and `nats audit` tell of.
 
-docs/operations.md has the table ("Which tool finds which problem"). `nats server check` is asked about the stream or
-consumer that is broken, as it comes and with a threshold that fits; the doctor is asked once, and finds it by itself.
+docs/operations/nats-cli.md has the table ("Which tool finds which problem"). `nats server check` is asked about the
+stream or consumer that is broken, as it comes and with a threshold that fits; the doctor is asked once, and finds it by
+itself.
 """
 
 from __future__ import annotations

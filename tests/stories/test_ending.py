@@ -1,4 +1,4 @@
-"""The end of a worker process while a handler waits, in each form of waiting: the table in docs/agents.md."""
+"""The end of a worker process while a handler waits, in each form of waiting: the table in docs/agents/stopping.md."""
 
 from __future__ import annotations
 

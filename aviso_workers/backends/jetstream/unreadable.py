@@ -28,7 +28,7 @@ same codes for other reasons too. 10077 is its code for an error of the store.""
 ASK_SECONDS = 2.0
 CURE = (
     "stop the server, and look at its encryption key, its store_dir and its log: with the right key the other streams "
-    "are there again, and {lost} needs its backup (docs/operations.md#js042)"
+    "are there again, and {lost} needs its backup (docs/operations/checks.md#js042)"
 )
 
 

@@ -1,8 +1,8 @@
 """The doctor: gathers facts once, judges them by checks, and says what to do.
 
 The command `doctor` calls `examine`. `facts` asks the servers, `checks` are data with a pure function each,
-`judgements` holds one against the other, `output` writes what came of it. docs/operations.md has a section for each
-check.
+`judgements` holds one against the other, `output` writes what came of it. docs/operations/checks.md has a section for
+each check.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from aviso_workers.ops.doctor.facts import Facts, Need
 
 __all__ = ["Check", "Finding", "Result", "State", "about", "check", "judge", "worst"]
 
-PAGE = "docs/operations.md"
+PAGE = "docs/operations/checks.md"
 COMMANDS = ("aviso-workers ", "nats ")
 NOT_IN_PRODUCTION = "checked only with --production"
 
@@ -64,9 +64,7 @@ def about(one: StreamInfo | ConsumerInfo, found: str, *, state: State | None = N
 
 
 Judge = Callable[[Facts], Iterator[Finding]]
-"""The function of a check. Its docstring is Markdown: what the reference of docs/operations.md says of the check beside
-`why` and `cure`.
-"""
+"""The function of a check. Its docstring is Markdown: what docs/operations/checks.md says beside `why` and `cure`."""
 
 
 class Check(Struct, frozen=True, kw_only=True):

@@ -411,8 +411,8 @@ def _missing(stream: str) -> Unreached:
     return Unreached(
         where=stream,
         why="there is no such stream on this server, which may be the wrong one, or one that cannot read the stream",
-        cure="make sure that no server has it (docs/operations.md#js042), create it with `aviso-workers streams apply` "
-        "and erase again",
+        cure="make sure that no server has it (docs/operations/checks.md#js042), create it with "
+        "`aviso-workers streams apply` and erase again",
         unknown=True,
     )
 

@@ -1,4 +1,4 @@
-"""docs/operations.md and docs/guarantees.md, against the checks and the tests that there are."""
+"""docs/operations/checks.md and docs/guarantees.md, against the checks and the tests that there are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from _docs import checks
 from aviso_workers.ops.doctor.checks import CHECKS
 
 PROJECT = Path(__file__).parents[3]
-PAGE = (PROJECT / "docs" / "operations.md").read_text()
+PAGE = (PROJECT / "docs" / "operations" / "checks.md").read_text()
 GUARANTEES = (PROJECT / "docs" / "guarantees.md").read_text()
 MENTIONED = re.compile(r"\bJS\d{3}\b")
 
@@ -20,7 +20,7 @@ def test_the_reference_is_what_the_checks_declare() -> None:
 
 
 def test_a_section_has_all_that_a_check_declares() -> None:
-    sections = re.split(r"^### ", checks.reference(), flags=re.MULTILINE)[1:]
+    sections = re.split(r"^## ", checks.reference(), flags=re.MULTILINE)[1:]
     for one, section in zip(CHECKS, sections, strict=True):
         assert section.startswith(f"{one.code}\n\n**{one.title}.** {one.severity.name}")
         assert ("`--production`" in section.split(".", 3)[1]) == one.production

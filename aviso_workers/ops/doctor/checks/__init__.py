@@ -1,4 +1,4 @@
-"""All checks, in modules by what they examine. docs/operations.md has a section for each, by its code."""
+"""All checks, in modules by what they examine. docs/operations/checks.md has a section for each, by its code."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def short_windows(facts: Facts) -> Iterator[Finding]:
     The check reads only agents whose return annotation contains `Notify`. If the agent's function names the event types
     that it publishes, as in `Notify("derived", ...)`, only their streams are compared with its `retry`; otherwise all
     event streams are. The window must not be longer than `max_age`. An agent that is to outlast an outage of hours
-    needs its long `retry`: [accept the finding](#accepted-findings) there, if a notification that is stored twice does
-    no harm.
+    needs its long `retry`: [accept the finding](doctor.md#accepted-findings) there, if a notification that is stored
+    twice does no harm.
     """
     deadline = facts.config.notification_backend.jetstream.publish_deadline_seconds
     by_stream = event_streams(facts.config.notification_schema)
@@ -97,7 +97,7 @@ def no_backup(facts: Facts) -> Iterator[Finding]:
     backup create` or `nats stream backup`. The backup must not be older than 24 hours, and the running server must be
     able to restore it: a server before 2.15 cannot read the archive of a newer server.
 
-    No check can see whether a backup can be restored ([Backups](backup.md)).
+    No check can see whether a backup can be restored ([Backups](../backup.md)).
     """
     if facts.scope.backups is None:
         return
@@ -131,7 +131,7 @@ def no_backup(facts: Facts) -> Iterator[Finding]:
 def open_connection(facts: Facts) -> Iterator[Finding]:
     """The check finds a URL to another machine without TLS, a URL without a user, token, NKey, credentials or
     certificate, and a user whose answers go to `_INBOX`, where other users of the account hear them
-    ([Answers](security.md#answers)).
+    ([Answers](../security.md#answers)).
     """
     settings = facts.config.notification_backend.jetstream
     for url, shown in zip(settings.servers, settings.masked_servers, strict=True):

@@ -43,6 +43,7 @@ NO_CLIENT = (
     "consumers rm {stream} {consumer}`."
 )
 ANY_WORKER = "Start a worker of any app (`aviso-workers worker MODULE:APP`): each of them reads from this consumer."
+CLIENT_FAILS = "Find out why the client that reads from the consumer does not acknowledge, or raise its ack_wait."
 MORE_CLIENTS = "Let more clients read from the consumer, or make them faster."
 FEEDS_ITSELF = (
     "More workers do not help: the agent reads what it publishes, itself or through other agents. Let it publish "
@@ -80,7 +81,7 @@ def falling_behind(facts: Facts) -> Iterator[Finding]:
     agent whose function publishes the event type that it reads, itself or through other agents of the app: more workers
     do not help there.
 
-    [Fleets](fleets.md) says how many workers you need.
+    [Fleets](../fleets.md) says how many workers you need.
     """
     for before, after in _both(facts):
         growth = after.num_pending - before.num_pending
@@ -102,7 +103,6 @@ def falling_behind(facts: Facts) -> Iterator[Finding]:
     why="Handlers fail, or take longer than ack_wait without reporting progress.",
     cure="`aviso-workers agents retrying {app} {agent}` shows which notifications are tried again and why, and "
     "`aviso-workers dead-letters ls` those that are not tried any more. If no handler fails, raise ack_wait.",
-    cure_of_others="Let the client that reads from the consumer handle its messages, or raise ack_wait.",
 )
 def redelivered(facts: Facts) -> Iterator[Finding]:
     """The check warns when more than 5 % of the deliveries, and at least 20, are unsettled redeliveries, or when there
@@ -119,7 +119,8 @@ def redelivered(facts: Facts) -> Iterator[Finding]:
         elif after.num_redelivered - before.num_redelivered >= FEW:
             found = f"{after.num_redelivered - before.num_redelivered} more redeliveries within {_elapsed(facts)}"
         if found:
-            yield about(after, f"{found}{_last_failure(facts, after)}")
+            cure = "" if metadata.is_of_agent(after.config) else CLIENT_FAILS
+            yield about(after, f"{found}{_last_failure(facts, after)}", cure=cure)
 
 
 @declare(
@@ -240,7 +241,7 @@ def hidden(facts: Facts) -> Iterator[Finding]:
 )
 def unfinished(facts: Facts) -> Iterator[Finding]:
     """The check fails when the oldest delivered notification is unfinished for longer than the policy of its agent
-    allows ([the rules](#when-a-consumer-is-stuck)).
+    allows ([the rules](lag.md#when-a-consumer-is-stuck)).
     """
     for key, after in facts.consumers.items():
         before = facts.before.consumers.get(key, after)
@@ -337,7 +338,7 @@ def due(facts: Facts) -> Iterator[Finding]:
 )
 def ends_workers(facts: Facts) -> Iterator[Finding]:
     """The check finds notifications during which a worker process ended more than once. Workers run such a notification
-    alone, to be sure that it is the cause. [A worker restarts in a loop](#a-worker-restarts-in-a-loop) has the steps.
+    alone, to be sure that it is the cause. [A worker restarts in a loop](worker-restarts.md) has the steps.
     """
     by_agent = defaultdict[tuple[str, str], list[int]](list)
     for each in facts.run_alone:

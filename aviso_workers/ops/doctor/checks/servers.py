@@ -32,7 +32,7 @@ THIS_MACHINE = "this machine"
 A_WHILE = timedelta(days=1)
 LITTLE_FREE = 2**30
 """Bytes: of a disk that is nearly full, that is too little for large disks too."""
-RUNBOOK = "docs/operations.md#a-disk-is-full"
+RUNBOOK = "docs/operations/disk-full.md#a-disk-is-full"
 RESTART = (
     "Free space on the disk of {place}, then restart that server. Until the restart, the server refuses messages of "
     f"these streams, even when the disk has space again ({RUNBOOK})."
@@ -127,7 +127,7 @@ def power_cut(facts: Facts) -> Iterator[Finding]:
     | several replicas, flushed less often than every 10 seconds | WARN |
     | `sync_interval` is unknown, because no monitoring port is known | SKIP |
 
-    See [What a power cut loses](#what-a-power-cut-loses).
+    See [What a power cut loses](power-cut.md).
     """
     for each in durability.of_streams(facts):
         if each.in_memory or each.unflushed == durability.NEVER:
@@ -158,7 +158,7 @@ def health(facts: Facts) -> Iterator[Finding]:
     you named does not answer; the meta group has no leader, or a server is missing from it; no server of the cluster
     has JetStream enabled.
 
-    If the log says `write error` or `no space left on device`, follow [A disk is full](#a-disk-is-full).
+    If the log says `write error` or `no space left on device`, follow [A disk is full](disk-full.md).
     """
     without = [one for one in facts.monitored if one.without_jetstream]
     lacks_jetstream = bool(without) and len(without) == len(facts.monitored)
@@ -425,7 +425,7 @@ def slow_clients(facts: Facts) -> Iterator[Finding]:
 def not_strict(facts: Facts) -> Iterator[Finding]:
     """The check sends a request for the names of streams with an unknown field, which changes nothing, and looks at
     `/varz` of each server of `--monitor`. It is silent where clients have no user: then JS047 counts
-    ([Servers](support.md#servers)).
+    ([Servers](../support.md#servers)).
     """
     settings = facts.config.notification_backend.jetstream
     if not any(has_user(settings, url) for url in settings.servers):

@@ -342,8 +342,8 @@ def two_histories(facts: Facts) -> Iterator[Finding]:
 )
 def other_histories(facts: Facts) -> Iterator[Finding]:
     """Its lag is 0 all the same. The check compares some messages of both by time, subject and body. It does not
-    compare an origin that does not answer. [Mirrors and failover](failover.md#does-it-follow) says what the comparison
-    cannot see.
+    compare an origin that does not answer. [Mirrors and failover](../failover.md#does-it-follow) says what the
+    comparison cannot see.
     """
     for link in facts.links:
         if link.divergence:
@@ -358,7 +358,7 @@ def other_histories(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def half_restored(facts: Facts) -> Iterator[Finding]:
-    """If a restore was killed, or a restore of a [set](backup.md#sets) failed, the marks stay."""
+    """If a restore was killed, or a restore of a [set](../backup.md#sets) failed, the marks stay."""
     for stream in facts.streams.values():
         mark = stream.config.metadata.get(UNFINISHED, "")
         if OF_SET in mark:
