@@ -21,7 +21,7 @@ from aviso_workers.cli.targets import AgentOption, ConfigOption, Opened, Target,
 from aviso_workers.declare.agents import Agent
 from aviso_workers.engine.last_failures import Retrying
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError
-from aviso_workers.ops import agent_report
+from aviso_workers.ops import agent_report, deployment
 from aviso_workers.ops.agent_report import AgentRow, Progress
 
 __all__ = ["agents", "one_app"]
@@ -83,13 +83,18 @@ def list_agents(
         await anyio.sleep(seconds)
         now = await report(server)
         rows = agent_report.rows(now, before, seconds=anyio.current_time() - began)
+        if not rows and found is None and (elsewhere := await deployment.elsewhere(server.admin)):
+            raise NotFoundError(
+                f"no agent reads one of the configured streams; these are read: {'; '.join(elsewhere)}. Name the "
+                "configuration that has their event types by --config, or the app by --app MODULE:APP"
+            )
         return rows + await agent_report.failing(server.admin, found.name if found else given)
 
     source = found.config if found else config
     if watch:
-        connected(source, lambda server: _watch(server, report, seconds))
+        connected(source, lambda server: _watch(server, report, seconds), declared=True)
         return
-    rows = connected(source, snapshots)
+    rows = connected(source, snapshots, declared=True)
     print_rows(AGENTS, map(_row, rows), rows, none="no agents", as_json=as_json)
     if any(row.trouble for row in rows):
         raise typer.Exit(1)
@@ -210,7 +215,7 @@ def retrying(
     async def report(server: Opened) -> list[Progress]:
         return await agent_report.of_deployment(server.admin, server.config)
 
-    found = [each for each in _of_named(connected(config, report), app) if each.agent == agent]
+    found = [each for each in _of_named(connected(config, report, declared=True), app) if each.agent == agent]
     if not found:
         raise NotFoundError(f"app {app} has no agent {agent} that reads one of the configured streams")
     waiting = [each for progress in found for each in progress.retrying]

@@ -148,7 +148,7 @@ def rename(
         await agent_control.rename(server.admin, plan)
         typer.echo(f"{agent} of {name} is {to} now")
 
-    connected(config, run)
+    connected(config, run, declared=True)
 
 
 @agents.command("rm")
@@ -199,7 +199,7 @@ def remove(
         await retirement.retire(server.admin, plan)
         typer.echo(f"{f'{agent} of {name}' if agent else name} is gone from the server")
 
-    connected(config, run)
+    connected(config, run, declared=True)
 
 
 def _retirement_rows(plan: Retirement) -> list[tuple[str, str, str]]:
@@ -226,7 +226,7 @@ def _control(
     async def find_and_run(server: Opened) -> None:
         await run(server, await agent_control.find(server.admin, server.config, owner, agent))
 
-    connected(config, find_and_run)
+    connected(config, find_and_run, declared=True)
 
 
 def _print_plan(plan: Reset) -> None:

@@ -99,6 +99,7 @@ def doctor(
         report = connected(
             hurried(examined.config if examined else load(config)),
             lambda server: examine(server.admin, server.config, scope),
+            declared=True,
         )
     except AvisoWorkersError as error:
         if format != "nagios":

@@ -18,11 +18,13 @@ from typer.core import TyperOption
 
 from aviso_workers.app import App
 from aviso_workers.backends import Admin, open_backend
-from aviso_workers.config import Config
+from aviso_workers.cli.output import echo
+from aviso_workers.config import Config, completed
 from aviso_workers.config import load as load_config
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Router
-from aviso_workers.errors import AvisoWorkersError, ConfigError, DeclarationError, NotFoundError, describe
+from aviso_workers.engine import declarations
+from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, DeclarationError, NotFoundError, describe
 from aviso_workers.jetstream.error_codes import STREAM_NOT_FOUND
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "settings_of_installed",
     "shared",
     "source_of",
+    "with_declared",
 ]
 
 T = TypeVar("T")
@@ -227,14 +230,39 @@ def run_connected(app: App, run: Callable[[App], Awaitable[T]]) -> T:
     return anyio.run(connect)
 
 
-def connected(config: Config | ConfigSource | None, run: Callable[[Opened], Awaitable[T]]) -> T:
-    """Connect to the server of a configuration, call `run`, and return its result."""
+def connected(
+    config: Config | ConfigSource | None, run: Callable[[Opened], Awaitable[T]], *, declared: bool = False
+) -> T:
+    """Connect to the server of a configuration, call `run`, and return its result. `declared` is for commands about
+    agents: they know the event types too that only workers have recorded.
+    """
 
     async def connect() -> T:
         async with opened(config) as server:
-            return await run(server)
+            return await run(await with_declared(server) if declared else server)
 
     return anyio.run(connect)
+
+
+async def with_declared(server: Opened) -> Opened:
+    """Return the connection with the event types that workers have recorded and the configuration does not have: those
+    that are declared in Python. Say on standard error where they come from.
+
+    Where the records cannot be read, there are none. Raises `ConfigError` where a recorded event type has a mistake.
+    """
+    try:
+        stored = await declarations.stored(server.admin)
+    except BackendError:
+        return server
+    found = declarations.event_types(stored, known=server.config.notification_schema)
+    if not found:
+        return server
+    examined = completed(server.config, [(name, entry) for name, (_, entry) in found.items()])
+    if examined.mistakes:
+        raise ConfigError(examined.mistakes)
+    for name, (_, entry) in sorted(found.items()):
+        echo(f"event type {name} is not in the configuration; it is that of {entry.place}", err=True)
+    return Opened(server.admin, examined.config)
 
 
 def _configured(app: App, config: ConfigSource | None) -> App:

@@ -21,6 +21,7 @@ from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.windows import Window, Windowing
 from aviso_workers.engine import (
     consumer_records,
+    declarations,
     delayed_delivery,
     delayed_messages,
     max_deliveries,
@@ -247,6 +248,7 @@ class Session:
                 watching.start_soon(watch_backend, work.cancel_scope)
                 watching.start_soon(raise_replicas)
                 watching.start_soon(self._record_failures)
+                watching.start_soon(self._record_declared, app)
                 if begun is not None:
                     watching.start_soon(self._tell_begun, agents, begun)  # first, so that it hears of all of them
                 for agent in agents:
@@ -262,6 +264,10 @@ class Session:
             watching.cancel_scope.cancel()
         if failure is not None:
             raise failure
+
+    async def _record_declared(self, app: Any) -> None:
+        schema = self._config.notification_schema
+        await declarations.record(self.backend, app=self._app, declared=app, schema=schema, agents=app.agents)
 
     async def _record_failures(self) -> None:
         with self._events.heard_by(self._last_failures.observe, Ticked, TaskFailed, WindowDone):

@@ -34,6 +34,7 @@ __all__ = [
     "agents",
     "dead_letters",
     "due",
+    "elsewhere",
     "functions",
     "max_deliveries_exceeded",
     "missing",
@@ -58,6 +59,7 @@ class RunAlone(Struct, frozen=True, kw_only=True):
     sequence: int
 
 
+OWN = (dead_letter_store.STREAM, dead_letter_store.RETRIES, max_deliveries.STREAM, delayed_messages.STREAM)
 SUBJECT_TOKENS = dead_letter_store.SUBJECT.count(".") + 3
 """The number of tokens in the subject of a dead letter."""
 
@@ -76,6 +78,18 @@ async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInf
     except NotFoundError:
         return {}
     return {found: consumer for consumer in consumers if (found := agent_of(consumer.name))}
+
+
+async def elsewhere(admin: Admin) -> list[str]:
+    """Return which streams, of whatever name, agents read: each stream with its agents, as text. Raises `BackendError`.
+
+    Our own streams are left out.
+    """
+    found = []
+    for stream in await admin.stream_names():
+        if stream not in OWN and (of_stream := await agents(admin, stream)):
+            found.append(f"{stream} by {', '.join('/'.join(agent) for agent in sorted(of_stream))}")
+    return found
 
 
 async def records(admin: Admin) -> dict[tuple[str, str], ConsumerRecord]:

@@ -18,6 +18,7 @@ from aviso_workers.engine import (
     attempts,
     consumer_records,
     dead_letter_store,
+    declarations,
     last_failures,
     table_store,
     timer_loops,
@@ -124,6 +125,8 @@ async def retire(admin: Admin, plan: Retirement) -> None:
     for agent, stream in plan.records:
         await consumer_records.remove(admin, app=plan.app, agent=agent, stream=stream)
     await last_failures.remove(admin, app=plan.app, agent=plan.agent)
+    if not plan.agent:
+        await declarations.remove(admin, app=plan.app)
     for stream, subject in plan.subjects:
         with suppress(NotFoundError):
             await admin.purge_stream(stream, subject=subject)

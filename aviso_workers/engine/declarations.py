@@ -1,0 +1,106 @@
+"""What the code of an app declares, recorded for commands that run where the code is not.
+
+An event type that is declared in Python is in no configuration file, so an operator's commands would not know its
+stream. A worker that starts records what its app declares in the bucket of `consumer_records`, under
+`<app>/declared`. The newest start counts: where two versions of an app run side by side, neither writes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from msgspec import Struct, structs
+
+from aviso_workers.aviso.codec import read_json
+from aviso_workers.aviso.schema import EventType
+from aviso_workers.backends import Backend
+from aviso_workers.config.documents import IN_PYTHON, Node, Place, node_of
+from aviso_workers.engine import consumer_records
+from aviso_workers.errors import BackendError, UndecodableError
+from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.version import __version__
+
+__all__ = ["Declared", "event_types", "record", "remove", "stored"]
+
+END = "declared"
+
+
+class Declared(Struct, frozen=True, kw_only=True):
+    """What an app declares."""
+
+    time: datetime
+    """When the worker started that recorded it, by its own clock."""
+    version: str
+    """Of aviso-workers."""
+    modules: tuple[str, ...]
+    """Those that the functions of its agents are in."""
+    agents: dict[str, str]
+    """Agents, and the event type that each reads."""
+    timers: dict[str, str]
+    """Timers, and the schedule of each as text."""
+    tasks: tuple[str, ...]
+    event_types: dict[str, Any]
+    """The entries of `notification_schema` of the event types that its agents read."""
+
+
+async def record(
+    backend: Backend, *, app: str, declared: Any, schema: Mapping[str, EventType], agents: Collection[Any]
+) -> None:
+    """Record what the app `declared` has. Where that fails, the next start does it: nothing depends on it."""
+    found = Declared(
+        time=datetime.fromtimestamp(backend.clock.time_ns() / 1e9, UTC),
+        version=__version__,
+        modules=tuple(sorted({str(getattr(agent.function, "__module__", "")) for agent in agents} - {""})),
+        agents={agent.name: agent.event_type for agent in agents},
+        timers={timer.name: timer.schedule.text for timer in declared.timers},
+        tasks=tuple(task.name for task in declared.tasks),
+        event_types={
+            name: node_of(schema[name], Place(rank=IN_PYTHON, line=0, source="")).resolved
+            for name in sorted({agent.event_type for agent in agents})
+        },
+    )
+    with suppress(BackendError):
+        known = _read(await consumer_records.entry(backend, _key(app)))
+        if known is None or structs.replace(found, time=known.time) != known:
+            await (await consumer_records.bucket(backend)).put(_key(app), msgspec.json.encode(found))
+
+
+async def stored(backend: Backend) -> dict[str, Declared]:
+    """Return what apps declare, by app. Raises `BackendError`."""
+    found = [(each.key.split("/"), _read(each)) for each in await consumer_records.entries(backend)]
+    return {key[0]: declared for key, declared in found if declared and len(key) == 2 and key[1] == END}
+
+
+async def remove(backend: Backend, *, app: str) -> None:
+    """Forget what a retired app declares. Raises `BackendError`."""
+    if await consumer_records.entry(backend, _key(app)) is not None:
+        await (await consumer_records.bucket(backend)).delete(_key(app))
+
+
+def event_types(found: Mapping[str, Declared], *, known: Collection[str]) -> dict[str, tuple[str, Node]]:
+    """Return the event types that are not `known`, by name: whose they are, and the entry that a file would have.
+
+    Of two apps that declare one of the same name, the newest record counts.
+    """
+    entries = {}
+    for app, declared in sorted(found.items(), key=lambda item: item[1].time):
+        for name, entry in declared.event_types.items():
+            if name not in known:
+                source = f"app {app}, recorded at {declared.time.isoformat(timespec='seconds')}"
+                entries[name] = (app, node_of(entry, Place(rank=IN_PYTHON, line=0, source=source)))
+    return entries
+
+
+def _key(app: str) -> str:
+    return f"{app}/{END}"
+
+
+def _read(entry: Entry | None) -> Declared | None:
+    try:
+        return read_json(entry.value, Declared) if entry is not None else None
+    except UndecodableError:
+        return None  # of a version that writes another one, or not ours

@@ -1,0 +1,89 @@
+"""Commands about agents where the code is not, and event types are declared in Python."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import pytest
+
+from aviso_workers.backends import open_backend
+from aviso_workers.config import load
+from aviso_workers.engine import declarations
+from tests.cli.conftest import Ran
+from tests.conftest import Start
+
+Run = Callable[..., Ran]
+
+APP = """
+from aviso_workers import App, Notification
+
+app = App("field", config="{config}")
+app.event_type("fields", key=["class", "step"])
+
+
+@app.agent("fields")
+async def index(notification: Notification) -> None: ...
+"""
+
+
+@pytest.fixture
+def operators(config: Path) -> Path:
+    """A configuration that has the server, and no event type."""
+    path = config.with_name("operators.yaml")
+    path.write_text(json.dumps({**json.loads(config.read_text()), "notification_schema": {}}))
+    return path
+
+
+@pytest.fixture
+def worked(run: Run, operators: Path, tmp_path: Path, start: Start) -> str:
+    """MODULE:APP, whose worker has run and stopped."""
+    name = f"without_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(APP.format(config=operators))
+    worker = start("worker", f"{name}:app")
+    worker.until("agent.started")
+    while not [
+        each for each in run("agents", "ls", "--seconds", "0.1", "--config", operators).lines if "index" in each
+    ]:
+        pass
+    assert worker.end(signal.SIGTERM) == 0
+    return f"{name}:app"
+
+
+def test_agents_are_listed_with_where_their_event_type_is_from(run: Run, operators: Path, worked: str) -> None:
+    ran = run("agents", "ls", "--seconds", "0.1", "--json", "--config", operators)
+    assert ran.code == 0
+    assert ran.err.startswith("event type fields is not in the configuration; it is that of app field, recorded at 20")
+    (row,) = map(json.loads, ran.lines)
+    assert (row["app"], row["agent"], row["stream"], row["state"]) == ("field", "index", "FIELDS", "idle")
+    assert run("agents", "ls", worked, "--seconds", "0.1").err == "", "the code has it"
+
+
+def test_they_are_controlled(run: Run, operators: Path, worked: str) -> None:
+    assert run("agents", "pause", "index", "--app", "field", "--config", operators).code == 0
+    assert "paused until it is resumed" in run("agents", "ls", "--seconds", "0.1", "--config", operators).out
+    assert run("agents", "resume", "index", "--app", "field", "--config", operators).code == 0
+    assert run("agents", "reset", "index", "--app", "field", "--to", "new", "--yes", "--config", operators).code == 0
+
+
+def test_the_doctor_knows_their_streams(run: Run, operators: Path, worked: str) -> None:
+    ran = run("doctor", "--seconds", "0.1", "--format", "json", "--config", operators)
+    states = {check["code"]: check["state"] for check in json.loads(ran.out)["checks"]}
+    assert "FAIL" not in states.values()
+
+
+def test_agents_of_an_older_version_are_told_and_not_passed_over(run: Run, operators: Path, worked: str) -> None:
+
+    async def forget() -> None:
+        async with open_backend(load(operators)) as backend:
+            await declarations.remove(backend, app="field")
+
+    anyio.run(forget)
+    ran = run("agents", "ls", "--seconds", "0.1", "--config", operators)
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.startswith(
+        "aviso-workers: no agent reads one of the configured streams; these are read: FIELDS by field/index. Name the "
+    )

@@ -1,0 +1,113 @@
+"""What the code of an app declares, as workers record it for commands that have no code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import App, Notification, config
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.config import Config, completed
+from aviso_workers.engine import consumer_records, declarations
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+TYPES: dict[str, dict[str, Any]] = {
+    "plain": {"key": ["class", "step"]},
+    "kept": {
+        "key": ["class", "date", "step"],
+        "identifier": {
+            "date": {"type": "DateHandler", "canonical_format": "%Y%m%d", "required": True},
+            "step": {"type": "IntHandler", "range": [0, 240], "required": True},
+            "class": {"type": "EnumHandler", "values": ["od", "rd"], "required": True},
+        },
+        "payload": {"required": True},
+        "storage_policy": {"retention_time": "7d", "max_messages": 1000, "max_size": "1Gi", "compression": True},
+    },
+    "named": {"key": ["expver"], "base": "other", "latest_only": True},
+}
+
+
+EMPTY = config.Config(notification_backend=config.NotificationBackend(kind="jetstream"))
+
+
+def app_with(*types: str, settings: Config = EMPTY) -> App:
+    app = App("fields", config=settings)
+    for name in types:
+        app.event_type(name, **TYPES[name])
+
+        @app.agent(name, name=f"index_{name}")
+        async def index(notification: Notification) -> None: ...
+
+    return app
+
+
+async def recorded(backend: InMemoryBackend, app: App) -> declarations.Declared:
+    schema = app.config.notification_schema
+    await declarations.record(backend, app=app.name, declared=app, schema=schema, agents=app.agents)
+    return (await declarations.stored(backend))[app.name]
+
+
+@pytest.mark.parametrize("name", TYPES)
+async def test_an_event_type_is_read_as_it_was_declared(backend: InMemoryBackend, name: str) -> None:
+    app = app_with(name)
+    await recorded(backend, app)
+    found = declarations.event_types(await declarations.stored(backend), known=())
+    examined = completed(EMPTY, [(each, entry) for each, (_, entry) in found.items()])
+    assert examined.mistakes == ()
+    assert examined.config.notification_schema == app.config.notification_schema
+
+
+async def test_agents_timers_and_tasks_are_recorded(backend: InMemoryBackend) -> None:
+    app = app_with("plain", "kept")
+    app.every("1h")(report)
+    app.task(watch)
+    found = await recorded(backend, app)
+    assert found.agents == {"index_plain": "plain", "index_kept": "kept"}
+    assert (found.timers, found.tasks) == ({"report": "every 3600s"}, ("watch",))
+    assert found.modules == (__name__,)
+
+
+async def report() -> None: ...
+
+
+async def watch() -> None: ...
+
+
+async def test_what_is_recorded_already_is_not_written_again(backend: InMemoryBackend) -> None:
+    first = await recorded(backend, app_with("plain"))
+    revision = await (await consumer_records.bucket(backend)).revision()
+    assert await recorded(backend, app_with("plain")) == first
+    assert await (await consumer_records.bucket(backend)).revision() == revision
+    assert (await recorded(backend, app_with("named"))).agents == {"index_named": "named"}
+
+
+async def test_known_event_types_stay_as_they_are(backend: InMemoryBackend) -> None:
+    await recorded(backend, app_with("plain", "kept"))
+    found = declarations.event_types(await declarations.stored(backend), known={"kept": None})
+    assert {name: app for name, (app, _) in found.items()} == {"plain": "fields"}
+
+
+async def test_a_record_of_another_version_counts_as_none(backend: InMemoryBackend) -> None:
+    await (await consumer_records.bucket(backend)).put("fields/declared", b'{"event_types": 7}')
+    assert await declarations.stored(backend) == {}
+
+
+async def test_a_retired_app_declares_nothing(backend: InMemoryBackend) -> None:
+    await recorded(backend, app_with("plain"))
+    await declarations.remove(backend, app="fields")
+    assert await declarations.stored(backend) == {}
+
+
+async def test_a_worker_records_them_when_it_starts() -> None:
+    in_memory = config.Config(notification_backend=config.NotificationBackend(kind="in_memory"))
+    app, stop = app_with("plain", settings=in_memory), anyio.Event()
+    async with app, anyio.create_task_group() as tasks:
+        tasks.start_soon(app.work, stop)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not await declarations.stored(app.session.backend):
+                await app.session.backend.clock.sleep(0.01)
+        stop.set()
