@@ -28,7 +28,7 @@ from aviso_workers.events import TaskFailed, Ticked, WindowDone
 from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
 
-__all__ = ["Kind", "LastFailure", "LastFailures", "Retrying", "remove", "stored"]
+__all__ = ["END", "Kind", "LastFailure", "LastFailures", "Retrying", "remove", "stored"]
 
 Kind = Literal["agents", "timers", "tasks"]
 WRITE_SECONDS = 5.0
@@ -40,6 +40,7 @@ MOST_RETRYING = 50
 LONGEST_TEXT = 200
 """Characters of an error's text that are recorded; the log and dead letters have more."""
 END = "failure"
+"""The last part of the key of each record."""
 NO_KEY = re.compile(r"[^-_A-Za-z0-9]")
 """What a key of a bucket cannot have, as the name of a task that is a lambda."""
 

@@ -20,6 +20,7 @@ import pytest
 
 from aviso_workers import App, Counter, Notification, Reject, files
 from aviso_workers.backends import Administration, Chunk, Message
+from aviso_workers.engine import consumer_records
 from aviso_workers.errors import InvalidNotificationError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.info import Cluster, Replica, StreamConfig, StreamInfo
 from aviso_workers.ops import backups
@@ -409,23 +410,29 @@ async def test_tables_windows_and_counters_that_may_hold_copies_are_named(place:
     await windows.put("x=2Fod", b'{"open": {"0": 3}, "counted": {"1": 2.0}}')
     await (await backend.key_value("index_windows_count_failures")).put("od", b'{"open": {"0": 3}}')
     await (await backend.key_value("index_failures")).put("agent.MARS.1", b"1")
+    records = await consumer_records.bucket(backend)
+    await records.put("index/count/MARS", b'{"filter_subjects": ["mars.od.*"]}')
+    await records.put("index/agents/count/failure", b'{"text": "no index for od"}')
     async with _counter_of(place) as counter:
         await counter.add("od")
         await counter.add("rd")
         survey = await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "od"}).survey()
         assert [(each.kind, each.name, each.keys, each.named) for each in survey.suspects] == [
+            ("bucket", "aviso_workers_consumers", 1, ("index/agents/count/failure",)),
             ("table", "index__sums", 3, ("od", "rd")),
             ("windows", "index_windows_count_failures", 1, ("od",)),
             ("windows", "index_windows_hourly", 1, ("x=2Fod",)),
             ("counter", "index__seen", 2, ("od",)),
         ]
-        await place.erase(where={"class": "od"}, keys=["index__sums/od", "index__sums/rd", "index__seen/od"])
+        keys = ["index__sums/od", "index__sums/rd", "index__seen/od"]
+        await place.erase(where={"class": "od"}, keys=[*keys, "aviso_workers_consumers/index/agents/count/failure"])
+        assert await records.keys() == ["index/count/MARS"]
         assert await counter.items() == {"rd": 1}
         assert await counter.add("od") == 1
         assert await sums.keys() == ["other"]
     record = place.record()
-    assert record["by_keys_of"] == ["index__seen", "index__sums"]
-    assert record["may_hold_copies"][0] == {"kind": "table", "name": "index__sums", "keys": 3, "named": 2}
+    assert record["by_keys_of"] == ["aviso_workers_consumers", "index__seen", "index__sums"]
+    assert record["may_hold_copies"][1] == {"kind": "table", "name": "index__sums", "keys": 3, "named": 2}
     assert "od" not in re.findall(r"[a-z]+", place.audit.read_text())
 
 

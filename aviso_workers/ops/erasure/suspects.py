@@ -18,7 +18,7 @@ from msgspec import Struct
 from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.backends import Admin, Message, StreamInfo
 from aviso_workers.declare.tables import decode_key
-from aviso_workers.engine import attempts, consumer_records, table_store, timer_loops
+from aviso_workers.engine import attempts, consumer_records, last_failures, table_store, timer_loops
 from aviso_workers.engine.handlers import windowed
 from aviso_workers.errors import BackendError, InvalidNotificationError, NotFoundError
 
@@ -91,6 +91,8 @@ async def _bucket(admin: Admin, bucket: str, wanted: _Values) -> Suspect:
             key = message.subject.removeprefix(f"{OF_KEYS}{bucket}.")
             if kind == "windows" and key.startswith("="):
                 continue  # how far time has come, of all keys
+            if bucket == consumer_records.BUCKET and not key.endswith(f"/{last_failures.END}"):
+                continue  # positions, versions and declarations
             newest[key] = bool(message.data)
             if wanted.any_in(decode_key(key)) or any(map(wanted.any_in, _texts(message.data))):
                 named.add(key)
@@ -126,8 +128,7 @@ def _holds_positions_only(bucket: str) -> bool:
     """
     if "__" in bucket or windowed.is_bucket(bucket):
         return False
-    endings = (attempts.BUCKET_SUFFIX, *timer_loops.buckets_of(""))
-    return bucket == consumer_records.BUCKET or bucket.endswith(endings)
+    return bucket.endswith((attempts.BUCKET_SUFFIX, *timer_loops.buckets_of("")))
 
 
 async def _messages(admin: Admin, stream: str) -> AsyncIterator[Message]:
