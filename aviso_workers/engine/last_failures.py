@@ -28,7 +28,7 @@ from aviso_workers.events import TaskFailed, Ticked, WindowDone
 from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
 
-__all__ = ["END", "Kind", "LastFailure", "LastFailures", "Retrying", "remove", "stored"]
+__all__ = ["END", "Kind", "LastFailure", "LastFailures", "Retrying", "remove", "remove_others", "stored"]
 
 Kind = Literal["agents", "timers", "tasks"]
 WRITE_SECONDS = 5.0
@@ -92,8 +92,6 @@ class _Noted(Struct):
     last: LastFailure
     retrying: dict[int, Callable[[], Retrying]] = field(default_factory=dict)
     """By sequence."""
-    over: bool = False
-    """Whether it has succeeded since."""
 
 
 class LastFailures:
@@ -103,8 +101,10 @@ class LastFailures:
         self._backend = backend
         self._app = app
         self._noted: dict[tuple[Kind, str], _Noted] = {}
-        self._failing: dict[str, LastFailure] = {}
-        """The timers whose last tick has failed."""
+        self._well: set[str] = set()
+        """The timers whose last tick has succeeded in this process."""
+        self._over: set[str] = set()
+        """Those of them of which it is not recorded yet that they do not fail any more."""
         self._changed = anyio.Event()
 
     def note(
@@ -132,7 +132,7 @@ class LastFailures:
             times=before.last.times + 1 if before else 1,
         )
         noted = self._noted[kind, name] = before or _Noted(last)
-        noted.last, noted.over = last, False
+        noted.last = last
         if retrying is not None:
             found = partial(retrying, again_at)
             noted.retrying[found().sequence] = found
@@ -149,10 +149,11 @@ class LastFailures:
                 self.note("tasks", event.task, event.error, again_in_seconds=event.again_in_seconds)
             case Ticked(error=BaseException() as error):
                 self.note("timers", event.timer, error, again_in_seconds=UNTIL_SUCCESS_SECONDS)
-                self._failing[event.timer] = self._noted["timers", event.timer].last
-            case Ticked(timer=timer) if timer in self._failing:
-                failed = self._failing.pop(timer)
-                self._noted.setdefault(("timers", timer), _Noted(structs.replace(failed, times=0))).over = True
+                self._well.discard(event.timer)
+                self._over.discard(event.timer)
+            case Ticked(timer=timer) if timer not in self._well:  # it may have failed in another process
+                self._well.add(timer)
+                self._over.add(timer)
                 self._changed.set()
 
     async def keep(self) -> None:
@@ -173,6 +174,12 @@ class LastFailures:
                 change = partial(_merged, each, [found() for found in each.retrying.values()], self._now())
                 await key_value.compare_and_set(bucket, _key(self._app, kind, name), read=_read, change=change)
                 del noted[kind, name]
+            while self._over:
+                key = _key(self._app, "timers", next(iter(self._over)))
+                if _read(await consumer_records.entry(self._backend, key)) is not None:
+                    bucket = await consumer_records.bucket(self._backend)
+                    await key_value.compare_and_set(bucket, key, read=_read, change=partial(_ended, self._now()))
+                self._over.pop()
         self._noted = noted | self._noted
 
     def _now(self) -> datetime:
@@ -194,7 +201,12 @@ def _merged(
     waiting = {each.sequence: each for each in before.retrying if each.again_at > now} if before else {}
     waiting |= {each.sequence: each for each in retrying}
     due = tuple(sorted(waiting.values(), key=lambda each: each.again_at)[:MOST_RETRYING])
-    return structs.replace(last, retrying=due, until=now if noted.over else last.until)
+    return structs.replace(last, retrying=due)
+
+
+def _ended(now: datetime, before: LastFailure | None) -> LastFailure | None:
+    """Return the record of what has succeeded by now."""
+    return structs.replace(before, until=now) if before is not None and before.until > now else before
 
 
 async def stored(backend: Backend) -> dict[tuple[str, str, str], LastFailure]:
@@ -208,6 +220,14 @@ async def remove(backend: Backend, *, app: str, agent: str = "") -> None:
     for owner, kind, name in await stored(backend):
         if owner == app and (not agent or (kind, name) == ("agents", agent)):
             await (await consumer_records.bucket(backend)).delete(_key(app, kind, name))
+
+
+async def remove_others(backend: Backend, *, app: str, timers: Iterable[str], tasks: Iterable[str]) -> None:
+    """Forget the failures of timers and tasks that the code of the app has no more. Raises `BackendError`."""
+    declared = {_key(app, "timers", name) for name in timers} | {_key(app, "tasks", name) for name in tasks}
+    for owner, kind, name in await stored(backend):
+        if owner == app and kind != "agents" and (key := _key(app, kind, name)) not in declared:
+            await (await consumer_records.bucket(backend)).delete(key)
 
 
 def _key(app: str, kind: str, name: str) -> str:

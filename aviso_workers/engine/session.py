@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,6 +24,7 @@ from aviso_workers.engine import (
     declarations,
     delayed_delivery,
     delayed_messages,
+    last_failures,
     max_deliveries,
     open_resources,
     own_buckets,
@@ -268,6 +269,9 @@ class Session:
     async def _record_declared(self, app: Any) -> None:
         schema = self._config.notification_schema
         await declarations.record(self.backend, app=self._app, declared=app, schema=schema, agents=app.agents)
+        timers, tasks = ([each.name for each in declared] for declared in (app.timers, app.tasks))
+        with suppress(BackendError):
+            await last_failures.remove_others(self.backend, app=self._app, timers=timers, tasks=tasks)
 
     async def _record_failures(self) -> None:
         with self._events.heard_by(self._last_failures.observe, Ticked, TaskFailed, WindowDone):

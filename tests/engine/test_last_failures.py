@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from datetime import UTC, datetime, timedelta
+from typing import cast
 
 import anyio
 import pytest
@@ -12,7 +13,7 @@ from aviso_workers import config
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.engine import consumer_records, last_failures
-from aviso_workers.engine.last_failures import OVER_SECONDS, WRITE_SECONDS, LastFailure, LastFailures, Retrying
+from aviso_workers.engine.last_failures import OVER_SECONDS, WRITE_SECONDS, Kind, LastFailure, LastFailures, Retrying
 from aviso_workers.errors import NotFoundError
 from aviso_workers.events import TaskFailed, Ticked, WindowDone
 
@@ -144,6 +145,33 @@ async def test_a_timer_fails_until_it_succeeds(backend: InMemoryBackend, failure
     over = await recorded(backend, "timers", "report")
     assert (over.times, over.error) == (2, "ValueError")
     assert over.until == over.last + timedelta(seconds=10)
+
+
+async def test_a_timer_that_failed_in_another_worker_succeeds_again(
+    backend: InMemoryBackend, failures: LastFailures
+) -> None:
+    """As after a deploy that mends it."""
+    failures.observe(Ticked(timer="report", time=DUE, late_seconds=0, seconds=0, error=raised("no report")))
+    await failures.write()
+    mended = LastFailures(backend, app="fields")
+    await pass_time(backend, 10)
+    mended.observe(Ticked(timer="report", time=DUE, late_seconds=0, seconds=0))
+    await mended.write()
+    over = await recorded(backend, "timers", "report")
+    assert over.until == over.last + timedelta(seconds=10)
+
+
+async def test_what_the_code_does_not_have_any_more_does_not_fail(
+    backend: InMemoryBackend, failures: LastFailures
+) -> None:
+    for kind, name in (("timers", "report"), ("timers", "gone"), ("tasks", "watch"), ("agents", "index")):
+        failures.note(cast(Kind, kind), name, raised("no report"))
+    await failures.write()
+    await last_failures.remove_others(backend, app="fields", timers=["report"], tasks=[])
+    assert {(kind, name) for _, kind, name in await last_failures.stored(backend)} == {
+        ("timers", "report"),
+        ("agents", "index"),
+    }
 
 
 async def test_tasks_and_windows_are_recorded_too(backend: InMemoryBackend, failures: LastFailures) -> None:
