@@ -248,7 +248,8 @@ async def with_declared(server: Opened) -> Opened:
     """Return the connection with the event types that workers have recorded and the configuration does not have: those
     that are declared in Python. Say on standard error where they come from.
 
-    Where the records cannot be read, there are none. Raises `ConfigError` where a recorded event type has a mistake.
+    An event type that cannot be read, as of a newer version, is left out and told. Where the records cannot be read,
+    there are none.
     """
     try:
         stored = await declarations.stored(server.admin)
@@ -257,11 +258,16 @@ async def with_declared(server: Opened) -> Opened:
     found = declarations.event_types(stored, known=server.config.notification_schema)
     if not found:
         return server
-    examined = completed(server.config, [(name, entry) for name, (_, entry) in found.items()])
-    if examined.mistakes:
-        raise ConfigError(examined.mistakes)
+    try:
+        examined = completed(server.config, [(name, entry) for name, (_, entry) in found.items()])
+    except ConfigError as error:
+        echo(f"event types that workers have recorded are left out: {error}", err=True)
+        return server
+    for mistake in examined.mistakes:
+        echo(f"left out: {mistake}", err=True)
     for name, (_, entry) in sorted(found.items()):
-        echo(f"event type {name} is not in the configuration; it is that of {entry.place}", err=True)
+        if name in examined.config.notification_schema:
+            echo(f"event type {name} is not in the configuration; it is that of {entry.place}", err=True)
     return Opened(server.admin, examined.config)
 
 

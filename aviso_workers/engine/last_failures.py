@@ -121,18 +121,15 @@ class LastFailures:
         """
         now = self._now()
         again_at = now + timedelta(seconds=again_in_seconds)
-        before = self._noted.get((kind, name))
-        last = LastFailure(
-            error=type(error).__name__,
-            text=" ".join(text_of(error).split())[:LONGEST_TEXT],
-            at=place_of(error),
-            since=before.last.since if before else now,
-            last=now,
-            until=again_at + timedelta(seconds=OVER_SECONDS),
-            times=before.last.times + 1 if before else 1,
-        )
-        noted = self._noted[kind, name] = before or _Noted(last)
-        noted.last = last
+        until = again_at + timedelta(seconds=OVER_SECONDS)
+        noted = self._noted.get((kind, name))
+        if noted is None:
+            noted = self._noted[kind, name] = _Noted(_described(error, now, until))
+        elif noted.last.error == type(error).__name__:  # of thousands alike, only some are described
+            noted.last = structs.replace(noted.last, last=now, until=until, times=noted.last.times + 1)
+        else:
+            before = noted.last
+            noted.last = structs.replace(_described(error, now, until), since=before.since, times=before.times + 1)
         if retrying is not None:
             found = partial(retrying, again_at)
             noted.retrying[found().sequence] = found
@@ -184,6 +181,13 @@ class LastFailures:
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self._backend.clock.time_ns() / 1e9, UTC)
+
+
+def _described(error: BaseException, now: datetime, until: datetime) -> LastFailure:
+    text = " ".join(text_of(error).split())[:LONGEST_TEXT]
+    return LastFailure(
+        error=type(error).__name__, text=text, at=place_of(error), since=now, last=now, until=until, times=1
+    )
 
 
 def _merged(

@@ -12,7 +12,7 @@ import pytest
 
 from aviso_workers.backends import open_backend
 from aviso_workers.config import load
-from aviso_workers.engine import declarations
+from aviso_workers.engine import consumer_records, declarations
 from tests.cli.conftest import Ran
 from tests.conftest import Start
 
@@ -73,6 +73,25 @@ def test_the_doctor_knows_their_streams(run: Run, operators: Path, worked: str) 
     ran = run("doctor", "--seconds", "0.1", "--format", "json", "--config", operators)
     states = {check["code"]: check["state"] for check in json.loads(ran.out)["checks"]}
     assert "FAIL" not in states.values()
+
+
+def test_an_event_type_that_cannot_be_read_is_left_out_and_told(run: Run, operators: Path, worked: str) -> None:
+    async def spoil() -> None:
+        async with open_backend(load(operators)) as backend:
+            bucket = await consumer_records.bucket(backend)
+            entry = await bucket.get("field/declared")
+            assert entry is not None
+            record = json.loads(entry.value)
+            strange = {"identifier": {"class": {"type": "FutureHandler"}}, "topic": {"base": "strange\x1b[2J"}}
+            record["event_types"] |= {"strange\x1b[31m": strange}
+            await bucket.put("field/declared", json.dumps(record).encode())
+
+    anyio.run(spoil)
+    ran = run("agents", "ls", "--seconds", "0.1", "--json", "--config", operators)
+    assert (ran.code, [json.loads(line)["agent"] for line in ran.lines]) == (0, ["index"])
+    assert "left out: " in ran.err
+    assert "identifier.class.type" in ran.err
+    assert "\x1b" not in ran.err
 
 
 def test_agents_of_an_older_version_are_told_and_not_passed_over(run: Run, operators: Path, worked: str) -> None:
