@@ -32,6 +32,8 @@ MOST_HISTORY = 64
 MARKER_SECONDS = 60
 """For how long it can be read that a key was deleted or forgotten."""
 TIMEOUT_SECONDS = 5.0
+MOST_PASSES = 10
+"""How often at most a bucket is read on that is changed meanwhile."""
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 DELETED = {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}
 SHORTEST_TTL_SECONDS = 1.0
@@ -162,11 +164,16 @@ class Bucket:
 
     async def entries(self) -> list[Entry]:
         found: dict[str, Entry] = {}
-        async with aclosing(self.changes(until=await self.revision())) as changes:
-            async for entry in changes:
-                found.pop(entry.key, None)
-                if not entry.deleted:
-                    found[entry.key] = entry
+        read = 0
+        for _ in range(MOST_PASSES):  # a key that is put again while it is read is missing, and is read in the next one
+            if (until := await self.revision()) <= read:
+                break
+            async with aclosing(self.changes(after=read, until=until)) as changes:
+                async for entry in changes:
+                    found.pop(entry.key, None)
+                    if not entry.deleted:
+                        found[entry.key] = entry
+            read = until
         return list(found.values())
 
     async def revision(self) -> int:

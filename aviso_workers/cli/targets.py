@@ -17,8 +17,8 @@ from msgspec import Struct, structs
 from typer.core import TyperOption
 
 from aviso_workers.app import App
+from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.backends import Admin, open_backend
-from aviso_workers.cli.output import echo
 from aviso_workers.config import Config, completed
 from aviso_workers.config import load as load_config
 from aviso_workers.config.streams import event_streams
@@ -261,14 +261,18 @@ async def with_declared(server: Opened) -> Opened:
     try:
         examined = completed(server.config, [(name, entry) for name, (_, entry) in found.items()])
     except ConfigError as error:
-        echo(f"event types that workers have recorded are left out: {error}", err=True)
+        _tell(f"event types that workers have recorded are left out: {error}")
         return server
     for mistake in examined.mistakes:
-        echo(f"left out: {mistake}", err=True)
+        _tell(f"left out: {mistake}")
     for name, (_, entry) in sorted(found.items()):
         if name in examined.config.notification_schema:
-            echo(f"event type {name} is not in the configuration; it is that of {entry.place}", err=True)
+            _tell(f"event type {name} is not in the configuration; it is that of {entry.place}")
     return Opened(server.admin, examined.config)
+
+
+def _tell(text: str) -> None:
+    typer.echo(printable_lines(text), err=True)
 
 
 def _configured(app: App, config: ConfigSource | None) -> App:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -329,25 +330,22 @@ class Settler:
 
     def _note_retried(self, delivery: Delivery, outcome: _Outcome) -> None:
         assert outcome.error is not None
-        error, key, attempts = type(outcome.error).__name__, self._buffer.key_of(delivery), self._attempts
-
-        def retrying(again_at: datetime) -> Retrying:
-            return Retrying(
-                again_at=again_at,
-                sequence=delivery.message.sequence,
-                attempt=outcome.attempt,
-                attempts=int(attempts) if math.isfinite(attempts) else None,
-                error=error,
-                key=key,
-                behind=self._buffer.behind(delivery),
-            )
-
+        message = delivery.message
+        known = partial(
+            _retrying,
+            self._buffer,
+            subject=message.subject,
+            sequence=message.sequence,
+            attempt=outcome.attempt,
+            attempts=int(self._attempts) if math.isfinite(self._attempts) else None,
+            error=type(outcome.error).__name__,  # and not the exception, whose frames hold what the handler had
+        )
         self._last_failures.note(
             "agents",
             self._agent.name,
             outcome.error,
             again_in_seconds=outcome.again_in_seconds,
-            retrying=retrying,
+            retrying=known,
         )
 
     def _again_in_seconds(self, delivery: Delivery, after_seconds: float, *, took_seconds: float) -> float:
@@ -401,6 +399,27 @@ class Settler:
         else:
             delivery.nak(delay_seconds=delay)
             self._buffer.done(delivery)
+
+
+def _retrying(
+    buffer: Buffer,
+    again_at: datetime,
+    *,
+    subject: str,
+    sequence: int,
+    attempt: int,
+    attempts: int | None,
+    error: str,
+) -> Retrying:
+    return Retrying(
+        again_at=again_at,
+        sequence=sequence,
+        attempt=attempt,
+        attempts=attempts,
+        error=error,
+        key=buffer.key_of(subject),
+        behind=buffer.behind(subject, sequence),
+    )
 
 
 class _DeadLetterWriter:

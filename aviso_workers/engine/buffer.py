@@ -204,15 +204,15 @@ class Buffer:
         if entry := self._entry(delivery):
             entry.record = record
 
-    def key_of(self, delivery: Delivery) -> str:
-        """Return the ordering key of a delivery as text; empty without an order."""
-        key = self._key(delivery.message.subject) if self._key is not None else ()
+    def key_of(self, subject: str) -> str:
+        """Return the ordering key of a subject as text; empty without an order."""
+        key = self._key(subject) if self._key is not None else ()
         return ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
-    def behind(self, delivery: Delivery) -> int:
-        """Return how many deliveries wait until this one, the first of its key, is done."""
-        queue = self._queues.get(self._key(delivery.message.subject)) if self._key is not None else None
-        return len(queue) - 1 if queue and queue[0] is delivery else 0
+    def behind(self, subject: str, sequence: int) -> int:
+        """Return how many deliveries wait until the one of this subject and sequence, the first of its key, is done."""
+        queue = self._queues.get(self._key(subject)) if self._key is not None else None
+        return len(queue) - 1 if queue and queue[0].message.sequence == sequence else 0
 
     def delivery_of(self, sequence: int) -> Delivery | None:
         entry = self._held.get(sequence)

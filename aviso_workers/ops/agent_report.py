@@ -94,8 +94,9 @@ class Progress(Struct, frozen=True, kw_only=True):
 
     @property
     def retrying(self) -> list[Retrying]:
-        """The notifications that wait for their next attempt, as far as they are recorded: those due first."""
-        return [each for each in self.failure.retrying if each.again_at > self.time] if self.failure else []
+        """The notifications that are tried again, as far as they are recorded, when it was last recorded: those due
+        first."""
+        return list(self.failure.retrying) if self.failure and self.failure.until > self.time else []
 
     @property
     def time(self) -> datetime:

@@ -37,6 +37,7 @@ async def act(notification: Notification) -> None: ...
 STORED = 5
 READING = {
     "agents ls": ("mine:app", "--seconds", "0.1"),
+    "agents retrying": ("mine", "act"),
     "agents show": ("mine:app",),
     "backup create": ("--all", "--to", "backups"),
     "backup ls": ("backups",),
@@ -65,6 +66,7 @@ READING = {
     "streams ls": (),
     "streams plan": (),
     "streams show": ("mars",),
+    "timers ls": ("mine:app",),
 }
 """With arguments for a server on which they find something."""
 READING_WITHOUT_END = {"top": ("--seconds", "0.1"), "watch": ("mars", "--from-id", "1")}
@@ -109,6 +111,7 @@ CHANGING = {
     "streams copy",
     "streams remove-peer",
     "streams step-down",
+    "timers run",
     "worker",
 }
 OF_SPARK = {"spark archive", "spark backfill", "spark reconcile", "spark report"}

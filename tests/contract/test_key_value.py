@@ -53,6 +53,23 @@ async def test_keys_do_not_know_of_each_other(bucket: BulkKeyValue) -> None:
     assert present(await bucket.get("a/b.c-d_e=F")).value == b"1"
 
 
+async def test_a_key_that_is_put_again_while_the_bucket_is_read_is_listed(
+    bucket: BulkKeyValue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in ("one", "other"):
+        await bucket.put(key, b"1")
+    revision, puts = bucket.revision, [b"2", b"3"]
+
+    async def revision_and_a_put() -> int:
+        found = await revision()
+        if puts:
+            await bucket.put("one", puts.pop(0))
+        return found
+
+    monkeypatch.setattr(bucket, "revision", revision_and_a_put)
+    assert {entry.key: entry.value for entry in await bucket.entries()} == {"one": b"3", "other": b"1"}
+
+
 async def test_a_put_may_depend_on_the_newest_revision(bucket: BulkKeyValue) -> None:
     first = await bucket.put("owner", b"one")
     await bucket.put("other", b"between")
