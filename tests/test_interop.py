@@ -116,6 +116,7 @@ def test_first_run_installs_every_program_in_its_version_and_runs_the_tests(clon
     assert "cargo aviso-server 0.7.1 with v5.17.14.zip" in clone.notes
     assert [*clone.cache.glob("keda-*/*.yaml")], "a module of which a file is taken"
     assert "mvn -Dartifact=io.delta:delta-spark_4.2_2.13:4.4.0" in clone.notes
+    assert "mvn -Dartifact=org.apache.spark:spark-core_2.10:1.6.3:jar:tests" in clone.notes
     assert "pip pyspark==4.2.*" in clone.notes
     assert clone.notes[-1] == "pytest tests/interop -x"
 
@@ -140,7 +141,7 @@ def test_a_missing_toolchain_is_told_in_a_line_each_and_the_other_tests_are_run(
         "interop: there is no go: tests with the nats CLI, nats-servers of other versions or linters in Go are not run",
         "interop: there is no cargo: tests with aviso-server are not run",
         "interop: there is no systemd-analyze: the systemd unit of new projects is not verified",
-        "interop: there is no mvn: the test with Delta Lake is not run",
+        "interop: there is no mvn: the tests with Delta Lake and with Spark's event logs are not run",
     ]
     assert clone.notes[-1] == "pytest tests/interop -x"
 

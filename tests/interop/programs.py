@@ -11,6 +11,7 @@ import pytest
 __all__ = [
     "AVISO_SERVERS",
     "NATS_SERVERS",
+    "SPARK_CORES",
     "aviso_server",
     "compose",
     "custom_resources",
@@ -21,6 +22,7 @@ __all__ = [
     "nats_cli",
     "nats_server",
     "pyaviso",
+    "spark_core_tests",
     "systemd_analyze",
 ]
 
@@ -36,6 +38,11 @@ def _versions(program: str) -> tuple[str, ...]:
 AVISO_SERVERS = _versions("aviso-server")
 """The versions of each, the oldest first."""
 NATS_SERVERS = _versions("nats-server")
+SPARK_CORES = [
+    (program, version)
+    for program in ("spark-core_2.10", "spark-core_2.11", "spark-core_2.12", "spark-core_2.13")
+    for version in _versions(program)
+]
 NATS_CLI, PYAVISO = *_versions("natscli"), *_versions("pyaviso")
 
 
@@ -55,6 +62,11 @@ def nats_cli() -> Path:
 def pyaviso() -> Path:
     """The Python that has it."""
     return _installed("pyaviso", PYAVISO, "bin/python")
+
+
+def spark_core_tests(program: str, version: str) -> Path:
+    """The jar of the tests of Spark's core, which has the event logs that they read."""
+    return _installed(program, version, f"jars/{program}-{version}-tests.jar")
 
 
 def framework(package: str) -> Path:
