@@ -19,6 +19,7 @@ echo "go $*" >>"$NOTES"
 case "$*" in
     *"$GO_FAILS_FOR"*) echo "no such module"; exit 1 ;;
     *natscli*) touch "$GOBIN/nats" ;;
+    get* | build*) touch go.sum ;;
     mod*)
         mkdir -p module/config/crd/bases module/example/prometheus-operator-crd
         touch module/config/crd/bases/keda.sh_scaledobjects.yaml
@@ -38,6 +39,9 @@ esac
 MVN = """#!/usr/bin/env bash
 echo "mvn ${*: -2:1}" >>"$NOTES"
 """
+NPM = """#!/usr/bin/env bash
+echo "npm ${*: -1}" >>"$NOTES"
+"""
 PYTHON = """#!/usr/bin/env bash
 [ "$2" != pip ] || { echo "pip ${*: -1}" >>"$NOTES"; exit; }
 [ "$*" = "-m venv $3" ] && mkdir "$3/bin" && printf '%s\\n' '#!/usr/bin/env bash' 'echo "pip ${@: -1}" >>"$NOTES"' \
@@ -49,7 +53,7 @@ echo "pytest ${*: -2}" >>"$NOTES"
 
 
 class Clone:
-    """A clone that is set up, on a machine with Go, Cargo and Maven and an empty cache."""
+    """A clone that is set up, on a machine with Go, Cargo, npm and Maven and an empty cache."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory / "a clone"
@@ -67,6 +71,7 @@ class Clone:
         write(self.commands / "cargo", CARGO)
         write(self.commands / "systemd-analyze", "#!/usr/bin/env bash\n")
         write(self.commands / "mvn", MVN)
+        write(self.commands / "npm", NPM)
         for tool in TOOLS:
             self.commands.joinpath(tool).symlink_to(str(shutil.which(tool)))
 
@@ -117,6 +122,7 @@ def test_first_run_installs_every_program_in_its_version_and_runs_the_tests(clon
     assert [*clone.cache.glob("keda-*/*.yaml")], "a module of which a file is taken"
     assert "mvn -Dartifact=io.delta:delta-spark_4.2_2.13:4.4.0" in clone.notes
     assert "mvn -Dartifact=org.apache.spark:spark-core_2.10:1.6.3:jar:tests" in clone.notes
+    assert "npm nats@2.29.3" in clone.notes
     assert "pip pyspark==4.2.*" in clone.notes
     assert clone.notes[-1] == "pytest tests/interop -x"
 
@@ -131,7 +137,7 @@ def test_second_run_installs_nothing(clone: Clone) -> None:
 
 
 def test_a_missing_toolchain_is_told_in_a_line_each_and_the_other_tests_are_run(clone: Clone) -> None:
-    for toolchain in ("go", "cargo", "mvn", "systemd-analyze"):
+    for toolchain in ("go", "cargo", "npm", "mvn", "systemd-analyze"):
         clone.commands.joinpath(toolchain).unlink()
 
     done = clone.run(CI="true")
@@ -140,6 +146,7 @@ def test_a_missing_toolchain_is_told_in_a_line_each_and_the_other_tests_are_run(
     assert [line for line in done.stderr.splitlines() if "there is no" in line] == [
         "interop: there is no go: tests with the nats CLI, nats-servers of other versions or linters in Go are not run",
         "interop: there is no cargo: tests with aviso-server are not run",
+        "interop: there is no npm: the tests with a client in Node are not run",
         "interop: there is no systemd-analyze: the systemd unit of new projects is not verified",
         "interop: there is no mvn: the tests with Delta Lake and with Spark's event logs are not run",
     ]

@@ -17,10 +17,12 @@ __all__ = [
     "custom_resources",
     "delta_spark",
     "framework",
+    "go_client",
     "hadolint",
     "kubectl_validate",
     "nats_cli",
     "nats_server",
+    "node_client",
     "pyaviso",
     "spark_core_tests",
     "systemd_analyze",
@@ -67,6 +69,16 @@ def pyaviso() -> Path:
 def spark_core_tests(program: str, version: str) -> Path:
     """The jar of the tests of Spark's core, which has the event logs that they read."""
     return _installed(program, version, f"jars/{program}-{version}-tests.jar")
+
+
+def go_client() -> Path:
+    """A module of Go that needs nats.go."""
+    return _only("nats.go", "go.mod").parent
+
+
+def node_client() -> Path:
+    """A directory with the node_modules of nats.js."""
+    return _only("nats.js", "node_modules").parent
 
 
 def framework(package: str) -> Path:
