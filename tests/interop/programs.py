@@ -13,6 +13,7 @@ __all__ = [
     "NATS_SERVERS",
     "SPARK_CORES",
     "aviso_server",
+    "cloudevents",
     "compose",
     "custom_resources",
     "delta_spark",
@@ -79,6 +80,11 @@ def go_client() -> Path:
 def node_client() -> Path:
     """A directory with the node_modules of nats.js."""
     return _only("nats.js", "node_modules").parent
+
+
+def cloudevents() -> Path:
+    """The Python that has CloudEvents' SDK."""
+    return _only("cloudevents", "bin/python")
 
 
 def framework(package: str) -> Path:

@@ -16,7 +16,8 @@ from anyio import to_thread
 from anyio.streams.buffered import BufferedByteReceiveStream
 from msgspec import Struct
 
-from aviso_workers import App, Notification
+from aviso_workers import App, Notification, Reject
+from aviso_workers.engine.dead_letter_store import STREAM
 from aviso_workers.errors import InvalidPositionError, NotFoundError
 from tests import coming_from
 from tests.interop import conversations, programs
@@ -328,6 +329,31 @@ async def test_what_comes_after_its_wipe_reaches_watches_and_agents(
             assert await first_ids(app, 4, from_id=1) == [f"mars@{sequence}" for sequence in (3, 4, 5, 6)]
     assert watched.ids == [f"mars@{sequence}" for sequence in range(1, 7)]
     assert collected.steps == ["1", "2", "3", "4", "5", "6"]
+
+
+async def test_its_wipe_of_all_empties_our_own_streams_in_0_7_1_only(
+    server: AvisoServer, aviso_config: Path, aviso_server_version: str
+) -> None:
+    """As docs/aviso.md says."""
+    async with App("beside", config=aviso_config) as app:
+
+        @app.agent("mars")
+        async def reject(notification: Notification) -> Reject:
+            return Reject("as a test wants it")
+
+        backend = app.session.backend
+        async with working(app):
+            await to_thread.run_sync(post, server, [1])
+            with anyio.fail_after(PATIENCE_SECONDS):
+                while (
+                    STREAM not in await app.session.admin.stream_names()
+                    or not (await backend.stream_info(STREAM)).messages
+                ):
+                    await backend.clock.sleep(0.05)
+        status, _ = await to_thread.run_sync(server.request, "DELETE", "/api/v1/admin/wipe/all", None)
+        assert status == 200
+        assert (await backend.stream_info("MARS")).messages == 0
+        assert (await backend.stream_info(STREAM)).messages == (0 if aviso_server_version == "0.7.1" else 1)
 
 
 async def test_each_side_restarted_in_the_middle_loses_nothing(server: AvisoServer, aviso_config: Path) -> None:
