@@ -30,6 +30,16 @@ BASE_URL = "http://aviso.example"
 """As the configuration file has it."""
 SQUARE = "(52.5,13.4,52.6,13.4,52.6,13.5,52.5,13.5,52.5,13.4)"
 LONGEST_LINE = 10_000
+LISTENERS = """
+listeners:
+  - name: fields
+    event: mars
+    identifiers: {class: od, date: "20261120", stream: oper}
+    triggers:
+      - {type: log, path: log.ndjson}
+      - type: command
+        command: echo {{ notification.identifier.step }} {{ notification.payload.location }} >> indexed
+"""
 LISTEN = """
 import json, sys, pyaviso
 client = pyaviso.AvisoClient(base_url=sys.argv[1], auth=pyaviso.Anonymous(), state_store=pyaviso.MemoryStore())
@@ -178,6 +188,12 @@ async def test_polygons_reach_both_sides_as_each_shows_them(server: AvisoServer,
     assert [event["data"] for event in conversations.replay(server, "area", {}, from_id="1")] == shown
 
 
+def pyaviso_command(*arguments: str | Path) -> list[str]:
+    """The command line of pyaviso."""
+    python = programs.pyaviso()
+    return [str(python), str(python.with_name("aviso")), *map(str, arguments)]
+
+
 async def test_what_we_publish_reaches_a_listener_of_pyaviso(
     server: AvisoServer, aviso_config: Path, tmp_path: Path
 ) -> None:
@@ -204,6 +220,43 @@ async def test_what_we_publish_reaches_a_listener_of_pyaviso(
         **dict(zip(("class", "expver", "domain"), ("od", "0001", "g"), strict=True)),
         **dict(zip(("date", "time", "stream", "step"), ("20261120", "1200", "a.b", "1"), strict=True)),
     }
+
+
+async def test_the_command_line_of_pyaviso_runs_its_triggers_for_what_we_publish(
+    server: AvisoServer, aviso_config: Path, tmp_path: Path
+) -> None:
+    listeners = tmp_path / "listeners.yaml"
+    listeners.write_text(LISTENERS)
+    command = pyaviso_command("listen", "--no-state-store", "--from", "0", "--base-url", server.url, listeners)
+    async with App("beside", config=aviso_config) as app:
+        for step, stream in ((1, "oper"), (2, "wave"), (3, "oper")):
+            await app.notify("mars", mars(step=step, stream=stream), {"location": f"/data/{step}"})
+        logged, indexed, said = tmp_path / "log.ndjson", tmp_path / "indexed", tmp_path / "said"
+        with said.open("wb") as output:
+            listener = await anyio.open_process(command, cwd=tmp_path, stdout=output, stderr=output)
+        async with listener:
+            with anyio.fail_after(PATIENCE_SECONDS):
+                while not indexed.exists() or len(indexed.read_text().splitlines()) < 2:
+                    assert listener.returncode is None, said.read_text()
+                    await app.session.backend.clock.sleep(0.05)
+            listener.terminate()
+    assert indexed.read_text().splitlines() == ["1 /data/1", "3 /data/3"]
+    assert len(logged.read_text().splitlines()) == 2
+
+
+async def test_what_the_command_line_of_pyaviso_publishes_is_handled(
+    server: AvisoServer, aviso_config: Path, tmp_path: Path
+) -> None:
+    fields = [f"--identifier={name}={value}" for name, value in mars(step=7).items()]
+    told = "event=mars,data=" + json.dumps({"location": "/data/7"})
+    command = pyaviso_command("notify", "--base-url", server.url, *fields, told)
+    async with App("beside", config=aviso_config) as app:
+        collected = collected_by(app)
+        async with working(app):
+            done = await anyio.run_process(command, cwd=tmp_path, check=False)
+            assert done.returncode == 0, done.stderr
+            await collected.until_count(1)
+    assert collected.steps == ["7"]
 
 
 async def test_the_applications_of_coming_from_pyaviso_are_given_the_same(
