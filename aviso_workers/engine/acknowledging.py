@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from aviso_workers.aviso.codec import Message
+from aviso_workers.aviso.literals import printable
 from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock, Timer
 from aviso_workers.declare import verdicts
@@ -416,8 +417,8 @@ def _retrying(
         sequence=sequence,
         attempt=attempt,
         attempts=attempts,
-        error=error,
-        key=buffer.key_of(subject),
+        error=printable(error),
+        key=printable(buffer.key_of(subject)),
         behind=buffer.behind(subject, sequence),
     )
 

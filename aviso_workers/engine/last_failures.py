@@ -21,6 +21,7 @@ import anyio
 from msgspec import Struct, field, structs
 
 from aviso_workers.aviso.codec import read_json
+from aviso_workers.aviso.literals import printable
 from aviso_workers.backends import Backend
 from aviso_workers.engine import consumer_records
 from aviso_workers.errors import BackendError, UndecodableError, place_of, text_of
@@ -125,7 +126,7 @@ class LastFailures:
         noted = self._noted.get((kind, name))
         if noted is None:
             noted = self._noted[kind, name] = _Noted(_described(error, now, until))
-        elif noted.last.error == type(error).__name__:  # of thousands alike, only some are described
+        elif noted.last.error == printable(type(error).__name__):  # of thousands alike, only some are described
             noted.last = structs.replace(noted.last, last=now, until=until, times=noted.last.times + 1)
         else:
             before = noted.last
@@ -186,7 +187,13 @@ class LastFailures:
 def _described(error: BaseException, now: datetime, until: datetime) -> LastFailure:
     text = " ".join(text_of(error).split())[:LONGEST_TEXT]
     return LastFailure(
-        error=type(error).__name__, text=text, at=place_of(error), since=now, last=now, until=until, times=1
+        error=printable(type(error).__name__),
+        text=printable(text),
+        at=printable(place_of(error)),
+        since=now,
+        last=now,
+        until=until,
+        times=1,
     )
 
 

@@ -80,6 +80,14 @@ async def test_the_first_failure_is_recorded_at_once_and_those_that_follow_toget
         tasks.cancel_scope.cancel()
 
 
+async def test_what_is_no_text_of_json_is_recorded_all_the_same(
+    backend: InMemoryBackend, failures: LastFailures
+) -> None:
+    failures.note("agents", "index", raised("a\x00b\ud800c"))
+    await failures.write()
+    assert (await recorded(backend)).text == r"a\x00b\ud800c"
+
+
 async def test_nothing_is_written_where_nothing_fails(backend: InMemoryBackend, failures: LastFailures) -> None:
     failures.observe(Ticked(timer="report", time=DUE, late_seconds=0, seconds=0))
     await failures.write()
