@@ -83,11 +83,14 @@ def list_agents(
         await anyio.sleep(seconds)
         now = await report(server)
         rows = agent_report.rows(now, before, seconds=anyio.current_time() - began)
-        if not rows and found is None and (elsewhere := await deployment.elsewhere(server.admin)):
-            raise NotFoundError(
-                f"no agent reads one of the configured streams; these are read: {'; '.join(elsewhere)}. Name the "
-                "configuration that has their event types by --config, or the app by --app MODULE:APP"
+        if found is None and not given and (elsewhere := await deployment.elsewhere(server.admin, server.config)):
+            told = (
+                f"agents also read {'; '.join(elsewhere)}, of whose event types nothing is known here: name the "
+                "configuration that has them by --config, or the app by --app MODULE:APP"
             )
+            if not rows:
+                raise NotFoundError(told)
+            echo(told, err=True)
         return rows + await agent_report.failing(server.admin, found.name if found else given)
 
     source = found.config if found else config

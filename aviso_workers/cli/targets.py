@@ -259,15 +259,17 @@ async def with_declared(server: Opened) -> Opened:
     if not found:
         return server
     try:
-        examined = completed(server.config, [(name, entry) for name, (_, entry) in found.items()])
+        examined = completed(server.config, [(name, entry) for name, (entry, _) in found.items()])
     except ConfigError as error:
         _tell(f"event types that workers have recorded are left out: {error}")
         return server
     for mistake in examined.mistakes:
         _tell(f"left out: {mistake}")
-    for name, (_, entry) in sorted(found.items()):
+    for name, (entry, others) in sorted(found.items()):
         if name in examined.config.notification_schema:
             _tell(f"event type {name} is not in the configuration; it is that of {entry.place}")
+        if others:
+            _tell(f"another event type {name} is that of app {', '.join(others)}: use its configuration for its agents")
     return Opened(server.admin, examined.config)
 
 

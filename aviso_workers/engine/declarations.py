@@ -81,17 +81,23 @@ async def remove(backend: Backend, *, app: str) -> None:
         await (await consumer_records.bucket(backend)).delete(_key(app))
 
 
-def event_types(found: Mapping[str, Declared], *, known: Collection[str]) -> dict[str, tuple[str, Node]]:
-    """Return the event types that are not `known`, by name: whose they are, and the entry that a file would have.
-
-    Of two apps that declare one of the same name, the newest record counts.
+def event_types(found: Mapping[str, Declared], *, known: Collection[str]) -> dict[str, tuple[Node, tuple[str, ...]]]:
+    """Return the event types that are not `known`, by name: the entry that a file would have, and the apps that declare
+    another one of that name. The newest record counts.
     """
-    entries = {}
-    for app, declared in sorted(found.items(), key=lambda item: item[1].time):
+    entries: dict[str, tuple[Node, tuple[str, ...]]] = {}
+    for app, declared in sorted(found.items(), key=lambda item: item[1].time, reverse=True):
+        source = (
+            f"app {app} ({', '.join(declared.modules)}; aviso-workers {declared.version}), recorded at "
+            f"{declared.time.isoformat(timespec='seconds')}"
+        )
         for name, entry in declared.event_types.items():
-            if name not in known:
-                source = f"app {app}, recorded at {declared.time.isoformat(timespec='seconds')}"
-                entries[name] = (app, node_of(entry, Place(rank=IN_PYTHON, line=0, source=source)))
+            if name in known:
+                continue
+            node = node_of(entry, Place(rank=IN_PYTHON, line=0, source=source))
+            taken, others = entries.setdefault(name, (node, ()))
+            if taken.resolved != node.resolved:
+                entries[name] = (taken, (*others, app))
     return entries
 
 

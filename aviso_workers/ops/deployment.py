@@ -80,16 +80,17 @@ async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInf
     return {found: consumer for consumer in consumers if (found := agent_of(consumer.name))}
 
 
-async def elsewhere(admin: Admin) -> list[str]:
-    """Return which streams, of whatever name, agents read: each stream with its agents, as text. Raises `BackendError`.
+async def elsewhere(admin: Admin, config: Config) -> list[str]:
+    """Return which streams agents read that are none of the configured event streams: each with its agents, as text.
 
-    Our own streams are left out.
+    They are those of which workers keep a record. Raises `BackendError`.
     """
-    found = []
-    for stream in await admin.stream_names():
-        if stream not in OWN and (of_stream := await agents(admin, stream)):
-            found.append(f"{stream} by {', '.join('/'.join(agent) for agent in sorted(of_stream))}")
-    return found
+    known = {*streams.event_streams(config.notification_schema), *OWN}
+    found: dict[str, list[str]] = {}
+    for (app, agent, stream), record in sorted((await consumer_records.stored(admin)).items()):
+        if stream not in known and not record.removed:
+            found.setdefault(stream, []).append(f"{app}/{agent}")
+    return [f"{stream} by {', '.join(of_stream)}" for stream, of_stream in sorted(found.items())]
 
 
 async def records(admin: Admin) -> dict[tuple[str, str], ConsumerRecord]:

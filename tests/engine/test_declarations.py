@@ -6,6 +6,7 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
 
 from aviso_workers import App, Notification, config
 from aviso_workers.backends.in_memory import InMemoryBackend
@@ -56,7 +57,7 @@ async def test_an_event_type_is_read_as_it_was_declared(backend: InMemoryBackend
     app = app_with(name)
     await recorded(backend, app)
     found = declarations.event_types(await declarations.stored(backend), known=())
-    examined = completed(EMPTY, [(each, entry) for each, (_, entry) in found.items()])
+    examined = completed(EMPTY, [(each, entry) for each, (entry, _) in found.items()])
     assert examined.mistakes == ()
     assert examined.config.notification_schema == app.config.notification_schema
 
@@ -88,7 +89,20 @@ async def test_what_is_recorded_already_is_not_written_again(backend: InMemoryBa
 async def test_known_event_types_stay_as_they_are(backend: InMemoryBackend) -> None:
     await recorded(backend, app_with("plain", "kept"))
     found = declarations.event_types(await declarations.stored(backend), known={"kept": None})
-    assert {name: app for name, (app, _) in found.items()} == {"plain": "fields"}
+    assert found.keys() == {"plain"}
+    assert str(found["plain"][0].place).startswith(f"app fields ({__name__}; aviso-workers ")
+
+
+async def test_apps_that_declare_one_name_differently_are_named(backend: InMemoryBackend) -> None:
+    for name, types in (("old", "plain"), ("new", "kept"), ("same", "kept")):
+        app = app_with(types)
+        await declarations.record(
+            backend, app=name, declared=app, schema=app.config.notification_schema, agents=app.agents
+        )
+    found = await declarations.stored(backend)
+    renamed = structs.replace(found["old"], event_types={"kept": found["old"].event_types["plain"]})
+    entries = declarations.event_types({**found, "old": renamed}, known=())
+    assert entries["kept"][1] == ("old",)
 
 
 async def test_a_record_of_another_version_counts_as_none(backend: InMemoryBackend) -> None:
