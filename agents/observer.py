@@ -124,7 +124,7 @@ class _Rounds:
         return Seen(consumer, stuck.why_stuck(consumer, before.consumer if before else None, record))
 
     async def _ask_for_records(self) -> None:
-        self._records = await deployment.records(self._app.session.admin)
+        self._records = (await deployment.recorded(self._app.session.admin)).consumers
 
     async def _ask_for_dead_letters(self) -> None:
         counts = await deployment.dead_letters(self._app.session.admin)

@@ -326,12 +326,17 @@ def frames_of_author(error: BaseException | None) -> TracebackType | None:
     return frames
 
 
-def place_of(error: BaseException) -> str:
-    """Return the file and the line that raised an exception, as `fields.py:12`; empty where nothing did."""
-    frames = error.__traceback__
+def raised_at(frames: TracebackType | None) -> tuple[str, int]:
+    """Return the file and the line that raised an exception, from its traceback; empty and 0 where nothing did."""
     while frames and frames.tb_next:
         frames = frames.tb_next
-    return f"{Path(frames.tb_frame.f_code.co_filename).name}:{frames.tb_lineno}" if frames else ""
+    return (frames.tb_frame.f_code.co_filename, frames.tb_lineno) if frames else ("", 0)
+
+
+def place_of(error: BaseException) -> str:
+    """Return the file and the line that raised an exception, as `fields.py:12`; empty where nothing did."""
+    file, line = raised_at(error.__traceback__)
+    return f"{Path(file).name}:{line}" if file else ""
 
 
 def _parts(error: BaseException, deepest: int) -> Iterator[str]:

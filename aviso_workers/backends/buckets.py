@@ -16,7 +16,7 @@ from datetime import datetime
 from msgspec import UNSET
 
 from aviso_workers.aviso.codec import MARKER_HEADER, Message, store_time
-from aviso_workers.backends import Backend, ForeignListener, Outgoing, PubAck
+from aviso_workers.backends import Backend, BulkKeyValue, ForeignListener, Outgoing, PubAck
 from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers, error_codes, metadata
 from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
@@ -24,7 +24,7 @@ from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.jetstream.key_value import TTL, Entry, ttl_text
 from aviso_workers.jetstream.specs import StreamSpec
 
-__all__ = ["Bucket", "open_bucket"]
+__all__ = ["Bucket", "open_bucket", "open_existing"]
 
 NAME = re.compile(r"[-_a-zA-Z0-9]+")
 KEY = re.compile(r"(?!\.)[-/_=.a-zA-Z0-9]+(?<!\.)")
@@ -83,6 +83,19 @@ async def open_bucket(
     if metadata.is_unfinished(info.config):
         raise UnavailableError(f"bucket {name} is being restored; if that was killed, restore it again")
     return Bucket(backend, name, config=info.config, own=own, on_foreign=on_foreign)
+
+
+async def open_existing(
+    backend: Backend, name: str, *, ttl_seconds: float | None = None, own: bool = False
+) -> BulkKeyValue | None:
+    """Return a bucket as `Backend.key_value` does; None where there is none, as who only reads makes none. Raises
+    `BackendError`.
+    """
+    try:
+        await backend.stream_info(f"KV_{name}")
+    except NotFoundError:
+        return None
+    return await backend.key_value(name, ttl_seconds=ttl_seconds, own=own)
 
 
 class Bucket:

@@ -74,33 +74,55 @@ def list_agents(
     async def report(server: Opened) -> list[Progress]:
         if found is not None:
             return await agent_report.of_app(server.admin, server.config, found)
-        of_all = await agent_report.of_deployment(server.admin, server.config)
-        return _of_named(of_all, given) if given else of_all
+        everyones = await agent_report.of_deployment(server.admin, server.config)
+        return _of_named(everyones, given) if given else everyones
+
+    of_all = found is None and not given
+    app_name = found.name if found else given
 
     async def snapshots(server: Opened) -> list[AgentRow]:
-        before = await report(server)
-        began = anyio.current_time()
+        before, began = await report(server), anyio.current_time()
         await anyio.sleep(seconds)
         now = await report(server)
-        rows = agent_report.rows(now, before, seconds=anyio.current_time() - began)
-        if found is None and not given and (elsewhere := await deployment.elsewhere(server.admin, server.config)):
-            told = (
-                f"agents also read {'; '.join(elsewhere)}, of whose event types nothing is known here: name the "
-                "configuration that has them by --config, or the app by --app MODULE:APP"
-            )
+        rows = await _rows(server, now, before, seconds=anyio.current_time() - began, app=app_name)
+        if of_all and (elsewhere := await _elsewhere(server)):
             if not rows:
-                raise NotFoundError(told)
-            echo(told, err=True)
-        return rows + await agent_report.failing(server.admin, found.name if found else given)
+                raise NotFoundError(elsewhere)
+            echo(elsewhere, err=True)
+        return rows
+
+    async def watch_all(server: Opened) -> None:
+        if of_all and (elsewhere := await _elsewhere(server)):
+            echo(elsewhere, err=True)
+        await _watch(server, report, seconds, app=app_name)
 
     source = found.config if found else config
     if watch:
-        connected(source, lambda server: _watch(server, report, seconds), declared=True)
+        connected(source, watch_all, declared=True)
         return
     rows = connected(source, snapshots, declared=True)
     print_rows(AGENTS, map(_row, rows), rows, none="no agents", as_json=as_json)
     if any(row.trouble for row in rows):
         raise typer.Exit(1)
+
+
+async def _rows(
+    server: Opened, now: list[Progress], before: list[Progress], *, seconds: float, app: str | None
+) -> list[AgentRow]:
+    """Return the rows of agents, from two reports, and those of timers and tasks that fail."""
+    recorded = await deployment.recorded(server.admin)
+    return agent_report.rows(now, before, seconds=seconds) + agent_report.failing(recorded, app)
+
+
+async def _elsewhere(server: Opened) -> str:
+    """Return which agents cannot be listed, and what to do, as text; empty where there are none."""
+    found = deployment.elsewhere(await deployment.recorded(server.admin), server.config)
+    if not found:
+        return ""
+    return (
+        f"agents also read {'; '.join(found)}, of whose event types nothing is known here: name the configuration that "
+        "has them by --config, or the app by --app MODULE:APP"
+    )
 
 
 def one_app(argument: str | None, option: str | None) -> str | None:
@@ -209,8 +231,8 @@ def retrying(
 ) -> None:
     """Show which notifications an agent tries again next, why, and how many wait behind each by `order_by`.
 
-    Workers record up to 50, those that are due next, within 5 seconds. A notification leaves the list when its next
-    attempt is due.
+    Workers record up to 50, those that are due next, every 5 seconds at most. So a notification may be listed for some
+    seconds after its next attempt was due.
 
     Example: aviso-workers agents retrying fields index_field
     """
@@ -222,9 +244,7 @@ def retrying(
     if not found:
         raise NotFoundError(f"app {app} has no agent {agent} that reads one of the configured streams")
     waiting = [each for progress in found for each in progress.retrying]
-    print_rows(
-        RETRYING, map(_retrying_row, waiting), waiting, none="nothing waits for its next attempt", as_json=as_json
-    )
+    print_rows(RETRYING, map(_retrying_row, waiting), waiting, none="nothing is tried again", as_json=as_json)
     if not as_json:
         for progress in found:
             echo(f"{progress.stream}: {progress.state_since(None)}")
@@ -239,14 +259,14 @@ def _retrying_row(each: Retrying) -> tuple[str, ...]:
     return (str(each.sequence), attempt, time_text(each.again_at), each.error, *blocked)
 
 
-async def _watch(server: Opened, report: Report, seconds: float) -> None:
+async def _watch(server: Opened, report: Report, seconds: float, *, app: str | None) -> None:
     console = terminal()
     before, began = await report(server), anyio.current_time()
 
     async def shown() -> RenderableType:
         nonlocal before, began
         now, ended = await report(server), anyio.current_time()
-        rows = agent_report.rows(now, before, seconds=ended - began)
+        rows = await _rows(server, now, before, seconds=ended - began, app=app)
         before, began = now, ended
         return table(AGENTS, [_row(row) for row in rows], width=console.width) if rows else Text("no agents")
 

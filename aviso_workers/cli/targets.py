@@ -44,7 +44,6 @@ __all__ = [
     "settings_of_installed",
     "shared",
     "source_of",
-    "with_declared",
 ]
 
 T = TypeVar("T")
@@ -239,12 +238,12 @@ def connected(
 
     async def connect() -> T:
         async with opened(config) as server:
-            return await run(await with_declared(server) if declared else server)
+            return await run(await _with_declared(server) if declared else server)
 
     return anyio.run(connect)
 
 
-async def with_declared(server: Opened) -> Opened:
+async def _with_declared(server: Opened) -> Opened:
     """Return the connection with the event types that workers have recorded and the configuration does not have: those
     that are declared in Python. Say on standard error where they come from.
 

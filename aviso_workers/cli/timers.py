@@ -5,14 +5,12 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated
 
-import anyio
 import typer
 
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.cli.output import AsJson, echo, print_rows
-from aviso_workers.cli.targets import ConfigOption, Opened, connected, find_app
+from aviso_workers.cli.targets import ConfigOption, Opened, connected, find_app, run_connected
 from aviso_workers.errors import DeclarationError, describe
-from aviso_workers.events import Ticked
 from aviso_workers.ops import timer_report
 from aviso_workers.ops.timer_report import TimerRow
 
@@ -63,11 +61,7 @@ def run(
         known = ", ".join(each.name for each in found.timers) or "none"
         raise DeclarationError(f"app {found.name!r} has no timer {name!r}; it has: {known}")
 
-    async def run_it() -> Ticked:
-        async with found:
-            return await found.session.run_timer(found, timer)
-
-    ticked = anyio.run(run_it)
+    ticked = run_connected(found, lambda app: app.session.run_timer(app, timer))
     if ticked.error is not None:
         echo(f"{name} failed after {ticked.seconds:.1f} s: {describe(ticked.error)}", err=True)
         raise typer.Exit(1)

@@ -24,6 +24,7 @@ from msgspec import Struct, structs
 
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend, ConsumerInfo
+from aviso_workers.backends.buckets import open_existing
 from aviso_workers.declare.agents import Policy, durable_name
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import (
@@ -52,6 +53,7 @@ __all__ = [
     "longest_seconds",
     "mark_removed",
     "move",
+    "parsed",
     "remove",
     "rename",
     "stored",
@@ -283,7 +285,12 @@ async def create_bucket(backend: Backend) -> None:
 
 async def stored(backend: Backend) -> dict[tuple[str, str, str], ConsumerRecord]:
     """Return all records, by app, agent and stream. Raises `BackendError`."""
-    found = [(each.key.split("/"), _read(each.value)) for each in await entries(backend)]
+    return parsed(await entries(backend))
+
+
+def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], ConsumerRecord]:
+    """Return the records among the entries of the bucket, by app, agent and stream."""
+    found = [(each.key.split("/"), _read(each.value)) for each in entries]
     return {(key[0], key[1], key[2]): record for key, record in found if record and len(key) == 3}
 
 
@@ -291,12 +298,14 @@ async def entries(backend: Backend) -> list[Entry]:
     """Return all entries of the bucket, which `versions` and other modules keep theirs in as well; none where there is
     no bucket. Raises `BackendError`.
     """
-    return await (await bucket(backend)).entries() if await _exists(backend) else []
+    kept = await _existing(backend)
+    return await kept.entries() if kept is not None else []
 
 
 async def entry(backend: Backend, key: str) -> Entry | None:
     """Return the entry of a key; None where there is none, or no bucket. Raises `BackendError`."""
-    return await (await bucket(backend)).get(key) if await _exists(backend) else None
+    kept = await _existing(backend)
+    return await kept.get(key) if kept is not None else None
 
 
 async def alive(backend: Backend, *, app: str, agent: str, stream: str) -> ConsumerRecord | None:
@@ -323,9 +332,9 @@ async def mark_removed(backend: Backend, *, app: str, agent: str, stream: str, c
 
 async def remove(backend: Backend, *, app: str, agent: str, stream: str) -> None:
     """Forget that there was a consumer, because its agent is retired. Raises `BackendError`."""
-    if not await _exists(backend):
+    kept = await _existing(backend)
+    if kept is None:
         return
-    kept = await bucket(backend)
     for key in (_key(app, agent, stream), versions_key(app, agent, stream)):
         if await kept.newest(key) is not None:
             await kept.delete(key)
@@ -342,7 +351,8 @@ async def move(
     """Record that a consumer was taken to another place, or goes on there when it is recreated. Where no worker has
     made the bucket, nothing is recorded. Raises `BackendError`.
     """
-    if not await _exists(backend):
+    kept = await _existing(backend)
+    if kept is None:
         return
     info = await backend.stream_info(stream)
     moved = ConsumerRecord(
@@ -351,16 +361,11 @@ async def move(
         filter_subjects=tuple(filter_subjects),
         time=info.time,
     )
-    await (await bucket(backend)).put(_key(app, agent, stream), msgspec.json.encode(moved))
+    await kept.put(_key(app, agent, stream), msgspec.json.encode(moved))
 
 
-async def _exists(backend: Backend) -> bool:
-    """Return whether there is the bucket: who only reads makes none. Raises `BackendError`."""
-    try:
-        await backend.stream_info(f"KV_{BUCKET}")
-    except NotFoundError:
-        return False
-    return True
+async def _existing(backend: Backend) -> KeyValue | None:
+    return await open_existing(backend, BUCKET, own=True)
 
 
 async def _one(backend: Backend, key: str) -> ConsumerRecord | None:

@@ -3,7 +3,7 @@
 All workers of the app keep one record of each in the bucket of `consumer_records`, under
 `<app>/<agents|timers|tasks>/<name>/failure`. It is written at the first failure, and then at most every
 `WRITE_SECONDS`, so nothing is written for what succeeds. A failure is over when it has not come again for
-`OVER_SECONDS` after its next attempt was due; a timer or a task tells sooner that it succeeds again.
+`OVER_SECONDS` after its next attempt was due. That of a timer is over when the timer succeeds.
 
 Nothing depends on these records. Where the bucket cannot be written, the next failure is recorded; the log has all.
 """
@@ -29,7 +29,7 @@ from aviso_workers.events import TaskFailed, Ticked, WindowDone
 from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
 
-__all__ = ["END", "Kind", "LastFailure", "LastFailures", "Retrying", "remove", "remove_others", "stored"]
+__all__ = ["END", "Kind", "LastFailure", "LastFailures", "Retrying", "parsed", "remove", "remove_others", "stored"]
 
 Kind = Literal["agents", "timers", "tasks"]
 WRITE_SECONDS = 5.0
@@ -76,6 +76,8 @@ class LastFailure(Struct, frozen=True, kw_only=True):
     last: datetime
     until: datetime
     """When it is over, if it does not fail again."""
+    written: datetime
+    """When this was recorded, by the clock of the worker that did."""
     times: int
     """How often it has failed since then, in all workers."""
     retrying: tuple[Retrying, ...] = ()
@@ -165,20 +167,30 @@ class LastFailures:
         """Record what is noted and not recorded yet. What cannot be is noted for the next time."""
         self._changed = anyio.Event()
         noted, self._noted = self._noted, {}
-        with suppress(BackendError):
-            bucket = await consumer_records.bucket(self._backend) if noted else None
-            while noted and bucket is not None:
-                (kind, name), each = next(iter(noted.items()))
-                change = partial(_merged, each, [found() for found in each.retrying.values()], self._now())
-                await key_value.compare_and_set(bucket, _key(self._app, kind, name), read=_read, change=change)
-                del noted[kind, name]
-            while self._over:
-                key = _key(self._app, "timers", next(iter(self._over)))
-                if _read(await consumer_records.entry(self._backend, key)) is not None:
-                    bucket = await consumer_records.bucket(self._backend)
-                    await key_value.compare_and_set(bucket, key, read=_read, change=partial(_ended, self._now()))
-                self._over.pop()
-        self._noted = noted | self._noted
+        try:
+            with suppress(BackendError):
+                await self._write_noted(noted)
+                await self._write_over()
+        finally:
+            self._noted = noted | self._noted
+
+    async def _write_noted(self, noted: dict[tuple[Kind, str], _Noted]) -> None:
+        """Record these, and take out what is recorded."""
+        while noted:
+            (kind, name), each = next(iter(noted.items()))
+            bucket = await consumer_records.bucket(self._backend)
+            change = partial(_merged, each, [found() for found in each.retrying.values()], self._now())
+            await key_value.compare_and_set(bucket, _key(self._app, kind, name), read=_read, change=change)
+            del noted[kind, name]
+
+    async def _write_over(self) -> None:
+        while self._over:
+            timer = next(iter(self._over))
+            key = _key(self._app, "timers", timer)
+            if await consumer_records.entry(self._backend, key) is not None:  # as of the fewest
+                bucket = await consumer_records.bucket(self._backend)
+                await key_value.compare_and_set(bucket, key, read=_read, change=partial(_ended, self._now()))
+            self._over.discard(timer)  # it may have failed again meanwhile
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self._backend.clock.time_ns() / 1e9, UTC)
@@ -193,13 +205,12 @@ def _described(error: BaseException, now: datetime, until: datetime) -> LastFail
         since=now,
         last=now,
         until=until,
+        written=now,
         times=1,
     )
 
 
-def _merged(
-    noted: _Noted, retrying: Iterable[Retrying], now: datetime, before: LastFailure | None
-) -> LastFailure | None:
+def _merged(noted: _Noted, retrying: Iterable[Retrying], now: datetime, before: LastFailure | None) -> LastFailure:
     """Return the record with what one worker has noted since it wrote last."""
     last = noted.last
     if before is not None and before.until >= last.since:
@@ -212,18 +223,28 @@ def _merged(
     waiting = {each.sequence: each for each in before.retrying if each.again_at > now} if before else {}
     waiting |= {each.sequence: each for each in retrying}
     due = tuple(sorted(waiting.values(), key=lambda each: each.again_at)[:MOST_RETRYING])
-    return structs.replace(last, retrying=due)
+    return structs.replace(last, written=now, retrying=due)
 
 
 def _ended(now: datetime, before: LastFailure | None) -> LastFailure | None:
     """Return the record of what has succeeded by now."""
-    return structs.replace(before, until=now) if before is not None and before.until > now else before
+    return structs.replace(before, until=now, written=now) if before is not None and before.until > now else before
 
 
 async def stored(backend: Backend) -> dict[tuple[str, str, str], LastFailure]:
     """Return the records of all apps, by app, kind and name. Raises `BackendError`."""
-    found = [(each.key.split("/"), _read(each)) for each in await consumer_records.entries(backend)]
-    return {(key[0], key[1], key[2]): last for key, last in found if last and len(key) == 4 and key[3] == END}
+    return parsed(await consumer_records.entries(backend))
+
+
+def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], LastFailure]:
+    """Return the records among the entries of the bucket, by app, kind and name; `until` is by the server's clock."""
+    found = {}
+    for entry in entries:
+        app, *key = entry.key.split("/")
+        if len(key) == 3 and key[2] == END and (last := _read(entry)):
+            lasts = last.until - last.written  # the clock of the worker that wrote it may be wrong
+            found[app, key[0], key[1]] = structs.replace(last, until=entry.time + lasts)
+    return found
 
 
 async def remove(backend: Backend, *, app: str, agent: str = "") -> None:

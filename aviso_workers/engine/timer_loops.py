@@ -25,6 +25,7 @@ from msgspec import Struct
 from aviso_workers import clocks
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend
+from aviso_workers.backends.buckets import open_existing
 from aviso_workers.clocks import Clock
 from aviso_workers.declare import outputs, timers
 from aviso_workers.declare.timers import Tick, Timer
@@ -34,7 +35,6 @@ from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import (
     BackendError,
     ConflictError,
-    NotFoundError,
     OutcomeUnknownError,
     RefusedError,
     UnavailableError,
@@ -153,28 +153,21 @@ async def leader(backend: Backend, app: str) -> str:
 
     Raises `BackendError`.
     """
-    found = [entry for entry in await _entries(backend, buckets_of(app)[0], LEASE_SECONDS) if entry.key == LEADER]
-    return found[0].value.decode(errors="replace") if found else ""
+    bucket = await open_existing(backend, buckets_of(app)[0], ttl_seconds=LEASE_SECONDS, own=True)
+    lease = await bucket.get(LEADER) if bucket is not None else None
+    return lease.value.decode(errors="replace") if lease is not None else ""
 
 
 async def claimed(backend: Backend, app: str) -> dict[str, datetime]:
     """Return when the last tick was due that a leader has begun, by timer. Raises `BackendError`."""
+    bucket = await open_existing(backend, buckets_of(app)[1], own=True)
     found = {}
-    for entry in await _entries(backend, buckets_of(app)[1]):
+    for entry in await bucket.entries() if bucket is not None else []:
         with suppress(UndecodableError):
             claim = read_json(entry.value, Claim)
             if claim.token:
                 found[entry.key] = claim.time
     return found
-
-
-async def _entries(backend: Backend, bucket: str, ttl_seconds: float | None = None) -> list[Entry]:
-    """Return what a bucket has; nothing where there is none, as who only reads makes none."""
-    try:
-        await backend.stream_info(f"KV_{bucket}")
-    except NotFoundError:
-        return []
-    return await (await backend.key_value(bucket, ttl_seconds=ttl_seconds, own=True)).entries()
 
 
 async def run_now(timer: Timer[Any, Any], *, clock: Clock, events: Events) -> None:

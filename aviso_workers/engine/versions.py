@@ -25,7 +25,7 @@ from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.jetstream.metadata import MOST_NOTED, Version
 
-__all__ = ["Registered", "Versions", "including", "stored", "with_heartbeat"]
+__all__ = ["Registered", "Versions", "including", "parsed", "stored", "with_heartbeat"]
 
 MOST_HEARD = 2**32
 """More often than a version says that it lives."""
@@ -111,7 +111,11 @@ def with_heartbeat(versions: Iterable[Registered], own: Version) -> tuple[Regist
 
 async def stored(backend: Backend) -> dict[tuple[str, str, str], tuple[Registered, ...]]:
     """Return the registered versions of all agents, by app, agent and stream. Raises `BackendError`."""
-    entries = await consumer_records.entries(backend)
+    return parsed(await consumer_records.entries(backend))
+
+
+def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], tuple[Registered, ...]]:
+    """Return the registered versions among the entries of the bucket, by app, agent and stream."""
     found = [(entry.key.split("/"), _read(entry)) for entry in entries if entry.key.endswith("/versions")]
     return {(key[0], key[1], key[2]): versions for key, versions in found if versions and len(key) == 4}
 

@@ -22,7 +22,6 @@ from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Agent, Router
 from aviso_workers.declare.batches import Batch
 from aviso_workers.declare.retry import Backoff
-from aviso_workers.engine import last_failures
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.engine.last_failures import LastFailure, Retrying
@@ -30,6 +29,7 @@ from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.ops import aviso_admin, deployment, stuck
 from aviso_workers.ops.agent_control import UNTIL_RESUMED
+from aviso_workers.ops.deployment import Recorded
 
 __all__ = ["AgentRow", "Progress", "differing", "failing", "failing_text", "of_app", "of_deployment", "policy", "rows"]
 
@@ -89,8 +89,7 @@ class Progress(Struct, frozen=True, kw_only=True):
         failure = self.failure
         if failure is None or failure.until <= self.time:
             return ""
-        doing = "retrying" if self.retrying else "failing"
-        return f"{doing} since {time_text(failure.since)}, {_times(failure.times)}: {failure.described}"
+        return failing_text(failure, doing="retrying" if self.retrying else "failing")
 
     @property
     def retrying(self) -> list[Retrying]:
@@ -146,16 +145,16 @@ class AgentRow(Struct, frozen=True, kw_only=True):
     app: str
     agent: str
     stream: str
-    pending: int
-    ack_pending: int
-    redelivered: int
-    dead_letters: int
-    rate: float
+    pending: int = 0
+    ack_pending: int = 0
+    redelivered: int = 0
+    dead_letters: int = 0
+    rate: float = 0.0
     """By how many notifications the lag grows in a second; negative where it shrinks."""
-    paused_until: str
-    trouble: str
-    why_none: str
-    failing: str
+    paused_until: str = ""
+    trouble: str = ""
+    why_none: str = ""
+    failing: str = ""
     state: str
     """What the agent does, or what is wrong with it: `trouble`, `paused until`, `failing`, `ok`, or `idle` without a
     lag."""
@@ -168,16 +167,11 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
     """By app, agent and stream."""
     retries: dict[tuple[str, str], ConsumerInfo]
     """The consumers of retries, by app and agent."""
-    records: dict[tuple[str, str], ConsumerRecord]
-    """By stream and consumer."""
     behind: dict[tuple[str, str, str], int]
     """Notifications after the recorded ack floor, where the consumer is gone, by app, agent and stream."""
     dead_letters: dict[tuple[str, ...], int]
     """By app and agent."""
-    functions: dict[tuple[str, str], tuple[str, ...]]
-    """The functions of agents whose workers run several, by stream and consumer."""
-    failures: dict[tuple[str, str, str], LastFailure]
-    """By app, `agents` and agent."""
+    recorded: Recorded
 
     def progress(self, app: str, agent: str, stream: str) -> Progress:
         return Progress(
@@ -186,11 +180,11 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
             stream=stream,
             events=self.consumers.get((app, agent, stream)),
             retries=self.retries.get((app, agent)),
-            record=self.records.get((stream, agents.durable_name(app, agent))),
+            record=self.recorded.consumers.get((stream, agents.durable_name(app, agent))),
             behind=self.behind.get((app, agent, stream)),
             dead_letters=self.dead_letters.get((app, agent), 0),
-            functions=self.functions.get((stream, agents.durable_name(app, agent)), ()),
-            failure=self.failures.get((app, "agents", agent)),
+            functions=self.recorded.functions.get((stream, agents.durable_name(app, agent)), ()),
+            failure=self.recorded.failures.get((app, "agents", agent)),
         )
 
 
@@ -235,22 +229,20 @@ def _row(now: Progress, before: Progress | None, seconds: float) -> AgentRow:
 
 
 async def _snapshot(admin: Admin, streams: Iterable[str]) -> _Snapshot:
-    records, consumers, behind = await deployment.records(admin), {}, {}
+    recorded, consumers, behind = await deployment.recorded(admin), {}, {}
     for stream in streams:
         for (owner, agent), events in (await deployment.agents(admin, stream)).items():
             consumers[owner, agent, stream] = events
-        for (owner, agent), record in (await deployment.missing(admin, stream, records)).items():
+        for (owner, agent), record in (await deployment.missing(admin, stream, recorded.consumers)).items():
             behind[owner, agent, stream] = await _behind(admin, stream, record)
     retries = await deployment.agents(admin, RETRIES)
     dead_letters = await deployment.dead_letters(admin)
     return _Snapshot(
         consumers=consumers,
         retries=retries,
-        records=records,
         behind=behind,
         dead_letters=dead_letters,
-        functions=await deployment.functions(admin),
-        failures=await last_failures.stored(admin),
+        recorded=recorded,
     )
 
 
@@ -304,37 +296,20 @@ def differing(config: Config, agent: Agent[Any, Any], consumer: ConsumerConfig) 
     return "; ".join(found)
 
 
-async def failing(admin: Admin, app: str | None = None) -> list[AgentRow]:
-    """Return a row for each timer and each task that fails, of one app or of all. Raises `BackendError`."""
+def failing(recorded: Recorded, app: str | None = None) -> list[AgentRow]:
+    """Return a row for each timer and each task that fails, of one app or of all."""
     now = datetime.now(UTC)
     return [
-        AgentRow(
-            app=owner,
-            agent=f"{kind.removesuffix('s')} {name}",
-            stream="-",
-            pending=0,
-            ack_pending=0,
-            redelivered=0,
-            dead_letters=0,
-            rate=0.0,
-            paused_until="",
-            trouble="",
-            why_none="",
-            failing=(text := failing_text(failure)),
-            state=text,
-        )
-        for (owner, kind, name), failure in sorted((await last_failures.stored(admin)).items())
-        if kind != "agents" and app in (None, owner) and failure.until > now
+        AgentRow(app=owner, agent=f"{kind.removesuffix('s')} {name}", stream="-", failing=text, state=text)
+        for (owner, kind, name), failure in sorted(recorded.failures.items())
+        if kind != "agents" and app in (None, owner) and failure.until > now and (text := failing_text(failure))
     ]
 
 
-def failing_text(failure: LastFailure) -> str:
-    """Return since when, how often and how a timer or a task fails."""
-    return f"failing since {time_text(failure.since)}, {_times(failure.times)}: {failure.described}"
-
-
-def _times(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"
+def failing_text(failure: LastFailure, *, doing: str = "failing") -> str:
+    """Return since when, how often and how something fails."""
+    times = "once" if failure.times == 1 else f"{failure.times} times"
+    return f"{doing} since {time_text(failure.since)}, {times}: {failure.described}"
 
 
 def _sum(progress: Progress, field: str) -> int:

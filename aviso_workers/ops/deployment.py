@@ -19,27 +19,29 @@ from aviso_workers.engine import (
     consumer_records,
     dead_letter_store,
     delayed_messages,
+    last_failures,
     max_deliveries,
     versions,
 )
 from aviso_workers.engine.consumer_records import ConsumerRecord
+from aviso_workers.engine.last_failures import LastFailure
 from aviso_workers.errors import NotFoundError, UndecodableError
 
 __all__ = [
     "DEAD_LETTERS",
     "ConsumerInfo",
     "ConsumerRecord",
+    "Recorded",
     "RunAlone",
     "agent_of",
     "agents",
     "dead_letters",
     "due",
     "elsewhere",
-    "functions",
     "max_deliveries_exceeded",
     "missing",
     "part_used",
-    "records",
+    "recorded",
     "run_alone",
     "streams_of",
     "why_none",
@@ -59,7 +61,17 @@ class RunAlone(Struct, frozen=True, kw_only=True):
     sequence: int
 
 
-OWN = (dead_letter_store.STREAM, dead_letter_store.RETRIES, max_deliveries.STREAM, delayed_messages.STREAM)
+class Recorded(Struct, frozen=True, kw_only=True):
+    """What workers have recorded in the bucket of `consumer_records`."""
+
+    consumers: dict[tuple[str, str], ConsumerRecord]
+    """Of agents' consumers, by stream and consumer."""
+    functions: dict[tuple[str, str], tuple[str, ...]]
+    """The functions of agents whose workers run several, by stream and consumer: module and qualified name of each."""
+    failures: dict[tuple[str, str, str], LastFailure]
+    """The last failures of agents, timers and tasks, by app, kind and name."""
+
+
 SUBJECT_TOKENS = dead_letter_store.SUBJECT.count(".") + 3
 """The number of tokens in the subject of a dead letter."""
 
@@ -80,36 +92,34 @@ async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInf
     return {found: consumer for consumer in consumers if (found := agent_of(consumer.name))}
 
 
-async def elsewhere(admin: Admin, config: Config) -> list[str]:
-    """Return which streams agents read that are none of the configured event streams: each with its agents, as text.
-
-    They are those of which workers keep a record. Raises `BackendError`.
-    """
-    known = {*streams.event_streams(config.notification_schema), *OWN}
-    found: dict[str, list[str]] = {}
-    for (app, agent, stream), record in sorted((await consumer_records.stored(admin)).items()):
-        if stream not in known and not record.removed:
-            found.setdefault(stream, []).append(f"{app}/{agent}")
-    return [f"{stream} by {', '.join(of_stream)}" for stream, of_stream in sorted(found.items())]
-
-
-async def records(admin: Admin) -> dict[tuple[str, str], ConsumerRecord]:
-    """Return the records that workers keep of agents' consumers, by stream and consumer. Raises `BackendError`."""
-    stored = await consumer_records.stored(admin)
-    return {(stream, agents_.durable_name(owner, agent)): record for (owner, agent, stream), record in stored.items()}
-
-
-async def functions(admin: Admin) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Return the functions of agents whose workers run several, by stream and consumer: module and qualified name of
-    each. Raises `BackendError`.
-    """
-    found = {
+async def recorded(admin: Admin) -> Recorded:
+    """Return what workers have recorded. Raises `BackendError`."""
+    entries = await consumer_records.entries(admin)
+    functions = {
         (stream, agents_.durable_name(owner, agent)): tuple(
             sorted({each.version.function for each in registered} - {""})
         )
-        for (owner, agent, stream), registered in (await versions.stored(admin)).items()
+        for (owner, agent, stream), registered in versions.parsed(entries).items()
     }
-    return {key: names for key, names in found.items() if len(names) > 1}
+    return Recorded(
+        consumers={
+            (stream, agents_.durable_name(owner, agent)): record
+            for (owner, agent, stream), record in consumer_records.parsed(entries).items()
+        },
+        functions={key: names for key, names in functions.items() if len(names) > 1},
+        failures=last_failures.parsed(entries),
+    )
+
+
+def elsewhere(recorded: Recorded, config: Config) -> list[str]:
+    """Return which streams agents read that are none of the configured event streams: each with its agents, as text."""
+    known = streams.event_streams(config.notification_schema)
+    found: dict[str, list[str]] = {}
+    for (stream, consumer), record in sorted(recorded.consumers.items()):
+        agent = agent_of(consumer)
+        if agent and not record.removed and stream not in known and not stream.startswith(streams.OURS):
+            found.setdefault(stream, []).append("/".join(agent))
+    return [f"{stream} by {', '.join(of_stream)}" for stream, of_stream in found.items()]
 
 
 async def due(admin: Admin) -> dict[str, int]:

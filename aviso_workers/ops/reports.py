@@ -136,7 +136,7 @@ async def take(admin: Admin) -> Snapshot:
             continue
         consumers |= _by_name(name, found)
         unavailable = [*unavailable, *_unavailable(name, found)]
-    records = await deployment.records(admin)
+    records = (await deployment.recorded(admin)).consumers
     return Snapshot(
         at=anyio.current_time(), streams=streams, unavailable=unavailable, consumers=consumers, records=records
     )
@@ -150,7 +150,7 @@ async def take_consumers(admin: Admin, stream: str) -> Snapshot:
         streams={},
         unavailable=_unavailable(stream, found),
         consumers=_by_name(stream, found),
-        records=await deployment.records(admin),
+        records=(await deployment.recorded(admin)).consumers,
     )
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, get_args
 
 import anyio
 
-from aviso_workers.errors import AvisoWorkersError, describe, frames_of_author, text_of
+from aviso_workers.errors import AvisoWorkersError, describe, frames_of_author, raised_at, text_of
 from aviso_workers.events import OfMessages, Settled, Suspected, Unreadable, warning
 from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.tracebacks import loggable
@@ -174,10 +174,7 @@ def _raised(kind: _Kind) -> dict[str, str]:
 
 
 def _kind_of(event: Settled, frames: TracebackType | None) -> _Kind:
-    file, line = "", 0
-    while frames is not None:
-        file, line = frames.tb_frame.f_code.co_filename, frames.tb_lineno
-        frames = frames.tb_next
+    file, line = raised_at(frames)
     error = type(event.error).__name__ if event.error is not None else ""
     return _Kind(event.agent, event.outcome, event.reason, error, file, line)
 

@@ -14,7 +14,7 @@ from nats.js import JetStreamContext
 
 from aviso_workers import App, Notify
 
-__all__ = ["FILTER", "STREAM", "SUBJECTS", "fill", "make_notifications"]
+__all__ = ["FILTER", "STREAM", "SUBJECTS", "fill", "make_notifications", "subject"]
 
 STREAM = "MARS"
 FILTER = "mars.>"
@@ -50,7 +50,7 @@ async def fill(nats_url: str, app: App, *, count: int, first: int = 0, step: Cal
     try:
         stream = connection.jetstream(timeout=ACK_SECONDS)
         for begin in range(max(1, first), first + count, CHUNK):
-            subjects = [_subject(step(number)) for number in range(begin, min(begin + CHUNK, first + count))]
+            subjects = [subject(step(number)) for number in range(begin, min(begin + CHUNK, first + count))]
             await _store(stream, connection, begin, subjects)
     finally:
         await connection.close()
@@ -58,13 +58,14 @@ async def fill(nats_url: str, app: App, *, count: int, first: int = 0, step: Cal
 
 async def _store(stream: JetStreamContext, connection: Client, begin: int, subjects: Sequence[str]) -> None:
     """All but the last without an acknowledgement: a stream stores in order, so the last one's tells of them all."""
-    *numbered, (number, subject) = enumerate(subjects, begin)
+    *numbered, (number, last) = enumerate(subjects, begin)
     for each, its_subject in numbered:
         await connection.publish(its_subject, BODY, headers=_headers(each))
-    await stream.publish(subject, BODY, headers=_headers(number))
+    await stream.publish(last, BODY, headers=_headers(number))
 
 
-def _subject(step: int) -> str:
+def subject(step: int) -> str:
+    """Return the subject of a step."""
     return ".".join(("mars", *IDENTIFIER.values(), str(step)))
 
 

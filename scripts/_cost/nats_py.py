@@ -12,7 +12,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.api import ConsumerConfig
 
-from _bench.filling import BODY, FILTER, STREAM, SUBJECTS
+from _bench.filling import BODY, FILTER, STREAM, SUBJECTS, subject
 from _cost import counting
 
 __all__ = ["main"]
@@ -67,21 +67,21 @@ async def callback(connection: Client) -> None:
 async def publish(connection: Client) -> None:
     """Publish one at a time."""
     stream = connection.jetstream(timeout=ACK_SECONDS)
-    await stream.publish(_subject(0), BODY)
+    await stream.publish(subject(0), BODY)
     counting.begin()
     for number in range(counting.TO_COUNT):
-        await stream.publish(_subject(number), BODY)
+        await stream.publish(subject(number % SUBJECTS), BODY)
     counting.end()
 
 
 async def publish_many(connection: Client) -> None:
     """Publish some hundred at a time, and wait for all acknowledgements."""
     stream = connection.jetstream(timeout=ACK_SECONDS)
-    await stream.publish(_subject(0), BODY)
+    await stream.publish(subject(0), BODY)
     counting.begin()
     for first in range(0, counting.TO_COUNT, AT_ONCE):
         last = min(first + AT_ONCE, counting.TO_COUNT)
-        await asyncio.gather(*[stream.publish(_subject(number), BODY) for number in range(first, last)])
+        await asyncio.gather(*[stream.publish(subject(number % SUBJECTS), BODY) for number in range(first, last)])
     counting.end()
 
 
@@ -100,10 +100,6 @@ async def ordered(connection: Client) -> None:
 
     await connection.jetstream().subscribe(FILTER, stream=STREAM, ordered_consumer=True, cb=note)
     await done.wait()
-
-
-def _subject(number: int) -> str:
-    return f"mars.od.20261120.0000.{number % SUBJECTS}"
 
 
 if __name__ == "__main__":

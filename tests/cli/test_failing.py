@@ -103,6 +103,15 @@ def test_the_list_names_the_last_error_of_what_fails(run: Run, config: Path, app
     assert "timer report" not in of_other.out
 
 
+def test_the_list_that_is_watched_has_what_fails_too(run: Run, config: Path, start: Start, worker: Command) -> None:
+    until_failing(run, config, *FAILING)
+    watching = start("agents", "ls", "--watch", "--seconds", "0.1", "--config", config)
+    told = "".join(watching.lines(5))
+    assert "timer report" in told
+    assert "task watch" in told
+    watching.end(signal.SIGINT)
+
+
 def test_what_is_retried_is_listed_with_what_waits_behind_it(run: Run, config: Path, worker: Command) -> None:
     until_failing(run, config, "index")
     ran = run("agents", "retrying", "field", "index", "--config", config)

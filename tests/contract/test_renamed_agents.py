@@ -295,7 +295,7 @@ async def test_two_programs_that_share_an_agent_say_so(deployment: Deployment) -
                 await deployment.t.advance(0.05)
     told = {(name_of(event.own), *map(name_of, event.others)) for event in deployment.functions}
     assert told <= {("of_another_program", "handle"), ("handle", "of_another_program")}
-    (functions,) = (await deployment_.functions(deployment.t.app.session.admin)).values()
+    (functions,) = (await deployment_.recorded(deployment.t.app.session.admin)).functions.values()
     assert [name_of(each) for each in functions] == ["handle", "of_another_program"]
 
 
@@ -307,7 +307,7 @@ async def test_a_consumer_that_another_program_has_created_is_no_second_program(
     )
     await admin.ensure_consumer("MARS", wanted)
     await deployment.run(deployment.agent("archive"), "index")
-    assert await deployment_.functions(admin) == {}
+    assert (await deployment_.recorded(admin)).functions == {}
 
 
 def name_of(function: str) -> str:

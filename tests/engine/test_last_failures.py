@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from datetime import UTC, datetime, timedelta
-from typing import cast
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -167,6 +167,58 @@ async def test_a_timer_that_failed_in_another_worker_succeeds_again(
     await mended.write()
     over = await recorded(backend, "timers", "report")
     assert over.until == over.last + timedelta(seconds=10)
+
+
+async def test_a_timer_that_fails_while_its_success_is_recorded_fails(
+    backend: InMemoryBackend, failures: LastFailures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ticked(error: Exception | None = None) -> None:
+        failures.observe(Ticked(timer="report", time=DUE, late_seconds=0, seconds=0, error=error))
+
+    ticked(raised("no report"))
+    await failures.write()
+    entry = consumer_records.entry
+
+    async def entry_and_a_failure(*asked: Any) -> Any:
+        monkeypatch.undo()
+        ticked(raised("no report again"))
+        return await entry(*asked)
+
+    monkeypatch.setattr(consumer_records, "entry", entry_and_a_failure)
+    ticked()
+    await failures.write()
+    await failures.write()
+    failing = await recorded(backend, "timers", "report")
+    assert (failing.text, failing.until - failing.last > timedelta(days=365)) == ("no report again", True)
+
+
+@pytest.mark.parametrize("ahead_seconds", [-3600, 3600])
+async def test_a_worker_whose_clock_is_wrong_is_told_as_failing_for_as_long_as_others(
+    backend: InMemoryBackend, failures: LastFailures, monkeypatch: pytest.MonkeyPatch, ahead_seconds: int
+) -> None:
+    now = failures._now
+    monkeypatch.setattr(failures, "_now", lambda: now() + timedelta(seconds=ahead_seconds))
+    failures.note("agents", "index", raised("no field"), again_in_seconds=30)
+    await failures.write()
+    until = (await recorded(backend)).until - now()
+    assert timedelta(seconds=29 + OVER_SECONDS) <= until <= timedelta(seconds=31 + OVER_SECONDS)
+
+
+async def test_what_is_noted_while_a_worker_stops_is_recorded(
+    backend: InMemoryBackend, failures: LastFailures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first write is cancelled on its way."""
+    with monkeypatch.context() as slow:
+
+        async def never(*_: object, **__: object) -> None:
+            await anyio.sleep_forever()
+
+        slow.setattr(backend, "key_value", never)
+        failures.note("agents", "index", raised("no field"))
+        with anyio.move_on_after(0.01):
+            await failures.write()
+    await failures.write()
+    assert (await recorded(backend)).times == 1
 
 
 async def test_what_the_code_does_not_have_any_more_does_not_fail(

@@ -28,7 +28,8 @@ from aviso_workers import clocks
 from aviso_workers.aviso import payloads
 from aviso_workers.aviso.codec import UNREADABLE_JSON, Message, read_json
 from aviso_workers.aviso.notifications import Notification
-from aviso_workers.backends import Backend, ConsumerInfo, KeyValue
+from aviso_workers.backends import Backend, ConsumerInfo
+from aviso_workers.backends.buckets import open_existing
 from aviso_workers.declare import windows
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.tables import decode_key, encode_key
@@ -45,7 +46,6 @@ from aviso_workers.errors import (
     BackendError,
     ConflictError,
     DeclarationError,
-    NotFoundError,
     RefusedError,
     UndecodableError,
 )
@@ -608,7 +608,7 @@ async def unfinished(agent: Agent[Any, Any], windowing: Windowing[Any, Any], bac
 
     Raises `UndecodableError` where what the bucket holds is not of the agent's type.
     """
-    bucket = await _existing_bucket(agent, backend, app=app)
+    bucket = await open_existing(backend, bucket_of(app, agent.name))
     if bucket is None:
         return 0
     progress = _sized(counted.read_progress(await bucket.get(PROGRESS)), windowing)
@@ -626,7 +626,7 @@ async def open_windows(
     Nothing is made: without a bucket there are none. Raises `InvalidKeyError`, `UndecodableError`, `BackendError`.
     """
     spelled = _spelled(key)
-    bucket = await _existing_bucket(agent, backend, app=app)
+    bucket = await open_existing(backend, bucket_of(app, agent.name))
     entry = None if bucket is None else await bucket.get(spelled)
     if bucket is None or entry is None:
         return []
@@ -634,16 +634,6 @@ async def open_windows(
     state = _States(agent, on_unreadable=_refuse).read(entry)
     state = windows.sized(state, progress.sizings, passed=progress.closed)
     return [windows.window(state, key, start) for start in windows.still_open(state, passed=progress.closed)]
-
-
-async def _existing_bucket(agent: Agent[Any, Any], backend: Backend, *, app: str) -> KeyValue | None:
-    """Return the bucket of an agent's windows; None where no worker has made it yet, as asking for it would."""
-    name = bucket_of(app, agent.name)
-    try:
-        await backend.stream_info(f"KV_{name}")
-    except NotFoundError:
-        return None
-    return await backend.key_value(name)
 
 
 def _sized(progress: Progress, windowing: Windowing[Any, Any]) -> Progress:

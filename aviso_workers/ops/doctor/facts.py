@@ -24,7 +24,6 @@ from aviso_workers.backends import Admin, Received
 from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Agent
-from aviso_workers.engine import last_failures
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.engine.last_failures import LastFailure
 from aviso_workers.errors import BackendError, DeniedError, NotFoundError, ServerProcessError, UnavailableError
@@ -264,14 +263,9 @@ async def _unsampled_facts(
             await requests.ask("dead_letters", lambda: deployment.max_deliveries_exceeded(admin)) or {}
         )
 
-    async def records() -> None:
-        found.records = await requests.ask("records", lambda: deployment.records(admin)) or {}
-
-    async def functions() -> None:
-        found.functions = await requests.ask("records", lambda: deployment.functions(admin)) or {}
-
-    async def failures() -> None:
-        found.failures = await requests.ask("records", lambda: last_failures.stored(admin)) or {}
+    async def recorded() -> None:
+        if kept := await requests.ask("records", lambda: deployment.recorded(admin)):
+            found.records, found.functions, found.failures = kept.consumers, kept.functions, kept.failures
 
     async def run_alone() -> None:
         found.run_alone = tuple(await requests.ask("records", lambda: deployment.run_alone(admin, after.streams)) or ())
@@ -293,8 +287,8 @@ async def _unsampled_facts(
         found.is_strict = await monitoring_port.is_strict(admin)
 
     async with anyio.create_task_group() as tasks:
-        asked = (dead_letters, max_deliveries_exceeded, records, functions, failures, run_alone, due, links)
-        for request in (*asked, monitored, strict):
+        asked = (dead_letters, max_deliveries_exceeded, recorded, run_alone, due, links, monitored, strict)
+        for request in asked:
             tasks.start_soon(request)
     return found
 
