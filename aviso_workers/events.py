@@ -7,7 +7,7 @@ no observer can change what happens. Facts carry no subject and no payload.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, Literal, get_args
@@ -19,6 +19,7 @@ from aviso_workers.jetstream.identities import Identity
 
 __all__ = [
     "AckWaitDiffers",
+    "Acked",
     "AgentDisturbed",
     "AgentMoved",
     "AgentStarted",
@@ -36,6 +37,7 @@ __all__ = [
     "DeadLettersStored",
     "Event",
     "Events",
+    "Failed",
     "FailuresNotStored",
     "FilterHides",
     "FiltersDiffer",
@@ -112,7 +114,10 @@ SettledOutcome = Literal["acked", "retried", "dead_lettered"]
 
 
 class Settled(Struct, frozen=True, kw_only=True):
-    """A delivery was settled; `seconds` is the time the handling took."""
+    """A delivery was settled; `seconds` is the time the handling took.
+
+    Of those that were handled well, each is stated only where somebody listens: `Acked` says the same of many.
+    """
 
     agent: str
     event_type: str
@@ -137,6 +142,25 @@ class Settled(Struct, frozen=True, kw_only=True):
     def notification(self) -> str:
         """`<event type>@<sequence>`."""
         return f"{self.event_type}@{self.sequence}"
+
+
+class Failed(Settled, frozen=True, kw_only=True):
+    """A delivery was settled whose handling has failed, or which another worker may have been given meanwhile."""
+
+
+class Acked(Struct, frozen=True, kw_only=True):
+    """An agent has handled deliveries well, and acked them, in one turn of the event loop.
+
+    The lists have a number for each, as the fields of `Settled` of the same names.
+    """
+
+    agent: str
+    event_type: str
+    seconds: Sequence[float]
+    waited_seconds: Sequence[float]
+    stored_to_settled_seconds: Sequence[float]
+    redelivered: int
+    """How many of them had been delivered before."""
 
 
 class Passed(Struct, frozen=True):
@@ -632,11 +656,13 @@ Logged = (
     | WindowsResized
 )
 """Facts that are logged."""
-OfMessages = Settled | Unreadable | Suspected
+OfMessages = Failed | Unreadable | Suspected
 """Facts of single messages, of which there may be very many. They are counted, and `failure_logs` logs them."""
-Event = OfReadiness | Counted | Logged | OfMessages | Published | Measured
+OnlyCounted = Acked | Published | Measured
+"""Facts that only the metrics listen to."""
+Event = OfReadiness | Counted | Logged | OfMessages | OnlyCounted | Settled
 """A fact that the engine states. The union that a class is in says who listens to it, and mypy names those who do not
-handle it. Only the metrics listen to `Published` and `Measured`.
+handle it. A worker has nobody who listens to `Settled`.
 """
 
 WARNINGS: frozenset[type] = frozenset(
@@ -710,8 +736,8 @@ class Events:
 
     def listen(self, listener: Callable[[Any], None], *kinds: type[Event]) -> None:
         """Call the listener with facts of these kinds, or of all."""
-        for kind in kinds or self._listeners:
-            self._listeners[kind].append(listener)
+        for listeners in self._listening(kinds):
+            listeners.append(listener)
 
     @contextmanager
     def heard_by(self, listener: Callable[[Any], None], *kinds: type[Event]) -> Iterator[None]:
@@ -720,8 +746,16 @@ class Events:
         try:
             yield
         finally:
-            for kind in kinds or self._listeners:
-                self._listeners[kind].remove(listener)
+            for listeners in self._listening(kinds):
+                listeners.remove(listener)
+
+    def listeners(self, kind: type[Event]) -> Collection[Callable[[Any], None]]:
+        """Return who listens to facts of this kind, now and later: for what is too dear to be made for nobody."""
+        return self._listeners[kind]
+
+    def _listening(self, kinds: tuple[type[Event], ...]) -> Iterator[list[Callable[[Any], None]]]:
+        """Return who listens to these kinds, or to all. Who listens to `Settled` hears what is `Failed`."""
+        return (found for kind, found in self._listeners.items() if not kinds or issubclass(kind, kinds))
 
     def emit(self, event: Event) -> None:
         listeners = self._listeners[type(event)]

@@ -51,6 +51,7 @@ from aviso_workers.backends import (
     Delivery,
     ForeignListener,
     KeyValue,
+    Noted,
     Opening,
     Outgoing,
     PubAck,
@@ -984,10 +985,10 @@ class _Recorder:
         return ack
 
     def consume(
-        self, stream: str, consumer: str, *, deliver: Callable[[Delivery], None], **stated: Any
+        self, stream: str, consumer: str, *, deliver: Callable[[Sequence[Delivery]], None], **stated: Any
     ) -> AbstractAsyncContextManager[Consumer]:
-        def deliver_mortal(delivery: Delivery) -> None:
-            deliver(_Mortal(delivery, self))
+        def deliver_mortal(deliveries: Sequence[Delivery]) -> None:
+            deliver([_Mortal(delivery, self, delivery.message) for delivery in deliveries])
 
         return self._backend.consume(stream, consumer, deliver=deliver_mortal, **stated)
 
@@ -1013,14 +1014,16 @@ class _MortalBucket:
         return in_its_time
 
 
-class _Mortal:
+class _Mortal(Noted, eq=False):
     """A delivery that nobody can settle once the worker that holds it is dead."""
 
-    def __init__(self, delivery: Delivery, holder: _Recorder) -> None:
-        self.message = delivery.message
-        self.can_be_read_again = delivery.can_be_read_again
-        self._delivery = delivery
-        self._holder = holder
+    _delivery: Delivery
+    _holder: _Recorder
+    message: Message
+
+    @property
+    def can_be_read_again(self) -> bool:
+        return self._delivery.can_be_read_again
 
     @property
     def num_delivered(self) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import Any
+
 from aviso_workers.backends import Message
 
 
@@ -13,6 +16,11 @@ class UnsettledDelivery:
     num_pending = 0
     can_be_read_again = True
     held = True
+    waiting_since = 0.0
+    waited: float | None = None
+    begin: Callable[[], Awaitable[None]] | None = None
+    record: Any = None
+    bodiless = False
 
     def ack(self) -> None:
         raise AssertionError("acked")

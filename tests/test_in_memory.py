@@ -6,7 +6,7 @@ What it shares with every backend is in tests/contract.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
@@ -114,7 +114,8 @@ class TestVirtualTime:
             await backend.ensure_consumer("MARS", agent(ack_wait_seconds=60.0))
             await publish(backend, "mars.od")
 
-            def deliver(delivery: Delivery) -> None:
+            def deliver(deliveries: Sequence[Delivery]) -> None:
+                (delivery,) = deliveries
                 counts.append(delivery.num_delivered)
 
             async with backend.consume("MARS", "agent", deliver=deliver, capacity=lambda: 1):
@@ -133,7 +134,8 @@ class TestRealTime:
             await backend.ensure_consumer("MARS", agent(ack_wait_seconds=0.05))
             await publish(backend, "mars.od")
 
-            def deliver(delivery: Delivery) -> None:
+            def deliver(deliveries: Sequence[Delivery]) -> None:
+                (delivery,) = deliveries
                 counts.append(delivery.num_delivered)
                 if delivery.num_delivered == 2:
                     delivery.ack()
@@ -276,7 +278,7 @@ class TestALostConnection:
             await backend.create_stream(stream_of("mars"))
             await backend.ensure_consumer("MARS", agent(ack_wait_seconds=10.0))
             await publish(backend, "mars.a")
-            async with backend.consume("MARS", "agent", deliver=deliveries.append, capacity=lambda: 10) as reader:
+            async with backend.consume("MARS", "agent", deliver=deliveries.extend, capacity=lambda: 10) as reader:
                 await clock.advance(1.0)
                 backend.disconnect()
                 deliveries[0].ack()

@@ -14,7 +14,8 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.engine import acknowledging
 from aviso_workers.engine import buffer as buffers
-from aviso_workers.engine.buffer import KEY_PREFETCH, Buffer
+from aviso_workers.engine.buffer import Buffer
+from aviso_workers.engine.ordering_keys import KEY_PREFETCH
 from tests.deliveries import UnsettledDelivery
 
 pytestmark = pytest.mark.anyio

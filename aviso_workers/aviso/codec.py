@@ -260,6 +260,8 @@ class NotificationReader:
         self._name = name
         self._where = where or parse_where(name, event_type, {})
         self._keys = self._where.topic.key_order
+        self._count = 1 + len(self._keys)
+        """How many words a subject has."""
         self._selective = bool(self._where.conditions or self._where.place)
         self._base = self._where.topic.base
         rules = event_type.identifier
@@ -290,7 +292,9 @@ class NotificationReader:
         if not message.data and is_marker(message):
             return None
         subject = message.subject
-        tokens = self._tokens(subject)
+        tokens: Sequence[str] = subject.split(".")
+        if "%" in subject or len(tokens) != self._count:
+            tokens = self._tokens(subject)
         if self._selective and not self._lets_through(tokens, message):
             return None
         if tokens[0] != self._base:
@@ -322,7 +326,7 @@ class NotificationReader:
 
     def _tokens(self, subject: str) -> Sequence[str]:
         tokens = topics.decode_subject(subject) if "%" in subject else subject.split(".")
-        if len(tokens) != len(self._keys) + 1:
+        if len(tokens) != self._count:
             raise UndecodableError(
                 f"{subject!r} has {len(tokens) - 1} identifier values, {self._name} has {len(self._keys)}"
             )

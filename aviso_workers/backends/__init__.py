@@ -13,7 +13,8 @@ What a backend promises:
   (perhaps done, try again with the same message id), `RefusedError` (not done, do not repeat). A backend never
   retries and never sleeps between attempts: that is the engine's.
 * A delivery is handed to exactly one reader at a time, and to one again when it was not settled within `ack_wait`.
-* `deliver` is called on the event loop's thread, one delivery at a time; it must not block and must not raise.
+* `deliver` is called on the event loop's thread with what has come together, in order; it must not block and must
+  not raise.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ __all__ = [
     "KeyValue",
     "Management",
     "Message",
+    "Noted",
     "Opening",
     "Outgoing",
     "OutgoingChunk",
@@ -229,6 +231,22 @@ class Administration(Protocol):
         """
 
 
+class Noted(Struct, kw_only=True, eq=False):
+    """What the engine notes of a delivery for as long as it holds it."""
+
+    waiting_since: float = 0.0
+    """When it arrived, or when its retry is due, on the agent's clock."""
+    waited: float | None = None
+    """How long it waited before its handling began, in seconds; None until it does."""
+    begin: Callable[[], Awaitable[None]] | None = None
+    """Awaited before its handling begins."""
+    record: Any = None
+    """What is known of earlier deliveries and attempts (`verdicts.Record`); None where nothing was read, and none has
+    failed here."""
+    bodiless: bool = False
+    """Whether the body of its message was dropped, or left out by the server (`headers_only`)."""
+
+
 class Delivery(Protocol):
     """One message handed to one reader, which settles it once. Settling hands over to the wire and returns.
 
@@ -237,6 +255,12 @@ class Delivery(Protocol):
 
     message: Message
     """Whoever holds many may put one without a body here, and read the whole one again from the stream."""
+    waiting_since: float
+    """This and the following are the engine's; see `Noted`."""
+    waited: float | None
+    begin: Callable[[], Awaitable[None]] | None
+    record: Any
+    bodiless: bool
 
     @property
     def num_delivered(self) -> int:
@@ -420,11 +444,11 @@ class Backend(Streams, Protocol):
         stream: str,
         consumer: str,
         *,
-        deliver: Callable[[Delivery], None],
+        deliver: Callable[[Sequence[Delivery]], None],
         capacity: Callable[[], int],
         priority: int = 0,
     ) -> AbstractAsyncContextManager[Consumer]:
-        """Read a durable consumer while the block runs, and call `deliver` with each delivery.
+        """Read a durable consumer while the block runs, and call `deliver` with what has come together.
 
         `capacity()` returns how many deliveries could be taken now. With the `priority_policy` `pinned_client`, one of
         the readers is handed everything, and another one when that has left or has not asked for `priority_timeout`.

@@ -1,7 +1,7 @@
 """The end of every delivery: nothing else of the engine acks, naks, terminates or stores dead letters.
 
 `Settler` ends the deliveries of an agent: it has a failure judged (`verdicts.decide`), stores the dead letter before
-the original is terminated, counts the failure before the delivery is given back, and emits `Settled`. It judges windows
+the original is terminated, counts the failure before the delivery is given back, and states the end. It judges windows
 as well. `dead_letter_exceeded` does the same for notifications whose consumer exceeded `max_deliver`.
 
 Modules that settle a delivery without running a handler pass a `Settlement` to `settle`: `max_deliveries`,
@@ -10,6 +10,7 @@ Modules that settle a delivery without running a handler pass a `Settlement` to 
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -33,7 +34,16 @@ from aviso_workers.engine.last_failures import LastFailures, Retrying
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shields import Shield
 from aviso_workers.errors import BackendError
-from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, Settled, SettledOutcome, Suspected
+from aviso_workers.events import (
+    Acked,
+    DeadLettersRefused,
+    DeadLettersStored,
+    Events,
+    Failed,
+    Settled,
+    SettledOutcome,
+    Suspected,
+)
 from aviso_workers.jetstream import answers, error_codes
 
 __all__ = ["Exceeded", "Settler", "dead_letter_exceeded", "give_back", "leave_to_others", "settle", "settle_again"]
@@ -125,7 +135,7 @@ async def dead_letter_exceeded(exceeded: Exceeded, store: DeadLetterStore, *, cl
     except BackendError as error:
         refused = error
     events.emit(
-        Settled(
+        Failed(
             agent=exceeded.agent,
             event_type=exceeded.event_type,
             sequence=exceeded.message.sequence,
@@ -176,6 +186,10 @@ class Settler:
         self._writer = _DeadLetterWriter(agent.name, dead_letters, stream=stream, clock=clock, events=events)
         self._clock = clock
         self._events = events
+        self._hear_each = events.listeners(Settled)
+        self._hear_acked = events.listeners(Acked)
+        self._acked: list[tuple[float, float, Delivery]] = []
+        """What was acked in this turn of the event loop, with how long it was handled and how long it waited."""
         self._retry_share = RetryShare()
         self._failed_at = clock.monotonic()
         self._finished = 0
@@ -245,18 +259,18 @@ class Settler:
         return verdict
 
     async def settle(self, delivery: Delivery, failure: Failure | None, *, started: float) -> None:
-        """Ack, nak or dead-letter a delivery whose handling succeeded (None) or failed, and emit `Settled`.
+        """Ack, nak or dead-letter a delivery whose handling succeeded (None) or failed, and state it.
 
         A delivery to be retried is given back when its failure is counted, which may be after this has returned.
         `started` is when the handling began, on the agent's clock.
         """
+        if failure is None and self.succeeded(delivery, started=started):
+            return
         waited = self._buffer.waited_seconds(delivery)
         if waited is None:
             self._buffer.done(delivery)
             return
-        seconds = self._clock.monotonic() - started
-        fresh = delivery.num_delivered == 1 and not self._buffer.ordered  # as nearly all
-        record = None if fresh else self._buffer.record_of(delivery)
+        seconds, record = self._clock.monotonic() - started, delivery.record
         if not delivery.held:
             self._buffer.done(delivery)
             self._emit_settled(delivery, record, TAKEN_OVER, seconds, waited)
@@ -270,9 +284,44 @@ class Settler:
             )
         else:
             self._ack(delivery)
-            self._emit_settled(delivery, record, ACKED, seconds, waited)
-            if record is not None:
-                await self._failures.forget(delivery, record)
+            self._note_acked(delivery, seconds, waited)
+            await self._failures.forget(delivery, record)
+
+    def succeeded(self, delivery: Delivery, *, started: float) -> bool:
+        """Ack a delivery whose handling succeeded, and return whether that could be done at once. It is left to
+        `settle` where something was known of it before, which is to be forgotten, or it is not ours any more.
+        """
+        if delivery.record is not None or not delivery.held:
+            return False
+        waited = self._buffer.finish(delivery)
+        if waited is not None:
+            delivery.ack()
+            self._repeats.note(delivery)
+            self._note_acked(delivery, self._clock.monotonic() - started, waited)
+        return True
+
+    def _note_acked(self, delivery: Delivery, seconds: float, waited: float) -> None:
+        """Note one more for `Acked`, which is stated at the end of this turn of the event loop, as the acks leave."""
+        if self._hear_each:
+            self._emit_settled(delivery, delivery.record, ACKED, seconds, waited)
+        if self._hear_acked:
+            if not self._acked:
+                asyncio.get_running_loop().call_soon(self._emit_acked)
+            self._acked.append((seconds, waited, delivery))
+
+    def _emit_acked(self) -> None:
+        acked, now = self._acked, self._clock.time_ns()
+        self._acked = []
+        self._events.emit(
+            Acked(
+                agent=self._agent.name,
+                event_type=self._agent.event_type,
+                seconds=[seconds for seconds, _, _ in acked],
+                waited_seconds=[waited for _, waited, _ in acked],
+                stored_to_settled_seconds=[(now - each.message.timestamp_ns) / 1e9 for _, _, each in acked],
+                redelivered=len([1 for _, _, each in acked if each.num_delivered > 1 or each.record is not None]),
+            )
+        )
 
     async def _settle_failed(
         self,
@@ -368,8 +417,9 @@ class Settler:
     ) -> None:
         """State what became of a delivery that waited and was handled for so many seconds."""
         message, num_delivered = delivery.message, delivery.num_delivered
+        kind = Settled if outcome is ACKED else Failed
         self._events.emit(
-            Settled(
+            kind(
                 agent=self._agent.name,
                 event_type=self._agent.event_type,
                 sequence=message.sequence,

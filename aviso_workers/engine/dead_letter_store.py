@@ -12,12 +12,13 @@ import traceback
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import ClassVar
 
 from msgspec import Struct
 
 from aviso_workers.aviso.codec import Message, read_number, store_time
 from aviso_workers.aviso.literals import quoted
-from aviso_workers.backends import Backend, Delivery, PubAck
+from aviso_workers.backends import Backend, Delivery, Noted, PubAck
 from aviso_workers.config import Config, streams
 from aviso_workers.engine import parts
 from aviso_workers.engine.provisioning import Provisioner
@@ -175,15 +176,16 @@ class DeadLetterStore:
             ) from error
 
 
-class Requeued:
+class Requeued(Noted, eq=False):
     """A delivery from the retries, as the original that it carries."""
 
-    can_be_read_again = False
+    _delivery: Delivery
+    message: Message
+    """That of the delivery, with its whole body; then the original."""
+    can_be_read_again: ClassVar[bool] = False
 
-    def __init__(self, delivery: Delivery, message: Message) -> None:
-        """`message` is the delivery's, with its whole body."""
-        self._delivery = delivery
-        self.message, _ = unwrap(message)
+    def __post_init__(self) -> None:
+        self.message, _ = unwrap(self.message)
 
     @property
     def num_delivered(self) -> int:

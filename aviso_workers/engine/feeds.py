@@ -6,7 +6,7 @@ what was settled before and comes again, and a dead letter that is tried again w
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from anyio.abc import TaskGroup
@@ -56,17 +56,17 @@ class Feed(Struct, frozen=True, kw_only=True):
     """What was settled lately of the stream; None where what comes again is always handled again."""
 
 
-def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGroup) -> Callable[[Delivery], None]:
-    """Return what a backend is to call with each delivery of the feed: it puts those into the buffer that belong there.
+Deliver = Callable[[Sequence[Delivery]], None]
+
+
+def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGroup) -> Deliver:
+    """Return what a backend is to call with deliveries of the feed: it puts those into the buffer that belong there.
 
     What cannot be done at once is done by a task of `joining`.
     """
     unwrap, leaves, refuses = feed.unwrap, feed.leaves, feed.refuses
-    put = buffer.put if feed.repeats is None else _passing_over(feed.repeats, buffer.put, joining)
-
-    def take(delivery: Delivery) -> None:
-        if leaves is None or not leaves(delivery):
-            put(delivery)
+    put = buffer.put_all if feed.repeats is None else _passing_over(feed.repeats, buffer, joining)
+    take = put if leaves is None else _leaving(leaves, put)
 
     def take_unwrapped(delivery: Delivery) -> None:
         """Take an unwrapped delivery, unless the buffer holds the agent's own message of the same sequence.
@@ -75,20 +75,21 @@ def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGro
         """
         held = buffer.delivery_of(delivery.message.sequence)
         if held is None or held.message == delivery.message:
-            take(delivery)
+            take([delivery])
         else:
             acknowledging.settle(delivery, Nak(SEQUENCE_HELD_SECONDS))
 
     if unwrap is None:
-        return put if leaves is None else take
+        return take
 
-    def deliver(delivery: Delivery) -> None:
-        if refuses is not None and refuses(delivery):
-            return
-        if parts.first_part_of(delivery.message) or lacks_body(delivery.message):
-            joining.start_soon(deliver_whole, delivery)
-        else:
-            take_unwrapped(unwrap(delivery, delivery.message))
+    def deliver(deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
+            if refuses is not None and refuses(delivery):
+                continue
+            if parts.first_part_of(delivery.message) or lacks_body(delivery.message):
+                joining.start_soon(deliver_whole, delivery)
+            else:
+                take_unwrapped(unwrap(delivery, delivery.message))
 
     async def deliver_whole(delivery: Delivery) -> None:
         try:
@@ -97,7 +98,7 @@ def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGro
                 message = await backend.message(feed.stream.name, message.sequence) or message
             message = await parts.whole(backend, feed.stream.name, message)
         except UndecodableError:
-            put(delivery)  # as it is, it becomes a dead letter
+            put([delivery])  # as it is, it becomes a dead letter
         except BackendError:
             acknowledging.settle(delivery, Nak(UNREAD_SECONDS))
         else:
@@ -106,17 +107,29 @@ def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGro
     return deliver
 
 
-def _passing_over(repeats: Repeats, put: Callable[[Delivery], None], joining: TaskGroup) -> Callable[[Delivery], None]:
-    """Return a `put` that leaves out what was settled here before; see `repeats`."""
-    includes = repeats.includes
+def _leaving(leaves: Callable[[Delivery], bool], put: Deliver) -> Deliver:
+    """Return what puts the deliveries that the agent is to have."""
+
+    def put_wanted(deliveries: Sequence[Delivery]) -> None:
+        put([delivery for delivery in deliveries if not leaves(delivery)])
+
+    return put_wanted
+
+
+def _passing_over(repeats: Repeats, buffer: Buffer, joining: TaskGroup) -> Deliver:
+    """Return what puts deliveries into the buffer and leaves out what was settled here before; see `repeats`."""
 
     async def settle() -> None:
-        await acknowledging.settle_again(repeats, handle=put)
+        await acknowledging.settle_again(repeats, handle=buffer.put)
 
-    def put_new(delivery: Delivery) -> None:
-        if not includes(delivery):
-            put(delivery)
-        elif repeats.add(delivery):
-            joining.start_soon(settle)
+    def put_new(deliveries: Sequence[Delivery]) -> None:
+        if not repeats.may_include(deliveries):
+            buffer.put_all(deliveries)
+            return
+        for delivery in deliveries:
+            if not repeats.includes(delivery):
+                buffer.put(delivery)
+            elif repeats.add(delivery):
+                joining.start_soon(settle)
 
     return put_new

@@ -36,12 +36,11 @@ class Prefetch:
         self._clock = clock
         self._least = self._prefetch = least
         self._most = most
-        self._check_after = max(1, least // CHECKS)
-        """The capacity is looked at when so many have begun."""
         self._fills_budget = False
         """Whether there was capacity for more, but for their size."""
-        self._begun = 0
-        self._begun_since = clock.monotonic()
+        self._measured_from = 0
+        """How many of the buffer had begun when the rate was measured the last time."""
+        self._measured_at = clock.monotonic()
         self._consumers: dict[str, Consumer] = {}
         """By stream."""
 
@@ -76,18 +75,17 @@ class Prefetch:
         self._fills_budget = fitting < capacity and not buffer.starved
         return fitting if self._fills_budget else capacity
 
-    def note_begin(self, buffer: Buffer) -> None:
-        """Note that a delivery of the buffer begins: ask for another one, and measure at which rate they begin."""
-        self._begun += 1
-        if self._begun % self._check_after and not self._fills_budget and not buffer.surplus:
-            return
-        seconds = self._clock.monotonic() - self._begun_since
+    def note_begin(self, buffer: Buffer) -> int:
+        """Note that a delivery of the buffer begins: ask for others, and measure at which rate they begin. Return how
+        many more are to begin before this is called again, unless there is a surplus.
+        """
+        seconds = self._clock.monotonic() - self._measured_at
         if seconds >= PREFETCH_SECONDS:
-            pace = int(self._begun * PREFETCH_SECONDS / seconds)
+            pace = int((buffer.begun - self._measured_from) * PREFETCH_SECONDS / seconds)
             self._prefetch = max(self._least, min(pace, self._most))
-            self._check_after = max(1, self._prefetch // CHECKS)
-            self._begun, self._begun_since = 0, self._begun_since + seconds
+            self._measured_from, self._measured_at = buffer.begun, self._measured_at + seconds
         self.ask()
+        return 1 if self._fills_budget else max(1, self._prefetch // CHECKS)
 
     def ask(self) -> None:
         """Have the consumers ask for as much as there is capacity for."""

@@ -13,6 +13,7 @@ one, everything is forgotten.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
@@ -54,6 +55,11 @@ class Repeats:
         newer[message.sequence] = message.timestamp_ns
         if len(newer) >= MOST_REMEMBERED // 2:
             self._older, self._newer = newer, {}
+
+    def may_include(self, deliveries: Sequence[Delivery]) -> bool:
+        """Return whether `includes` is to be asked of any of them: of what is new, as nearly all is, it is not."""
+        sequences = [delivery.message.sequence for delivery in deliveries]
+        return not (self._newer.keys().isdisjoint(sequences) and self._older.keys().isdisjoint(sequences))
 
     def includes(self, delivery: Delivery) -> bool:
         """Return whether it was settled here. What comes as for the first time was not: its consumer was taken back."""

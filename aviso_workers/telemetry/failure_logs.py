@@ -16,7 +16,7 @@ from typing import NamedTuple, get_args
 import anyio
 
 from aviso_workers.errors import AvisoWorkersError, describe, frames_of_author, raised_at, text_of
-from aviso_workers.events import OfMessages, Settled, Suspected, Unreadable, warning
+from aviso_workers.events import Failed, OfMessages, Suspected, Unreadable, warning
 from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.tracebacks import loggable
 
@@ -63,15 +63,13 @@ class FailureLog:
         self._seen: dict[_Kind, _Seen] = {}
 
     def observe(self, event: OfMessages) -> None:
-        """Write a line, or count the event where there are many like it. What was handled is not written."""
-        if isinstance(event, Settled):
-            self._observe_settled(event)
+        """Write a line, or count the event where there are many like it."""
+        if isinstance(event, Failed):
+            self._observe_failed(event)
         elif self._is_written(_kind_of_message(event)):
             _write_message(event)
 
-    def _observe_settled(self, event: Settled) -> None:
-        if event.outcome == "acked" and event.error is None:
-            return
+    def _observe_failed(self, event: Failed) -> None:
         if event.outcome == "retried" and event.reason == "dead_letter_failed":
             return  # `DeadLettersRefused` says so for all of an agent's
         frames = frames_of_author(event.error)
@@ -173,13 +171,13 @@ def _raised(kind: _Kind) -> dict[str, str]:
     return what | ({"at": f"{kind.file}:{kind.line}"} if kind.file else {})
 
 
-def _kind_of(event: Settled, frames: TracebackType | None) -> _Kind:
+def _kind_of(event: Failed, frames: TracebackType | None) -> _Kind:
     file, line = raised_at(frames)
     error = type(event.error).__name__ if event.error is not None else ""
     return _Kind(event.agent, event.outcome, event.reason, error, file, line)
 
 
-def _write(event: Settled, **error: object) -> None:
+def _write(event: Failed, **error: object) -> None:
     fields: dict[str, object] = {
         "agent": event.agent,
         "notification": event.notification,

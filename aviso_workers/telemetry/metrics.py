@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol, get_args
 
@@ -25,6 +25,7 @@ from aviso_workers.declare.windows import Window
 from aviso_workers.engine.subscription import Run
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.events import (
+    Acked,
     AgentDisturbed,
     AgentStarted,
     CallsFreed,
@@ -35,6 +36,7 @@ from aviso_workers.events import (
     Counted,
     DeadLettersRefused,
     DeadLettersStored,
+    Failed,
     ForeignAnswer,
     LeadershipHindered,
     LeadershipUnhindered,
@@ -42,10 +44,10 @@ from aviso_workers.events import (
     NotReadAgain,
     OfMessages,
     OfReadiness,
+    OnlyCounted,
     Passed,
     Published,
     ReadAgain,
-    Settled,
     Suspected,
     TaskFailed,
     Ticked,
@@ -59,7 +61,7 @@ from aviso_workers.version import __version__
 
 __all__ = ["OBSERVED", "FleetMetrics", "Measurable", "Metrics", "Missed", "render_gauges"]
 
-OBSERVED = get_args(OfReadiness | Counted | OfMessages | Published | Measured)
+OBSERVED = get_args(OfReadiness | Counted | OfMessages | OnlyCounted)
 """The facts that `Metrics.observe` is for."""
 
 RUN_OUTCOMES = ("done", "failed")
@@ -90,9 +92,11 @@ class _Seconds:
         self.counts = [0] * (len(BUCKETS) + 1)
         self.sum = 0.0
 
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(BUCKETS, seconds)] += 1
-        self.sum += seconds
+    def add(self, seconds: Sequence[float]) -> None:
+        counts = self.counts
+        for each in seconds:
+            counts[bisect_left(BUCKETS, each)] += 1
+        self.sum += sum(seconds)
 
     def values(self) -> list[float]:
         """Return how many took at most as long as each bound, how many there were, and their sum."""
@@ -168,18 +172,27 @@ class _Agent:
         self.missed += count
         return Missed(count=count, first=before.sequence + 1, last=passed.sequence)
 
-    def settled(self, event: Settled) -> None:
+    def settled(self, event: Acked | Failed) -> None:
+        if isinstance(event, Acked):
+            self.outcomes["acked"] += len(event.seconds)
+            self.redelivered += event.redelivered
+            self._took(event.waited_seconds, event.seconds, event.stored_to_settled_seconds)
+            return
         self.outcomes[event.outcome] += 1
-        if event.num_delivered > 1:
-            self.redelivered += 1
-        self.settled_at = time.time()
-        self.waited.add(event.waited_seconds)
-        self.handler.add(event.seconds)
-        self.stored_to_settled.add(max(0.0, event.stored_to_settled_seconds))  # two machines, two clocks
+        self.redelivered += event.num_delivered > 1
+        self._took([event.waited_seconds], [event.seconds], [event.stored_to_settled_seconds])
         if event.outcome == "retried":
             self.retries.add(event.reason)
         elif event.outcome == "dead_lettered":
             self.dead_letters.add(event.reason)
+
+    def _took(self, waited: Sequence[float], handling: Sequence[float], stored_to_settled: Sequence[float]) -> None:
+        self.settled_at = time.time()
+        self.waited.add(waited)
+        self.handler.add(handling)
+        if min(stored_to_settled) < 0:  # two machines, two clocks
+            stored_to_settled = [max(0.0, seconds) for seconds in stored_to_settled]
+        self.stored_to_settled.add(stored_to_settled)
 
     def of_run(self, read: Callable[[Run], float]) -> float:
         """Something of what the agent holds; 0 while it does not run."""
@@ -513,10 +526,10 @@ class Metrics:
         """Agents and streams of which one or the other's consumer was not found."""
         self._table = _Table()
 
-    def observe(self, event: OfReadiness | Counted | OfMessages | Published | Measured) -> None:
+    def observe(self, event: OfReadiness | Counted | OfMessages | OnlyCounted) -> None:
         """Count an event of the engine; the observer of those that are `OBSERVED`."""
         match event:
-            case Settled(agent=agent) if agent in self._agents:
+            case Acked(agent=agent) | Failed(agent=agent) if agent in self._agents:
                 self._agents[agent].settled(event)
             case TaskFailed(task=task):
                 self._tasks[task].add("failed")
@@ -542,7 +555,7 @@ class Metrics:
                 self._started(event)
             case Measured(name=name):
                 self._measured[name] = event
-            case Settled() | AgentDisturbed() | AgentStarted() | ConsumerResumed():
+            case Acked() | Failed() | AgentDisturbed() | AgentStarted() | ConsumerResumed():
                 pass  # of a subscription of our own
             case _:
                 self._observe_hindrance(event)

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from aviso_workers.aviso.literals import Size
 from aviso_workers.errors import ConfigError
-from aviso_workers.events import Settled
+from aviso_workers.events import Acked, Failed
 
 __all__ = ["ENDS_IN_ORDER", "Limits", "Member"]
 
@@ -68,9 +68,9 @@ class Member:
         with suppress(OSError):
             self._line.sendall(ENDS_IN_ORDER + b"\n")
 
-    def observe(self, event: Settled) -> None:
+    def observe(self, event: Acked | Failed) -> None:
         """Count what was done."""
-        self._left -= 1
+        self._left -= len(event.seconds) if isinstance(event, Acked) else 1
 
     async def until_recycled(self) -> str:
         """Wait until the process is to be replaced, and return why."""

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from aviso_workers.app import App
 from aviso_workers.errors import AvisoWorkersError, ConfigError
-from aviso_workers.events import ConnectionChanged, Settled
+from aviso_workers.events import Acked, ConnectionChanged, Failed
 from aviso_workers.telemetry import logs
 from aviso_workers.telemetry.listeners import Listeners, listening
 from aviso_workers.telemetry.logs import log
@@ -81,7 +81,7 @@ async def serve(
         log.warning("config.warning", text=nothing)
     status = settings.status if status_port is None else structs.replace(settings.status, port=status_port)
     if member is not None:
-        app.events.listen(member.observe, Settled)
+        app.events.listen(member.observe, Acked, Failed)
         status = structs.replace(status, host="127.0.0.1", port=0)  # the fleet's supervisor asks
     try:
         with listening(app, status=status) as listeners:

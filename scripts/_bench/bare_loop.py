@@ -6,6 +6,7 @@ No decoding, no queue, no tasks. Run as a process.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import anyio
 
@@ -32,10 +33,11 @@ async def loop() -> None:
         backend = app.session.backend
         await backend.ensure_consumer(STREAM, spec)
 
-        def deliver(delivery: Delivery) -> None:
-            delivery.ack()
-            tally.add()
-            consumer.refill()
+        def deliver(deliveries: Sequence[Delivery]) -> None:
+            for delivery in deliveries:
+                delivery.ack()
+                tally.add()
+                consumer.refill()
 
         async with backend.consume(STREAM, spec.durable_name, deliver=deliver, capacity=lambda: ROOM) as consumer:
             await consumer.lost()

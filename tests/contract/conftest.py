@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -289,8 +289,8 @@ class Inbox:
         self.waiting: deque[Delivery] = deque()
         self._arrived = anyio.Event()
 
-    def deliver(self, delivery: Delivery) -> None:
-        self.waiting.append(delivery)
+    def deliver(self, deliveries: Sequence[Delivery]) -> None:
+        self.waiting.extend(deliveries)
         self._arrived.set()
 
     def capacity(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime, timedelta
 
@@ -170,9 +170,9 @@ class TestWhatIsDelivered:
         await publish("mars.od")
         threads = []
 
-        def deliver(delivery: Delivery) -> None:
+        def deliver(deliveries: Sequence[Delivery]) -> None:
             threads.append(threading.get_ident())
-            inbox.deliver(delivery)
+            inbox.deliver(deliveries)
 
         async with backend.consume("MARS", "agent", deliver=deliver, capacity=inbox.capacity):
             await inbox.next()

@@ -262,7 +262,7 @@ async def test_what_a_dead_worker_held_comes_in_order_although_it_becomes_due_in
         await publish(app, ((BAD, step) for step in range(20)))
         backend = app.session.backend
         held: list[Delivery] = []
-        async with backend.consume("MARS", durable, deliver=held.append, capacity=lambda: 20 - len(held)) as reader:
+        async with backend.consume("MARS", durable, deliver=held.extend, capacity=lambda: 20 - len(held)) as reader:
             await wait_until(t, lambda: len(held) == 20)
             await t.advance(0.5)
             for delivery in held[:10]:

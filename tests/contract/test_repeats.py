@@ -178,7 +178,7 @@ class TestAReset:
             async with backend.consume(
                 "MARS",
                 durable,
-                deliver=lambda each: taken.append(each.message.sequence),
+                deliver=lambda several: taken.extend(each.message.sequence for each in several),
                 capacity=lambda: 33 - len(taken),
             ):
                 await wait_until(t, lambda: len(taken) == 33)

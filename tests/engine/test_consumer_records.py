@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 
 import pytest
@@ -91,6 +91,11 @@ async def place(backend: InMemoryBackend) -> Place:
     return Place(backend)
 
 
+def ack(deliveries: Sequence[Delivery]) -> None:
+    for delivery in deliveries:
+        delivery.ack()
+
+
 async def test_since_when_the_oldest_is_unfinished_is_kept_while_the_floor_stands(
     place: Place, clock: VirtualClock
 ) -> None:
@@ -112,7 +117,7 @@ async def test_it_begins_anew_when_the_floor_rises(place: Place, clock: VirtualC
     before = await place.record()
     await clock.advance(100)
     delivered: list[Delivery] = []
-    async with place.backend.consume("MARS", "field__index", deliver=delivered.append, capacity=lambda: 1):
+    async with place.backend.consume("MARS", "field__index", deliver=delivered.extend, capacity=lambda: 1):
         await clock.advance(1)
         delivered[0].ack()
         await clock.advance(1)
@@ -126,9 +131,7 @@ async def test_it_begins_anew_when_the_floor_rises(place: Place, clock: VirtualC
 async def test_what_is_handled_again_after_a_reset_is_recorded_again(place: Place, clock: VirtualClock) -> None:
     """Else the record would stay at the place to which the consumer was taken."""
     await place.publish(1)
-    async with place.backend.consume(
-        "MARS", "field__index", deliver=lambda delivery: delivery.ack(), capacity=lambda: 1
-    ):
+    async with place.backend.consume("MARS", "field__index", deliver=ack, capacity=lambda: 1):
         await clock.advance(1)
         assert (await place.record()).ack_floor == 1
         await place.backend.reset_consumer("MARS", "field__index", sequence=1)
@@ -142,9 +145,7 @@ async def test_a_record_goes_back_only_where_an_operator_resets_the_agent(place:
     """Not where somebody has made a consumer by hand that begins with the whole stream."""
     for number in range(3):
         await place.publish(number)
-    async with place.backend.consume(
-        "MARS", "field__index", deliver=lambda delivery: delivery.ack(), capacity=lambda: 3
-    ):
+    async with place.backend.consume("MARS", "field__index", deliver=ack, capacity=lambda: 3):
         await clock.advance(1)
         assert (await place.record()).ack_floor == 3
     await place.backend.delete_consumer("MARS", "field__index")
@@ -185,9 +186,7 @@ async def test_a_record_beyond_the_end_of_its_stream_passes_nothing_over(
     """As where a server lost the end of the stream with its power, and the consumer with it."""
     for number in range(5):
         await place.publish(number)
-    async with place.backend.consume(
-        "MARS", "field__index", deliver=lambda delivery: delivery.ack(), capacity=lambda: 5
-    ):
+    async with place.backend.consume("MARS", "field__index", deliver=ack, capacity=lambda: 5):
         await clock.advance(1)
         assert (await place.record()).ack_floor == 5
     await place.backend.delete_consumer("MARS", "field__index")
@@ -207,9 +206,7 @@ async def test_a_consumer_whose_record_is_gone_as_well_goes_on_after_what_its_wo
 ) -> None:
     """`agents rm` was called while the worker was frozen."""
     await place.publish(1)
-    async with place.backend.consume(
-        "MARS", "field__index", deliver=lambda delivery: delivery.ack(), capacity=lambda: 1
-    ):
+    async with place.backend.consume("MARS", "field__index", deliver=ack, capacity=lambda: 1):
         await clock.advance(1)
         await place.record()
     await place.backend.delete_consumer("MARS", "field__index")

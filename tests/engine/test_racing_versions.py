@@ -7,7 +7,7 @@ updates of the consumer arrive in any order.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from random import Random
 from typing import Any, TypeVar
 
@@ -124,10 +124,11 @@ class Deployment:
     async def _work(self, version: str, backend: InMemoryBackend) -> None:
         filters = self.filters(version, backend)
 
-        def deliver(delivery: Delivery) -> None:
-            if not filters.leaves(delivery):
-                self.handled.add(delivery.message.sequence)
-                delivery.ack()
+        def deliver(deliveries: Sequence[Delivery]) -> None:
+            for delivery in deliveries:
+                if not filters.leaves(delivery):
+                    self.handled.add(delivery.message.sequence)
+                    delivery.ack()
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(filters.keep)

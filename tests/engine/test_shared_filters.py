@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -330,9 +330,10 @@ async def handled(backend: InMemoryBackend) -> list[str]:
     """Read the consumer for a moment, ack what comes, and return its subjects."""
     deliveries: list[Delivery] = []
 
-    def deliver(delivery: Delivery) -> None:
-        deliveries.append(delivery)
-        delivery.ack()
+    def deliver(several: Sequence[Delivery]) -> None:
+        deliveries.extend(several)
+        for delivery in several:
+            delivery.ack()
 
     async with backend.consume("MARS", "app__agent", deliver=deliver, capacity=lambda: 10):
         await backend.clock.sleep(0.1)

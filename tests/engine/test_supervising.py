@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -56,7 +56,7 @@ class LosingBackend(InMemoryBackend):
 
     @asynccontextmanager
     async def consume(
-        self, stream: str, consumer: str, *, deliver: Callable[[Delivery], None], **stated: Any
+        self, stream: str, consumer: str, *, deliver: Callable[[Sequence[Delivery]], None], **stated: Any
     ) -> AsyncIterator[InMemoryConsumer]:
         async with super().consume(stream, consumer, deliver=deliver, **stated) as reader:
             if stream != "MARS":

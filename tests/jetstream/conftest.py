@@ -17,6 +17,7 @@ class PlayedConnection:
         self.nc = self
         self.wire = self
         self.ready = True
+        self.acks = 0
         self.api_prefix = "$JS.API"
         self.max_payload = 1024 * 1024
         self.on_reconnect: set[Callable[[], None]] = set()
@@ -35,6 +36,10 @@ class PlayedConnection:
     async def listen(self, subject: str, listener: Listener) -> Interest:
         self.heard = listener
         return Interest(None)  # type: ignore[arg-type]
+
+    def ack(self, reply: bytes) -> None:
+        self.acks += 1
+        self.send(reply, b"+ACK")
 
     def send(self, subject: bytes, body: bytes, *, reply: bytes = b"") -> None:
         self.sent.append((subject.decode(), body, reply.decode()))

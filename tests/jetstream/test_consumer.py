@@ -125,7 +125,7 @@ class Reader:
             stream="MARS",
             consumer="agent",
             made=self.made,
-            deliver=self.deliveries.append,
+            deliver=self.deliveries.extend,
             capacity=lambda: capacity,
             priority=0,
         )
@@ -199,14 +199,14 @@ class TestADeliveryOfAPinnedReader:
     def delivery(self, outbox: Outbox, clock: SimpleNamespace) -> PinnedDelivery:
         return PinnedDelivery(
             Message(subject="mars.od", data=b"{}", sequence=7),
-            b"$JS.ACK.7",
             1,
+            b"$JS.ACK.7",
             lambda reply, body, held: outbox.put(reply, body, confirmed=True, held=held),
-            outbox=outbox,
-            now=lambda: clock.seconds,
-            pinned=lambda: clock.pinned,
-            asked_at=95.0,
-            hold_seconds=10.0,
+            outbox,
+            lambda: clock.seconds,
+            lambda: clock.pinned,
+            10.0,
+            105.0,
         )
 
     async def test_is_held_for_as_long_as_the_request_for_it_is_young(

@@ -22,16 +22,17 @@ from aviso_workers.config import load
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.errors import DeclarationError, NotFoundError, UnavailableError, UndecodableError
 from aviso_workers.events import (
+    Acked,
     AgentDisturbed,
     AgentStarted,
     ConnectionChanged,
+    Failed,
     LeadershipHindered,
     LeadershipUnhindered,
     NotReadAgain,
     Passed,
     Published,
     ReadAgain,
-    Settled,
     Suspected,
     Ticked,
     Unreadable,
@@ -122,21 +123,24 @@ def sample(metrics: Metrics, name: str, **labels: str) -> float | None:
     return series(metrics, name).get(tuple(value for _, value in sorted(labels.items())))
 
 
-def settled(outcome: Literal["acked", "retried", "dead_lettered"], **stated: Any) -> Settled:
-    return Settled(
-        **{
-            "agent": "index",
-            "event_type": "mars",
-            "sequence": 1,
-            "outcome": outcome,
-            "reason": "",
-            "seconds": 0.02,
-            "waited_seconds": 0.0,
-            "stored_to_settled_seconds": 0.03,
-            "num_delivered": 1,
-            **stated,
-        }
-    )
+def settled(outcome: Literal["acked", "retried", "dead_lettered"], **stated: Any) -> Acked | Failed:
+    fields = {
+        "agent": "index",
+        "event_type": "mars",
+        "sequence": 1,
+        "outcome": outcome,
+        "reason": "",
+        "seconds": 0.02,
+        "waited_seconds": 0.0,
+        "stored_to_settled_seconds": 0.03,
+        "num_delivered": 1,
+        **stated,
+    }
+    if outcome != "acked":
+        return Failed(**fields)
+    each = {name: [fields[name]] for name in ("seconds", "waited_seconds", "stored_to_settled_seconds")}
+    redelivered = int(fields["num_delivered"] > 1)
+    return Acked(agent=fields["agent"], event_type=fields["event_type"], redelivered=redelivered, **each)
 
 
 def disturbed(error: Exception, *, agent: str = "index") -> AgentDisturbed:

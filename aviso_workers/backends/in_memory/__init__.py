@@ -218,7 +218,7 @@ class InMemoryBackend:
         stream: str,
         consumer: str,
         *,
-        deliver: Callable[[Delivery], None],
+        deliver: Callable[[Sequence[Delivery]], None],
         capacity: Callable[[], int],
         priority: int = 0,
     ) -> AsyncIterator[InMemoryConsumer]:

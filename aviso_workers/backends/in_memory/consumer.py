@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from typing import ClassVar
 
 import anyio
 from anyio.lowlevel import checkpoint
 
 from aviso_workers.aviso.codec import Message
-from aviso_workers.backends import Delivery
+from aviso_workers.backends import Delivery, Noted
 from aviso_workers.backends.in_memory.connection import Connection
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.stream import Stream
@@ -39,7 +40,7 @@ class InMemoryConsumer:
         dispatcher: Dispatcher,
         connection: Connection,
         *,
-        deliver: Callable[[Delivery], None],
+        deliver: Callable[[Sequence[Delivery]], None],
         capacity: Callable[[], int],
         priority: int,
     ) -> None:
@@ -80,20 +81,17 @@ class InMemoryConsumer:
         await checkpoint()
 
 
-class InMemoryDelivery:
+class InMemoryDelivery(Noted, eq=False):
     """One message of a durable consumer; see `backends.Delivery`. Settled without a connection, it is not."""
 
-    __slots__ = ("_dispatcher", "_losses", "_reader", "_until", "message", "num_delivered")
-
-    can_be_read_again = True
-
-    def __init__(self, dispatcher: Dispatcher, reader: InMemoryConsumer, message: Message, num_delivered: int) -> None:
-        self.message = message
-        self.num_delivered = num_delivered
-        self._dispatcher = dispatcher
-        self._reader = reader
-        self._until = dispatcher.held_until()
-        self._losses = reader.connection.losses
+    message: Message
+    num_delivered: int
+    _dispatcher: Dispatcher
+    _reader: InMemoryConsumer
+    _until: float
+    _losses: int
+    """Of the connection, when it was delivered."""
+    can_be_read_again: ClassVar[bool] = True
 
     @property
     def num_pending(self) -> int:
@@ -169,7 +167,7 @@ class Dispatcher:
         self,
         connection: Connection,
         *,
-        deliver: Callable[[Delivery], None],
+        deliver: Callable[[Sequence[Delivery]], None],
         capacity: Callable[[], int],
         priority: int,
     ) -> InMemoryConsumer:
@@ -258,7 +256,8 @@ class Dispatcher:
             self._look_at(now + self.durable.ack_wait_seconds)
             self._readers.remove(reader)
             self._readers.append(reader)  # the others come first next time
-            reader.deliver(InMemoryDelivery(self, reader, message, num_delivered))
+            losses = reader.connection.losses
+            reader.deliver([InMemoryDelivery(message, num_delivered, self, reader, self.held_until(), losses)])
         while self.durable.exceeded:
             self._on_max_deliveries(*self.durable.exceeded.pop())
 

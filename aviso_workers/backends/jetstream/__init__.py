@@ -157,7 +157,7 @@ class JetStreamBackend(Management):
         stream: str,
         consumer: str,
         *,
-        deliver: Callable[[Delivery], None],
+        deliver: Callable[[Sequence[Delivery]], None],
         capacity: Callable[[], int],
         priority: int = 0,
     ) -> AsyncIterator[PullConsumer]:

@@ -20,12 +20,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import anyio
 
 from aviso_workers.aviso.codec import Message
-from aviso_workers.backends import Delivery
+from aviso_workers.backends import Delivery, Noted
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.management import Management
@@ -40,6 +40,7 @@ __all__ = ["Outbox", "PullConsumer"]
 
 CONFIRM_SECONDS = 0.5
 """A settlement that is to be confirmed is sent again after this: whose consumer has no leader just now, is lost."""
+ACK = b"+ACK"
 IN_PROGRESS = b"+WPI"
 SECOND = 1_000_000_000
 
@@ -112,7 +113,7 @@ class Outbox:
 
         Where nothing was put since the last time there is nothing to ask for, of a server that may be gone.
         """
-        if (sent := self._sent) > self._arrived:
+        if (sent := self._sent + self._connection.wire.acks) > self._arrived:
             await self._connection.flush()
             self._arrived = max(self._arrived, sent)
         while self._unconfirmed:
@@ -136,73 +137,65 @@ class Outbox:
             self._confirmed.set()
 
 
-class JetStreamDelivery:
+class JetStreamDelivery(Noted, eq=False):
     """One message of a durable consumer."""
 
-    __slots__ = ("_reply", "_settle", "message", "num_delivered")
-
-    can_be_read_again = True
-
-    def __init__(
-        self, message: Message, reply: bytes, num_delivered: int, settle: Callable[[bytes, bytes], None]
-    ) -> None:
-        self.message = message
-        self.num_delivered = num_delivered
-        self._reply = reply
-        self._settle = settle
+    message: Message
+    num_delivered: int
+    reply: bytes
+    """The subject by which it is settled."""
+    consumer: PullConsumer
+    can_be_read_again: ClassVar[bool] = True
+    held: ClassVar[bool] = True
 
     def ack(self) -> None:
-        self._settle(self._reply, b"+ACK")
+        self.consumer.ack(self.reply)
 
     def nak(self, *, delay_seconds: float = 0.0) -> None:
-        body = b'-NAK {"delay":%d}' % int(delay_seconds * SECOND) if delay_seconds > 0 else b"-NAK"
-        self._settle(self._reply, body)
+        self.consumer.settle(self.reply, _nak(delay_seconds))
 
     def term(self, reason: str) -> None:
-        self._settle(self._reply, b"+TERM " + reason.encode())
+        self.consumer.settle(self.reply, b"+TERM " + reason.encode())
 
     def in_progress(self) -> None:
-        self._settle(self._reply, IN_PROGRESS)
+        self.consumer.settle(self.reply, IN_PROGRESS)
+
+    @property
+    def num_pending(self) -> int:
+        return pending(self.reply)
+
+
+class PinnedDelivery(Noted, eq=False):
+    """One of a pinned consumer, ours for `hold_seconds` after the last `in progress` that was confirmed in time."""
+
+    message: Message
+    num_delivered: int
+    _reply: bytes
+    _settle: Callable[[bytes, bytes, Callable[[], bool]], None]
+    _outbox: Outbox
+    _now: Callable[[], float]
+    _pinned: Callable[[], bool]
+    _hold_seconds: float
+    _until: float
+    _last_in_progress: bytes = b""
+    can_be_read_again: ClassVar[bool] = True
+
+    @property
+    def held(self) -> bool:
+        return self._now() < self._until and self._pinned()
 
     @property
     def num_pending(self) -> int:
         return pending(self._reply)
 
-    @property
-    def held(self) -> bool:
-        return True
+    def ack(self) -> None:
+        self._settle_if_held(ACK)
 
+    def nak(self, *, delay_seconds: float = 0.0) -> None:
+        self._settle_if_held(_nak(delay_seconds))
 
-class PinnedDelivery(JetStreamDelivery):
-    """One of a pinned consumer, ours for `hold_seconds` after the last `in progress` that was confirmed in time."""
-
-    __slots__ = ("_hold_seconds", "_last_in_progress", "_now", "_outbox", "_pinned", "_settle_held", "_until")
-
-    def __init__(
-        self,
-        message: Message,
-        reply: bytes,
-        num_delivered: int,
-        settle: Callable[[bytes, bytes, Callable[[], bool]], None],
-        *,
-        outbox: Outbox,
-        now: Callable[[], float],
-        pinned: Callable[[], bool],
-        asked_at: float,
-        hold_seconds: float,
-    ) -> None:
-        super().__init__(message, reply, num_delivered, self._settle_if_held)
-        self._settle_held = settle
-        self._outbox = outbox
-        self._hold_seconds = hold_seconds
-        self._until = asked_at + hold_seconds
-        self._last_in_progress = b""
-        self._now = now
-        self._pinned = pinned
-
-    @property
-    def held(self) -> bool:
-        return self._now() < self._until and self._pinned()
+    def term(self, reason: str) -> None:
+        self._settle_if_held(b"+TERM " + reason.encode())
 
     def in_progress(self) -> None:
         sent = self._now()
@@ -213,9 +206,13 @@ class PinnedDelivery(JetStreamDelivery):
 
         self._last_in_progress = self._outbox.send_in_progress(self._reply, confirmed, before=self._last_in_progress)
 
-    def _settle_if_held(self, reply: bytes, body: bytes) -> None:
+    def _settle_if_held(self, body: bytes) -> None:
         if self.held:
-            self._settle_held(reply, body, lambda: self.held)
+            self._settle(self._reply, body, lambda: self.held)
+
+
+def _nak(delay_seconds: float) -> bytes:
+    return b'-NAK {"delay":%d}' % int(delay_seconds * SECOND) if delay_seconds > 0 else b"-NAK"
 
 
 class PullConsumer:
@@ -232,11 +229,12 @@ class PullConsumer:
         stream: str,
         consumer: str,
         made: dict[tuple[str, str], Identity],
-        deliver: Callable[[Delivery], None],
+        deliver: Callable[[Sequence[Delivery]], None],
         capacity: Callable[[], int],
         priority: int,
     ) -> None:
         self._connection = connection
+        self._wire = connection.wire
         self._management = Management(connection)
         self._outbox = outbox
         self._consumer = (stream, consumer)
@@ -362,30 +360,42 @@ class PullConsumer:
             self._pulls.forget()
 
     def _on_messages(self, arrivals: Sequence[Arrival]) -> None:
-        for arrival in arrivals:
-            message, reply, num_delivered = decode(arrival)
-            if self._hold_seconds is None:
-                self._deliver(JetStreamDelivery(message, reply, num_delivered, self._settle))
-            else:
-                self._deliver_pinned(message, reply, num_delivered, hold_seconds=self._hold_seconds)
+        if self._hold_seconds is None:
+            self._deliver(
+                [
+                    JetStreamDelivery(message, num_delivered, reply, self)
+                    for message, reply, num_delivered in decode(arrivals)
+                ]
+            )
+            return
+        for message, reply, num_delivered in decode(arrivals):
+            self._deliver_pinned(message, reply, num_delivered, hold_seconds=self._hold_seconds)
 
     def _deliver_pinned(self, message: Message, reply: bytes, num_delivered: int, *, hold_seconds: float) -> None:
         pin = self._pulls.pin
         delivery = PinnedDelivery(
             message,
-            reply,
             num_delivered,
+            reply,
             self._settle_pinned,
-            outbox=self._outbox,
-            now=asyncio.get_running_loop().time,
-            pinned=lambda: self._left_as == pin if self._stopped else self._pulls.pinned_as(pin),
-            asked_at=self._pulls.asked_at,
-            hold_seconds=hold_seconds,
+            self._outbox,
+            asyncio.get_running_loop().time,
+            lambda: self._left_as == pin if self._stopped else self._pulls.pinned_as(pin),
+            hold_seconds,
+            self._pulls.asked_at + hold_seconds,
         )
         if delivery.held:  # else it has waited for a process that was paused
-            self._deliver(delivery)
+            self._deliver([delivery])
 
-    def _settle(self, reply: bytes, body: bytes) -> None:
+    def ack(self, reply: bytes) -> None:
+        """Acknowledge a message of the consumer."""
+        if self._stopped or self._made.get(self._consumer) is not self._opened:
+            self.settle(reply, ACK)
+        else:
+            self._wire.ack(reply)
+
+    def settle(self, reply: bytes, body: bytes) -> None:
+        """Settle a message of the consumer, unless this is another one by now."""
         if self._same():
             # Who leaves must know that it arrived: nobody would repeat it.
             self._outbox.put(reply, body, confirmed=self._stopped and body != IN_PROGRESS)

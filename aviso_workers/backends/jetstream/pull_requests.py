@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import anyio
@@ -242,19 +242,19 @@ class PullSubscription:
         self._on_change()
 
 
-def decode(arrival: Arrival) -> tuple[Message, bytes, int]:
-    """Return a message that was asked for, the subject that settles it, and how often it was delivered."""
-    subject, reply, headers, data = arrival
-    tokens = reply.split(b".")
-    delivered = _delivered(tokens)
-    message = Message(
-        subject=subject.decode("utf-8", "replace"),
-        data=data,
-        headers=Headers(headers) if headers else None,
-        sequence=int(tokens[delivered + 1]),
-        timestamp_ns=int(tokens[delivered + 3]),
-    )
-    return message, reply, int(tokens[delivered])
+def decode(arrivals: Sequence[Arrival]) -> Iterator[tuple[Message, bytes, int]]:
+    """Return messages of one consumer, with the subject that settles each, and how often it was delivered."""
+    delivered = _delivered(arrivals[0][1].split(b"."))
+    for subject, reply, headers, data in arrivals:
+        tokens = reply.split(b".")
+        message = Message(
+            subject=subject.decode("utf-8", "replace"),
+            data=data,
+            headers=Headers(headers) if headers else None,
+            sequence=int(tokens[delivered + 1]),
+            timestamp_ns=int(tokens[delivered + 3]),
+        )
+        yield message, reply, int(tokens[delivered])
 
 
 def pending(reply: bytes) -> int:

@@ -81,8 +81,7 @@ async def read(
 
     async with _reader(connection, stream, filter_subjects, start, ahead=AHEAD, last_sequence=last_sequence) as reader:
         while arrivals := await reader.more():
-            for arrival in arrivals:
-                message, _, _ = decode(arrival)
+            for message, _, _ in decode(arrivals):
                 if not before(message):  # a start beyond the end: the server begins with whatever comes next
                     yield message
 

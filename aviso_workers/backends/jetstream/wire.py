@@ -75,6 +75,8 @@ class Interest:
 class Wire(Protocol):
     slow_because: str
     """Why this is not the short way; empty where it is."""
+    acks: int
+    """How many messages were acknowledged by now."""
 
     async def listen(self, subject: str, listener: Listener) -> Interest: ...
 
@@ -86,6 +88,9 @@ class Wire(Protocol):
 
     def send(self, subject: bytes, data: bytes, *, reply: bytes = b"", headers: bytes = b"") -> None:
         """Publish, soon. While disconnected it is kept, as far as there is room, and dropped beyond that."""
+
+    def ack(self, reply: bytes) -> None:
+        """Acknowledge a message of a consumer, as `send` does."""
 
     async def ping(self, pong: asyncio.Future[bool]) -> None:
         """Send what waits and then a PING, which makes `pong` true when it is answered."""
@@ -190,6 +195,7 @@ class _ShortWire:
         self._loop = asyncio.get_running_loop()
         self._dispatcher = nc._ps = Dispatcher(nc, nc._ps)
         self._waiting: list[bytes] = []
+        self.acks = 0
 
     async def listen(self, subject: str, listener: Listener) -> Interest:
         # Through nats-py, which subscribes again after a reconnect.
@@ -211,6 +217,12 @@ class _ShortWire:
             self._write(b"HPUB %b %b %d %d\r\n%b%b\r\n" % (subject, reply, *sizes, headers, data))
         else:
             self._write(b"PUB %b %b %d\r\n%b\r\n" % (subject, reply, len(data), data))
+
+    def ack(self, reply: bytes) -> None:
+        self.acks += 1
+        if not self._waiting:
+            self._loop.call_soon(self._flush)
+        self._waiting += (b"PUB ", reply, b"  4\r\n+ACK\r\n")
 
     async def ping(self, pong: asyncio.Future[bool]) -> None:
         self._flush()
@@ -349,6 +361,7 @@ class PublicWire:
         self._nc = nc
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[tuple[bytes, bytes, bytes, bytes]] = deque()
+        self.acks = 0
         self._sending: asyncio.Task[None] | None = None
 
     async def listen(self, subject: str, listener: Listener) -> Interest:
@@ -370,6 +383,10 @@ class PublicWire:
         self._waiting.append((subject, data, reply, headers))
         if self._sending is None or self._sending.done():
             self._sending = self._loop.create_task(self._send())
+
+    def ack(self, reply: bytes) -> None:
+        self.acks += 1
+        self.send(reply, b"+ACK")
 
     async def ping(self, pong: asyncio.Future[bool]) -> None:
         if self._sending is not None:

@@ -32,7 +32,9 @@ class InBatches:
                 apart: Delivery | None = None
                 if not buffer.alone(first):
                     with clocks.move_on_after(context.clock, batching.within):
-                        while len(deliveries) < batching.size and (delivery := await buffer.take()):
+                        while len(deliveries) < batching.size and (
+                            delivery := buffer.take_now() or await buffer.take()
+                        ):
                             if buffer.alone(delivery):
                                 apart = delivery
                                 break
@@ -63,7 +65,8 @@ class InBatches:
         rest = await calls.attempt_apart(context.step, batch)
         for delivery, notification in wanted:
             failure = _failure_of(notification, batch, rest, in_scope=bool(context.agent.around))
-            await context.settler.settle(delivery, failure, started=started)
+            if failure is not None or not context.settler.succeeded(delivery, started=started):
+                await context.settler.settle(delivery, failure, started=started)
         del rest, failure  # the frames of the traceback lead to this one, and would be kept until the next collection
 
 

@@ -67,9 +67,13 @@ class HandlerContext:
         self.pace = Pace(clock, per_second=agent.policy.rate_limit)
         self._timeouts = timeouts
         self._generation = forks.generation
-        self._function = _awaitable(agent, outputs=outputs)
+        self.function = _awaitable(agent, outputs=outputs)
+        """The author's function."""
         timeout = agent.policy.timeout
-        self.step: Step = partial(self._call_and_publish, timeouts.limit(self._function, timeout))
+        self.plain = timeout is None and not agent.around and while_held is None
+        """Whether nothing stands between the author's function and its caller, so that `function` may be called in
+        place of `step`, and what it returns be published afterwards."""
+        self.step: Step = partial(self._call_and_publish, timeouts.limit(self.function, timeout))
         """Calls the author's function and publishes what it returns. None when both succeeded."""
         if agent.around:
             of_all = timeout * TIMEOUTS_OF_ALL if timeout and agent.can_be_cancelled else None
@@ -79,13 +83,13 @@ class HandlerContext:
 
     def read(self, delivery: Delivery) -> Notification[Any] | Failure | None:
         """Return the notification, or why it cannot be read; None where the agent did not ask for it."""
-        message = delivery.message
+        message, record = delivery.message, delivery.record
         data = message.data
         # How a server's answers begin. To compare bytes costs a fifth of a call, and each notification pays for it.
         if (b'{"error":' <= data < b'{"error;' or b'{"stream":' <= data < b'{"type;') and not message.headers:
             self.settler.note_unsigned(message)
         num_delivered, attempt = delivery.num_delivered, 1
-        if (num_delivered > 1 or self.buffer.ordered) and (record := self.buffer.record_of(delivery)) is not None:
+        if record is not None:
             num_delivered, attempt = record.handed_over(num_delivered), record.failures + 1
         try:
             return self.reader.notification(message, num_delivered=num_delivered, attempt=attempt)
@@ -107,7 +111,7 @@ class HandlerContext:
             return None
         if forks.generation != self._generation:
             forks.end_child()  # before it publishes
-        return await self._publish(returned)
+        return await self.publish(returned)
 
     async def _call_in_scope(self, argument: Any) -> Failure | None:
         """Do the same inside of what is around the agent's calls, which is told of a failure as an exception."""
@@ -115,7 +119,7 @@ class HandlerContext:
         failure: Failure | None = None
         try:
             async with call_scope.opened(agent, {agent.form: argument}) as given:
-                call = self._timeouts.limit(partial(self._function, **given), agent.policy.timeout)
+                call = self._timeouts.limit(partial(self.function, **given), agent.policy.timeout)
                 failure = await calls.attempt(partial(self._call_and_publish, call), argument)
                 if failure is not None:
                     raise failure.error
@@ -127,7 +131,8 @@ class HandlerContext:
             del failure  # else the error, whose traceback has this frame, would be kept until the next collection
         return None
 
-    async def _publish(self, returned: object) -> Failure | None:
+    async def publish(self, returned: object) -> Failure | None:
+        """Publish what the author's function has returned. Return the failure that it has returned in place of that."""
         if failure := verdicts.failure_returned(returned):
             return failure
         await checkpoint_if_cancelled()  # what a cancelled call returns is not published
@@ -140,7 +145,7 @@ class OneByOne:
 
     def __init__(self, context: HandlerContext, *, step: Step | None = None) -> None:
         self._context = context
-        self._step = step or context.step
+        self._run: Callable[[Any], Awaitable[Any]] = step or (context.function if context.plain else context.step)
 
     async def work(self) -> None:
         """Handle one notification after the other from the buffer; see `subscription.Handler`.
@@ -157,8 +162,9 @@ class OneByOne:
 
     async def _work_unchanged(self, unchanged: Context, keys: IdempotencyKeys) -> bool:
         """Handle notifications, and return True once a call has changed the context, in which the next is not to be."""
-        context, run = self._context, calls.runner(self._step)
-        while (delivery := await context.buffer.take()) is not None:
+        context, run = self._context, calls.runner(self._run)
+        take_now, take, succeeded = context.buffer.take_now, context.buffer.take, context.settler.succeeded
+        while (delivery := take_now() or await take()) is not None:
             if context.pace.limited:
                 await context.pace.wait()
             started = context.clock.monotonic()
@@ -166,7 +172,10 @@ class OneByOne:
             if isinstance(notification, Notification):
                 keys.begin(delivery.message)
                 failure = await run(notification)
-                await context.settler.settle(delivery, failure, started=started)
+                if failure is not None and not isinstance(failure, Failure):  # but what a plain function has returned
+                    failure = await calls.attempt(context.publish, failure)
+                if failure is not None or not succeeded(delivery, started=started):
+                    await context.settler.settle(delivery, failure, started=started)
                 del failure  # the frames of its traceback lead to this one, and would keep it until the next collection
             else:
                 await context.settle_unread(delivery, notification)
