@@ -55,7 +55,9 @@ class Command:
     def lines(self, count: int) -> list[str]:
         """The next lines of its output."""
         assert self.process.stdout is not None
-        return [self.process.stdout.readline() for _ in range(count)]
+        lines = [self.process.stdout.readline() for _ in range(count)]
+        assert all(lines), f"ended with {self.end()} after {lines}: {self.log}\n{''.join(self.told)}"
+        return lines
 
     def end(self, number: signal.Signals | None = None) -> int:
         """Its exit code, after this signal if there is one, with all that it said until then noted."""

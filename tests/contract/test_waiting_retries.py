@@ -87,7 +87,8 @@ async def test_due_retries_that_take_longer_than_before_give_way_to_what_is_new(
             while 2 not in attempts:
                 await t.advance(0.01)
             await app.notify_many(Notify("mars", mars(step=step), {}) for step in range(count))
+            before = attempts.count(2)
             while handled < count:
                 await t.advance(0.01)
-        assert attempts.count(2) < count / 2, "all of them were due before anything new came"
+        assert attempts.count(2) - before < count / 2, "all of them were due before anything new came"
         assert t.outcomes(index).count("acked") == count
