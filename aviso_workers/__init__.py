@@ -1,18 +1,23 @@
 """Workers that react to data notifications on NATS JetStream, in the format of ECMWF's Aviso."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from aviso_workers import first_process  # noqa: F401 - before all others, which take their time
-from aviso_workers.app import App
-from aviso_workers.aviso.notifications import Notification, Notify, Receipt
-from aviso_workers.declare.agents import Agent, Router
-from aviso_workers.declare.batches import Batch, Batching, Stream
-from aviso_workers.declare.retry import Backoff
-from aviso_workers.declare.tables import DELETE, Change, Counter, Delete, Table
-from aviso_workers.declare.timers import Tick, Timer
-from aviso_workers.declare.verdicts import Ack, Reject, Retry
-from aviso_workers.declare.windows import Window, Windowing
-from aviso_workers.errors import AvisoWorkersError
-from aviso_workers.jetstream.key_value import KeyValue
-from aviso_workers.version import __version__
+
+if TYPE_CHECKING:
+    from aviso_workers.app import App
+    from aviso_workers.aviso.notifications import Notification, Notify, Receipt
+    from aviso_workers.declare.agents import Agent, Router
+    from aviso_workers.declare.batches import Batch, Batching, Stream
+    from aviso_workers.declare.retry import Backoff
+    from aviso_workers.declare.tables import DELETE, Change, Counter, Delete, Table
+    from aviso_workers.declare.timers import Tick, Timer
+    from aviso_workers.declare.verdicts import Ack, Reject, Retry
+    from aviso_workers.declare.windows import Window, Windowing
+    from aviso_workers.errors import AvisoWorkersError
+    from aviso_workers.jetstream.key_value import KeyValue
+    from aviso_workers.version import __version__
 
 __all__ = [
     "DELETE",
@@ -41,3 +46,59 @@ __all__ = [
     "Windowing",
     "__version__",
 ]
+
+_PLACES = {
+    "app": ("App",),
+    "aviso.notifications": (
+        "Notification",
+        "Notify",
+        "Receipt",
+    ),
+    "declare.agents": (
+        "Agent",
+        "Router",
+    ),
+    "declare.batches": (
+        "Batch",
+        "Batching",
+        "Stream",
+    ),
+    "declare.retry": ("Backoff",),
+    "declare.tables": (
+        "DELETE",
+        "Change",
+        "Counter",
+        "Delete",
+        "Table",
+    ),
+    "declare.timers": (
+        "Tick",
+        "Timer",
+    ),
+    "declare.verdicts": (
+        "Ack",
+        "Reject",
+        "Retry",
+    ),
+    "declare.windows": (
+        "Window",
+        "Windowing",
+    ),
+    "errors": ("AvisoWorkersError",),
+    "jetstream.key_value": ("KeyValue",),
+    "version": ("__version__",),
+}
+"""The public names by the module that has them. Each is imported when somebody asks for one of its names: the command
+line needs none for its help."""
+
+if not TYPE_CHECKING:  # else a checker of types would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        for module, names in _PLACES.items():
+            if name in names:
+                value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

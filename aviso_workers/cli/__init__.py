@@ -19,11 +19,11 @@ from functools import cache
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from aviso_workers import first_process
 from aviso_workers.aviso.literals import printable_lines
+from aviso_workers.cli.panels import COMMANDS, PANELS, SUMMARIES
 from aviso_workers.errors import (
     AvisoWorkersError,
     ConfigError,
@@ -52,29 +52,6 @@ REFUSED = (
 )
 OPTION_WITHOUT_VALUE = re.compile(r"--[a-z][a-z-]*=")
 
-PANELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "Run": {"new": ("new",), "worker": ("worker",), "dev": ("dev",), "check": ("check",)},
-    "Use": {"notify": ("notify",), "watch": ("watch",), "replay": ("watch",)},
-    "Agents": {
-        "agents": ("agents", "agents_control"),
-        "dead-letters": ("dead_letters",),
-        "timers": ("timers",),
-    },
-    "Observe": {"doctor": ("doctor",), "top": ("report",), "report": ("report",)},
-    "Data": {
-        "streams": ("streams", "streams_policy", "streams_maintenance", "streams_copy"),
-        "consumers": ("consumers",),
-        "delete": ("delete",),
-        "erase": ("erase",),
-        "backup": ("backup",),
-        "mirror": ("mirror",),
-    },
-    "Server": {"server": ("server",), "config": ("config",)},
-    "Spark": {"spark": ("spark", "spark_pipelines")},
-}
-"""The sections of the help, with each command or group of commands and the modules of this package that declare it: the
-first has it under its name, the others add commands to the group."""
-COMMANDS = {name: modules for panel in PANELS.values() for name, modules in panel.items()}
 RENAMED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("account", "info"): ("report", "account"),
     ("drill", "failover"): ("mirror", "drill"),
@@ -117,7 +94,10 @@ class _Group(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for title, names in self._sections():
             with formatter.section(title):
-                formatter.write_dl([(name, _summary(self.commands[name])) for name in names])
+                formatter.write_dl([(name, self._summary(name)) for name in names])
+
+    def _summary(self, name: str) -> str:
+        return _summary(self.commands[name])
 
     def _sections(self) -> Iterable[tuple[str, Iterable[str]]]:
         return [("Commands", self.commands)]
@@ -130,6 +110,9 @@ class _AllCommands(_Group):
 
     def _sections(self) -> Iterable[tuple[str, Iterable[str]]]:
         return PANELS.items()
+
+    def _summary(self, name: str) -> str:
+        return SUMMARIES[name]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _refuse_empty(args)
@@ -276,5 +259,7 @@ def _command_line() -> Callable[..., object]:
 
 
 def _complain(error: AvisoWorkersError) -> None:
+    from rich.console import Console  # no help needs it
+
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"aviso-workers: {printable_lines(str(error))}", markup=False)

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from aviso_workers import cli
+from aviso_workers.cli.panels import PANELS
 
 __all__ = ["page"]
 
@@ -28,7 +29,7 @@ def page() -> str:
     root = typer.main.get_command(cli.command)
     context = root.context_class(root, info_name="aviso-workers", **root.context_settings)
     written = [HEAD]
-    for title, names in cli.PANELS.items():
+    for title, names in PANELS.items():
         written.append(f"## {title}\n")
         for name in names:
             written += _command(root.commands[name], name, context)  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 
-from aviso_workers import cli
+from aviso_workers.cli.panels import COMMANDS
 from tests.cli import command_line
 
 KEPT = Path(__file__).parents[1] / "data" / "help.txt"
@@ -34,7 +34,7 @@ def test_every_value_has_a_name_and_every_argument_a_sentence() -> None:
 def test_every_command_is_in_one_section_with_a_summary_that_is_whole() -> None:
     first, *_ = command_line.helps().split("\n\nUsage: ")
     listed = [line.split()[0] for line in first.splitlines() if line.startswith("  ") and line[2] not in " -W"]
-    assert sorted(listed) == sorted(cli.COMMANDS)
+    assert sorted(listed) == sorted(COMMANDS)
     assert "..." not in first.partition("Options:")[2]
 
 

@@ -18,6 +18,7 @@ from nats.aio.client import Client
 from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig, StreamSource
 
 from aviso_workers import cli
+from aviso_workers.cli.panels import COMMANDS
 from aviso_workers.server import NatsServer
 from tests.cli.conftest import Ran
 from tests.commands import Command
@@ -236,7 +237,7 @@ def of_all() -> set[str]:
             return {name}
         return {found for each in command.commands for found in below(f"{name} {each}", command.commands[each])}
 
-    return {found for name in cli.COMMANDS for found in below(name, cli._load(name))}
+    return {found for name in COMMANDS for found in below(name, cli._load(name))}
 
 
 def require_only_reading(command: str, asked: list[Asked]) -> None:

@@ -10,24 +10,50 @@ from pathlib import Path
 import pytest
 
 from aviso_workers import cli
+from aviso_workers.cli.panels import COMMANDS, SUMMARIES
 from tests.cli.conftest import Ran
 
 IMPORTED_BY = """
 import atexit, sys
 from aviso_workers import cli
-atexit.register(lambda: print(*(name for name in sys.modules if "aviso_workers.cli." in name), file=sys.stderr))
+atexit.register(lambda: print(*sys.modules, file=sys.stderr))
 cli.main()
 """
 
 
 def imported_by(*arguments: str) -> set[str]:
-    """The modules of the command line that a process has imported when it ends."""
+    """The modules that a process has imported when it ends."""
     ended = subprocess.run([sys.executable, "-c", IMPORTED_BY, *arguments], capture_output=True, text=True, check=True)
-    return {name.removeprefix("aviso_workers.cli.") for name in ended.stderr.split()}
+    return set(ended.stderr.split())
 
 
 def test_a_command_does_not_import_the_others() -> None:
-    assert imported_by("worker", "--help") == {"worker", "targets"}
+    prefix = "aviso_workers.cli."
+    imported = {name.removeprefix(prefix) for name in imported_by("worker", "--help") if name.startswith(prefix)}
+    assert imported == {"panels", "worker", "targets"}
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",)])
+def test_the_help_imports_no_more_than_it_needs(arguments: tuple[str, ...]) -> None:
+    imported = imported_by(*arguments)
+    dear = {
+        "asyncio",
+        "anyio",
+        "msgspec",
+        "nats",
+        "prometheus_client",
+        "rich",
+        "structlog",
+        "yaml",
+        "aviso_workers.app",
+    }
+    assert imported & dear == set()
+    assert len(imported) < 300, "beside Python's own"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_has_the_first_sentence_of_each_command(name: str) -> None:
+    assert SUMMARIES[name] == cli._summary(cli._load(name))
 
 
 def test_every_module_that_declares_commands_is_in_the_table() -> None:
@@ -35,10 +61,10 @@ def test_every_module_that_declares_commands_is_in_the_table() -> None:
     without_commands = {"__init__", "arguments", "completion", "confirmation", "details", "identity", "output"}
     without_commands |= {"progress", "signals", "tables", "targets"}
     without_commands |= {"backup_cleanse", "backup_sets"}  # parts of `backup`
-    assert {name for modules in cli.COMMANDS.values() for name in modules} == declaring - without_commands
+    assert {name for modules in COMMANDS.values() for name in modules} == declaring - without_commands
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_of_the_table_is_there(name: str, run: Callable[..., Ran]) -> None:
     ran = run(name, "--help")
     assert (ran.code, ran.lines[0].startswith(f"Usage: aviso-workers {name} ")) == (0, True), ran
