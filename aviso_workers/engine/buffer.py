@@ -274,6 +274,10 @@ class Buffer:
             await begin()
         return delivery
 
+    def tell_next_begin(self) -> None:
+        """Let `on_begin` be called for the next delivery that is taken."""
+        self._asks_at = 0
+
     def _note_begin(self, delivery: Delivery, now: float) -> None:
         """Note that a handler takes a delivery, and let the next handler begin."""
         if self._idle and self._ready and not self._waking:

@@ -73,7 +73,10 @@ class Prefetch:
             return capacity
         fitting = int((MOST_WAITING_BYTES - buffer.waiting_bytes) / buffer.mean_bytes)
         self._fills_budget = fitting < capacity and not buffer.starved
-        return fitting if self._fills_budget else capacity
+        if not self._fills_budget:
+            return capacity
+        buffer.tell_next_begin()
+        return fitting
 
     def note_begin(self, buffer: Buffer) -> int:
         """Note that a delivery of the buffer begins: ask for others, and measure at which rate they begin. Return how

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -393,6 +394,20 @@ class TestBytes:
         assert run.capacity() <= 0
         assert await run.buffer.take() is large
         assert run.capacity() == 100
+
+    async def test_what_begins_makes_room_at_once_where_there_was_none(self) -> None:
+        clock, asked = LoopClock(), []
+        prefetch = Prefetch(clock, workers=1, least=100)
+        prefetch.attach("MARS", SimpleNamespace(refill=lambda: asked.append("more")))
+        run = run_with(Discarding, clock=clock, prefetch=prefetch)
+        run.buffer.put(Delivery(1, size=1))
+        await run.buffer.take()
+        for sequence in range(2, 7):
+            run.buffer.put(Delivery(sequence, size=200))
+        asked.clear()
+        assert run.capacity() <= 0
+        await run.buffer.take()
+        assert asked == ["more"]
 
     async def test_small_ones_are_limited_by_their_number(self) -> None:
         run = self.run_with_room_for(100)
