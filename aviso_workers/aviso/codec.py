@@ -218,15 +218,10 @@ class NotificationWriter:
         if subject is not None and (data := payloads.encode(self._name, payload)) not in ABSENT:
             return Message(subject=subject, data=data)
         canonical = schema.canonical_identifier(self._name, self._event_type, identifier)
-        message = encode(self._name, self._event_type, canonical, payload)
-        for field, known in self._known.items():
-            if len(known) == MOST_KNOWN:
-                known.clear()
-            if type(identifier[field]) in REMEMBERED:
-                known[identifier[field]] = topics.encode_token(canonical[field])
-        return message
+        return encode(self._name, self._event_type, canonical, payload)
 
     def _known_subject(self, identifier: Mapping[str, Any]) -> str | None:
+        """Return the subject; None where more than its values is to be looked at, or one of them is not valid."""
         if not self._all_routed or len(identifier) != len(self._known):
             return None
         tokens = [self._base]
@@ -235,11 +230,19 @@ class NotificationWriter:
                 value = identifier[field]
                 if type(value) not in REMEMBERED:
                     return None
-                tokens.append(known[value])
-        except KeyError:
+                tokens.append(known.get(value) or self._learn(field, known, value))
+        except (KeyError, ValueError):
             return None
         subject = ".".join(tokens)
         return subject if len(subject) < SURELY_SHORT else None
+
+    def _learn(self, field: str, known: dict[object, str], value: object) -> str:
+        """Return how a subject spells a value, and remember it. Raises `ValueError` where the value is not valid."""
+        token = topics.encode_token(schema.routed_value(self._event_type.identifier[field], value))
+        if len(known) >= MOST_KNOWN:
+            known.clear()
+        known[value] = token
+        return token
 
 
 class NotificationReader:

@@ -58,6 +58,7 @@ __all__ = [
     "read_int",
     "read_time",
     "require_routable",
+    "routed_value",
     "topic_of",
     "unknown",
 ]
@@ -386,9 +387,8 @@ def canonical_identifier(
         if field not in identifier:
             raise InvalidIdentifierError(event_type_name, field, "is missing; a notification has every field")
         try:
-            canonical[field] = _canonical(rule, identifier[field])
-            if field in routed:
-                require_routable(canonical[field])
+            value = identifier[field]
+            canonical[field] = routed_value(rule, value) if field in routed else _canonical(rule, value)
         except ValueError as problem:
             raise InvalidIdentifierError(event_type_name, field, str(problem)) from problem
     return canonical
@@ -484,6 +484,13 @@ def require_routable(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as problem:
         raise ValueError(f"must not hold {text[problem.start]!r}, which is not a character") from problem
+
+
+def routed_value(rule: Rule, value: object) -> str:
+    """Return the canonical spelling of a value that becomes a part of a subject. Raises ValueError."""
+    text = _canonical(rule, value)
+    require_routable(text)
+    return text
 
 
 def _canonical(rule: Rule, value: object) -> str:
