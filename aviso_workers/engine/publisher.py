@@ -301,7 +301,8 @@ class Publisher:
         """
         singletons.check()
         try:
-            _require_printable(wanted.event_type, wanted.message_id)
+            if wanted.message_id:
+                _require_printable(wanted.event_type, wanted.message_id)
             writer, spec = self._writers.get(wanted.event_type) or self._writer(wanted.event_type)
         except (AttributeError, TypeError):  # here, so that a sound one is not looked at twice
             _require_sound(wanted)

@@ -101,6 +101,8 @@ class Ingester:
 
     async def publish(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> list[PubAck | BackendError]:
         """Publish in batches what can be, as `backends.Backend.publish_many` does."""
+        if len(outgoing) < FEWEST:
+            return await self._publisher.publish(outgoing, timeout_seconds=timeout_seconds)
         sent_at = anyio.current_time()
         results: dict[int, PubAck | BackendError] = {}
         for batch in await self._ingest(self._batches(outgoing), timeout_seconds=timeout_seconds):

@@ -10,7 +10,6 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 
-import anyio
 import msgspec
 
 from aviso_workers.aviso.topics import LONGEST_SUBJECT
@@ -58,12 +57,13 @@ class Publisher:
         if not self._connection.ready:
             # It would be kept and sent after the reconnect, when nobody waits for the answer any more.
             return [UnavailableError(f"{_what(each)}: not connected") for each in outgoing]
-        sent_at = anyio.current_time()
+        loop = asyncio.get_running_loop()
+        sent_at = loop.time()
         batch = _Batch(outgoing)
         most = self._connection.nc.max_payload
         replies = [self._send(batch, index, each, most=most) for index, each in enumerate(outgoing)]
         # A cancel scope would cost as much as all the rest of a publish.
-        timer = asyncio.get_running_loop().call_later(timeout_seconds, batch.breaks, TimeoutError)
+        timer = loop.call_later(timeout_seconds, batch.breaks, TimeoutError)
         try:
             if batch.missing:
                 await batch.complete
