@@ -182,7 +182,7 @@ class Replayer:
                     # cannot: a consumer goes with its stream.
                     await self._require_same(reading)
                     known_as_same = True
-                reading.has_seen(message.sequence)
+                reading.next_sequence, reading.from_time = message.sequence + 1, None
                 if since is None or store_time(message) >= since:
                     yield message
         if not known_as_same:
@@ -271,9 +271,6 @@ class _Reading:
     def is_of(self, info: StreamInfo) -> bool:
         """Return whether that is the stream that was read: not one that was recreated, restored, or lost its end."""
         return info.created == self.created and info.last_sequence + 1 >= self.next_sequence
-
-    def has_seen(self, sequence: int) -> None:
-        self.next_sequence, self.from_time = sequence + 1, None
 
 
 def _is_within(start: Position, info: StreamInfo) -> bool:

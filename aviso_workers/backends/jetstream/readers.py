@@ -70,20 +70,15 @@ async def read(
 ) -> AsyncGenerator[Message, None]:
     """Yield a stream's messages, as `backends.Backend.read` does."""
     start = _start(start_sequence, start_time)
-
-    def before(message: Message) -> bool:
-        return message.sequence < start_sequence
-
-    if (time := start_time) is not None:
-
-        def before(message: Message) -> bool:
-            return store_time(message) < time
+    first = start_sequence if start_time is None else 1
 
     async with _reader(connection, stream, filter_subjects, start, ahead=AHEAD, last_sequence=last_sequence) as reader:
         while arrivals := await reader.more():
             for message, _, _ in decode(arrivals):
-                if not before(message):  # a start beyond the end: the server begins with whatever comes next
-                    yield message
+                # A start beyond the end: the server begins with whatever comes next.
+                if message.sequence < first or (start_time is not None and store_time(message) < start_time):
+                    continue
+                yield message
 
 
 async def read_chunks(
