@@ -115,6 +115,47 @@ class TickingClock(VirtualClock):
         return self._now
 
 
+async def test_what_comes_together_is_put_as_each_by_itself(clock: VirtualClock) -> None:
+    together, apart = Buffer(clock), Buffer(clock)
+    for buffer in (together, apart):
+        deliveries = [Held(sequence, "a") for sequence in (1, 2, 2, 3)]
+        if buffer is together:
+            buffer.put_all(deliveries)
+        else:
+            for delivery in deliveries:
+                buffer.put(delivery)
+    assert (len(together), together.ready, together.waiting_bytes) == (len(apart), apart.ready, apart.waiting_bytes)
+    assert (len(together), together.ready, together.waiting_bytes) == (3, 3, 12)
+
+
+async def test_what_is_ready_is_taken_without_waiting(clock: VirtualClock) -> None:
+    buffer = Buffer(clock)
+    first, second = Held(1, "a"), Held(2, "a")
+    buffer.put_all([first, second])
+    assert buffer.take_now() is None, "a turn begins where somebody asks who may wait"
+    assert await buffer.take() is first
+    assert buffer.take_now() is second
+    assert buffer.take_now() is None
+
+
+async def test_nothing_is_taken_without_waiting_that_another_worker_may_have(clock: VirtualClock) -> None:
+    buffer = Buffer(clock)
+    buffer.put_all([Held(1, "a"), Held(2, "a")])
+    await buffer.take()
+    buffer.trust_until(clock.monotonic())
+    assert buffer.take_now() is None
+
+
+async def test_who_takes_without_waiting_lets_others_have_a_turn() -> None:
+    buffer = Buffer(TickingClock())
+    buffer.put_all([Held(sequence, "a") for sequence in range(1, 1001)])
+    await buffer.take()
+    taken = 0
+    while buffer.take_now():
+        taken += 1
+    assert 0 < taken < 100
+
+
 async def test_who_never_waits_lets_others_have_a_turn() -> None:
     buffer = Buffer(TickingClock())
     for sequence in range(1, 1001):

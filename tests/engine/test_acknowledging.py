@@ -16,7 +16,7 @@ from aviso_workers.engine import acknowledging, attempts, shields
 from aviso_workers.engine.dead_letter_store import STREAM
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
-from aviso_workers.events import FailuresNotStored, Settled
+from aviso_workers.events import Acked, FailuresNotStored, Settled
 from aviso_workers.jetstream import error_codes
 from tests.engine.conftest import Facts, NotifyStep, Stored, Working, config_with
 from tests.presence import present
@@ -84,6 +84,26 @@ async def test_a_batch_that_failed_asks_a_bucket_that_does_not_answer_once(
         assert anyio.current_time() - began < 2 * ANSWER_SECONDS
         assert backend.asked == 1
         assert len(facts.of(FailuresNotStored)) == 1
+
+
+async def test_what_succeeds_in_one_turn_of_the_loop_is_one_fact(
+    router: Router, notify: NotifyStep, working: Working, facts: Facts
+) -> None:
+    @router.agent("mars", concurrency=COUNT)
+    async def index(notification: Notification[Any]) -> None: ...
+
+    for step in range(COUNT):
+        await notify(step)
+    async with working(index):
+        settled = await facts.wait_for(Settled, COUNT)
+        await facts.wait_for(Acked)
+    acked = facts.of(Acked)
+    assert len(acked) < COUNT
+    for field in ("seconds", "waited_seconds"):
+        assert [seconds for each in acked for seconds in getattr(each, field)] == [
+            getattr(one, field) for one in settled
+        ]
+    assert {(each.agent, each.event_type, each.redelivered) for each in acked} == {("index", "mars", 0)}
 
 
 async def test_a_bucket_that_did_not_answer_is_asked_again_after_a_while(

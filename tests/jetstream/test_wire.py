@@ -320,6 +320,7 @@ class TestAWire:
         await attached.listen("news.*", heard.extend)
         attached.send(b"news.1", b"plain")
         attached.send(b"news.2", b"", reply=b"answers.1")
+        attached.ack(b"news.acked")
         attached.send(b"news.3", b"x" * 100_000, headers=header_block({"Name": "value"}))
 
         assert await answered(attached)
@@ -328,6 +329,7 @@ class TestAWire:
         assert heard == [
             (b"news.1", b"", b"", b"plain"),
             (b"news.2", b"answers.1", b"", b""),
+            (b"news.acked", b"", b"", b"+ACK"),
             (b"news.3", b"", header_block({"Name": "value"}), b"x" * 100_000),
         ]
 
