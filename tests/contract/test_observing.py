@@ -13,6 +13,7 @@ from aviso_workers import App, Backoff, Notification
 from aviso_workers.backends import Admin
 from aviso_workers.engine import max_deliveries
 from aviso_workers.errors import NotFoundError
+from aviso_workers.events import Settled
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import deployment
@@ -146,7 +147,7 @@ async def work_off(app: App, count: int) -> None:
 
     def count_down(event: Any) -> None:
         nonlocal settled
-        settled += type(event).__name__ == "Settled"
+        settled += isinstance(event, Settled)
         if settled == count:
             stop.set()
 

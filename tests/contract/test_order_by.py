@@ -13,7 +13,7 @@ from aviso_workers import App, Backoff, Notification, Notify, Reject
 from aviso_workers.backends import Admin, Delivery, Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
-from aviso_workers.engine import buffer, prefetch
+from aviso_workers.engine import buffer, ordering_keys, prefetch
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import NotReadAgain, ReadAgain
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
@@ -155,7 +155,7 @@ class TestWhatIsTooLargeTogether:
         self, app: App, url: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Its original may have left the stream, so that nobody could read its body again."""
-        monkeypatch.setattr(buffer, "KEY_PREFETCH", 2)
+        monkeypatch.setattr(ordering_keys, "KEY_PREFETCH", 2)
         broken, handled, goes_on = [True], list[tuple[int, int]](), anyio.Event()
 
         @app.agent("mars", order_by=("expver",))

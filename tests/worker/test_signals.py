@@ -141,7 +141,7 @@ process = os.getpid()
 os.getpid = lambda: {number}
 sys.argv = ["/opt/bin/{program}"]
 sys.meta_path.insert(0, Importing())
-import aviso_workers
+from aviso_workers import App
 """
 
 
