@@ -79,7 +79,7 @@ COMMITTED = Cost(100.0, {"eval": 100.0}, {"codec.read": 1.0})
     ],
 )
 def test_what_is_three_percent_dearer_each_time_fails(found: float, again: Any, within: bool) -> None:
-    assert cost._within(Told(*again), "agent", {"eval": found}, COMMITTED) is within  # type: ignore[arg-type]
+    assert cost._within(Told(*again), "replay", {"eval": found}, COMMITTED) is within  # type: ignore[arg-type]
 
 
 def test_a_failure_says_which_functions_grew(capsys: pytest.CaptureFixture[str]) -> None:
