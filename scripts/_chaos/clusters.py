@@ -53,8 +53,12 @@ class Node:
         self.server.stop()  # which also clears up after one that was killed
 
 
-def start_nodes(directory: Path, servers: int, *, binaries: Sequence[str] = ()) -> list[Node]:
-    """Start that many servers, which form one JetStream, each of its binary. Who calls stops them."""
+def start_nodes(
+    directory: Path, servers: int, *, binaries: Sequence[str] = (), extra: Sequence[str] = ()
+) -> list[Node]:
+    """Start that many servers, which form one JetStream, each of its binary and with its `extra` configuration. Who
+    calls stops them.
+    """
     ports = free_ports(2 * servers)
     routing = ports[servers:]
     routes = ", ".join(f"nats-route://127.0.0.1:{port}" for port in routing)
@@ -63,6 +67,7 @@ def start_nodes(directory: Path, servers: int, *, binaries: Sequence[str] = ()) 
         for number, (port, route) in enumerate(zip(ports, routing, strict=False)):
             joined = f'cluster {{ name: endurance, listen: "127.0.0.1:{route}", routes: [{routes}] }}\n'
             config, binary = joined if servers > 1 else "", binaries[number] if binaries else ""
+            config += extra[number] if extra else ""
             nodes.append(Node(directory / f"node-{route}", port=port, config=config, binary=binary))
     except BaseException:
         stop_nodes(nodes)

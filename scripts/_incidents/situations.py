@@ -1,0 +1,399 @@
+"""The situations of the book. Each makes what an operator then looks at, and after that carries out the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from _incidents.book import Expected, Made, Situation
+from _incidents.scene import Scene
+
+__all__ = ["SITUATIONS"]
+
+SITUATIONS: list[Situation] = []
+SOME = 20
+DOWN = "no answer"
+
+
+def situation(
+    title: str,
+    *,
+    cure: str,
+    state: str = "ok|idle",
+    fails: Iterable[str] = (),
+    warns: Iterable[str] = (),
+    readyz: str = "200 ok",
+    livez: str = "200 ok",
+    alerts: Iterable[str] = (),
+    passing: Iterable[str] = (),
+    attempts: int = 1000,
+    window: str = "6s",
+    retires: bool = False,
+) -> Callable[[Made], Made]:
+    expected = Expected(
+        state=state,
+        fails=frozenset(fails),
+        warns=frozenset(warns),
+        readyz=readyz,
+        livez=livez,
+        alerts=frozenset(alerts),
+        passing=frozenset(passing),
+    )
+
+    def add(made: Made) -> Made:
+        SITUATIONS.append(
+            Situation(
+                name=made.__name__,
+                title=title,
+                made=made,
+                expected=expected,
+                cure=cure,
+                attempts=attempts,
+                window=window,
+                retires=retires,
+            )
+        )
+        return made
+
+    return add
+
+
+@situation(
+    "One of three servers is killed",
+    fails=["JS017", "JS044", "JS049"],
+    alerts=["AvisoServersUnhealthy", "AvisoDoctorFails"],
+    cure="Start the server again",
+)
+def one_server_killed(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    over = scene.publish_steadily(per_second=10)
+    scene.cluster.kill(2)
+    yield
+    scene.cluster.start(2)
+    over.set()
+
+
+@situation(
+    "Two of three servers are killed",
+    state=r".*: JetStream system temporarily unavailable \(JetStream 10008\)",
+    fails=["JS044", "JS049"],
+    readyz="503 cannot lead, for lack of bucket .*",
+    alerts=["AvisoServersUnhealthy", "AvisoDoctorFails", "AvisoWorkerNotReady", "AvisoLeaderHindered"],
+    passing=["JS017", "AvisoPullErrors", "AvisoObserverBlind"],
+    cure="Start one of the two servers, then the other one",
+)
+def two_servers_killed(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.cluster.kill(1, 2)
+    yield
+    scene.cluster.start(1, 2)
+    scene.publish(SOME)
+
+
+@situation(
+    "The only worker is killed",
+    state=r"\d+ pending, and no worker pulls them",
+    fails=["JS030"],
+    readyz=DOWN,
+    livez=DOWN,
+    alerts=["AvisoWorkerDown", "AvisoAgentStuck", "AvisoDoctorFails"],
+    cure="Start a worker: `aviso-workers worker MODULE:APP`",
+)
+def only_worker_killed(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.wait_until_handled()
+    scene.kill_worker()
+    scene.publish(SOME)
+    yield
+    scene.start()
+
+
+@situation(
+    "A consumer is deleted while its worker runs",
+    alerts=["AvisoConsumerRecreated"],
+    passing=["AvisoPullErrors"],
+    cure="None: the worker creates the consumer again, after the last settled notification. Find out who deleted it",
+)
+def consumer_deleted(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.wait_until_handled()
+    scene.api(f"CONSUMER.DELETE.{scene.stream}.{scene.name}__handle")
+    scene.publish(SOME)
+    yield
+
+
+@situation(
+    "A consumer is deleted while no worker runs",
+    state="its consumer is gone",
+    fails=["JS065"],
+    readyz=DOWN,
+    livez=DOWN,
+    alerts=["AvisoConsumerMissing", "AvisoWorkerDown", "AvisoDoctorFails"],
+    cure="Start a worker: `aviso-workers worker MODULE:APP`",
+)
+def consumer_deleted_without_worker(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.wait_until_handled()
+    scene.stop_worker()
+    scene.api(f"CONSUMER.DELETE.{scene.stream}.{scene.name}__handle")
+    scene.publish(SOME)
+    yield
+    scene.start()
+
+
+@situation(
+    "A stream is deleted under a running worker",
+    alerts=["AvisoConsumerRecreated"],
+    passing=["AvisoPullErrors"],
+    cure="None: the worker creates stream and consumer again. What was stored is gone: publish or restore it",
+)
+def stream_deleted(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.wait_until_handled()
+    scene.api(f"STREAM.DELETE.{scene.stream}")
+    yield
+    scene.publish(SOME)
+
+
+@situation(
+    "A consumer's filter is edited by hand while the worker runs",
+    warns=["JS064"],
+    alerts=["AvisoDoctorWarns"],
+    passing=["AvisoConsumerRecreated"],
+    cure="None: a running worker corrects it within half a minute",
+)
+def filter_edited(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.wait_until_handled()
+    consumer = f"{scene.stream}.{scene.name}__handle"
+    found = scene.api(f"CONSUMER.INFO.{consumer}")["config"]
+    edited = {key: value for key, value in found.items() if key not in ("filter_subject", "filter_subjects")}
+    edited["filter_subject"] = f"{scene.name}.0"
+    scene.api(f"CONSUMER.CREATE.{consumer}", {"stream_name": scene.stream, "config": edited, "action": "update"})
+    scene.publish(SOME)
+    yield
+
+
+@situation(
+    "An agent was paused and forgotten",
+    state="paused until it is resumed",
+    warns=["JS036"],
+    alerts=["AvisoDoctorWarns"],
+    cure="`aviso-workers agents resume AGENT --app APP`",
+)
+def agent_paused(scene: Scene) -> Iterator[None]:
+    scene.operator.must("agents", "pause", "handle", "--app", scene.name)
+    scene.publish(SOME)
+    yield
+    scene.operator.must("agents", "resume", "handle", "--app", scene.name)
+
+
+@situation(
+    "A handler fails each time",
+    state=r"retrying since TIME, \d+ times: RuntimeError: the archive does not answer \(agents.py:\d+\)",
+    warns=["JS022"],
+    alerts=["AvisoRetriesRising", "AvisoDoctorWarns"],
+    passing=["JS058", "AvisoDoctorFails", "AvisoAgentStuck"],
+    cure="Repair the service that the handler depends on; the notifications are tried again by themselves",
+)
+def handler_fails(scene: Scene) -> Iterator[None]:
+    scene.break_down("handler", "fails")
+    scene.publish(2 * SOME)
+    yield
+    scene.repair("handler")
+
+
+@situation(
+    "A handler hangs",
+    state=r"\d+ delivered and not finished; the oldest one, after sequence \d+, for \d+ min",
+    fails=["JS058"],
+    alerts=["AvisoAgentStuck", "AvisoDoctorFails"],
+    cure="Repair what the handler waits for, and restart the worker; give the agent a `timeout`",
+)
+def handler_hangs(scene: Scene) -> Iterator[None]:
+    scene.break_down("handler", "hangs")
+    scene.publish(SOME)
+    yield
+    scene.repair("handler")
+    scene.restart()
+
+
+@situation(
+    "A handler blocks the event loop",
+    state=".*",
+    livez="503 .*",
+    readyz=".*",
+    alerts=["AvisoWorkerLoopBlocked"],
+    cure="Make the handler a plain `def`, which runs in a thread, and restart the worker",
+)
+def loop_blocked(scene: Scene) -> Iterator[None]:
+    scene.break_down("handler", "blocks")
+    scene.publish(SOME)
+    yield
+    scene.repair("handler")
+    scene.kill_worker()
+    scene.start()
+
+
+@situation(
+    "Notifications have become dead letters",
+    warns=["JS057"],
+    alerts=["AvisoDeadLetters", "AvisoDoctorWarns"],
+    state=r"ok|idle|failing since TIME, .*: Reject: no such field.*",
+    cure="`aviso-workers dead-letters ls`, repair the cause, then `aviso-workers dead-letters retry`",
+)
+def dead_letters(scene: Scene) -> Iterator[None]:
+    scene.break_down("handler", "reject")
+    scene.publish(3, "reject")
+    scene.publish(SOME)
+    yield
+    scene.repair("handler")
+    scene.operator.must("dead-letters", "retry", "--app", scene.name, "--yes")
+
+
+@situation(
+    "A timer fails",
+    state=r"idle; timer tick: failing since TIME, .*: RuntimeError: the report cannot be written \(agents.py:\d+\)",
+    warns=["JS077"],
+    alerts=["AvisoTimerFails", "AvisoDoctorWarns"],
+    cure="Repair the cause; the next tick succeeds",
+)
+def timer_fails(scene: Scene) -> Iterator[None]:
+    scene.break_down("timer", "fails")
+    yield
+    scene.repair("timer")
+
+
+@situation(
+    "A task fails",
+    state=r"idle; task poll: failing since TIME, .*: RuntimeError: the catalogue does not answer \(agents.py:\d+\)",
+    warns=["JS077"],
+    alerts=["AvisoTaskFails", "AvisoDoctorWarns"],
+    cure="Repair the cause; the worker starts the task again",
+)
+def task_fails(scene: Scene) -> Iterator[None]:
+    scene.break_down("task", "fails")
+    yield
+    scene.repair("task")
+
+
+@situation(
+    "The event stream is full and refuses notifications (`discard: new`)",
+    fails=["JS006"],
+    alerts=["AvisoStreamNearlyFull", "AvisoDoctorFails"],
+    cure="Raise `storage_policy.max_messages` (or `max_size`) of the event type, then `aviso-workers streams apply`; "
+    "publish again what was refused",
+)
+def event_stream_full(scene: Scene) -> Iterator[None]:
+    scene.document["streams"] = {scene.stream: {"discard": "new"}}
+    policy = scene.document["notification_schema"][scene.name]["storage_policy"]
+    policy["max_messages"] = SOME
+    scene.write_config()
+    scene.operator.must("streams", "apply")
+    scene.publish(SOME)
+    scene.publish_refused()
+    yield
+    policy["max_messages"] = 100 * SOME
+    scene.write_config()
+    scene.operator.must("streams", "apply")
+    scene.publish(SOME)
+
+
+@situation(
+    "The stream of dead letters is full",
+    state=r"(failing|retrying) since TIME, .*",
+    fails=["JS006"],
+    warns=["JS057"],
+    readyz="503 agent handle: dead letters cannot be stored: .*",
+    alerts=["AvisoStreamNearlyFull", "AvisoDeadLettersRefused", "AvisoWorkerNotReady", "AvisoDoctorFails"],
+    passing=["JS022", "JS058", "AvisoDeadLetters", "AvisoDoctorWarns", "AvisoRetriesRising", "AvisoAgentStuck"],
+    cure="Repair the cause, raise `workers.dead_letters.max_bytes` and restart one worker, then "
+    "`aviso-workers dead-letters retry`",
+)
+def dead_letters_full(scene: Scene) -> Iterator[None]:
+    scene.document["workers"]["dead_letters"] = {"max_bytes": "4Ki"}
+    scene.write_config()
+    scene.restart()
+    scene.break_down("handler", "reject")
+    scene.publish(SOME, "reject")
+    yield
+    scene.document["workers"]["dead_letters"] = {"max_bytes": "1Mi"}
+    scene.write_config()
+    scene.repair("handler")
+    scene.restart()
+    scene.operator.must("dead-letters", "retry", "--app", scene.name, "--yes")
+
+
+@situation(
+    "There are too few workers",
+    state="ok",
+    warns=["JS021"],
+    alerts=["AvisoLagGrowing", "AvisoDoctorWarns"],
+    cure="Start more workers of the app",
+)
+def too_few_workers(scene: Scene) -> Iterator[None]:
+    scene.break_down("handler", "slow")
+    over = scene.publish_steadily(per_second=40)
+    yield
+    scene.start("second")
+    scene.start("third")
+    over.set()
+
+
+@situation(
+    "A right of the workers' user is taken away: the bucket of leases",
+    readyz="503 cannot lead, for lack of bucket .*_leases: .*",
+    alerts=["AvisoLeaderHindered", "AvisoWorkerNotReady"],
+    cure="Grant the subject that `/readyz` and `leader.hindered` name (`aviso-workers server render --role worker`), "
+    "and reload the servers",
+)
+def right_taken_away(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.cluster.deny(f"$KV.{scene.name}_leases.>")
+    yield
+    scene.cluster.deny()
+
+
+@situation(
+    "A worker starts and dies in a loop, because of one notification",
+    state=".*",
+    fails=["JS066"],
+    readyz=".*",
+    livez=".*",
+    alerts=["AvisoWorkerRestarts", "AvisoDoctorFails"],
+    passing=["JS030", "JS058", "AvisoWorkerDown", "AvisoWorkerNotReady", "AvisoAgentStuck"],
+    attempts=12,
+    window="30s",
+    cure="`aviso-workers agents pause AGENT --app APP`, repair the handler, `agents resume`; after as many deaths as "
+    "the agent has attempts it is a dead letter, for `dead-letters retry`",
+)
+def worker_dies_in_a_loop(scene: Scene) -> Iterator[None]:
+    scene.break_down("handler", "exit")
+    over = scene.supervise()
+    scene.publish(1, "exit")
+    yield
+    scene.operator.must("agents", "pause", "handle", "--app", scene.name)
+    scene.repair("handler")
+    scene.operator.must("agents", "resume", "handle", "--app", scene.name)
+    scene.publish(SOME)
+    scene.wait_until_handled()
+    over.set()
+
+
+@situation(
+    "An app was retired, and nobody will start its worker again",
+    state=r"\d+ pending, and no worker pulls them",
+    fails=["JS030"],
+    readyz=DOWN,
+    livez=DOWN,
+    alerts=["AvisoAgentStuck", "AvisoDoctorFails"],
+    retires=True,
+    cure="`aviso-workers agents rm APP --workers-stopped --yes`",
+)
+def app_retired(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.wait_until_handled()
+    scene.stop_worker()
+    scene.unfollow("worker")
+    scene.publish(SOME)
+    yield
+    scene.operator.must("agents", "rm", scene.name, "--workers-stopped", "--yes")

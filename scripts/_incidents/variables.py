@@ -1,0 +1,10 @@
+"""The variables of the environment by which a worker process learns which situation it is in."""
+
+from __future__ import annotations
+
+__all__ = ["ATTEMPTS", "DIRECTORY", "NAME"]
+
+NAME = "INCIDENTS_NAME"
+DIRECTORY = "INCIDENTS_DIRECTORY"
+"""Where the ledger and the files are that say what goes wrong."""
+ATTEMPTS = "INCIDENTS_ATTEMPTS"
