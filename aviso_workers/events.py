@@ -169,6 +169,8 @@ class Passed(Struct, frozen=True):
     consumer: Identity
     sequence: int
     """Of the stream: up to it, everything was delivered, or had left the stream."""
+    filters: frozenset[str] = frozenset()
+    """Those of the consumer; with others, as after an edit by hand, it passes over what is in the stream."""
 
 
 class DeadLettersRefused(Struct, frozen=True, kw_only=True):

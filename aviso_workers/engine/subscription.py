@@ -422,7 +422,8 @@ async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> P
     if not info.config.reads_all(found.config.subjects):  # others have added subjects, which the agent does not read
         return None
     # What left the stream before there was the agent, the agent has not missed.
-    return Passed(identities.of(info), info.position if info.deliveries else found.last_sequence)
+    sequence = info.position if info.deliveries else found.last_sequence
+    return Passed(identities.of(info), sequence, frozenset(info.config.filters))
 
 
 async def supervise_task(task: Task, *, clock: Clock, events: Events, stop: anyio.Event) -> None:

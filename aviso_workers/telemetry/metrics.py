@@ -164,6 +164,8 @@ class _Agent:
         before, now = self._passed, passed.consumer
         if before is None or not passed.sequence:  # before its first delivery, a cluster may say that it is at 0
             return None
+        if passed.filters != before.filters:  # what an edited filter hides is still there
+            return None
         self._passed = structs.replace(passed, sequence=max(passed.sequence, before.sequence))
         deliveries = now.deliveries - before.consumer.deliveries
         count = passed.sequence - before.sequence - deliveries
@@ -609,7 +611,8 @@ class Metrics:
         """
         self._agents[agent].pending = consumer.num_pending
         self._agents[agent].ack_pending = consumer.num_ack_pending
-        return self._agents[agent].came_to(Passed(identities.of(consumer), consumer.position))
+        filters = frozenset(consumer.config.filters)
+        return self._agents[agent].came_to(Passed(identities.of(consumer), consumer.position, filters))
 
     def _started(self, event: AgentStarted | ConsumerResumed) -> None:
         if isinstance(event, ConsumerResumed):

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from _chaos.interrupts import end_in_order
-from _incidents import book
+from _incidents import book, page
 from _incidents.book import Outcome
 from _incidents.situations import SITUATIONS
 
@@ -22,6 +22,7 @@ def main() -> int:
     known = {situation.name: situation for situation in SITUATIONS}
     parser.add_argument("names", metavar="NAME", nargs="*", help="only these situations (default: all)")
     parser.add_argument("--list", action="store_true", help="list the situations, and make none")
+    parser.add_argument("--write", action="store_true", help="write the page of the book, where all are as expected")
     parser.add_argument("--texts", type=Path, metavar="DIR", help="write what the doctor says of each situation here")
     asked = parser.parse_args()
     if unknown := [name for name in asked.names if name not in known]:
@@ -30,6 +31,8 @@ def main() -> int:
         for situation in SITUATIONS:
             console.print(f"{situation.name}: {situation.title}")
         return 0
+    if asked.write and asked.names:
+        parser.error("--write needs all situations: leave out the names")
     end_in_order()
     chosen = [known[name] for name in asked.names] or SITUATIONS
     began, outcomes = time.monotonic(), list[Outcome]()
@@ -43,7 +46,12 @@ def main() -> int:
         console.print("interrupted")
         return 130
     console.print(f"{len(outcomes)} of {len(chosen)} situations as expected, in {time.monotonic() - began:.0f} s")
-    return int(len(outcomes) < len(chosen))
+    if len(outcomes) < len(chosen):
+        return 1
+    if asked.write:
+        page.PAGE.write_text(page.text(outcomes))
+        console.print(f"written: {page.PAGE}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ def situation(
     livez: str = "200 ok",
     alerts: Iterable[str] = (),
     passing: Iterable[str] = (),
+    mends_itself: bool = False,
     attempts: int = 1000,
     window: str = "6s",
     retires: bool = False,
@@ -37,6 +38,7 @@ def situation(
         livez=livez,
         alerts=frozenset(alerts),
         passing=frozenset(passing),
+        mends_itself=mends_itself,
     )
 
     def add(made: Made) -> Made:
@@ -157,8 +159,9 @@ def stream_deleted(scene: Scene) -> Iterator[None]:
 @situation(
     "A consumer's filter is edited by hand while the worker runs",
     warns=["JS064"],
-    alerts=["AvisoDoctorWarns"],
-    passing=["AvisoConsumerRecreated"],
+    mends_itself=True,
+    alerts=["AvisoConsumerRecreated"],
+    passing=["AvisoDoctorWarns"],
     cure="None: a running worker corrects it within half a minute",
 )
 def filter_edited(scene: Scene) -> Iterator[None]:

@@ -302,6 +302,14 @@ def test_who_counts_what_is_missed_says_among_which_sequences(metrics: Metrics) 
     assert metrics.lag("index", looked_at(13, 105)) == Missed(count=2, first=102, last=105)
 
 
+def test_what_an_edited_filter_hides_is_not_missed(metrics: Metrics) -> None:
+    metrics.observe(READ)
+    edited = structs.replace(looked_at(10, 104), config=ConsumerConfig(filter_subject="fields.none"))
+    assert metrics.lag("index", edited) is None
+    assert sample(metrics, "missed_total", **OF_INDEX) == 0
+    assert metrics.lag("index", looked_at(11, 106)) == Missed(count=5, first=101, last=106)  # the edit was undone
+
+
 def test_a_consumer_that_is_made_anew_has_missed_nothing_yet(metrics: Metrics) -> None:
     metrics.observe(READ)
     metrics.observe(read_from(looked_at(11, 103)))  # opened again after a disturbance

@@ -1,0 +1,68 @@
+"""Writes docs/operations/incidents.md from what was seen of each situation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from _incidents import prometheus
+from _incidents.book import Outcome
+
+__all__ = ["PAGE", "text"]
+
+PAGE = Path(__file__).parents[2] / "docs/operations/incidents.md"
+NUMBER = re.compile(r"(?<![\w.])\d{1,4}(?!\w)")
+"""A number that differs from run to run; JetStream's codes have five digits."""
+HEAD = """# Incidents
+
+What an operator sees of each situation, and its cure. `scripts/incidents` made each of them on three servers with \
+three replicas, looked, carried out the cure, and waited until everything was quiet again and every stored \
+notification was handled. `scripts/incidents --write` writes this page from what was seen.
+
+- **`agents ls`** is the column `state` of the agent. N stands for a number and TIME for a time.
+- **`doctor`** has the checks that were FAIL or WARN, with `--app` and `--monitor` for all servers. \
+[Checks](checks.md) says what each of them means.
+- **`/readyz`** is the answer of the worker. `/livez` was `200 ok` unless it is named here too.
+- **Alerts** are those that fired, each with the time for which its rule must hold first. They were tried with shorter \
+times. The alerts of the doctor need its timer.
+
+| situation | `agents ls` | `doctor` | `/readyz` | alerts | cure |
+|---|---|---|---|---|---|
+"""
+
+
+def text(outcomes: Sequence[Outcome]) -> str:
+    """Return the page."""
+    waits = prometheus.waits()
+    return HEAD + "".join(f"| {' | '.join(_cells(outcome, waits))} |\n" for outcome in outcomes)
+
+
+def _cells(outcome: Outcome, waits: dict[str, str]) -> Iterable[str]:
+    situation, look = outcome.situation, outcome.look
+    yield situation.title
+    yield f"`{_general(situation.name, look.state)}`"
+    passing = situation.expected.passing
+    fails, warns = look.fails - passing, look.warns - passing
+    results = [f"{level} {_checks(codes)}" for level, codes in (("FAIL", fails), ("WARN", warns)) if codes]
+    yield "; ".join(results) or "-"
+    readyz = f"`{_answer(situation.name, look.readyz)}`"
+    livez = "" if look.livez in ("200 ok", look.readyz) else f"; `/livez`: `{_answer(situation.name, look.livez)}`"
+    yield readyz + livez
+    yield ", ".join(f"{alert} ({waits[alert] or 'at once'})" for alert in sorted(look.alerts)) or "-"
+    yield situation.cure
+
+
+def _checks(codes: Iterable[str]) -> str:
+    return ", ".join(f"[{code}](checks.md#{code.lower()})" for code in sorted(codes))
+
+
+def _answer(name: str, answer: str) -> str:
+    """Return the answer with its status, which is no number that differs."""
+    status, _, said = answer.partition(" ")
+    return f"{status} {_general(name, said)}"
+
+
+def _general(name: str, said: str) -> str:
+    """Return the text without what is of this run or of this situation only."""
+    return NUMBER.sub("N", said.replace(name.upper(), "STREAM").replace(name, "APP")).replace("|", "\\|")
