@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
 
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Window, Windowing
+from aviso_workers.aviso.literals import time_text
+from aviso_workers.engine.last_failures import LastFailure
+from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
 from aviso_workers.ops import agent_report
+from aviso_workers.ops.agent_report import Progress
 from tests.contract.settings import app_config
 
 
@@ -48,6 +53,18 @@ async def windowed(window: Window[int]) -> None: ...
 
 @app.agent("mars", singleton=True)
 async def alone(notification: Notification[Any]) -> None: ...
+
+
+def test_an_agent_that_is_stuck_because_it_fails_is_told_with_its_error() -> None:
+    now = datetime.now(UTC)
+    begun = now - timedelta(minutes=10)
+    failure = LastFailure(
+        error="OSError", text="no index", at="", since=begun, last=now, until=now + timedelta(1), written=now, times=9
+    )
+    events = ConsumerInfo(name="i", config=ConsumerConfig(), time=now, num_ack_pending=2, last_delivered=begun)
+    progress = Progress(app="field", agent="index", stream="MARS", events=events, retries=None, failure=failure)
+    stuck = "2 delivered and not finished; the oldest one, after sequence 0, for 10 min"
+    assert progress.state_since(None) == f"{stuck}; failing since {time_text(begun)}, 9 times: OSError: no index"
 
 
 def test_a_singleton_is_told() -> None:

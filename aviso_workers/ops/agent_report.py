@@ -105,7 +105,10 @@ class Progress(Struct, frozen=True, kw_only=True):
     def state_since(self, before: Progress | None) -> str:
         """Return what the agent does or what is wrong with it, judged by an earlier snapshot as well."""
         paused = f"paused until {self.paused_until}" if self.paused_until else ""
-        return self.trouble_since(before) or paused or self.failing or ("ok" if self.lag else "idle")
+        trouble = self.trouble_since(before)
+        if trouble and self.failing:
+            return f"{trouble}; {self.failing}"
+        return trouble or paused or self.failing or ("ok" if self.lag else "idle")
 
     @property
     def why_none(self) -> str:
@@ -156,7 +159,7 @@ class AgentRow(Struct, frozen=True, kw_only=True):
     why_none: str = ""
     failing: str = ""
     state: str
-    """What the agent does, or what is wrong with it: `trouble`, `paused until`, `failing`, `ok`, or `idle` without a
+    """What the agent does, or what is wrong with it: `trouble` and `failing`, `paused until`, `ok`, or `idle` without a
     lag."""
 
 

@@ -16,6 +16,7 @@ from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.engine import delayed_delivery, delayed_messages
 from aviso_workers.engine.consumer_records import ConsumerRecord
+from aviso_workers.engine.last_failures import LastFailure
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import AgentDisturbed
 from aviso_workers.jetstream.info import ConsumerConfig, StreamConfig
@@ -268,6 +269,33 @@ def test_what_is_settled_beside_it_does_not_hide_one_that_is_unfinished(working:
     }
     patient = structs.replace(found, records={(SHARED, "busy"): recorded(working, minutes=10, longest_seconds=3600)})
     assert judged(patient).found("JS058") == {}
+
+
+def test_what_is_unfinished_because_it_fails_is_told_with_its_error(working: Seen) -> None:
+    """By hand: the agent's failures were recorded, and all that it was given waits for its retry."""
+    now, key = working.facts.now, (SHARED, "field__index")
+    index = structs.replace(working.facts.consumers[SHARED, "busy"], name=key[1], num_waiting=1)
+    failure = LastFailure(
+        error="OSError",
+        text="no index",
+        at="fields.py:12",
+        since=now,
+        last=now,
+        until=now + timedelta(1),
+        written=now,
+        times=9,
+    )
+    facts = structs.replace(
+        working.facts,
+        before=structs.replace(working.facts.before, consumers={}),
+        after=structs.replace(working.facts.after, consumers={key: index}),
+        records={key: recorded(working, minutes=10)},
+        failures={("field", "agents", "index"): failure},
+    )
+    assert judged(facts).found("JS058") == {
+        f"{SHARED} > field__index": "5 delivered and not finished; the oldest one, after sequence 0, for 10 min; "
+        "the last error: OSError: no index (fields.py:12)"
+    }
 
 
 def recorded(working: Seen, *, minutes: float, longest_seconds: float = 300.0) -> ConsumerRecord:

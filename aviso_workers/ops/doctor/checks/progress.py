@@ -249,6 +249,7 @@ def unfinished(facts: Facts) -> Iterator[Finding]:
         why = stuck.why_stuck(structs.replace(after, time=facts.now), before, record)
         if not why or _delivers_due(after) or not (after.num_ack_pending or after.num_waiting):
             continue  # JS076 or JS030 says it
+        why += _last_failure(facts, after)
         if before.num_waiting or after.num_waiting or not after.pulled:
             yield about(after, why)
         else:
