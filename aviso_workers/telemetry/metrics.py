@@ -401,7 +401,8 @@ PER_AGENT = (
     Metric(
         COUNTER,
         "consumer_recreations",
-        "How often the agent's consumer or stream was missing and was recreated.",
+        "How often the agent's consumer was recreated, because it or its stream was missing, or because its filter was "
+        "edited and hid notifications.",
         lambda a: a.recreations,
     ),
     Metric(
