@@ -287,7 +287,7 @@ def task_fails(scene: Scene) -> Iterator[None]:
     "publish again what was refused",
 )
 def event_stream_full(scene: Scene) -> Iterator[None]:
-    scene.document["streams"] = {scene.stream: {"discard": "new"}}
+    scene.document["notification_backend"]["jetstream"]["discard_policy"] = "new"
     policy = scene.document["notification_schema"][scene.name]["storage_policy"]
     policy["max_messages"] = SOME
     scene.write_config()
@@ -313,11 +313,11 @@ def event_stream_full(scene: Scene) -> Iterator[None]:
     "`aviso-workers dead-letters retry`",
 )
 def dead_letters_full(scene: Scene) -> Iterator[None]:
-    scene.document["workers"]["dead_letters"] = {"max_bytes": "4Ki"}
+    scene.document["workers"]["dead_letters"] = {"max_bytes": "32Ki"}
     scene.write_config()
     scene.restart()
     scene.break_down("handler", "reject")
-    scene.publish(SOME, "reject")
+    scene.publish(5 * SOME, "reject")
     yield
     scene.document["workers"]["dead_letters"] = {"max_bytes": "1Mi"}
     scene.write_config()
