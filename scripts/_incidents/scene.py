@@ -44,7 +44,9 @@ PASSWORD = "AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__PASSWORD"
 class Scene:
     """What a situation does and what is done about it goes by this. Leaving the `with` block ends its processes."""
 
-    def __init__(self, name: str, directory: Path, cluster: Cluster, *, attempts: int, window: str) -> None:
+    def __init__(
+        self, name: str, directory: Path, cluster: Cluster, *, attempts: int, window: str, alerts: bool
+    ) -> None:
         directory.mkdir()
         self.name = name
         self.stream = name.upper()
@@ -56,6 +58,8 @@ class Scene:
         self.document: dict[str, Any] = _document(name, cluster.urls)
         self._directory = directory
         self._window = window
+        self._alerts = alerts
+        self._prometheus: Prometheus | None = None
         self._config = directory / "aviso.yaml"
         self._environment = environment() | {
             "PYTHONPATH": os.pathsep.join(filter(None, (str(SCRIPTS), os.environ.get("PYTHONPATH", "")))),
@@ -75,18 +79,19 @@ class Scene:
     def __enter__(self) -> Scene:
         self._stack.enter_context(self.exporter.serving())
         self._observed = [self._ports["observer"]]
-        self.prometheus = Prometheus(
-            self._directory,
-            port=free_port(),
-            workers=self._observed,
-            program=str(PROMETHEUS),
-            window=self._window,
-            hold=HOLD,
-            doctor=self.exporter.port,
-        )
-        self._stack.callback(self.prometheus.close)
-        self._process("observer", "--agent", "observer")
-        self.wait("Prometheus is not ready", self.prometheus.is_ready)
+        if self._alerts:
+            self._prometheus = Prometheus(
+                self._directory,
+                port=free_port(),
+                workers=self._observed,
+                program=str(PROMETHEUS),
+                window=self._window,
+                hold=HOLD,
+                doctor=self.exporter.port,
+            )
+            self._stack.callback(self._prometheus.close)
+            self._process("observer", "--agent", "observer")
+            self.wait("Prometheus is not ready", self._prometheus.is_ready)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,14 +112,23 @@ class Scene:
         return worker
 
     def follow(self, name: str) -> None:
+        """Let Prometheus ask this worker too."""
         if self._ports[name] not in self._observed:
             self._observed.append(self._ports[name])
-            self.prometheus.follow(self._observed)
+            self._tell_prometheus()
 
     def unfollow(self, name: str) -> None:
         """Take a worker that nobody needs any more out of the configuration of Prometheus."""
         self._observed.remove(self._ports[name])
-        self.prometheus.follow(self._observed)
+        self._tell_prometheus()
+
+    def firing(self) -> set[str]:
+        """Return the alerts that fire."""
+        return self._prometheus.firing() if self._prometheus else set()
+
+    def _tell_prometheus(self) -> None:
+        if self._prometheus:
+            self._prometheus.follow(self._observed)
 
     def kill_worker(self) -> None:
         """End the worker as a crash would."""

@@ -303,7 +303,7 @@ def event_stream_full(scene: Scene) -> Iterator[None]:
 
 @situation(
     "The stream of dead letters is full",
-    state=r"(failing|retrying) since TIME, .*",
+    state=r"(.*; )?(failing|retrying) since TIME, \d+ times: RefusedError: stream \w+ is full: .*",
     fails=["JS006"],
     warns=["JS057"],
     readyz="503 agent handle: dead letters cannot be stored: .*",
@@ -358,13 +358,21 @@ def right_taken_away(scene: Scene) -> Iterator[None]:
 
 @situation(
     "A worker starts and dies in a loop, because of one notification",
-    state=".*",
+    state="(.*; )?retrying since TIME, .*: WorkerDiedError: .*",
     fails=["JS066"],
     readyz=".*",
     livez=".*",
     alerts=["AvisoWorkerRestarts", "AvisoDoctorFails"],
-    passing=["JS030", "JS058", "AvisoWorkerDown", "AvisoWorkerNotReady", "AvisoAgentStuck"],
-    attempts=12,
+    passing=[
+        "JS030",
+        "JS058",
+        "AvisoWorkerDown",
+        "AvisoWorkerNotReady",
+        "AvisoAgentStuck",
+        "AvisoRetriesRising",
+        "AvisoDoctorWarns",
+    ],
+    attempts=60,
     window="30s",
     cure="`aviso-workers agents pause AGENT --app APP`, repair the handler, `agents resume`; after as many deaths as "
     "the agent has attempts it is a dead letter, for `dead-letters retry`",

@@ -16,7 +16,7 @@ from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.engine import delayed_delivery, delayed_messages
 from aviso_workers.engine.consumer_records import ConsumerRecord
-from aviso_workers.engine.last_failures import LastFailure
+from aviso_workers.engine.last_failures import LastFailure, Retrying
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import AgentDisturbed
 from aviso_workers.jetstream.info import ConsumerConfig, StreamConfig
@@ -503,6 +503,35 @@ def test_notifications_that_end_their_worker(working: Seen) -> None:
         f"{SHARED} > field__index": "a worker ended while it handled sequence 5, 7; "
         "workers now run each such notification alone (2 in all)"
     }
+
+
+def test_a_notification_that_has_ended_its_worker_waits_for_its_next_attempt(working: Seen) -> None:
+    """By hand: it does not run alone before that, and what waits for another reason ends no worker."""
+    now, key = working.facts.now, (SHARED, "field__index")
+    died, failed = (
+        Retrying(again_at=now, sequence=sequence, attempt=2, attempts=6, error=error)
+        for sequence, error in ((7, "WorkerDiedError"), (8, "OSError"))
+    )
+    failure = LastFailure(
+        error="OSError",
+        text="",
+        at="",
+        since=now,
+        last=now,
+        until=now + timedelta(1),
+        written=now,
+        times=3,
+        retrying=(died, failed),
+    )
+    busy = structs.replace(working.facts.consumers[SHARED, "busy"], name=key[1])
+    after = structs.replace(working.facts.after, consumers={key: busy})
+    waiting = structs.replace(working.facts, after=after, failures={("field", "agents", "index"): failure})
+    assert judged(waiting).found("JS066") == {
+        f"{SHARED} > field__index": "a worker ended while it handled sequence 7; "
+        "workers now run each such notification alone (1 in all)"
+    }
+    over = structs.replace(failure, until=now)
+    assert judged(structs.replace(waiting, failures={("field", "agents", "index"): over})).found("JS066") == {}
 
 
 def test_an_agents_slow_acknowledgements_are_its_heartbeats_business(working: Seen) -> None:

@@ -12,7 +12,8 @@ from msgspec import structs
 
 from aviso_workers.aviso import schema, topics
 from aviso_workers.declare import agents, outputs
-from aviso_workers.engine import delayed_delivery, delayed_messages
+from aviso_workers.engine import dead_letter_store, delayed_delivery, delayed_messages
+from aviso_workers.errors import WorkerDiedError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
@@ -341,9 +342,11 @@ def ends_workers(facts: Facts) -> Iterator[Finding]:
     """The check finds notifications during which a worker process ended more than once. Workers run such a notification
     alone, to be sure that it is the cause. [A worker restarts in a loop](worker-restarts.md) has the steps.
     """
-    by_agent = defaultdict[tuple[str, str], list[int]](list)
+    by_agent = defaultdict[tuple[str, str], set[int]](set)
     for each in facts.run_alone:
-        by_agent[each.stream, agents.durable_name(each.app, each.agent)].append(each.sequence)
+        by_agent[each.stream, agents.durable_name(each.app, each.agent)].add(each.sequence)
+    for key, waiting in _wait_after_a_death(facts):  # it does not run alone before its next attempt is due
+        by_agent[key].add(waiting)
     for (stream, consumer), sequences in by_agent.items():
         shown = ", ".join(map(str, sorted(sequences)[:MOST_SHOWN]))
         found = (
@@ -455,6 +458,17 @@ def _last_failure(facts: Facts, consumer: ConsumerInfo) -> str:
     app, agent = deployment.agent_of(consumer.name) or ("", "")
     failure = facts.failures.get((app, "agents", agent))
     return f"; the last error: {failure.described}" if failure and failure.until > facts.now else ""
+
+
+def _wait_after_a_death(facts: Facts) -> Iterator[tuple[tuple[str, str], int]]:
+    """Yield the sequences that are tried again because a worker ended while it handled them, with their consumers."""
+    for stream, consumer in facts.consumers:
+        app, agent = deployment.agent_of(consumer) or ("", "")
+        failure = facts.failures.get((app, "agents", agent))
+        if failure and failure.until > facts.now and stream != dead_letter_store.RETRIES:
+            for each in failure.retrying:
+                if each.error == WorkerDiedError.__name__:
+                    yield (stream, consumer), each.sequence
 
 
 def _elapsed(facts: Facts) -> str:
