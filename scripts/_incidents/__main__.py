@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from _chaos.interrupts import end_in_order
-from _incidents import book, page
+from _incidents import book, healthy, page
 from _incidents.book import Outcome
 from _incidents.situations import SITUATIONS
 
@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("names", metavar="NAME", nargs="*", help="only these situations (default: all)")
     parser.add_argument("--list", action="store_true", help="list the situations, and make none")
     parser.add_argument("--write", action="store_true", help="write the page of the book, where all are as expected")
+    parser.add_argument("--healthy", type=int, metavar="N", help="look N times at a busy cluster without a fault")
     parser.add_argument("--texts", type=Path, metavar="DIR", help="write what the doctor says of each situation here")
     asked = parser.parse_args()
     if unknown := [name for name in asked.names if name not in known]:
@@ -34,6 +35,8 @@ def main() -> int:
     if asked.write and asked.names:
         parser.error("--write needs all situations: leave out the names")
     end_in_order()
+    if asked.healthy:
+        return int(healthy.conduct(asked.healthy, console) > 0)
     chosen = [known[name] for name in asked.names] or SITUATIONS
     began, outcomes = time.monotonic(), list[Outcome]()
     try:

@@ -219,9 +219,7 @@ def _until_quiet(scene: Scene, *, what: str, retired: bool = False) -> None:
         look = scene.operator.look(scene.name, scene.worker, scene.exporter)
         firing = scene.firing()
         is_well = look.state in HEALTHY and look.readyz == look.livez == "200 ok"
-        # The doctor still knows of the app's agents, which no worker has ever run now.
-        known = look.doctor if not retired else {code: level for code, level in look.doctor.items() if code != "JS065"}
-        if (is_well or retired) and not known and not firing:
+        if (is_well or (retired and look.state == "no agents")) and not look.doctor and not firing:
             return
         if time.monotonic() > deadline:
             raise ShortfallError(

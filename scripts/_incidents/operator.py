@@ -98,7 +98,12 @@ class Operator:
         return re.split(r"^(?=ACCEPTED|SKIP|PASS)", done.out, maxsplit=1, flags=re.MULTILINE)[0] + done.err
 
     def _doctor(self, form: str) -> Done:
-        return self.run("doctor", "--app", self._target, *self._monitors, "--seconds", "1", "--format", form)
+        app = ("--app", self._target) if self._target else ()
+        return self.run("doctor", *app, *self._monitors, "--seconds", "1", "--format", form)
+
+    def forget_app(self) -> None:
+        """Run the doctor without the app from now on, whose code is gone."""
+        self._target = ""
 
     def _state(self, app: str) -> str:
         done = self.run("agents", "ls", "--json", "--seconds", "1")

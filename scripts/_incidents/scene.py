@@ -30,6 +30,7 @@ SCRIPTS = Path(__file__).parents[1]
 TARGET = "_incidents.agents:app"
 PROMETHEUS = Path(sys.executable).with_name("prometheus")
 WAIT_SECONDS = 120.0
+BETWEEN_SECONDS = 0.1
 HOLD = "2s"
 """In place of the minutes for which a rule must hold; more than one answer that comes late on a busy machine."""
 ACCEPTED = {
@@ -45,7 +46,15 @@ class Scene:
     """What a situation does and what is done about it goes by this. Leaving the `with` block ends its processes."""
 
     def __init__(
-        self, name: str, directory: Path, cluster: Cluster, *, attempts: int, window: str, alerts: bool
+        self,
+        name: str,
+        directory: Path,
+        cluster: Cluster,
+        *,
+        attempts: int,
+        window: str,
+        alerts: bool,
+        target: str = TARGET,
     ) -> None:
         directory.mkdir()
         self.name = name
@@ -59,6 +68,7 @@ class Scene:
         self._directory = directory
         self._window = window
         self._alerts = alerts
+        self._target = target
         self._prometheus: Prometheus | None = None
         self._config = directory / "aviso.yaml"
         self._environment = environment() | {
@@ -73,7 +83,7 @@ class Scene:
         self._children: list[Child] = []
         self.write_config()
         self.operator = Operator(
-            config=self._config, target=TARGET, monitors=cluster.monitors, environment=self._environment
+            config=self._config, target=target, monitors=cluster.monitors, environment=self._environment
         )
 
     def __enter__(self) -> Scene:
@@ -103,7 +113,7 @@ class Scene:
 
     def start(self, name: str = "worker", *, until_ready: bool = True) -> Worker:
         """Start a worker, which Prometheus asks from now on."""
-        worker = self._process(name, TARGET)
+        worker = self._process(name, self._target)
         if name == "worker":
             self.worker = worker
         self.follow(name)
@@ -173,7 +183,7 @@ class Scene:
 
     def publish(self, count: int, payload: str = "") -> None:
         """Publish so many notifications."""
-        numbers = range(len(self.published) + 1, len(self.published) + count + 1)
+        numbers = self._next(count)
         found = [Notify(self.name, {"number": number}, payload) for number in numbers]
         anyio.run(self._publish, found)
         self.published.update(numbers)
@@ -187,17 +197,25 @@ class Scene:
         raise ShortfallError(f"{self.name}: a notification is stored that should have been refused")
 
     def publish_steadily(self, *, per_second: int) -> threading.Event:
-        """Publish until the event that is returned is set."""
+        """Publish evenly until the event that is returned is set."""
         over = threading.Event()
 
-        def work() -> None:
-            while not over.wait(1.0):
-                self.publish(per_second)
+        async def publish() -> None:
+            async with self._client() as client:
+                while not over.is_set():
+                    numbers = self._next(max(1, round(per_second * BETWEEN_SECONDS)))
+                    await client.notify_many([Notify(self.name, {"number": number}) for number in numbers])
+                    self.published.update(numbers)
+                    await anyio.sleep(BETWEEN_SECONDS)
 
-        thread = threading.Thread(target=work)
+        thread = threading.Thread(target=anyio.run, args=(publish,))
         thread.start()
-        self._stack.callback(thread.join)
-        self._stack.callback(over.set)
+
+        def end() -> None:
+            over.set()
+            thread.join()
+
+        self._stack.callback(end)
         return over
 
     def handled(self) -> Counter[int]:
@@ -227,6 +245,9 @@ class Scene:
                 return dict(await client.session.admin.administration().api(subject, request))
 
         return anyio.run(ask)
+
+    def _next(self, count: int) -> range:
+        return range(len(self.published) + 1, len(self.published) + count + 1)
 
     async def _publish(self, found: list[Notify]) -> None:
         async with self._client() as client:

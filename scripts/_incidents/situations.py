@@ -408,3 +408,4 @@ def app_retired(scene: Scene) -> Iterator[None]:
     scene.publish(SOME)
     yield
     scene.operator.must("agents", "rm", scene.name, "--workers-stopped", "--yes")
+    scene.operator.forget_app()

@@ -347,13 +347,21 @@ def test_an_account_that_is_nearly_used_up(accounts: tuple[str, str], tmp_path: 
     assert "account memory" not in found
 
 
-def test_questions_for_messages_that_are_not_there_are_no_failures(plain: Seen, tmp_path: Path) -> None:
-    """As workers ask them that retry: how often has this notification failed?"""
+QUESTIONS = {
+    "a worker's that retries: how often has this notification failed?": (
+        "STREAM.MSG.GET.MARS",
+        b'{"last_by_subj": "mars.none"}',
+    ),
+    "the observer's, before the first dead letter": ("STREAM.INFO.aviso_workers_dead_letters", b""),
+}
 
+
+@pytest.mark.parametrize(("subject", "request_body"), QUESTIONS.values(), ids=QUESTIONS)
+def test_questions_for_what_is_not_there_are_no_failures(subject: str, request_body: bytes, tmp_path: Path) -> None:
     async def ask(loaded: Config) -> Facts:
         async def ask_for_messages() -> None:
             for _ in range(30):
-                await server.request("$JS.API.STREAM.MSG.GET.MARS", b'{"last_by_subj": "mars.none"}')
+                await server.request(f"$JS.API.{subject}", request_body)
 
         async with App("using", config=loaded) as app:
             server = app.session.admin.administration()

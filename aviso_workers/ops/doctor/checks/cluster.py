@@ -8,7 +8,7 @@ from functools import partial
 
 from aviso_workers.config.streams import OURS
 from aviso_workers.engine import dead_letter_store, delayed_messages, max_deliveries
-from aviso_workers.jetstream.error_codes import NO_MESSAGE
+from aviso_workers.jetstream.error_codes import NO_MESSAGE, STREAM_NOT_FOUND
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops.doctor import divergence, replicas
 from aviso_workers.ops.doctor.facts import Facts
@@ -139,8 +139,9 @@ def skewed_leaders(facts: Facts) -> Iterator[Finding]:
 def account_use(facts: Facts) -> Iterator[Finding]:
     """The result is WARN from 80 % and FAIL from 95 % of a limit of storage, memory, streams or consumers, reservations
     included. The result is also WARN when a tenth of the API requests failed between the samples; the finding names the
-    most frequent request and its error. The answer that there is no such message (10037) is no failure: workers that
-    retry ask for counts which are not there.
+    most frequent request and its error. Two answers are no failure: that there is no such message (10037), since
+    workers that retry ask for counts which are not there; and that there is no stream of dead letters (10059), since
+    the observer asks for it and no notification may have failed yet.
     """
     account = facts.after.account
     limits = account.limits
@@ -155,22 +156,22 @@ def account_use(facts: Facts) -> Iterator[Finding]:
             state = State.FAIL if used >= NEARLY_USED_UP * limit else State.WARN
             yield Finding(place=f"account {name}", found=f"{used} of {limit} used", state=state)
     answered = [(each.subject.removeprefix("$JS.API."), each.error) for each in facts.advisories if each.error]
-    # That there is no message is the answer to a question, such as a worker's for a count of failures.
-    none_found = sum(error.err_code == NO_MESSAGE for _, error in answered)
-    failed = account.api.errors - facts.before.account.api.errors - none_found
+    refused = [(request, error) for request, error in answered if not _is_none_found(request, error.err_code)]
+    failed = account.api.errors - facts.before.account.api.errors - (len(answered) - len(refused))
     asked = account.api.total - facts.before.account.api.total
     if asked >= FEW_CALLS and failed > FAILING_SHARE * asked:
-        reasons = Counter(
-            f"{request}: {error.description} ({error.err_code})"
-            for request, error in answered
-            if error.err_code != NO_MESSAGE
-        )
+        reasons = Counter(f"{request}: {error.description} ({error.err_code})" for request, error in refused)
         found = f"{failed} of {asked} requests within {facts.elapsed_seconds:.0f} s failed"
         yield Finding(
             place="account api",
             found="; most often ".join((found, *(reason for reason, _ in reasons.most_common(1)))),
             cure="`nats events --js-advisory` shows which requests fail, and which client sends them.",
         )
+
+
+def _is_none_found(request: str, code: int) -> bool:
+    """Return whether it is the answer to a question of our own programs, and nothing has failed."""
+    return code == NO_MESSAGE or (code == STREAM_NOT_FOUND and request == f"STREAM.INFO.{dead_letter_store.STREAM}")
 
 
 @declare(
