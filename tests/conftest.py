@@ -9,6 +9,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import structlog
 
 from aviso_workers.server import NatsServer
 from aviso_workers.server.processes import free_ports
@@ -58,6 +59,13 @@ WriteConfig = Callable[..., Path]
 @pytest.fixture
 def anyio_backend() -> Any:
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def _structlog_as_it_was() -> Iterator[None]:
+    """Leave no configuration of structlog to the next test. `capture_logs` leaves one too."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture

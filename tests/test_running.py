@@ -8,7 +8,7 @@ import signal
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,14 +54,6 @@ def app(tmp_path: Path) -> App:
     path = tmp_path / "in_memory.yaml"
     path.write_text(IN_MEMORY)
     return App("embedded", config=config.load(path, environ={}))
-
-
-@pytest.fixture(autouse=True)
-def _nothing_configured() -> Iterator[None]:
-    """No other test has left a configuration of structlog behind."""
-    structlog.reset_defaults()
-    yield
-    structlog.reset_defaults()
 
 
 class Work:

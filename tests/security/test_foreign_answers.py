@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,6 +40,8 @@ OLDER = Subjects(allow=("_INBOX.>",))
 REFUSED = re.compile(rb'MSG (_INBOX\S+) 1 \d+\r\n{"error"')
 """An answer to the victim, as the attacker hears it."""
 TRIES = 40
+HEARD = 20
+"""So many answers the attacker hears, if it hears any: under load fewer than there are tries."""
 
 
 def of_publisher(path: Path, name: str) -> Permissions:
@@ -119,10 +122,12 @@ async def test_what_a_full_stream_refuses_is_never_a_success(tmp_path: Path, hea
         config = write_mars_config(tmp_path / "c.yaml", running.url, publish_deadline_seconds=0.01, **VICTIM)
         with attacking(running) as attacker:
             async with App("victim", config=config) as app:
-                for step in range(TRIES):
+                for step in count():
                     with pytest.raises(BackendError):
                         await app.notify("mars", {"class": "od", "step": step})
-        assert (attacker.heard > TRIES // 2) is (heard is OLDER), "whether the attacker heard where answers go"
+                    if step + 1 >= TRIES and (heard is not OLDER or attacker.heard >= HEARD):
+                        break
+        assert (attacker.heard > 0) is (heard is OLDER), "whether the attacker heard where answers go"
 
 
 async def test_nobody_else_may_hear_answers_to_a_user(tmp_path: Path) -> None:

@@ -52,12 +52,6 @@ from aviso_workers.telemetry.failure_logs import LINES_PER_PERIOD, OBSERVED, PER
 from tests.odd_errors import EndlessError, nested
 
 
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()
-
-
 def failure(text: str) -> Exception:
     """As the engine has it: raised in the author's function, which one of ours has called."""
 
