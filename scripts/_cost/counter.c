@@ -2,21 +2,22 @@
 
    Two things that a process meets depend on how busy the machine is: how much time has passed whenever it asks for the
    time, and how much the server has sent whenever it reads. So while instructions are counted, the monotonic clock goes
-   on by the same step with each question, and each wait for events begins with a pause, in which the server sends all
-   that it was asked for. A thread that waits until a time of that clock is told the real time, or it would not wait. */
+   on by the same step with each question; and each wait for events ends when no more arrives, with all that the server
+   was asked for. A thread that waits until a time of that clock is told the real time, or it would not wait. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
 #include <semaphore.h>
 #include <stdint.h>
 #include <sys/epoll.h>
+#include <sys/ioctl.h>
 #include <time.h>
 #include <unistd.h>
 #include <valgrind/callgrind.h>
 
 #define NANOSECONDS 1000000000LL
 #define STEP_NANOSECONDS 5000
-#define PAUSE_MICROSECONDS 15000
+#define PAUSE_MICROSECONDS 10000
 
 typedef int ask_clock(clockid_t, struct timespec *);
 typedef int wait_events(int, struct epoll_event *, int, int);
@@ -46,11 +47,25 @@ int clock_gettime(clockid_t id, struct timespec *time) {
     return 0;
 }
 
+static int waiting_bytes(const struct epoll_event *events, int count) {
+    int all = 0, number, bytes;
+    for (number = 0; number < count; number++)
+        if (!ioctl(events[number].data.fd, FIONREAD, &bytes)) all += bytes;
+    return all;
+}
+
 int epoll_wait(int poll, struct epoll_event *events, int most, int timeout) {
     static wait_events *real;
+    int found, before, now = 0;
     if (!real) real = (wait_events *)dlsym(RTLD_NEXT, "epoll_wait");
-    if (counting) usleep(PAUSE_MICROSECONDS);
-    return real(poll, events, most, timeout);
+    usleep(PAUSE_MICROSECONDS);
+    found = real(poll, events, most, timeout);
+    do {
+        before = now;
+        usleep(PAUSE_MICROSECONDS);
+        now = waiting_bytes(events, found);
+    } while (now > before);
+    return found;
 }
 
 /* The real time at which the clock will have come to a time that it was expected to show. */
