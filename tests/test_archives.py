@@ -26,9 +26,9 @@ CONFIG = PROJECT / "config"
 RELATIVE_LINK = re.compile(r"\]\((?!\w+:)[^)]*\)")
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Archives:
-    return archives.build(PROJECT, tmp_path_factory.mktemp("built"))
+@pytest.fixture(scope="module", params=[True, False], ids=["pure", "compiled"])
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Archives:
+    return archives.build(PROJECT, tmp_path_factory.mktemp("built"), pure=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,10 @@ def installed(built: Archives, tmp_path_factory: pytest.TempPathFactory) -> Path
 def metadata(installed: Path) -> Message:
     (file,) = installed.glob("*.dist-info/METADATA")
     return email.message_from_string(file.read_text())
+
+
+def is_pure(built: Archives) -> bool:
+    return built.wheel.name.endswith("-py3-none-any.whl")
 
 
 def files(directory: Path) -> set[str]:
@@ -97,12 +101,17 @@ def test_the_command_line_of_the_wheel_prints_them_and_its_version(installed: Pa
         ).stdout
 
     assert printed("config", "files", "keda.yaml") == (CONFIG / "keda.yaml").read_text()
-    assert printed("--version") == f"aviso-workers {aviso_workers.__version__}\n"
+    assert printed("--version").startswith(f"aviso-workers {aviso_workers.__version__} (")
+
+
+def test_a_wheel_has_the_functions_in_c_unless_it_is_to_install_everywhere(built: Archives, installed: Path) -> None:
+    assert len([*installed.glob("aviso_workers/_fast_c*.so")]) == (0 if is_pure(built) else 1)
 
 
 def test_the_version_is_that_of_the_package(built: Archives, metadata: Message) -> None:
     assert metadata["Version"] == aviso_workers.__version__
-    assert built.wheel.name == f"aviso_workers-{aviso_workers.__version__}-py3-none-any.whl"
+    platform = "py3-none-any" if is_pure(built) else f"cp{sys.version_info[0]}{sys.version_info[1]}-"
+    assert built.wheel.name.startswith(f"aviso_workers-{aviso_workers.__version__}-{platform}")
     assert built.source.name == f"aviso_workers-{aviso_workers.__version__}.tar.gz"
 
 

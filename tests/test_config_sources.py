@@ -229,6 +229,7 @@ def test_variables_that_are_not_ours_to_judge_are_ignored() -> None:
         AVISOSERVER_CONFIG_FILE="elsewhere.yaml",
         AVISO_WORKERS_CONFIG_FILE="elsewhere.yaml",
         AVISO_WORKERS_NATS_SERVER="/usr/bin/nats-server",
+        AVISO_WORKERS_PURE="1",
         OTHER="x",
     ).sources == ("dev.yaml",)
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct, structs
 
+from aviso_workers._fast import identifier as plain_identifier
+from aviso_workers._fast import stored_at
 from aviso_workers.aviso import payloads, schema, spatial, topics, typed_identifiers
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.aviso.schema import (
@@ -95,7 +97,7 @@ class Message(Struct, frozen=True, kw_only=True, gc=False):
 
 def store_time(message: Message) -> datetime:
     """Return when the stream stored it, UTC, cut to whole microseconds: a replay from this time begins with it."""
-    return datetime.fromtimestamp(message.timestamp_ns // 1000 / 1e6, UTC)  # a float holds microseconds until 2255
+    return stored_at(message.timestamp_ns)
 
 
 def is_marker(message: Message) -> bool:
@@ -262,18 +264,16 @@ class NotificationReader:
         """`decode` makes payloads of bodies, whatever `payload_type` says."""
         self._name = name
         self._where = where or parse_where(name, event_type, {})
-        self._keys = self._where.topic.key_order
+        self._keys = tuple(self._where.topic.key_order)
         self._count = 1 + len(self._keys)
         """How many words a subject has."""
         self._selective = bool(self._where.conditions or self._where.place)
         self._base = self._where.topic.base
         rules = event_type.identifier
         checks = [
-            (position, _Check(field, rules[field]))
-            for position, field in enumerate(self._keys, 1)
-            if field in rules and not _takes_any_text(rules[field])
+            _Check(field, rules[field]) for field in self._keys if field in rules and not _takes_any_text(rules[field])
         ]
-        self._checks = [(position, check.known, check.add) for position, check in checks]
+        self._checks = [(check.field, check.known, check.add) for check in checks]
         self._spatial = [
             (field, header, _Check(field, rules[field])) for field, header in SPATIAL_HEADERS.items() if field in rules
         ]
@@ -294,21 +294,16 @@ class NotificationReader:
         """
         if not message.data and is_marker(message):
             return None
-        subject = message.subject
-        tokens: Sequence[str] = subject.split(".")
-        if "%" in subject or len(tokens) != self._count:
-            tokens = self._tokens(subject)
-        if self._selective and not self._lets_through(tokens, message):
-            return None
-        if tokens[0] != self._base:
-            raise UndecodableError(f"{subject!r} is not a subject of {self._name}")
-        for position, known, add_known in self._checks:
-            if tokens[position] not in known:
-                add_known(tokens[position])
+        identifier = None if self._selective else plain_identifier(message.subject, self._base, self._keys)
+        if identifier is None:
+            tokens = self._tokens(message.subject)
+            if self._selective and not self._lets_through(tokens, message):
+                return None
+            identifier = self._identifier(tokens, message.subject)
+        for field, known, add_known in self._checks:
+            if (value := identifier.get(field, "")) not in known:
+                add_known(value)
         headers = message.headers if message.headers is not None else NO_HEADERS
-        identifier = dict(zip(self._keys, tokens[1:], strict=True))
-        if not LEFT_OUT.isdisjoint(tokens):  # decoded, they mean that the publisher left the field out
-            identifier = {key: value for key, value in identifier.items() if value not in LEFT_OUT}
         for field, header, check in self._spatial:
             if header in headers and field not in identifier:
                 identifier[field] = headers[header]
@@ -321,7 +316,7 @@ class NotificationReader:
             sequence=message.sequence,
             time=store_time(message),
             time_ns=message.timestamp_ns,
-            topic=subject,
+            topic=message.subject,
             headers=headers,
             num_delivered=num_delivered,
             attempt=attempt,
@@ -335,6 +330,12 @@ class NotificationReader:
             )
         return tokens
 
+    def _identifier(self, tokens: Sequence[str], subject: str) -> dict[str, str]:
+        if tokens[0] != self._base:
+            raise UndecodableError(f"{subject!r} is not a subject of {self._name}")
+        values = zip(self._keys, tokens[1:], strict=True)
+        return {field: value for field, value in values if value not in LEFT_OUT}
+
     def _lets_through(self, tokens: Sequence[str], message: Message) -> bool:
         return self._where.matches(tokens, _footprint(message) if self._where.place else None)
 
@@ -346,10 +347,10 @@ def _takes_any_text(rule: Rule) -> bool:
 class _Check:
     """Whether the values of one identifier field are what its rule allows. It remembers those that are."""
 
-    __slots__ = ("_field", "_rule", "known")
+    __slots__ = ("_rule", "field", "known")
 
     def __init__(self, field: str, rule: Rule) -> None:
-        self._field = field
+        self.field = field
         self._rule = rule
         self.known = set(LEFT_OUT)
 
@@ -358,7 +359,7 @@ class _Check:
         try:
             self._rule.canonical(value)
         except ValueError as problem:
-            raise UndecodableError(f"identifier field {self._field!r} {problem}") from problem
+            raise UndecodableError(f"identifier field {self.field!r} {problem}") from problem
         if len(value) > LONGEST_KNOWN:
             return
         if len(self.known) >= MOST_KNOWN:

@@ -108,7 +108,7 @@ class PubAck(Struct, frozen=True, kw_only=True):
 class Chunk(Struct, frozen=True, kw_only=True):
     """Messages one after another, a column for each field of `Message`: for who makes columns of them."""
 
-    subjects: Sequence[bytes]
+    subjects: Sequence[str]
     data: Sequence[bytes]
     headers: Iterable[Mapping[str, str] | None]
     sequences: Sequence[int]
@@ -121,7 +121,7 @@ class Chunk(Struct, frozen=True, kw_only=True):
         rows = zip(self.subjects, self.data, self.headers, self.sequences, self.timestamps_ns, strict=True)
         for subject, data, headers, sequence, timestamp_ns in rows:
             yield Message(
-                subject=subject.decode("utf-8", "replace"),
+                subject=subject,
                 data=data,
                 headers=headers,
                 sequence=sequence,

@@ -21,7 +21,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from aviso_workers import first_process
+from aviso_workers import _fast, first_process
 from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.cli.panels import COMMANDS, PANELS, SUMMARIES
 from aviso_workers.errors import (
@@ -149,7 +149,7 @@ def _summary(command: Any) -> str:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"aviso-workers {__version__}")
+        typer.echo(f"aviso-workers {__version__} ({'compiled' if _fast.COMPILED else 'pure Python'})")
         raise typer.Exit
 
 

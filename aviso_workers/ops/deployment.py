@@ -143,7 +143,8 @@ async def missing(
         return {}
     try:
         created = (await admin.stream_info(stream)).created
-        there = {consumer.name for consumer in await admin.consumers(stream)}
+        # The names are those that the cluster has: the list has only consumers whose server answers.
+        there = set(await admin.consumer_names(stream))
     except NotFoundError:
         return {}
     return {

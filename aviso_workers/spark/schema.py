@@ -112,7 +112,7 @@ class Columns:
         found: dict[str, Any] = {
             "sequence": pa.array(messages.sequences, pa.int64()),
             "time": _times(messages.timestamps_ns),
-            "topic": _texts(messages.subjects),
+            "topic": pa.array(messages.subjects, pa.string()),
         }
         found |= self._identities(messages, found["topic"])
         found |= self._bodies(messages)

@@ -24,7 +24,9 @@ FUNCTIONS_SHOWN = 8
 COUNTED_AGAIN = 2
 SAME = {
     "agent": "callback",
+    "agent_pure": "callback",
     "batch": "callback",
+    "batch_pure": "callback",
     "notify": "publish",
     "notify_many": "publish_many",
     "replay": "ordered_callback",
@@ -91,8 +93,9 @@ def _base(directory: Path) -> tuple[str, Path]:
 
     revision = git("log", "-1", "--format=%h", "--", str(FILE)).decode().strip()
     tree = directory / "base"
-    with tarfile.open(fileobj=BytesIO(git("archive", revision, "aviso_workers"))) as members:
+    with tarfile.open(fileobj=BytesIO(git("archive", revision))) as members:
         members.extractall(tree, filter="data")
+    subprocess.run((sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"), cwd=tree, check=True)
     return revision, tree
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 
@@ -13,9 +12,6 @@ from aviso_workers import App, Backoff, Batch, Batching, Notification
 
 __all__ = ["batch", "failing", "first", "one", "ordered"]
 
-TURNS = 3
-"""Of the event loop, in which the acks of the last notifications leave."""
-
 
 class Field(msgspec.Struct, frozen=True):
     """The payload."""
@@ -24,28 +20,11 @@ class Field(msgspec.Struct, frozen=True):
     size: int
 
 
-class _Tally:
-    """Counts from the first notification to the last one's ack, and ends the worker then."""
-
-    def __init__(self) -> None:
-        self._seen = 0
-        self._ending: asyncio.Task[None] | None = None
-
-    def add(self, notifications: int = 1) -> None:
-        if not self._seen:
-            counting.begin()
-        self._seen += notifications
-        if self._seen >= counting.TO_COUNT and self._ending is None:
-            self._ending = asyncio.create_task(self._end())
-
-    async def _end(self) -> None:
-        for _ in range(TURNS):
-            await asyncio.sleep(0)
-        counting.end()
-        os.kill(os.getpid(), signal.SIGTERM)
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
-tally = _Tally()
+tally = counting.Tally(ended=stop)
 one, batch, ordered, failing, first = (App(f"cost-{counting.RUN}") for _ in range(5))
 
 
@@ -74,4 +53,4 @@ async def count_failures(notification: Notification[Field]) -> None:
 async def end_at_once(notification: Notification[Field]) -> None:
     """The worker is counted from its start."""
     counting.end()
-    os.kill(os.getpid(), signal.SIGTERM)
+    stop()

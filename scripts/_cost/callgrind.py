@@ -37,6 +37,7 @@ class Process(Struct, frozen=True, kw_only=True):
     arguments: Sequence[str]
     """Of Python."""
     notifications: int
+    environment: Mapping[str, str] = {}
     whole: bool = False
     """Whether it is counted from its start, and not from `counting.begin`."""
 
@@ -91,7 +92,12 @@ class Runner:
         try:
             done = subprocess.run(
                 (*under, sys.executable, *process.arguments),
-                env={**self._environment, COUNT_VARIABLE: str(process.notifications), **(more or {})},
+                env={
+                    **self._environment,
+                    COUNT_VARIABLE: str(process.notifications),
+                    **process.environment,
+                    **(more or {}),
+                },
                 cwd=self._directory,
                 capture_output=True,
                 text=True,

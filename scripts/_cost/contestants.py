@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
+from msgspec import structs
 
 from _bench import filling
 from _bench.ground import CONFIG, NATS_URL_VARIABLE
@@ -17,8 +18,9 @@ from aviso_workers.server import NatsServer
 
 __all__ = ["OURS", "RIVALS", "STORED", "filled", "process"]
 
-STORED = 2_000
-"""How many notifications the stream has that agents handle and readers read."""
+STORED = 8_000
+"""How many notifications the stream has that agents handle and readers read: there are more to come at the end."""
+COUNTED = 2_000
 FEWER = 500
 """Where one costs so much that the count is exact enough."""
 
@@ -27,23 +29,27 @@ def _worker(app: str) -> tuple[str, ...]:
     return ("-m", "aviso_workers", "worker", f"_cost.agents:{app}", "--config", str(CONFIG))
 
 
+PURE = {"AVISO_WORKERS_PURE": "1"}
 OURS = {
-    "agent": Process(arguments=_worker("one"), notifications=STORED),
-    "batch": Process(arguments=_worker("batch"), notifications=STORED),
-    "ordered": Process(arguments=_worker("ordered"), notifications=STORED),
+    "agent": Process(arguments=_worker("one"), notifications=COUNTED),
+    "agent_pure": Process(arguments=_worker("one"), notifications=COUNTED, environment=PURE),
+    "batch": Process(arguments=_worker("batch"), notifications=2 * COUNTED),
+    "batch_pure": Process(arguments=_worker("batch"), notifications=2 * COUNTED, environment=PURE),
+    "ordered": Process(arguments=_worker("ordered"), notifications=COUNTED),
     "failing": Process(arguments=_worker("failing"), notifications=FEWER),
     "notify": Process(arguments=("-m", "_cost.ours", "notify"), notifications=FEWER),
-    "notify_many": Process(arguments=("-m", "_cost.ours", "notify_many"), notifications=STORED),
-    "replay": Process(arguments=("-m", "_cost.ours", "replay"), notifications=STORED),
+    "notify_many": Process(arguments=("-m", "_cost.ours", "notify_many"), notifications=COUNTED),
+    "replay": Process(arguments=("-m", "_cost.ours", "replay"), notifications=COUNTED),
     "help": Process(arguments=("-m", "aviso_workers", "--help"), notifications=1, whole=True),
     "start": Process(arguments=_worker("first"), notifications=1, whole=True),
 }
-"""By name, what is counted of ours: what one notification costs, and a process as a whole."""
+"""By name, what is counted of ours: what one notification costs, and a process as a whole. Those that are pure are
+without the functions in C."""
 RIVALS = {
-    "callback": Process(arguments=("-m", "_cost.nats_py", "callback"), notifications=STORED),
+    "callback": Process(arguments=("-m", "_cost.nats_py", "callback"), notifications=COUNTED),
     "publish": Process(arguments=("-m", "_cost.nats_py", "publish"), notifications=FEWER),
-    "publish_many": Process(arguments=("-m", "_cost.nats_py", "publish_many"), notifications=STORED),
-    "ordered_callback": Process(arguments=("-m", "_cost.nats_py", "ordered"), notifications=STORED),
+    "publish_many": Process(arguments=("-m", "_cost.nats_py", "publish_many"), notifications=COUNTED),
+    "ordered_callback": Process(arguments=("-m", "_cost.nats_py", "ordered"), notifications=COUNTED),
 }
 """By name, the same with nats-py."""
 
@@ -63,8 +69,4 @@ def process(name: str) -> Process:
     found = (OURS | RIVALS)[name]
     if "worker" not in found.arguments:
         return found
-    return Process(
-        arguments=(*found.arguments, "--status-port", str(free_port())),
-        notifications=found.notifications,
-        whole=found.whole,
-    )
+    return structs.replace(found, arguments=(*found.arguments, "--status-port", str(free_port())))

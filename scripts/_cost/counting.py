@@ -6,10 +6,11 @@ import ctypes
 import gc
 import json
 import os
+from collections.abc import Callable
 from cProfile import Profile
 from pathlib import Path
 
-__all__ = ["CALLS_VARIABLE", "COUNT_VARIABLE", "RUN", "TO_COUNT", "begin", "end"]
+__all__ = ["BEFOREHAND", "CALLS_VARIABLE", "COUNT_VARIABLE", "RUN", "TO_COUNT", "Tally", "begin", "end"]
 
 COUNT_VARIABLE = "COST_NOTIFICATIONS"
 CALLS_VARIABLE = "COST_CALLS_FILE"
@@ -18,6 +19,8 @@ RUN = os.getpid()
 """A name of this run, whose agents have handled nothing yet."""
 TO_COUNT = int(os.environ.get(COUNT_VARIABLE, "1"))
 """How many notifications are counted."""
+BEFOREHAND = TO_COUNT // 2
+"""How many are handled before: what is in flight then is as much as at the end."""
 
 _counter = ctypes.CDLL(None)
 _profile = Profile(builtins=False)
@@ -41,6 +44,25 @@ def end() -> None:
     if file := os.environ.get(CALLS_VARIABLE):
         _profile.disable()
         _write_calls(Path(file))
+
+
+class Tally:
+    """Counts while some notifications are handled, of many: each step of a notification is counted as often."""
+
+    def __init__(self, *, ended: Callable[[], None]) -> None:
+        """`ended` is called when all are counted."""
+        self._handled = 0
+        self._ended = ended
+
+    def add(self, notifications: int = 1) -> None:
+        """Take them as handled."""
+        before = self._handled
+        self._handled += notifications
+        if before < BEFOREHAND <= self._handled:
+            begin()
+        elif before < BEFOREHAND + TO_COUNT <= self._handled:
+            end()
+            self._ended()
 
 
 def _write_calls(file: Path) -> None:

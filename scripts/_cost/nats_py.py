@@ -37,6 +37,7 @@ async def callback(connection: Client) -> None:
     config = ConsumerConfig(durable_name=name, max_ack_pending=4 * PULLED)
     await connection.jetstream().add_consumer(STREAM, config)
     inbox, acked, asked, done = connection.new_inbox(), 0, 0, asyncio.Event()
+    tally = counting.Tally(ended=done.set)
     request = json.dumps({"batch": PULLED, "expires": 20 * SECOND, "idle_heartbeat": 5 * SECOND}).encode()
 
     async def ask() -> None:
@@ -48,20 +49,15 @@ async def callback(connection: Client) -> None:
         nonlocal acked
         if not message.reply.startswith("$JS.ACK"):
             return
-        if not acked:
-            counting.begin()
         acked += 1
         await message.ack()
-        if asked - acked < PULLED // 2 and asked < counting.TO_COUNT:
+        if asked - acked < PULLED // 2:
             await ask()
-        if acked == counting.TO_COUNT:
-            done.set()
+        tally.add()
 
     await connection.subscribe(inbox, cb=ack, pending_msgs_limit=-1, pending_bytes_limit=-1)
     await ask()
     await done.wait()
-    await connection.flush()
-    counting.end()
 
 
 async def publish(connection: Client) -> None:
@@ -87,16 +83,11 @@ async def publish_many(connection: Client) -> None:
 
 async def ordered(connection: Client) -> None:
     """Read with an ordered consumer, without acks."""
-    read, done = 0, asyncio.Event()
+    done = asyncio.Event()
+    tally = counting.Tally(ended=done.set)
 
     async def note(message: Msg) -> None:
-        nonlocal read
-        if not read:
-            counting.begin()
-        read += 1
-        if read == counting.TO_COUNT:
-            counting.end()
-            done.set()
+        tally.add()
 
     await connection.jetstream().subscribe(FILTER, stream=STREAM, ordered_consumer=True, cb=note)
     await done.wait()

@@ -32,13 +32,11 @@ async def main(what: str) -> None:
 
 
 async def _replay(app: App) -> None:
-    read = 0
+    done = anyio.Event()
+    tally = counting.Tally(ended=done.set)
     async for _ in app.replay("mars"):
-        if not read:
-            counting.begin()
-        read += 1
-        if read == counting.TO_COUNT:
-            counting.end()
+        tally.add()
+        if done.is_set():
             return
 
 

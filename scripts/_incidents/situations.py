@@ -161,7 +161,7 @@ def stream_deleted(scene: Scene) -> Iterator[None]:
     warns=["JS064"],
     mends_itself=True,
     alerts=["AvisoConsumerRecreated"],
-    passing=["AvisoDoctorWarns"],
+    passing=["JS021", "AvisoDoctorWarns"],
     cure="None: a running worker corrects it within half a minute",
 )
 def filter_edited(scene: Scene) -> Iterator[None]:
@@ -226,6 +226,7 @@ def handler_hangs(scene: Scene) -> Iterator[None]:
     livez="503 .*",
     readyz=".*",
     alerts=["AvisoWorkerLoopBlocked"],
+    passing=["JS058", "AvisoAgentStuck", "AvisoDoctorFails"],
     cure="Make the handler a plain `def`, which runs in a thread, and restart the worker",
 )
 def loop_blocked(scene: Scene) -> Iterator[None]:

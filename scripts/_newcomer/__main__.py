@@ -55,7 +55,7 @@ class Newcomer:
         with self._step("aviso-workers --version"):
             told = self._run(["aviso-workers", "--version"], self._environment).strip()
             version = self._wheel.name.split("-")[1]
-            if told != f"aviso-workers {version}":
+            if not told.startswith(f"aviso-workers {version} "):
                 raise ShortfallError(f"--version says {told!r}, and the wheel is that of {version}")
 
     def projects(self) -> Iterator[tuple[Path, Page]]:
@@ -147,7 +147,7 @@ def main() -> int:
         built, folder = Path(temporary, "built"), Path(temporary, "folder")
         folder.mkdir()
         started = time.perf_counter()
-        wheel = archives.build(PROJECT, built).wheel
+        wheel = archives.build(PROJECT, built, pure=python != sys.executable).wheel
         print(f"{wheel.name} was built in {time.perf_counter() - started:.1f} s; now with {python}:", flush=True)
         try:
             _spend(Newcomer(folder, python=python, wheel=wheel))

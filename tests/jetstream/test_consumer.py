@@ -9,6 +9,7 @@ from typing import cast
 import anyio
 import pytest
 
+from aviso_workers._fast import stored
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Delivery
 from aviso_workers.backends.jetstream import consumer
@@ -134,7 +135,7 @@ class Reader:
 
     def deliver(self, number: int) -> Delivery:
         reply = b"$JS.ACK.MARS.agent.1.%d.%d.1.0" % (number, number)
-        self.consumer._on_messages([(b"mars.od", reply, b"", b"{}")])
+        self.consumer._on_messages(stored([(b"mars.od", reply, b"", b"{}")], b"$JS.ACK.MARS.agent."))
         return self.deliveries[-1]
 
 
@@ -200,6 +201,7 @@ class TestADeliveryOfAPinnedReader:
         return PinnedDelivery(
             Message(subject="mars.od", data=b"{}", sequence=7),
             1,
+            0,
             b"$JS.ACK.7",
             lambda reply, body, held: outbox.put(reply, body, confirmed=True, held=held),
             outbox,

@@ -14,9 +14,9 @@ from nats.aio.client import Client
 from nats.errors import ProtocolError
 from nats.protocol.parser import Parser
 
+from aviso_workers._fast import Arrival
 from aviso_workers.backends.jetstream import wire
 from aviso_workers.backends.jetstream.wire import (
-    Arrival,
     Dispatcher,
     HeaderBlocks,
     Headers,

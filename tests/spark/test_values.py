@@ -98,7 +98,7 @@ def test_any_value_is_read_as_what_it_is_and_written_as_it_was(
     reading = ReadOptions(event="all")
     layout = columns.layout(reading, {"all": known})
     chunk = Chunk(
-        subjects=[message.subject.encode() for message in sent],
+        subjects=[message.subject for message in sent],
         data=[message.data for message in sent],
         headers=[message.headers for message in sent],
         sequences=range(len(sent)),

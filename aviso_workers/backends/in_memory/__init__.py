@@ -257,7 +257,7 @@ class InMemoryBackend:
         )
         if found := [message async for message in messages]:
             yield Chunk(
-                subjects=[message.subject.encode() for message in found],
+                subjects=[message.subject for message in found],
                 data=[message.data for message in found],
                 headers=[message.headers for message in found],
                 sequences=[message.sequence for message in found],

@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
+from aviso_workers._fast import Arrival
 from aviso_workers.backends import Received, Snapshot
 from aviso_workers.backends.jetstream import faults, readers, snapshots, tls, unreadable, wire
 from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, Connection
@@ -67,7 +68,7 @@ class Administration:
     async def listen(self, subject: str) -> AsyncIterator[MemoryObjectReceiveStream[Received]]:
         sender, receiver = anyio.create_memory_object_stream[Received](math.inf)
 
-        def listener(arrivals: Sequence[wire.Arrival]) -> None:
+        def listener(arrivals: Sequence[Arrival]) -> None:
             for arrival in arrivals:
                 sender.send_nowait(_received(arrival))
 
@@ -103,7 +104,7 @@ class Administration:
         await unreadable.require_no_mark(Management(self._connection), stream)
 
 
-def _received(arrival: wire.Arrival) -> Received:
+def _received(arrival: Arrival) -> Received:
     subject, reply, block, data = arrival
     code, description = wire.status(block) if block else ("", "")
     return Received(

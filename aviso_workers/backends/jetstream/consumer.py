@@ -24,13 +24,14 @@ from typing import ClassVar, NamedTuple
 
 import anyio
 
+from aviso_workers._fast import Arrival, Stored
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Delivery, Noted
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.management import Management
-from aviso_workers.backends.jetstream.pull_requests import HEARTBEAT_SECONDS, PullSubscription, decode, pending
-from aviso_workers.backends.jetstream.wire import Arrival
+from aviso_workers.backends.jetstream.pull_requests import HEARTBEAT_SECONDS, PullSubscription, message_of
+from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 from aviso_workers.jetstream import identities, metadata
 from aviso_workers.jetstream.identities import Identity
@@ -142,6 +143,7 @@ class JetStreamDelivery(Noted, eq=False):
 
     message: Message
     num_delivered: int
+    num_pending: int
     reply: bytes
     """The subject by which it is settled."""
     consumer: PullConsumer
@@ -160,16 +162,13 @@ class JetStreamDelivery(Noted, eq=False):
     def in_progress(self) -> None:
         self.consumer.settle(self.reply, IN_PROGRESS)
 
-    @property
-    def num_pending(self) -> int:
-        return pending(self.reply)
-
 
 class PinnedDelivery(Noted, eq=False):
     """One of a pinned consumer, ours for `hold_seconds` after the last `in progress` that was confirmed in time."""
 
     message: Message
     num_delivered: int
+    num_pending: int
     _reply: bytes
     _settle: Callable[[bytes, bytes, Callable[[], bool]], None]
     _outbox: Outbox
@@ -183,10 +182,6 @@ class PinnedDelivery(Noted, eq=False):
     @property
     def held(self) -> bool:
         return self._now() < self._until and self._pinned()
-
-    @property
-    def num_pending(self) -> int:
-        return pending(self._reply)
 
     def ack(self) -> None:
         self._settle_if_held(ACK)
@@ -359,23 +354,37 @@ class PullConsumer:
         if self._pulls.silent():  # a loop that was stuck finds by now what had come
             self._pulls.forget()
 
-    def _on_messages(self, arrivals: Sequence[Arrival]) -> None:
+    def _on_messages(self, messages: list[Stored]) -> None:
         if self._hold_seconds is None:
             self._deliver(
                 [
-                    JetStreamDelivery(message, num_delivered, reply, self)
-                    for message, reply, num_delivered in decode(arrivals)
+                    JetStreamDelivery(
+                        Message(
+                            subject=subject,
+                            data=data,
+                            headers=Headers(headers) if headers else None,
+                            sequence=sequence,
+                            timestamp_ns=timestamp_ns,
+                        ),
+                        num_delivered,
+                        num_pending,
+                        reply,
+                        self,
+                    )
+                    for subject, reply, headers, data, num_delivered, sequence, _, timestamp_ns, num_pending in messages
                 ]
             )
             return
-        for message, reply, num_delivered in decode(arrivals):
-            self._deliver_pinned(message, reply, num_delivered, hold_seconds=self._hold_seconds)
+        for each in messages:
+            self._deliver_pinned(each, hold_seconds=self._hold_seconds)
 
-    def _deliver_pinned(self, message: Message, reply: bytes, num_delivered: int, *, hold_seconds: float) -> None:
+    def _deliver_pinned(self, pulled: Stored, *, hold_seconds: float) -> None:
+        _, reply, _, _, num_delivered, _, _, _, num_pending = pulled
         pin = self._pulls.pin
         delivery = PinnedDelivery(
-            message,
+            message_of(pulled),
             num_delivered,
+            num_pending,
             reply,
             self._settle_pinned,
             self._outbox,

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
+from aviso_workers._fast import Arrival
 from aviso_workers.backends import Outgoing, OutgoingChunk, PubAck
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.publisher import Publisher, encode, encode_all
-from aviso_workers.backends.jetstream.wire import Arrival
 from aviso_workers.errors import BackendError, RefusedError
 from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.info import StreamConfig

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from aviso_workers._fast import Arrival
 from aviso_workers.aviso.topics import LONGEST_SUBJECT
 from aviso_workers.backends import Outgoing, OutgoingChunk, PubAck
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.inboxes import Inbox
-from aviso_workers.backends.jetstream.wire import Arrival, header_block, status
+from aviso_workers.backends.jetstream.wire import header_block, status
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes, subjects
 

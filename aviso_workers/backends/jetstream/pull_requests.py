@@ -15,21 +15,21 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import anyio
 import msgspec
 
+from aviso_workers._fast import Arrival, Stored, stored
 from aviso_workers.aviso.codec import Message
-from aviso_workers.backends import Chunk
 from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.inboxes import Inbox
-from aviso_workers.backends.jetstream.wire import Arrival, HeaderBlocks, Headers, Listener, status
+from aviso_workers.backends.jetstream.wire import Headers, status
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnansweredError, UnavailableError
 from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
 
-__all__ = ["HEARTBEAT_SECONDS", "PullSubscription", "decode", "decode_all", "pending", "place_of"]
+__all__ = ["HEARTBEAT_SECONDS", "PullSubscription"]
 
 EXPIRES_SECONDS = 30
 RENEWALS = 4
@@ -64,7 +64,7 @@ class PullSubscription:
         *,
         stream: str,
         consumer: str,
-        on_messages: Listener,
+        on_messages: Callable[[list[Stored]], None],
         on_change: Callable[[], None],
     ) -> None:
         self.outstanding = 0
@@ -170,18 +170,18 @@ class PullSubscription:
             return
         self._last_received = self._received_at = self._now()
         self._answered = True
-        own = self._from_consumer
-        if messages := [arrival for arrival in arrivals if arrival[1].startswith(own)]:
+        if messages := stored(arrivals, self._from_consumer):
             self.outstanding = max(0, self.outstanding - len(messages))
             if self._group and (headers := messages[0][2]):
                 self.pin = Headers(headers).get("Nats-Pin-Id", "")
             self._on_messages(messages)
         if len(messages) < len(arrivals):
+            known = {reply for _, reply, *_ in messages}
             for arrival in arrivals:
                 _, reply, headers, data = arrival
-                if reply.startswith(own):
+                if reply in known:
                     continue
-                if self._learns_beginning(reply):
+                if not reply.startswith(self._from_consumer) and self._learns_beginning(reply):
                     self._on_arrivals([arrival])
                 elif reply.startswith(FROM_STREAM) or not headers:
                     self._connection.tell_foreign(f"pull from {self._name}", data)
@@ -242,62 +242,12 @@ class PullSubscription:
         self._on_change()
 
 
-def decode(arrivals: Sequence[Arrival]) -> Iterator[tuple[Message, bytes, int]]:
-    """Return messages of one consumer, with the subject that settles each, and how often it was delivered."""
-    delivered = _delivered(arrivals[0][1].split(b"."))
-    for subject, reply, headers, data in arrivals:
-        tokens = reply.split(b".")
-        message = Message(
-            subject=subject.decode("utf-8", "replace"),
-            data=data,
-            headers=Headers(headers) if headers else None,
-            sequence=int(tokens[delivered + 1]),
-            timestamp_ns=int(tokens[delivered + 3]),
-        )
-        yield message, reply, int(tokens[delivered])
-
-
-def pending(reply: bytes) -> int:
-    """Return how many messages were to be delivered for the first time when the one with this reply subject was."""
-    tokens = reply.split(b".")
-    return int(tokens[_delivered(tokens) + 4])
-
-
-def decode_all(arrivals: Sequence[Arrival]) -> Chunk:
-    """Messages of one consumer, at least one."""
-    subjects, replies, headers, data = zip(*arrivals, strict=True)
-    tokens = [reply.split(b".") for reply in replies]
-    delivered = _delivered(tokens[0])
-    return Chunk(
-        subjects=subjects,
+def message_of(pulled: Stored) -> Message:
+    subject, _, headers, data, _, sequence, _, timestamp_ns, _ = pulled
+    return Message(
+        subject=subject,
         data=data,
-        headers=HeaderBlocks(headers),
-        sequences=[int(found[delivered + 1]) for found in tokens],
-        timestamps_ns=[int(found[delivered + 3]) for found in tokens],
+        headers=Headers(headers) if headers else None,
+        sequence=sequence,
+        timestamp_ns=timestamp_ns,
     )
-
-
-class Place(NamedTuple):
-    """Where a message stands."""
-
-    sequence: int
-    """In its stream."""
-    number: int
-    """Among all that its consumer has delivered, from 1 on without a gap."""
-    pending: int
-    """How many more the consumer had to deliver when it delivered this one."""
-
-
-def place_of(arrival: Arrival) -> Place:
-    tokens = arrival[1].split(b".")
-    delivered = _delivered(tokens)
-    return Place(int(tokens[delivered + 1]), int(tokens[delivered + 2]), int(tokens[delivered + 4]))
-
-
-def _delivered(tokens: Sequence[bytes]) -> int:
-    """Return where in the reply subject of a message stands how often it was delivered.
-
-    $JS.ACK.<stream>.<consumer>.<delivered>.<sequence>.<consumer sequence>.<time>.<pending>, or, newer,
-    $JS.ACK.<domain>.<account>.<stream>...<pending>[.<token>]: count from the side that stays the same.
-    """
-    return 4 if len(tokens) == 9 else 6

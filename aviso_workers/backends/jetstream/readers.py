@@ -22,6 +22,7 @@ from typing import Any
 
 import anyio
 
+from aviso_workers._fast import DATA, NUMBER, PENDING, SEQUENCE, Stored
 from aviso_workers.aviso.codec import Message, store_time
 from aviso_workers.backends import Chunk
 from aviso_workers.backends.jetstream.connection import Connection
@@ -29,11 +30,9 @@ from aviso_workers.backends.jetstream.management import Management
 from aviso_workers.backends.jetstream.pull_requests import (
     HEARTBEAT_SECONDS,
     PullSubscription,
-    decode,
-    decode_all,
-    place_of,
+    message_of,
 )
-from aviso_workers.backends.jetstream.wire import Arrival
+from aviso_workers.backends.jetstream.wire import HeaderBlocks
 from aviso_workers.errors import BackendError, UnansweredError, UnavailableError
 from aviso_workers.jetstream.info import ConsumerInfo
 
@@ -73,8 +72,8 @@ async def read(
     first = start_sequence if start_time is None else 1
 
     async with _reader(connection, stream, filter_subjects, start, ahead=AHEAD, last_sequence=last_sequence) as reader:
-        while arrivals := await reader.more():
-            for message, _, _ in decode(arrivals):
+        while messages := await reader.more():
+            for message in map(message_of, messages):
                 # A start beyond the end: the server begins with whatever comes next.
                 if message.sequence < first or (start_time is not None and store_time(message) < start_time):
                     continue
@@ -88,8 +87,15 @@ async def read_chunks(
     start = _start(start_sequence)
     ahead = 2 * CHUNK
     async with _reader(connection, stream, filter_subjects, start, ahead=ahead, last_sequence=last_sequence) as reader:
-        while arrivals := await reader.more(worth=CHUNK):
-            yield decode_all(arrivals)
+        while messages := await reader.more(worth=CHUNK):
+            subjects, _, headers, data, _, sequences, _, timestamps_ns, _ = zip(*messages, strict=True)
+            yield Chunk(
+                subjects=subjects,
+                data=data,
+                headers=HeaderBlocks(headers),
+                sequences=sequences,
+                timestamps_ns=timestamps_ns,
+            )
 
 
 async def count(
@@ -251,7 +257,7 @@ class _Reader:
         self._filters = filter_subjects or (">",)
         self._ahead = ahead
         self._last = last_sequence
-        self._buffer: list[Arrival] = []
+        self._buffer: list[Stored] = []
         self._buffered_bytes = 0
         self._seen = created.position
         """The sequence of the newest message that came; in the beginning, the one before the start."""
@@ -278,14 +284,14 @@ class _Reader:
         await self._pulls.close()
         await _delete_consumer(self._connection, self._stream, self._consumer)
 
-    async def more(self, *, worth: int = 1) -> list[Arrival]:
+    async def more(self, *, worth: int = 1) -> list[Stored]:
         """Return the next messages in order, as soon as there are so many; none where a bounded reading has all."""
         while True:
             self._ask()
             enough = len(self._buffer) >= worth or self._buffered_bytes >= CHUNK_BYTES
             if self._buffer and (enough or self._ended):
-                arrivals, self._buffer, self._buffered_bytes = self._buffer, [], 0
-                return arrivals
+                messages, self._buffer, self._buffered_bytes = self._buffer, [], 0
+                return messages
             if self._ended:
                 return []
             if lost := self._pulls.error or self._lost:
@@ -342,23 +348,23 @@ class _Reader:
         """Return whether nothing after this sequence is wanted."""
         return self._last is not None and sequence >= self._last
 
-    def _on_messages(self, arrivals: Sequence[Arrival]) -> None:
+    def _on_messages(self, messages: list[Stored]) -> None:
         if self._lost:
             return
-        first, newest = place_of(arrivals[0]), place_of(arrivals[-1])
-        if (first.number, newest.number) != (self._delivered + 1, self._delivered + len(arrivals)):
+        first, newest = messages[0][NUMBER], messages[-1][NUMBER]
+        if (first, newest) != (self._delivered + 1, self._delivered + len(messages)):
             # Some got lost on their way, or the consumer has begun again, as one does whose server is replaced.
-            found = f"its message {first.number} came instead of {self._delivered + 1}"
+            found = f"its message {first} came instead of {self._delivered + 1}"
             self._lost = UnavailableError(f"consumer {self._consumer}: {found}")
             self._change()
             return
-        self._delivered, self._checks = newest.number, 0
-        self._seen, self._pending = newest.sequence, newest.pending
+        self._delivered, self._checks = newest, 0
+        self._seen, self._pending = messages[-1][SEQUENCE], messages[-1][PENDING]
         self._ended = self._ended or self._has_passed(self._seen)
         if self._ended:
-            arrivals = [arrival for arrival in arrivals if not self._has_passed(place_of(arrival).sequence - 1)]
-        self._buffer += arrivals
-        self._buffered_bytes += sum([len(data) for _, _, _, data in arrivals])
+            messages = [each for each in messages if not self._has_passed(each[SEQUENCE] - 1)]
+        self._buffer += messages
+        self._buffered_bytes += sum([len(each[DATA]) for each in messages])
         self._change()
 
     def _on_disconnect(self) -> None:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import nats.errors
 
+from aviso_workers._fast import Arrival
 from aviso_workers.backends.jetstream.inboxes import Inbox
-from aviso_workers.backends.jetstream.wire import Arrival, Wire, status
+from aviso_workers.backends.jetstream.wire import Wire, status
 
 __all__ = ["Answer", "Requests"]
 

@@ -15,9 +15,9 @@ import anyio
 import msgspec
 from msgspec import Struct
 
+from aviso_workers._fast import Arrival
 from aviso_workers.backends.jetstream import wire
 from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.wire import Arrival
 
 __all__ = ["PING", "Version", "oldest"]
 

@@ -28,8 +28,9 @@ from nats.errors import Error as NatsError
 from nats.errors import ProtocolError
 from nats.protocol.parser import Parser
 
+from aviso_workers._fast import Arrival, split
+
 __all__ = [
-    "Arrival",
     "HeaderBlocks",
     "Headers",
     "Interest",
@@ -57,8 +58,6 @@ HEADER_LINE = b"NATS/1.0"
 LINE_BREAKS = str.maketrans("\r\n", "  ")
 NEVER_SECONDS = 1_000_000_000
 
-Arrival = tuple[bytes, bytes, bytes, bytes]
-"""A message: its subject, reply, header block (both empty where there is none) and data."""
 Listener = Callable[[Sequence[Arrival]], None]
 """Called with messages in the order in which they came. Must not raise."""
 
@@ -280,68 +279,50 @@ class Dispatcher(Parser):
                 return
             data = bytes(self._rest)
         rest = self._rest = bytearray()
-        begin = self._needed = messages = size = 0
-        listeners, find = self.listeners, data.find
-        told: Listener | None = None
-        arrived: list[Arrival] = []
-        try:
-            while (line_end := find(b"\r\n", begin)) >= 0:
-                body = end = line_end + 2
-                if found := _arguments(data[begin:line_end].split(b" ")):
-                    subject, sid, reply, head, whole = found
-                    end += whole + 2
-                    if end > len(data):
-                        self._needed = end - begin
-                        break
-                    if listener := listeners.get(sid):
-                        if listener is not told:
-                            _tell(told, arrived)
-                            told, arrived = listener, []
-                        arrived.append((subject, reply, data[body : body + head], data[body + head : end - 2]))
-                        messages += 1
-                        size += whole
-                        begin = end
-                        continue
-                _tell(told, arrived)
-                arrived = []
-                await super().parse(data[begin:end])
-                if self._rest is not rest:
-                    return  # it was reset meanwhile: what is left is of the connection before
+        begin = self._needed = 0
+        while begin < len(data):
+            sid, arrived, end, size = split(data, begin)
+            if listener := self.listeners.get(sid):
+                self.nc.stats["in_msgs"] += len(arrived)
+                self.nc.stats["in_bytes"] += size
+                _tell(listener, arrived)
                 begin = end
-        finally:
-            _tell(told, arrived)
+                continue
+            if not arrived:
+                end = _end_of_command(data, begin)
+                if not begin < end <= len(data):
+                    self._needed = end - begin
+                    break
+            await super().parse(data[begin:end])
+            if self._rest is not rest:
+                return  # it was reset meanwhile: what is left is of the connection before
+            begin = end
         rest += data[begin:]
-        self.nc.stats["in_msgs"] += messages
-        self.nc.stats["in_bytes"] += size
 
 
-def _arguments(line: list[bytes]) -> tuple[bytes, int, bytes, int, int] | None:
-    """Subject, id of the subscription, reply, size of the headers and size of all; None for what is not a message.
-
-    A server puts one space between the words. `bytes.split()` would also part a subject at a form feed or a vertical
-    tab, which any client may put there.
+def _end_of_command(data: bytes, begin: int) -> int:
+    """Return where a command that begins here ends, which may be behind what has come; the beginning where that cannot
+    be told yet. Raises `ProtocolError` for a message that is none of NATS's protocol.
     """
-    match line:
-        case [b"HMSG", subject, sid, reply, head, whole]:
-            pass
-        case [b"MSG", subject, sid, whole]:
-            reply, head = b"", b"0"
-        case [b"MSG", subject, sid, reply, whole]:
+    line_end = data.find(b"\r\n", begin)
+    if line_end < 0:
+        return begin
+    line = data[begin:line_end]
+    match line.split(b" "):
+        case [b"MSG", _, sid, size] | [b"MSG", _, sid, _, size]:
             head = b"0"
-        case [b"HMSG", subject, sid, head, whole]:
-            reply = b""
+        case [b"HMSG", _, sid, head, size] | [b"HMSG", _, sid, _, head, size]:
+            pass
         case [b"MSG" | b"HMSG", *_]:
-            raise ProtocolError(f"nats: malformed {b' '.join(line)!r}")
+            raise ProtocolError(f"nats: malformed {line!r}")
         case _:
-            return None
-    if not (sid.isdigit() and head.isdigit() and whole.isdigit()):
-        raise ProtocolError(f"nats: malformed {b' '.join(line)!r}")
-    return subject, int(sid), reply, int(head), int(whole)
+            return line_end + 2
+    if not (sid.isdigit() and head.isdigit() and size.isdigit()):
+        raise ProtocolError(f"nats: malformed {line!r}")
+    return line_end + 2 + int(size) + 2
 
 
-def _tell(listener: Listener | None, arrived: Sequence[Arrival]) -> None:
-    if listener is None or not arrived:
-        return
+def _tell(listener: Listener, arrived: Sequence[Arrival]) -> None:
     try:
         listener(arrived)
     except Exception as error:  # it would end nats-py's reader
