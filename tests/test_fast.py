@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aviso_workers import _fast
+from tests.waits import PATIENCE_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +172,19 @@ def test_the_version_says_which_are_used(environment: dict[str, str], said: str)
     command = (sys.executable, "-m", "aviso_workers", "--version")
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True)
     assert said in done.stdout
+
+
+def test_what_reads_messages_does_so_without_the_functions_in_c() -> None:
+    files = [
+        *("fuzz/test_messages.py", "aviso/test_codec.py", "contract/test_wire.py", "contract/test_outcomes.py"),
+        *(f"jetstream/test_{name}.py" for name in ("wire", "pull_requests", "consumer")),
+    ]
+    command = (sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist")
+    done = subprocess.run(
+        (*command, *(str(Path(__file__).parent / file) for file in files)),
+        env=os.environ | {"AVISO_WORKERS_PURE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=10 * PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
