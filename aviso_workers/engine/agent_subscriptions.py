@@ -21,10 +21,10 @@ from aviso_workers.declare.verdicts import Term
 from aviso_workers.engine import acknowledging, consumer_records, dead_letter_store, key_orders
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.attempts import Failures
-from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.consumer_records import ConsumerRecorder
 from aviso_workers.engine.dead_letter_store import DeadLetterStore, Requeued, retry_subject
 from aviso_workers.engine.feeds import Feed
+from aviso_workers.engine.flow import MOST_PREFETCH, Flow
 from aviso_workers.engine.handlers.batch import InBatches
 from aviso_workers.engine.handlers.one import HandlerContext, OneByOne
 from aviso_workers.engine.handlers.outputs import Outputs
@@ -33,7 +33,6 @@ from aviso_workers.engine.handlers.windowed import AsWindows
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.known_agents import KnownAgents
 from aviso_workers.engine.last_failures import LastFailures
-from aviso_workers.engine.prefetch import MOST_PREFETCH, Prefetch
 from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.redeliveries import Redeliveries
@@ -96,21 +95,17 @@ class AgentSubscriptions:
         stream = streams.event_stream(agent.event_type, event_type, self._config)
         clock, policy = self._backend.clock, agent.policy
         while_held = WhileHeld() if policy.singleton else None
-        prefetch = Prefetch(
+        flow = Flow(
             clock,
             workers=policy.concurrency,
             least=_prefetch(agent),
             # A singleton holds one at a time, and asks for the next one whenever one begins.
             most=1 if policy.singleton else MOST_PREFETCH,
-        )
-        buffer = Buffer(
-            clock,
             key=topics.key_of(where.topic, policy.order_by) if policy.order_by else None,
             isolation=self._isolation,
-            on_begin=prefetch.note_begin,
-            on_surplus=prefetch.ask,
             on_lost=while_held.end if while_held and agent.can_be_cancelled else None,
         )
+        buffer = flow.buffer
         shield = Shield(clock)
         failures = Failures(
             self._backend, app=self._app, agent=agent.name, stream=stream.name, shield=shield, events=self._events
@@ -149,8 +144,7 @@ class AgentSubscriptions:
         windows = self._windows(context, stream.name)
         run = Run(
             windows or HANDLERS[agent.form](context),
-            buffer=buffer,
-            prefetch=prefetch,
+            flow=flow,
             clock=clock,
             ack_wait_seconds=_reported_within(agent, policy.ack_wait),
             redeliveries=Redeliveries(

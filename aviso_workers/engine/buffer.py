@@ -47,7 +47,7 @@ def _ignore(*_: object) -> None:
     """Do nothing: the callback of a buffer whose owner gives none."""
 
 
-def _never(_: Buffer) -> float:
+def _never() -> float:
     """Be asked no more: the `on_begin` of a buffer whose owner gives none."""
     return math.inf
 
@@ -63,7 +63,7 @@ class Buffer:
         *,
         key: Callable[[str], Hashable] | None = None,
         isolation: Isolation | None = None,
-        on_begin: Callable[[Buffer], float] = _never,
+        on_begin: Callable[[], float] = _never,
         on_surplus: Callable[[], None] = _ignore,
         on_lost: Callable[[Delivery], None] | None = None,
     ) -> None:
@@ -288,7 +288,7 @@ class Buffer:
         self.running += 1
         self.begun += 1
         if self.begun >= self._asks_at or (self._keys is not None and self._keys.surplus):
-            self._asks_at = self.begun + self._on_begin(self)
+            self._asks_at = self.begun + self._on_begin()
 
     async def take_redelivered(self) -> Delivery | None:
         """Return the next redelivery, to be decided whether it may begin; None when the buffer is closed."""

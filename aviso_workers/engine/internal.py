@@ -11,7 +11,7 @@ from aviso_workers.declare.verdicts import Settlement, Term
 from aviso_workers.engine import acknowledging
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.feeds import Feed
-from aviso_workers.engine.prefetch import Prefetch
+from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.subscription import Run, Subscription
 from aviso_workers.errors import UndecodableError
 from aviso_workers.events import Events, Unreadable
@@ -37,12 +37,11 @@ def subscription(
 
     What it cannot decode is terminated with `unreadable_reason`, and stated. `beside` is run for as long as it runs.
     """
-    ahead = Prefetch(clock, workers=workers, least=prefetch)
-    buffer = Buffer(clock, on_begin=ahead.note_begin, on_surplus=ahead.ask)
+    flow = Flow(clock, workers=workers, least=prefetch)
     handler = _Internal(
-        handle, buffer=buffer, stream=feed.stream.name, unreadable_reason=unreadable_reason, events=events
+        handle, buffer=flow.buffer, stream=feed.stream.name, unreadable_reason=unreadable_reason, events=events
     )
-    run = Run(handler, buffer=buffer, prefetch=ahead, clock=clock, ack_wait_seconds=feed.consumer.ack_wait / SECOND)
+    run = Run(handler, flow=flow, clock=clock, ack_wait_seconds=feed.consumer.ack_wait / SECOND)
     return Subscription(name=name, feeds=[feed], run=run, beside=beside)
 
 

@@ -5,7 +5,7 @@ while the first waits to be tried again. It waits here and not on the server, wh
 meanwhile.
 
 A server delivers in the order of the stream, so a key that fails or is slow brings more and more deliveries that have
-to wait before anything of other keys comes. `surplus` says how many belong to such keys, and `prefetch` asks for more
+to wait before anything of other keys comes. `surplus` says how many belong to such keys, and `flow` asks for more
 in their place.
 """
 

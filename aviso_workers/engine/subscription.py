@@ -26,7 +26,7 @@ from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import acknowledging, calls, feeds
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.feeds import Feed
-from aviso_workers.engine.prefetch import Prefetch
+from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.timeouts import Timeouts
@@ -74,8 +74,7 @@ class Run:
         self,
         handler: Handler,
         *,
-        buffer: Buffer,
-        prefetch: Prefetch,
+        flow: Flow,
         clock: Clock,
         ack_wait_seconds: float,
         redeliveries: Redeliveries | None = None,
@@ -83,16 +82,14 @@ class Run:
         keeps_reading: bool = False,
         shield: Shield | None = None,
     ) -> None:
-        """`buffer` was made with `prefetch`: it tells it what begins. One that `keeps_reading` does so while all of its
-        calls hang, because nobody else could take anything.
-        """
-        self.buffer = buffer
+        """One that `keeps_reading` does so while all of its calls hang, because nobody else could take anything."""
+        self.buffer = flow.buffer
         self.returned = 0
         """Deliveries that were given back because the worker stops."""
         self.abandoned: list[Delivery] = []
         """Deliveries that were given back although their calls still run, because these cannot be cancelled."""
         self._handler = handler
-        self._prefetch = prefetch
+        self._flow = flow
         self._redeliveries = redeliveries
         self._timeouts = timeouts
         self._keeps_reading = keeps_reading
@@ -106,11 +103,11 @@ class Run:
         """Return how many deliveries could be taken now."""
         if self._stopping or self._is_stuck:
             return 0
-        return self._prefetch.capacity(self.buffer)
+        return self._flow.capacity()
 
     def pinned(self, stream: str) -> bool:
         """Return whether this worker is the one that is given everything of the stream; see `Consumer.pinned`."""
-        return self._prefetch.pinned(stream)
+        return self._flow.pinned(stream)
 
     def keep_within(self, ack_wait_seconds: float) -> None:
         """Let no such time pass from now on without a report that what is held here is in progress."""
@@ -119,14 +116,14 @@ class Run:
 
     def attach(self, stream: str, consumer: Consumer) -> None:
         """Add a consumer that is read from now on; it is called when there is capacity."""
-        if not self._prefetch.consumers and not self._keeps_reading:
+        if not self._flow.consumers and not self._keeps_reading:
             self.buffer.trust_until(self._clock.monotonic() + self._ack_wait_seconds)
-        self._prefetch.attach(stream, consumer)
+        self._flow.attach(stream, consumer)
 
     def detach(self, stream: str) -> None:
         """Remove a consumer that is not read any more. A stuck agent gives back what waits with its last one."""
-        self._prefetch.detach(stream)
-        if self._is_stuck and not self._prefetch.consumers and not self._stopping:
+        self._flow.detach(stream)
+        if self._is_stuck and not self._flow.consumers and not self._stopping:
             acknowledging.give_back(self.buffer.withdraw())
 
     async def until_stuck(self) -> None:
@@ -160,7 +157,7 @@ class Run:
                     async with anyio.create_task_group() as workers:
                         if self._redeliveries is not None:
                             workers.start_soon(self._redeliveries.work)
-                        for _ in range(self._prefetch.workers):
+                        for _ in range(self._flow.workers):
                             workers.start_soon(self._handler.work)
                         await stop.wait()
                         drained_by = self._clock.monotonic() + drain_timeout_seconds
@@ -225,14 +222,14 @@ class Run:
     async def _reached(self) -> bool:
         """Return whether the server has the reports that were sent, where there was something to report."""
         with clocks.move_on_after(self._clock, self._ack_wait_seconds), suppress(BackendError):
-            for consumer in self._prefetch.consumers[:1] if len(self.buffer) else ():
+            for consumer in self._flow.consumers[:1] if len(self.buffer) else ():
                 await consumer.reached()
-            return bool(self._prefetch.consumers)
+            return bool(self._flow.consumers)
         return False
 
     async def _stop_reading(self) -> None:
         """Before anything is given back: it would come here again."""
-        for consumer in self._prefetch.consumers:
+        for consumer in self._flow.consumers:
             await consumer.stop()
 
 

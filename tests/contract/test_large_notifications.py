@@ -10,7 +10,7 @@ import anyio.lowlevel
 import pytest
 
 from aviso_workers import Agent, App, Batch, Batching, Notification, Router
-from aviso_workers.engine import prefetch
+from aviso_workers.engine import flow
 from aviso_workers.events import Settled
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -23,7 +23,7 @@ COUNT = 30
 
 @pytest.fixture(autouse=True)
 def small_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "MOST_WAITING_BYTES", BUDGET)
+    monkeypatch.setattr(flow, "MOST_WAITING_BYTES", BUDGET)
 
 
 def one_by_one(**policy: Any) -> Agent[Any, Any]:

@@ -13,7 +13,7 @@ from aviso_workers import App, Backoff, Notification, Notify, Reject
 from aviso_workers.backends import Admin, Delivery, Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
-from aviso_workers.engine import buffer, ordering_keys, prefetch
+from aviso_workers.engine import buffer, flow, ordering_keys
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import NotReadAgain, ReadAgain
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
@@ -23,7 +23,7 @@ from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-PREFETCH = prefetch.MOST_PREFETCH
+PREFETCH = flow.MOST_PREFETCH
 LATER = Backoff(first=3600.0, factor=1.0, attempts=5, jitter=0.0)
 SOON = Backoff(first=0.05, factor=1.0, attempts=2, jitter=0.0)
 BACKENDS = (InMemoryBackend, JetStreamBackend)
@@ -135,7 +135,7 @@ class TestWhatIsTooLargeTogether:
     @pytest.fixture(autouse=True)
     def small_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(buffer, "MOST_SURPLUS_BYTES", 10_000)
-        monkeypatch.setattr(prefetch, "MOST_WAITING_BYTES", 20_000)
+        monkeypatch.setattr(flow, "MOST_WAITING_BYTES", 20_000)
 
     async def test_is_handled_whole_and_in_order(self, app: App, url: str | None) -> None:
         handled, goes_on = held_up(app)

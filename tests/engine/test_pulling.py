@@ -17,9 +17,9 @@ from aviso_workers.backends import Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import Clock, LoopClock, VirtualClock
 from aviso_workers.config import Config
-from aviso_workers.engine import prefetch
+from aviso_workers.engine import flow as in_flight
 from aviso_workers.engine.buffer import Buffer
-from aviso_workers.engine.prefetch import MOST_PREFETCH, PREFETCH_SECONDS, Prefetch
+from aviso_workers.engine.flow import MOST_PREFETCH, PREFETCH_SECONDS, Flow
 from aviso_workers.engine.session import Session
 from aviso_workers.engine.subscription import Run
 from aviso_workers.errors import UnavailableError
@@ -122,12 +122,11 @@ class Discarding:
 
 def run_of(form: Callable[[Buffer], Any]) -> Run:
     clock = LoopClock()
-    return run_with(form, clock=clock, prefetch=Prefetch(clock, workers=1, least=2))
+    return run_with(form, clock, Flow(clock, workers=1, least=2))
 
 
-def run_with(form: Callable[[Buffer], Any], *, clock: Clock, prefetch: Prefetch, **buffer_with: Any) -> Run:
-    buffer = Buffer(clock, on_begin=prefetch.note_begin, on_surplus=prefetch.ask, **buffer_with)
-    return Run(form(buffer), buffer=buffer, prefetch=prefetch, clock=clock, ack_wait_seconds=20.0)
+def run_with(form: Callable[[Buffer], Any], clock: Clock, flow: Flow) -> Run:
+    return Run(form(flow.buffer), flow=flow, clock=clock, ack_wait_seconds=20.0)
 
 
 async def test_its_consumer_is_told_when_there_is_room_again() -> None:
@@ -173,7 +172,7 @@ async def test_consumer_of_an_agent_that_holds_one_at_a_time_is_asked_again_when
                 self._buffer.done(delivery)
 
     clock = LoopClock()
-    run = run_with(Counting, clock=clock, prefetch=Prefetch(clock, workers=1, least=1, most=1))
+    run = run_with(Counting, clock, Flow(clock, workers=1, least=1, most=1))
     run.attach("MARS", Consumer())  # type: ignore[arg-type]
     stop = anyio.Event()
     async with anyio.create_task_group() as tasks:
@@ -344,7 +343,7 @@ async def test_a_lane_does_not_overtake_a_head_that_the_drain_timeout_cuts_off(
 
 async def test_what_it_asks_for_follows_the_pace_at_which_handling_begins() -> None:
     clock = VirtualClock()
-    run = run_with(Discarding, clock=clock, prefetch=Prefetch(clock, workers=1, least=2))
+    run = run_with(Discarding, clock, Flow(clock, workers=1, least=2))
     buffer = run.buffer
     numbers = itertools.count(1)
 
@@ -370,13 +369,12 @@ class TestBytes:
 
     @pytest.fixture(autouse=True)
     def small_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(prefetch, "MOST_WAITING_BYTES", 1000)
+        monkeypatch.setattr(in_flight, "MOST_WAITING_BYTES", 1000)
 
     @staticmethod
     def run_with_room_for(count: int) -> Run:
         clock = LoopClock()
-        prefetch = Prefetch(clock, workers=1, least=count)
-        return run_with(Discarding, clock=clock, prefetch=prefetch, key=lambda subject: subject)
+        return run_with(Discarding, clock, Flow(clock, workers=1, least=count, key=lambda subject: subject))
 
     async def test_as_many_are_asked_for_as_fit(self) -> None:
         run = self.run_with_room_for(100)
@@ -397,9 +395,9 @@ class TestBytes:
 
     async def test_what_begins_makes_room_at_once_where_there_was_none(self) -> None:
         clock, asked = LoopClock(), []
-        prefetch = Prefetch(clock, workers=1, least=100)
-        prefetch.attach("MARS", SimpleNamespace(refill=lambda: asked.append("more")))
-        run = run_with(Discarding, clock=clock, prefetch=prefetch)
+        flow = Flow(clock, workers=1, least=100)
+        flow.attach("MARS", SimpleNamespace(refill=lambda: asked.append("more")))
+        run = run_with(Discarding, clock, flow)
         run.buffer.put(Delivery(1, size=1))
         await run.buffer.take()
         for sequence in range(2, 7):

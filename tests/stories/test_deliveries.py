@@ -13,7 +13,7 @@ import pytest
 from aviso_workers import App
 from aviso_workers.engine.dead_letter_store import STREAM as DEAD_LETTERS
 from aviso_workers.engine.dead_letter_store import DeadLetter
-from aviso_workers.engine.prefetch import MOST_PREFETCH
+from aviso_workers.engine.flow import MOST_PREFETCH
 from aviso_workers.errors import NotFoundError
 from aviso_workers.worker import NOT_ENDED
 from tests.contract.settings import app_config

@@ -1,15 +1,19 @@
-"""How many deliveries an agent asks for ahead of what its workers handle: the backpressure towards the server.
+"""What is in flight of one agent: what its consumers are asked for ahead of what its workers handle, and the buffer of
+what has come. It is the backpressure towards the server.
 
-`subscription` asks here for the capacity of its consumers; the buffer says here whenever a handler begins.
+A consumer asks for the `capacity`; whenever a handler begins, consumers that may be asked for more are.
 """
 
 from __future__ import annotations
 
-from aviso_workers.backends import Consumer
+from collections.abc import Callable, Hashable
+
+from aviso_workers.backends import Consumer, Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.engine.buffer import MOST_WAITING_BYTES, Buffer
+from aviso_workers.engine.isolation import Isolation
 
-__all__ = ["MOST_PREFETCH", "PREFETCH_SECONDS", "Prefetch"]
+__all__ = ["MOST_PREFETCH", "PREFETCH_SECONDS", "Flow"]
 
 PREFETCH_SECONDS = 0.1
 CHECKS = 8
@@ -18,8 +22,8 @@ MOST_PREFETCH = 1000
 """More at a time makes nothing faster."""
 
 
-class Prefetch:
-    """How much is asked for of the consumers of one agent.
+class Flow:
+    """The consumers of one agent, how much is asked for of them, and the buffer of what they have delivered.
 
     Besides what runs, that is what is begun within a tenth of a second, so that what one process hoards is soon done:
     at least `least` and at most `most`. Where notifications are large, it is as many as fit into a budget of bytes, if
@@ -31,8 +35,27 @@ class Prefetch:
     many are not acknowledged.
     """
 
-    def __init__(self, clock: Clock, *, workers: int, least: int, most: int = MOST_PREFETCH) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        workers: int,
+        least: int,
+        most: int = MOST_PREFETCH,
+        key: Callable[[str], Hashable] | None = None,
+        isolation: Isolation | None = None,
+        on_lost: Callable[[Delivery], None] | None = None,
+    ) -> None:
+        """`key`, `isolation` and `on_lost` are those of the `Buffer`."""
         self.workers = workers
+        self.buffer = Buffer(
+            clock,
+            key=key,
+            isolation=isolation,
+            on_begin=self._note_begin,
+            on_surplus=self._ask,
+            on_lost=on_lost,
+        )
         self._clock = clock
         self._least = self._prefetch = least
         self._most = most
@@ -62,8 +85,9 @@ class Prefetch:
         consumer = self._consumers.get(stream)
         return consumer is not None and consumer.pinned
 
-    def capacity(self, buffer: Buffer) -> int:
+    def capacity(self) -> int:
         """Return how many deliveries the buffer could be given now."""
+        buffer = self.buffer
         if buffer.gather_left:
             return min(buffer.gather_left, self._prefetch)
         capacity = self._prefetch - buffer.waiting
@@ -78,19 +102,20 @@ class Prefetch:
         buffer.tell_next_begin()
         return fitting
 
-    def note_begin(self, buffer: Buffer) -> int:
-        """Note that a delivery of the buffer begins: ask for others, and measure at which rate they begin. Return how
-        many more are to begin before this is called again, unless there is a surplus.
+    def _note_begin(self) -> int:
+        """Note that a delivery begins: ask for others, and measure at which rate they begin. Return how many more are
+        to begin before this is called again, unless there is a surplus.
         """
+        begun = self.buffer.begun
         seconds = self._clock.monotonic() - self._measured_at
         if seconds >= PREFETCH_SECONDS:
-            pace = int((buffer.begun - self._measured_from) * PREFETCH_SECONDS / seconds)
+            pace = int((begun - self._measured_from) * PREFETCH_SECONDS / seconds)
             self._prefetch = max(self._least, min(pace, self._most))
-            self._measured_from, self._measured_at = buffer.begun, self._measured_at + seconds
-        self.ask()
+            self._measured_from, self._measured_at = begun, self._measured_at + seconds
+        self._ask()
         return 1 if self._fills_budget else max(1, self._prefetch // CHECKS)
 
-    def ask(self) -> None:
+    def _ask(self) -> None:
         """Have the consumers ask for as much as there is capacity for."""
         for consumer in self._consumers.values():
             consumer.refill()
