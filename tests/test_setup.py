@@ -98,7 +98,9 @@ class Clone:
         (self.directory / "scripts").mkdir(parents=True)
         for file in ("setup", "requirements.lock"):
             shutil.copy(PROJECT / "scripts" / file, self.directory / "scripts")
-        shutil.copy(PROJECT / "pyproject.toml", self.directory)
+        (self.directory / "aviso_workers").mkdir()
+        for file in ("pyproject.toml", "setup.py", "aviso_workers/_fast.c"):
+            shutil.copy(PROJECT / file, self.directory / file)
         for tool in TOOLS:
             self.commands.joinpath(tool).symlink_to(str(shutil.which(tool)))
         self.user(1000)
@@ -176,7 +178,7 @@ def test_second_run_does_and_says_nothing(ready_clone: Clone) -> None:
     assert ready_clone.notes == []
 
 
-@pytest.mark.parametrize("changed", ["pyproject.toml", "scripts/requirements.lock"])
+@pytest.mark.parametrize("changed", ["pyproject.toml", "aviso_workers/_fast.c", "scripts/requirements.lock"])
 def test_new_declaration_is_installed_into_the_same_virtual_environment(ready_clone: Clone, changed: str) -> None:
     ready_clone.set_up()
     with (ready_clone.directory / changed).open("a") as declaration:

@@ -171,7 +171,7 @@ def account_use(facts: Facts) -> Iterator[Finding]:
 
 def _is_none_found(request: str, code: int) -> bool:
     """Return whether it is the answer to a question of our own programs, and nothing has failed."""
-    return code == NO_MESSAGE or (code == STREAM_NOT_FOUND and request == f"STREAM.INFO.{dead_letter_store.STREAM}")
+    return code == NO_MESSAGE or (code == STREAM_NOT_FOUND and request.endswith(f".INFO.{dead_letter_store.STREAM}"))
 
 
 @declare(
