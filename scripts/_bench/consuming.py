@@ -11,6 +11,8 @@ from _bench.rounds import Contestant, Figures, Say, Size, compete
 __all__ = ["consume", "consume_replicated"]
 
 COUNT = 200_000
+NATSIO_SINCE = (3, 13)
+"""The first Python that natsio is for."""
 REPLICATED_COUNT = 50_000
 REPLICATED_SERVERS = 3
 
@@ -28,6 +30,7 @@ def consume(cores: Cores, rivals: Rivals, size: Size, say: Say) -> Figures:
             {
                 "nats-fetch": size.count(50_000),
                 "nats-callback": size.count(100_000),
+                **({"natsio-consume": size.count(100_000)} if sys.version_info >= NATSIO_SINCE else {}),
                 "faststream 1": size.count(10_000),
                 "faststream 64": size.count(10_000),
                 "faststream-pull": size.count(10_000),
