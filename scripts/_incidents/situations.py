@@ -113,7 +113,8 @@ def only_worker_killed(scene: Scene) -> Iterator[None]:
     "A consumer is deleted while its worker runs",
     alerts=["AvisoConsumerRecreated"],
     passing=["AvisoPullErrors"],
-    cure="None: the worker creates the consumer again, after the position that was recorded last, so that some notifications are handled again. Find out who deleted it",
+    cure="None: the worker creates the consumer again, after the position that was recorded last, so that some "
+    "notifications are handled again. Find out who deleted it",
 )
 def consumer_deleted(scene: Scene) -> Iterator[None]:
     scene.publish(SOME)

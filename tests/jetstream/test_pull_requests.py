@@ -8,6 +8,7 @@ import anyio
 import msgspec
 import pytest
 
+from aviso_workers._fast import SEQUENCE
 from aviso_workers.backends.jetstream import pull_requests
 from aviso_workers.backends.jetstream.pull_requests import MOST_BYTES, PullSubscription
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnansweredError, UnavailableError
@@ -245,3 +246,39 @@ async def test_a_pin_is_in_doubt_when_nothing_is_heard_for_as_long_as_an_electio
     assert not pulls.pinned_as("one")
     played.say(status="100 Idle Heartbeat")
     assert pulls.pin == "one"
+
+
+SHORT, LONG = b"$JS.ACK.MARS.agent.", b"$JS.ACK.hub.hash.MARS.agent."
+ENDED = (b"_INBOX.test", b"", b"NATS/1.0 408 Request Timeout\r\nNats-Pending-Messages: 3\r\n\r\n", b"")
+
+
+@pytest.mark.parametrize("own", [SHORT, LONG])
+async def test_what_comes_in_one_read_is_a_message_a_status_or_foreign(
+    played: PlayedConnection, monkeypatch: pytest.MonkeyPatch, own: bytes
+) -> None:
+    """With replies in their longer form, which names a domain and an account, it learns that at the first message."""
+    foreign: list[bytes] = []
+    monkeypatch.setattr(played, "tell_foreign", lambda about, data: foreign.append(data), raising=False)
+    read: list[int] = []
+    pulls = PullSubscription(
+        played.connection,
+        stream="MARS",
+        consumer="agent",
+        on_messages=lambda messages: read.extend(message[SEQUENCE] for message in messages),
+        on_change=lambda: None,
+    )
+    await pulls.open()
+    pulls.ask(10)
+
+    played.heard(
+        [
+            (b"mars.od", own + b"1.41.1.1.2", b"", b"{}"),
+            (b"mars.od", own + b"1.x.1.1.2", b"", b"no number"),
+            ENDED,
+            (b"mars.od", own + b"1.42.2.1.1", b"", b"{}"),
+            (b"mars.od", b"$JS.ACK.MARS.another.1.43.2.1.1", b"", b"of another one"),
+        ]
+    )
+
+    assert (read, sorted(foreign)) == ([41, 42], [b"no number", b"of another one"])
+    assert pulls.outstanding == 10 - 2 - 3

@@ -170,20 +170,20 @@ class PullSubscription:
             return
         self._last_received = self._received_at = self._now()
         self._answered = True
-        if messages := stored(arrivals, self._from_consumer):
+        messages = stored(arrivals, self._from_consumer)
+        if not messages and any(self._learns_beginning(reply) for _, reply, _, _ in arrivals):
+            messages = stored(arrivals, self._from_consumer)
+        if messages:
             self.outstanding = max(0, self.outstanding - len(messages))
             if self._group and (headers := messages[0][2]):
                 self.pin = Headers(headers).get("Nats-Pin-Id", "")
             self._on_messages(messages)
         if len(messages) < len(arrivals):
             known = {reply for _, reply, *_ in messages}
-            for arrival in arrivals:
-                _, reply, headers, data = arrival
+            for _, reply, headers, data in arrivals:
                 if reply in known:
                     continue
-                if not reply.startswith(self._from_consumer) and self._learns_beginning(reply):
-                    self._on_arrivals([arrival])
-                elif reply.startswith(FROM_STREAM) or not headers:
+                if reply.startswith(FROM_STREAM) or not headers:
                     self._connection.tell_foreign(f"pull from {self._name}", data)
                 else:
                     self._on_status(headers)
