@@ -364,6 +364,26 @@ async def test_what_it_asks_for_follows_the_pace_at_which_handling_begins() -> N
     assert run.capacity() == 2
 
 
+async def test_more_is_asked_for_when_what_comes_waits_behind_a_retry() -> None:
+    clock, asked = LoopClock(), []
+    flow = Flow(clock, workers=1, least=2, key=lambda subject: subject)
+    flow.attach("MARS", SimpleNamespace(refill=lambda: asked.append("more")))
+    buffer = flow.buffer
+    head = Delivery(1)
+    buffer.put(head)
+    assert await buffer.take() is head
+    buffer.retry_later(head, after_seconds=60.0)
+    asked.clear()
+    buffer.put(Delivery(2))
+    assert asked == ["more"]
+
+
+async def test_no_more_is_asked_for_than_is_gathered() -> None:
+    run = run_with(Discarding, LoopClock(), Flow(LoopClock(), workers=1, least=100))
+    run.buffer.gather(3)
+    assert run.capacity() == 3
+
+
 class TestBytes:
     """What waits of an agent is limited in bytes too."""
 
@@ -406,6 +426,18 @@ class TestBytes:
         assert run.capacity() <= 0
         await run.buffer.take()
         assert asked == ["more"]
+
+    async def test_whatever_begins_makes_room_while_there_is_none(self) -> None:
+        clock, asked = LoopClock(), []
+        flow = Flow(clock, workers=1, least=100)
+        run = run_with(Discarding, clock, flow)
+        flow.attach("MARS", SimpleNamespace(refill=lambda: asked.append(run.capacity())))
+        for sequence in range(1, 11):
+            run.buffer.put(Delivery(sequence, size=200))
+        assert run.capacity() <= 0
+        for begun in range(1, 5):
+            await run.buffer.take()
+            assert len(asked) == begun
 
     async def test_small_ones_are_limited_by_their_number(self) -> None:
         run = self.run_with_room_for(100)
