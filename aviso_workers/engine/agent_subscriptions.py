@@ -295,6 +295,7 @@ class AgentSubscriptions:
             agent=agent.name,
             stream=stream,
             longest_seconds=consumer_records.longest_seconds(agent.policy),
+            attempt_seconds=consumer_records.attempt_seconds(agent.policy),
             events=self._events,
         )
 

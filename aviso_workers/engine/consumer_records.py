@@ -50,6 +50,7 @@ __all__ = [
     "create_bucket",
     "entries",
     "entry",
+    "attempt_seconds",
     "longest_seconds",
     "mark_removed",
     "move",
@@ -63,6 +64,8 @@ __all__ = [
 BUCKET = "aviso_workers_consumers"
 STUCK_SECONDS = 300.0
 """What may be unfinished for so long, whatever the agent's policy."""
+RENEW_SECONDS = 300.0
+"""A record is written again after so long, also where nothing is new: the bucket may have been deleted."""
 MOST_ATTEMPTS = 20
 """So many attempts are waited for where the policy sets no limit."""
 
@@ -81,6 +84,8 @@ class ConsumerRecord(Struct, frozen=True, kw_only=True):
     """Since when the ack floor is this one while there is something to do; None where there is nothing."""
     longest_seconds: float = STUCK_SECONDS
     """How long the agent's policy lets a notification be unfinished."""
+    attempt_seconds: float | None = None
+    """How long it lets one attempt take; None in a record of a version that did not say it."""
     removed: bool = False
     """Whether an operator has removed the consumer since: then it is recreated at the agent's `start`."""
 
@@ -101,6 +106,7 @@ class ConsumerRecorder:
         agent: str,
         stream: str,
         longest_seconds: float,
+        attempt_seconds: float | None = None,
         events: Events,
     ) -> None:
         self._backend = backend
@@ -110,6 +116,7 @@ class ConsumerRecorder:
         self._consumer = durable_name(app, agent)
         self._key = _key(app, agent, stream)
         self._longest_seconds = longest_seconds
+        self._attempt_seconds = attempt_seconds
         self._events = events
         self._created: datetime | None = None
         """When the stream was created; None before it could be read."""
@@ -230,7 +237,9 @@ class ConsumerRecorder:
     async def _store(self, consumer: ConsumerInfo) -> None:
         assert self._created is not None
         record = self._of(consumer, self._created)
-        if self._last is None or structs.replace(record, time=self._last.time) != self._last:
+        last = self._last
+        renew = last is None or (record.time - last.time).total_seconds() >= RENEW_SECONDS
+        if last is None or renew or structs.replace(record, time=last.time) != last:
             await (await bucket(self._backend)).put(self._key, msgspec.json.encode(record))
             self._last = record
 
@@ -248,6 +257,7 @@ class ConsumerRecorder:
             time=consumer.time,
             unfinished_since=(before or consumer.time) if has_work else None,
             longest_seconds=self._longest_seconds,
+            attempt_seconds=self._attempt_seconds,
         )
 
 
@@ -262,6 +272,14 @@ def longest_seconds(policy: Policy) -> float:
     calls = attempts * (policy.timeout or 0.0)
     paced = 1 / policy.rate_limit if policy.rate_limit else 0.0
     return max(STUCK_SECONDS, 2 * policy.ack_wait) + waits + calls + paced
+
+
+def attempt_seconds(policy: Policy) -> float:
+    """Return how long an agent of this policy may neither ask for messages nor settle one while all that it may run
+    runs.
+    """
+    paced = 1 / policy.rate_limit if policy.rate_limit else 0.0
+    return max(STUCK_SECONDS, 2 * policy.ack_wait) + (policy.timeout or 0.0) + paced
 
 
 async def bucket(backend: Backend) -> KeyValue:

@@ -237,13 +237,16 @@ async def stored(backend: Backend) -> dict[tuple[str, str, str], LastFailure]:
 
 
 def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], LastFailure]:
-    """Return the records among the entries of the bucket, by app, kind and name; `until` is by the server's clock."""
+    """Return the records among the entries of the bucket, by app, kind and name; `until` and the times of retries are
+    by the server's clock.
+    """
     found = {}
     for entry in entries:
         app, *key = entry.key.split("/")
         if len(key) == 3 and key[2] == END and (last := _read(entry)):
-            lasts = last.until - last.written  # the clock of the worker that wrote it may be wrong
-            found[app, key[0], key[1]] = structs.replace(last, until=entry.time + lasts)
+            ahead = entry.time - last.written  # the clock of the worker that wrote it may be wrong
+            waiting = tuple(structs.replace(each, again_at=each.again_at + ahead) for each in last.retrying)
+            found[app, key[0], key[1]] = structs.replace(last, until=last.until + ahead, retrying=waiting)
     return found
 
 

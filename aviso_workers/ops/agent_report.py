@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from msgspec import Struct
@@ -24,7 +24,7 @@ from aviso_workers.declare.batches import Batch
 from aviso_workers.declare.retry import Backoff
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.engine.dead_letter_store import RETRIES
-from aviso_workers.engine.last_failures import LastFailure, Retrying
+from aviso_workers.engine.last_failures import WRITE_SECONDS, LastFailure, Retrying
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.ops import aviso_admin, deployment, stuck
@@ -93,9 +93,17 @@ class Progress(Struct, frozen=True, kw_only=True):
 
     @property
     def retrying(self) -> list[Retrying]:
-        """The notifications that are tried again, as far as they are recorded, when it was last recorded: those due
-        first."""
-        return list(self.failure.retrying) if self.failure and self.failure.until > self.time else []
+        """The notifications that are tried again, as far as they are recorded: those due first. One that was due and
+        has not failed again since is handled by now, or runs.
+        """
+        if (
+            self.failure is None
+            or self.failure.until <= self.time
+            or (self.events is not None and not self.ack_pending)
+        ):
+            return []
+        recently = self.time - timedelta(seconds=2 * WRITE_SECONDS)
+        return [each for each in self.failure.retrying if each.again_at > recently]
 
     @property
     def time(self) -> datetime:

@@ -15,7 +15,9 @@ from aviso_workers.engine import consumer_records
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.jetstream.fields import SECOND
 
-__all__ = ["unfinished_since", "why_stuck"]
+__all__ = ["NOBODY", "unfinished_since", "why_stuck"]
+
+NOBODY = "no worker pulls them"
 
 
 def why_stuck(now: ConsumerInfo, before: ConsumerInfo | None, record: ConsumerRecord | None) -> str:
@@ -27,7 +29,9 @@ def why_stuck(now: ConsumerInfo, before: ConsumerInfo | None, record: ConsumerRe
         return ""
     if not now.num_ack_pending:
         idle = before and not before.num_ack_pending and before.deliveries == now.deliveries
-        return f"{now.num_pending} pending, and no worker pulls them" if idle else ""
+        return f"{now.num_pending} pending, and {NOBODY}" if idle else ""
+    if before and _is_abandoned(now, before, record):
+        return f"{now.num_pending} pending and {now.num_ack_pending} not finished, and {NOBODY}"
     since = unfinished_since(now, record)
     seconds = (now.time - since).total_seconds() if since else 0.0
     if seconds <= (record.longest_seconds if record else _longest_seconds(now)):
@@ -36,6 +40,17 @@ def why_stuck(now: ConsumerInfo, before: ConsumerInfo | None, record: ConsumerRe
         f"{now.num_ack_pending} delivered and not finished; the oldest one, after sequence {now.ack_floor}, "
         f"for {seconds / 60:.0f} min"
     )
+
+
+def _is_abandoned(now: ConsumerInfo, before: ConsumerInfo, record: ConsumerRecord | None) -> bool:
+    """Return whether nobody has asked for anything, and nothing was delivered or settled, for longer than an attempt
+    may take. Workers that wait for retries ask for more meanwhile.
+    """
+    if record is None or record.attempt_seconds is None:
+        return False
+    known = [moment for moment in (now.last_delivered, now.last_settled) if moment]
+    quiet = not before.num_waiting and not now.num_waiting and before.deliveries == now.deliveries
+    return quiet and bool(known) and (now.time - max(known)).total_seconds() > record.attempt_seconds
 
 
 def unfinished_since(consumer: ConsumerInfo, record: ConsumerRecord | None) -> datetime | None:

@@ -217,6 +217,18 @@ async def test_a_consumer_whose_record_is_gone_as_well_goes_on_after_what_its_wo
     assert place.facts == [resumed]
 
 
+async def test_a_record_that_is_gone_is_written_again_although_nothing_is_new(
+    place: Place, clock: VirtualClock
+) -> None:
+    """Somebody has deleted the bucket."""
+    record = await place.record()
+    await place.backend.delete_stream(f"KV_{consumer_records.BUCKET}")
+    await place.recorder.refresh()
+    assert await consumer_records.stored(place.backend) == {}
+    await clock.advance(consumer_records.RENEW_SECONDS)
+    assert (await place.record()).ack_floor == record.ack_floor
+
+
 async def test_one_that_an_operator_removed_on_purpose_begins_at_its_start_also_with_a_worker_that_has_seen_it(
     place: Place, clock: VirtualClock
 ) -> None:

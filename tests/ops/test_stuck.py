@@ -65,3 +65,20 @@ def test_what_nobody_takes(before: dict[str, Any], now: dict[str, Any], why: str
 def test_with_one_look_what_nobody_takes_is_not_known() -> None:
     assert why_stuck(consumer(num_pending=3, num_ack_pending=0), None, None) == ""
     assert why_stuck(consumer(), None, None) == OLDEST
+
+
+@pytest.mark.parametrize(
+    ("stated", "recorded", "why"),
+    [
+        pytest.param({}, {}, "5 pending and 3 not finished, and no worker pulls them", id="nobody asks for anything"),
+        pytest.param({"num_waiting": 1}, {}, "", id="a worker asks for more"),
+        pytest.param({"last_delivered": NOW}, {}, "", id="something was delivered of late"),
+        pytest.param({}, {"attempt_seconds": 3600.0}, "", id="one attempt may take an hour"),
+        pytest.param({}, {"attempt_seconds": None}, "", id="a record of an older version"),
+    ],
+)
+def test_what_is_to_be_tried_again_and_nobody_takes(stated: dict[str, Any], recorded: dict[str, Any], why: str) -> None:
+    """All attempts of the policy together may take a day."""
+    found = consumer(num_pending=5, num_ack_pending=3, **stated)
+    policy = record(**{"longest_seconds": 86_400.0, "attempt_seconds": 300.0} | recorded)
+    assert why_stuck(found, found, policy) == why

@@ -250,11 +250,12 @@ def unfinished(facts: Facts) -> Iterator[Finding]:
         why = stuck.why_stuck(structs.replace(after, time=facts.now), before, record)
         if not why or _delivers_due(after) or not (after.num_ack_pending or after.num_waiting):
             continue  # JS076 or JS030 says it
-        why += _last_failure(facts, after)
+        failure = _last_failure(facts, after)
         if before.num_waiting or after.num_waiting or not after.pulled:
-            yield about(after, why)
+            yield about(after, f"{why}{failure}")
         else:
-            yield about(after, f"{why}; no worker asks for more", cure=f"{_nobody_pulls(after)} {LOOK_AT_HANDLERS}")
+            found = why if why.endswith(stuck.NOBODY) else f"{why}{failure}; no worker asks for more"
+            yield about(after, found, cure=f"{_nobody_pulls(after)} {LOOK_AT_HANDLERS}")
 
 
 @declare(
