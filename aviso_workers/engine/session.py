@@ -315,6 +315,9 @@ class Session:
         async with open_resources.opened(app.resources, app) as values:
             with self._events.heard_by(ticked.append, Ticked):
                 await run_now(resources.bound(timer, values), clock=self.backend.clock, events=self._events)
+        if ticked[0].error is None:
+            self._last_failures.observe(ticked[0])  # of a failure, the command itself tells
+            await self._last_failures.write()
         return ticked[0]
 
     async def run_max_deliveries(self, agents: Sequence[Agent[Any, Any]], stop: anyio.Event) -> None:

@@ -69,8 +69,9 @@ GONE_SECONDS = 300.0
 only workers want that are cut off for longer is not delivered to them."""
 LAST_RECORD_SECONDS = 2.0
 
-ALIKE = ("headers_only", "max_deliver")
-"""The fields of the consumer that all versions want alike, and without which an agent misses bodies or attempts."""
+ALIKE = ("headers_only", "max_deliver", "backoff", "max_batch", "max_bytes", "max_expires")
+"""The fields of the consumer that all versions want alike, and without which an agent misses bodies, attempts or
+messages."""
 
 Filters = tuple[str, ...]
 """Filter subjects; none means everything."""

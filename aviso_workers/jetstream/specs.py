@@ -83,6 +83,12 @@ class ConsumerSpec(Struct, frozen=True, kw_only=True):
     max_ack_pending: int
     max_deliver: int = -1
     headers_only: bool = False
+    backoff: tuple[int, ...] = ()
+    """Nanoseconds after which a server delivers again, in place of `ack_wait`."""
+    max_batch: int = 0
+    """What one request may ask for, as the following two; 0: no limit."""
+    max_bytes: int = 0
+    max_expires: int = 0
     ack_policy: str = "explicit"
     deliver_policy: str = "all"
     opt_start_seq: int | UnsetType = UNSET

@@ -177,6 +177,19 @@ def test_a_timer_is_run_now(run: Run, config: Path, app: str) -> None:
     assert ran == Ran(2, "", "aviso-workers: app 'field' has no timer 'tidi'; it has: report, tidy\n")
 
 
+def test_a_timer_that_an_operator_has_run_fails_no_more(
+    run: Run, config: Path, app: str, worker: Command, tmp_path: Path
+) -> None:
+    """Its next tick may be in a year."""
+    until_failing(run, config, "timer report")
+    assert worker.end(signal.SIGTERM) == 0
+    mended = f"mended_{app}".partition(":")[0]
+    (tmp_path / f"{mended}.py").write_text(APP.replace('raise RuntimeError("no report")', "pass"))
+    assert run("timers", "run", f"{mended}:app", "report", "--config", config).code == 0
+    ran = run("timers", "ls", f"{mended}:app", "--json", "--config", config)
+    assert (ran.code, {json.loads(line)["state"] for line in ran.lines}) == (0, {"ok"})
+
+
 def test_the_doctor_names_timers_and_tasks_that_fail(run: Run, config: Path, worker: Command) -> None:
     until_failing(run, config, *FAILING)
     ran = run("doctor", "--seconds", "0.1", "--format", "json", "--config", config)

@@ -99,6 +99,35 @@ async def test_a_limit_of_deliveries_is_removed(worker: Harness) -> None:
     assert (await worker.app.session.backend.consumer_info("MARS", "contract__index")).config["max_deliver"] == -1
 
 
+SECOND = 1_000_000_000
+LIMITS = [
+    {"max_bytes": 100},
+    {"max_batch": 1},
+    {"max_expires": SECOND},
+    {"backoff": [SECOND, 2 * SECOND]},
+]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=lambda limits: next(iter(limits)))
+async def test_what_limits_requests_and_replaces_ack_wait_is_removed(
+    worker: Harness, calls: Handled, limits: dict[str, Any]
+) -> None:
+    edited: list[ConsumerEdited] = []
+    worker.app.events.listen(edited.append, ConsumerEdited)
+    backend = worker.app.session.backend
+    wanted = (await backend.consumer_info("MARS", "contract__index")).config
+    await edit(backend, "MARS", "contract__index", **limits)
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while not edited:
+            await worker.advance(0.1)
+    now = (await backend.consumer_info("MARS", "contract__index")).config
+    assert [now.get(name) or None for name in limits] in ([None], [-1]), "no limit"
+    assert now.ack_wait == wanted.ack_wait
+    await worker.notify("mars", mars(step=0), {"text": "x" * 200})
+    await worker.settle()
+    assert len(calls) == 1
+
+
 async def test_a_dead_letter_is_tried_again_with_its_body(worker: Harness, calls: Handled) -> None:
     calls.fails = True
     await worker.notify("mars", mars(step=0), {"n": 0})
