@@ -55,9 +55,9 @@ def pause(
 
     async def run(server: Opened, target: AgentConsumer) -> None:
         until = await agent_control.pause(server.admin, target, seconds=seconds)
-        typer.echo(f"{agent} is paused until {time_text(until) if for_ else 'it is resumed'}")
+        typer.echo(f"{agent} is paused until {time_text(until) if for_ else 'it is resumed'}{_on_all(target)}")
 
-    _control(agent, app, config, run)
+    _control(agent, app, config, run, several=True)
 
 
 @agents.command()
@@ -69,9 +69,9 @@ def resume(agent: Agent, app: Owner, config: ConfigOption = None) -> None:
 
     async def run(server: Opened, target: AgentConsumer) -> None:
         await agent_control.resume(server.admin, target)
-        typer.echo(f"{agent} is resumed")
+        typer.echo(f"{agent} is resumed{_on_all(target)}")
 
-    _control(agent, app, config, run)
+    _control(agent, app, config, run, several=True)
 
 
 @agents.command()
@@ -212,10 +212,15 @@ def _retirement_rows(plan: Retirement) -> list[tuple[str, str, str]]:
 
 
 def _control(
-    agent: str, owner: str, config: ConfigSource | None, run: Callable[[Opened, AgentConsumer], Awaitable[None]]
+    agent: str,
+    owner: str,
+    config: ConfigSource | None,
+    run: Callable[[Opened, AgentConsumer], Awaitable[None]],
+    *,
+    several: bool = False,
 ) -> None:
     """Call `run` with an agent's consumer, which is found by the app's code for MODULE:APP, else by its name on the
-    server.
+    server; with `several`, on all streams where it has one.
     """
     if ":" in owner:
         app = find_app(owner, agent=None, config=config)
@@ -224,9 +229,14 @@ def _control(
         return
 
     async def find_and_run(server: Opened) -> None:
-        await run(server, await agent_control.find(server.admin, server.config, owner, agent))
+        await run(server, await agent_control.find(server.admin, server.config, owner, agent, several=several))
 
     connected(config, find_and_run, declared=True)
+
+
+def _on_all(agent: AgentConsumer) -> str:
+    """Return the streams, where the agent has a consumer on several."""
+    return f", on {', '.join((agent.stream, *agent.beside))}" if agent.beside else ""
 
 
 def _print_plan(plan: Reset) -> None:

@@ -55,6 +55,8 @@ class AgentConsumer(Struct, frozen=True, kw_only=True):
     agent: str
     stream: str
     """The stream of its events."""
+    beside: tuple[str, ...] = ()
+    """Other streams on which the agent has a consumer too, as while two versions of it read different event types."""
 
     @property
     def consumer(self) -> str:
@@ -102,30 +104,31 @@ def declared(app: Router, config: Config, agent: str) -> AgentConsumer:
     raise DeclarationError(f"app {app.name!r} has no agent {agent!r}; it has: {names or 'none'}")
 
 
-async def find(admin: Admin, config: Config, owner: str, agent: str) -> AgentConsumer:
+async def find(admin: Admin, config: Config, owner: str, agent: str, *, several: bool = False) -> AgentConsumer:
     """Return the consumer of an agent of the app named `owner`, as it is, or was when a worker recorded it, on one of
-    the configured event streams.
+    the configured event streams, or on a stream that workers have recorded.
 
-    Raises `NotFoundError`, and `DeclarationError` where there are several.
+    Raises `NotFoundError`, and `DeclarationError` where there are several, unless `several` may be.
     """
     event_streams = await aviso_admin.event_streams(admin, config)
     consumer = agents.durable_name(owner, agent)
-    found = [stream for stream in event_streams if await _exists(admin, stream, consumer)]
+    records = await consumer_records.stored(admin)
+    recorded = [stream for app, name, stream in records if (app, name) == (owner, agent) and stream != RETRIES]
+    found = [stream for stream in dict.fromkeys([*event_streams, *recorded]) if await _exists(admin, stream, consumer)]
     if not found:  # it was deleted, or removed
-        recorded = await consumer_records.stored(admin)
-        found = [stream for stream in event_streams if (owner, agent, stream) in recorded]
+        found = [stream for stream in event_streams if stream in recorded]
     if not found:
         present = [found for stream in event_streams for found in await deployment.agents(admin, stream)]
         of_app = {name for name_of_app, name in present if name_of_app == owner}
         known = f"; that app has: {', '.join(sorted(of_app))}" if of_app else ""
         apps = f"; there are apps: {', '.join(sorted({found for found, _ in present}))}" if present else ""
         raise NotFoundError(f"no agent {agent} of app {owner} reads one of the configured streams{known or apps}")
-    if len(found) > 1:
+    if len(found) > 1 and not several:
         raise DeclarationError(
             f"agent {agent} of app {owner} has a consumer on each of {', '.join(found)}: "
             "say which one is in use by --app MODULE:APP, and delete the other"
         )
-    return AgentConsumer(app=owner, agent=agent, stream=found[0])
+    return AgentConsumer(app=owner, agent=agent, stream=found[0], beside=tuple(found[1:]))
 
 
 async def pause(admin: Admin, agent: AgentConsumer, *, seconds: float | None = None) -> datetime:
@@ -135,6 +138,8 @@ async def pause(admin: Admin, agent: AgentConsumer, *, seconds: float | None = N
     Raises `RefusedError` where the server says that it is paused for another time, `BackendError`.
     """
     until = await _pause(admin, agent.stream, agent.consumer, seconds)
+    for stream in agent.beside:
+        await _pause(admin, stream, agent.consumer, seconds)
     with suppress(NotFoundError):  # made when its first worker starts
         await _pause(admin, RETRIES, agent.consumer, seconds)
     return until
@@ -142,7 +147,8 @@ async def pause(admin: Admin, agent: AgentConsumer, *, seconds: float | None = N
 
 async def resume(admin: Admin, agent: AgentConsumer) -> None:
     """Resume the agent. Raises `BackendError`."""
-    await admin.pause_consumer(agent.stream, agent.consumer, until=None)
+    for stream in (agent.stream, *agent.beside):
+        await admin.pause_consumer(stream, agent.consumer, until=None)
     with suppress(NotFoundError):
         await admin.pause_consumer(RETRIES, agent.consumer, until=None)
 

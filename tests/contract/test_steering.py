@@ -6,10 +6,12 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from aviso_workers import Notification
 from aviso_workers.aviso.positions import Position
 from aviso_workers.backends import Admin, ConsumerInfo
+from aviso_workers.engine import consumer_records
 from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.jetstream.specs import ConsumerSpec
@@ -63,6 +65,30 @@ class TestFinding:
         await t.app.session.backend.ensure_consumer("PLAIN", left_behind)
         with pytest.raises(DeclarationError, match=r"a consumer on each of MARS, PLAIN: .*--app MODULE:APP"):
             await agent_control.find(t.app.session.admin, t.app.config, "contract", "index")
+
+    async def test_one_on_two_streams_is_paused_and_resumed_on_both(self, t: Harness, four: list[datetime]) -> None:
+        """As two versions that read different event types; operators may have the configuration of one of them."""
+        await t.notify("plain", {"a": "1", "b": "2"})
+        admin, backend = t.app.session.admin, t.app.session.backend
+        spec = ConsumerSpec(durable_name=INDEX.consumer, filter_subjects=(), ack_wait=1_000_000_000, max_ack_pending=1)
+        await backend.ensure_consumer("PLAIN", spec)
+        await consumer_records.move(
+            backend, app="contract", agent="index", stream="PLAIN", ack_floor=0, filter_subjects=()
+        )
+        mars_only = structs.replace(
+            t.app.config, notification_schema={"mars": t.app.config.notification_schema["mars"]}
+        )
+        both = await agent_control.find(admin, mars_only, "contract", "index", several=True)
+        assert (both.stream, both.beside) == ("MARS", ("PLAIN",))
+        with pytest.raises(DeclarationError, match="a consumer on each of MARS, PLAIN"):
+            await agent_control.find(admin, mars_only, "contract", "index")
+        await agent_control.pause(admin, both)
+        assert [(await backend.consumer_info(each, INDEX.consumer)).paused for each in ("MARS", "PLAIN")] == [
+            True,
+            True,
+        ]
+        await agent_control.resume(admin, both)
+        assert [(await backend.consumer_info(each, INDEX.consumer)).paused for each in ("MARS", "PLAIN")] == [False] * 2
 
 
 class TestAPause:
