@@ -9,9 +9,9 @@ import msgspec
 
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Window, Windowing
 from aviso_workers.aviso.literals import time_text
+from aviso_workers.engine import declarations
 from aviso_workers.engine.last_failures import LastFailure
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
-from aviso_workers.ops import agent_report
 from aviso_workers.ops.agent_report import Progress
 from tests.contract.settings import app_config
 
@@ -55,6 +55,10 @@ async def windowed(window: Window[int]) -> None: ...
 async def alone(notification: Notification[Any]) -> None: ...
 
 
+def policy(agent: Any) -> dict[str, str]:
+    return declarations.policy(app.config.notification_schema, agent)
+
+
 def test_an_agent_that_is_stuck_because_it_fails_is_told_with_its_error() -> None:
     now = datetime.now(UTC)
     begun = now - timedelta(minutes=10)
@@ -68,11 +72,11 @@ def test_an_agent_that_is_stuck_because_it_fails_is_told_with_its_error() -> Non
 
 
 def test_a_singleton_is_told() -> None:
-    assert agent_report.policy(app.config, alone)["singleton"] == "one worker handles one at a time, in order"
+    assert policy(alone)["singleton"] == "one worker handles one at a time, in order"
 
 
 def test_what_was_not_declared_is_told_as_it_is_in_effect() -> None:
-    assert agent_report.policy(app.config, plain) == {
+    assert policy(plain) == {
         "event type": "mars",
         "where": "everything",
         "filters": "mars.>",
@@ -87,7 +91,7 @@ def test_what_was_not_declared_is_told_as_it_is_in_effect() -> None:
 
 
 def test_what_was_declared_is_told() -> None:
-    assert agent_report.policy(app.config, busy) == {
+    assert policy(busy) == {
         "event type": "mars",
         "where": '{"stream": ["oper", "wave"], "step": {"gte": 6}}',
         "filters": "mars.*.*.*.*.*.oper.>, mars.*.*.*.*.*.wave.>",
@@ -102,13 +106,13 @@ def test_what_was_declared_is_told() -> None:
 
 
 def test_a_batch_tells_how_it_is_collected_and_a_plain_function_where_it_runs() -> None:
-    policy = agent_report.policy(app.config, collecting)
-    assert (policy["takes"], policy["batch"]) == (
+    told = policy(collecting)
+    assert (told["takes"], told["batch"]) == (
         "Batch[dict[str, Any]], in a thread",
         "500, or what came within 0.5 s",
     )
 
 
 def test_an_agent_of_a_window_tells_how_long_its_windows_are() -> None:
-    policy = agent_report.policy(app.config, windowed)
-    assert (policy["takes"], policy["window"]) == ("Window[int]", "1h every 15m, 10m late at most")
+    told = policy(windowed)
+    assert (told["takes"], told["window"]) == ("Window[int]", "1h every 15m, 10m late at most")

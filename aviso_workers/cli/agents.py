@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Annotated, Any
 
 import anyio
@@ -19,6 +20,7 @@ from aviso_workers.cli.report import Seconds
 from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import AgentOption, ConfigOption, Opened, Target, connected, find_app, opened
 from aviso_workers.declare.agents import Agent
+from aviso_workers.engine import declarations
 from aviso_workers.engine.last_failures import Retrying
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError
 from aviso_workers.ops import agent_report, deployment
@@ -150,14 +152,35 @@ def show(
 ) -> None:
     """Show the policy and the progress of each agent of an app, and how its consumer on the server differs.
 
-    If the server does not answer, only the policy is shown, and the exit code is 1.
+    If the server does not answer, only the policy is shown, and the exit code is 1. Without MODULE:APP, the name of an
+    app shows the policy that its workers have recorded.
 
     Example: aviso-workers agents show mine.agents:app
     """
-    found = find_app(one_app(target, app), agent=agent, config=config)
+    named = one_app(target, app)
+    if named and ":" not in named and not agent:
+        connected(config, partial(_show_recorded, app=named, as_json=as_json), declared=True)
+        return
+    found = find_app(named, agent=agent, config=config)
     if mistakes := found.mistakes():
         raise ConfigError(mistakes)
     anyio.run(_show, found, as_json)
+
+
+async def _show_recorded(server: Opened, *, app: str, as_json: bool) -> None:
+    recorded = (await declarations.stored(server.admin)).get(app)
+    for progress in _of_named(await agent_report.of_deployment(server.admin, server.config), app):
+        policy = recorded.policies.get(progress.agent) if recorded else None
+        pairs = {"app": app, "agent": progress.agent, **(policy or {"policy": "no worker has recorded it"})}
+        _print_pairs(pairs | _progress(progress), as_json=as_json)
+
+
+def _print_pairs(pairs: Mapping[str, str], *, as_json: bool) -> None:
+    if as_json:
+        print_json(dict(pairs))
+    else:
+        print_record(pairs.items())
+        typer.echo()
 
 
 async def _show(app: App, as_json: bool) -> None:
@@ -171,16 +194,16 @@ async def _show(app: App, as_json: bool) -> None:
     except (BackendError, TimeoutError) as error:
         unknown = str(error) or "the server does not answer"
     for declared in app.agents:
-        pairs = {"app": app.name, "agent": declared.name, **agent_report.policy(app.config, declared)}
+        pairs = {
+            "app": app.name,
+            "agent": declared.name,
+            **declarations.policy(app.config.notification_schema, declared),
+        }
         if progress := known.get(declared.name):
             pairs |= _progress(progress) | _differing(app, declared, progress)
             if declared.policy.singleton:
                 pairs["pinned since"] = progress.pinned_since
-        if as_json:
-            print_json(pairs)
-        else:
-            print_record(pairs.items())
-            typer.echo()
+        _print_pairs(pairs, as_json=as_json)
     if unknown:
         echo(f"how far they have come is not known: {unknown}", err=True)
         raise typer.Exit(1)

@@ -7,6 +7,7 @@ stream. A worker that starts records what its app declares in the bucket of `con
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -15,16 +16,21 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
+from aviso_workers.aviso import topics
 from aviso_workers.aviso.codec import read_json
-from aviso_workers.aviso.schema import EventType
+from aviso_workers.aviso.literals import Duration
+from aviso_workers.aviso.schema import EventType, parse_where
 from aviso_workers.backends import Backend
 from aviso_workers.config.documents import IN_PYTHON, Node, Place, node_of
+from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.batches import Batch
+from aviso_workers.declare.retry import Backoff
 from aviso_workers.engine import consumer_records
 from aviso_workers.errors import BackendError, UndecodableError
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.version import __version__
 
-__all__ = ["Declared", "event_types", "record", "remove", "stored"]
+__all__ = ["Declared", "event_types", "policy", "record", "remove", "stored"]
 
 END = "declared"
 
@@ -43,6 +49,8 @@ class Declared(Struct, frozen=True, kw_only=True):
     timers: dict[str, str]
     """Timers, and the schedule of each as text."""
     tasks: tuple[str, ...]
+    policies: dict[str, dict[str, str]] = {}
+    """By agent, its policy as `policy` returns it; none in a record of a version that did not say it."""
     event_types: dict[str, Any]
     """The entries of `notification_schema` of the event types that its agents read."""
 
@@ -58,6 +66,7 @@ async def record(
         agents={agent.name: agent.event_type for agent in agents},
         timers={timer.name: timer.schedule.text for timer in declared.timers},
         tasks=tuple(task.name for task in declared.tasks),
+        policies={agent.name: policy(schema, agent) for agent in agents},
         event_types={
             name: node_of(schema[name], Place(rank=IN_PYTHON, line=0, source="")).resolved
             for name in sorted({agent.event_type for agent in agents})
@@ -99,6 +108,43 @@ def event_types(found: Mapping[str, Declared], *, known: Collection[str]) -> dic
             if taken.resolved != node.resolved:
                 entries[name] = (taken, (*others, app))
     return entries
+
+
+def policy(schema: Mapping[str, EventType], agent: Agent[Any, Any]) -> dict[str, str]:
+    """Return the policy that the code declares for an agent, by name, as text. Raises what `App.mistakes` lists."""
+    where = parse_where(agent.event_type, schema[agent.event_type], agent.where)
+    chosen = agent.policy
+    rows = {
+        "event type": agent.event_type,
+        "where": json.dumps(agent.where) if agent.where else "everything",
+        "filters": ", ".join(topics.filter_subjects(where)),
+        "takes": f"{agent.form.__name__}[{_name(agent.argument_type)}]" + (", in a thread" if agent.in_thread else ""),
+        "concurrency": str(chosen.concurrency),
+        "retry": _retry(chosen.retry),
+        "ack wait": f"{chosen.ack_wait:g} s",
+        "timeout": f"{chosen.timeout:g} s" if chosen.timeout else "none",
+        "order by": ", ".join(chosen.order_by) or "none",
+        "rate limit": f"{chosen.rate_limit:g} a second" if chosen.rate_limit else "none",
+    }
+    if chosen.singleton:
+        rows["singleton"] = "one worker handles one at a time, in order"
+    if agent.form is Batch:
+        rows["batch"] = f"{chosen.batch.size}, or what came within {chosen.batch.within:g} s"
+    if window := chosen.window:
+        size, every, lateness = map(Duration, (window.size_seconds, window.every_seconds, window.lateness_seconds))
+        rows["window"] = f"{size} every {every}, {lateness} late at most"
+    return rows
+
+
+def _retry(backoff: Backoff) -> str:
+    return (
+        f"{backoff.attempts:g} attempts; waits from {backoff.first:g} s, times {backoff.factor:g}, "
+        f"to {backoff.max:g} s, +-{backoff.jitter:.0%}"
+    )
+
+
+def _name(payload_type: Any) -> str:
+    return payload_type.__name__ if isinstance(payload_type, type) else str(payload_type).replace("typing.", "")
 
 
 def _key(app: str) -> str:

@@ -1,13 +1,11 @@
-"""The report on agents: the policy that is in effect, and how far they have come.
+"""The report on agents: how far they have come.
 
-Called by the commands `agents ls` and `agents show`. The policy is the code's and the configuration's, the rest is what
-the server knows of an agent's two consumers, that of its events and that of what is tried again; `differing` compares
-the two.
+Called by the commands `agents ls` and `agents show`. It is what the server knows of an agent's two consumers, that of
+its events and that of what is tried again; `differing` compares them with the code.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -15,13 +13,11 @@ from typing import Any
 from msgspec import Struct
 
 from aviso_workers.aviso import schema, topics
-from aviso_workers.aviso.literals import Duration, time_text
+from aviso_workers.aviso.literals import time_text
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Agent, Router
-from aviso_workers.declare.batches import Batch
-from aviso_workers.declare.retry import Backoff
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.engine.last_failures import WRITE_SECONDS, LastFailure, Retrying
@@ -31,7 +27,7 @@ from aviso_workers.ops import aviso_admin, deployment, stuck
 from aviso_workers.ops.agent_control import UNTIL_RESUMED
 from aviso_workers.ops.deployment import Recorded
 
-__all__ = ["AgentRow", "Progress", "differing", "failing", "failing_text", "of_app", "of_deployment", "policy", "rows"]
+__all__ = ["AgentRow", "Progress", "differing", "failing", "failing_text", "of_app", "of_deployment", "rows"]
 
 
 class Progress(Struct, frozen=True, kw_only=True):
@@ -261,33 +257,6 @@ async def _behind(admin: Admin, stream: str, record: ConsumerRecord) -> int:
     return await admin.count(stream, filter_subjects=record.filter_subjects, start_sequence=record.ack_floor + 1)
 
 
-def policy(config: Config, agent: Agent[Any, Any]) -> dict[str, str]:
-    """Return the policy that the code declares for an agent, by name, as text. Raises what `App.mistakes` lists."""
-    event_type = config.notification_schema[agent.event_type]
-    where = schema.parse_where(agent.event_type, event_type, agent.where)
-    chosen = agent.policy
-    rows = {
-        "event type": agent.event_type,
-        "where": json.dumps(agent.where) if agent.where else "everything",
-        "filters": ", ".join(topics.filter_subjects(where)),
-        "takes": f"{agent.form.__name__}[{_name(agent.argument_type)}]" + (", in a thread" if agent.in_thread else ""),
-        "concurrency": str(chosen.concurrency),
-        "retry": _retry(chosen.retry),
-        "ack wait": f"{chosen.ack_wait:g} s",
-        "timeout": f"{chosen.timeout:g} s" if chosen.timeout else "none",
-        "order by": ", ".join(chosen.order_by) or "none",
-        "rate limit": f"{chosen.rate_limit:g} a second" if chosen.rate_limit else "none",
-    }
-    if chosen.singleton:
-        rows["singleton"] = "one worker handles one at a time, in order"
-    if agent.form is Batch:
-        rows["batch"] = f"{chosen.batch.size}, or what came within {chosen.batch.within:g} s"
-    if window := chosen.window:
-        size, every, lateness = map(Duration, (window.size_seconds, window.every_seconds, window.lateness_seconds))
-        rows["window"] = f"{size} every {every}, {lateness} late at most"
-    return rows
-
-
 def differing(config: Config, agent: Agent[Any, Any], consumer: ConsumerConfig) -> str:
     """Return how the consumer's configuration differs from the agent's code; empty where it does not.
 
@@ -325,14 +294,3 @@ def failing_text(failure: LastFailure, *, doing: str = "failing") -> str:
 
 def _sum(progress: Progress, field: str) -> int:
     return sum(int(getattr(info, field)) for info in (progress.events, progress.retries) if info)
-
-
-def _retry(backoff: Backoff) -> str:
-    return (
-        f"{backoff.attempts:g} attempts; waits from {backoff.first:g} s, times {backoff.factor:g}, "
-        f"to {backoff.max:g} s, +-{backoff.jitter:.0%}"
-    )
-
-
-def _name(payload_type: Any) -> str:
-    return payload_type.__name__ if isinstance(payload_type, type) else str(payload_type).replace("typing.", "")

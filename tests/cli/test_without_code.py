@@ -69,6 +69,20 @@ def test_they_are_controlled(run: Run, operators: Path, worked: str) -> None:
     assert run("agents", "reset", "index", "--app", "field", "--to", "new", "--yes", "--config", operators).code == 0
 
 
+def test_their_policy_is_shown(run: Run, operators: Path, worked: str) -> None:
+    ran = run("agents", "show", "field", "--json", "--config", operators)
+    assert ran.code == 0
+    shown = json.loads(ran.out)
+    assert (shown["agent"], shown["event type"], shown["concurrency"]) == ("index", "fields", "1")
+    assert shown["retry"].startswith("6 attempts"), shown
+    assert "recorded position" in shown
+    of_code = json.loads(run("agents", "show", worked, "--json").out)
+    assert shown == of_code
+    ran = run("agents", "show", "fild", "--config", operators)
+    assert ran.code == 1
+    assert ran.err.endswith("no agent of app fild reads one of the configured streams; there are apps: field\n")
+
+
 def test_the_doctor_knows_their_streams(run: Run, operators: Path, worked: str) -> None:
     ran = run("doctor", "--seconds", "0.1", "--format", "json", "--config", operators)
     states = {check["code"]: check["state"] for check in json.loads(ran.out)["checks"]}
