@@ -6,11 +6,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
+import pytest
 
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Window, Windowing
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.engine import declarations
-from aviso_workers.engine.last_failures import LastFailure
+from aviso_workers.engine.last_failures import LastFailure, Retrying
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
 from aviso_workers.ops.agent_report import Progress
 from tests.contract.settings import app_config
@@ -69,6 +70,38 @@ def test_an_agent_that_is_stuck_because_it_fails_is_told_with_its_error() -> Non
     progress = Progress(app="field", agent="index", stream="MARS", events=events, retries=None, failure=failure)
     stuck = "2 delivered and not finished; the oldest one, after sequence 0, for 10 min"
     assert progress.state_since(None) == f"{stuck}; failing since {time_text(begun)}, 9 times: OSError: no index"
+
+
+@pytest.mark.parametrize(
+    ("due_seconds_ago", "ack_pending", "waits"),
+    [
+        pytest.param(-60, 1, True, id="due in a minute"),
+        pytest.param(1, 1, True, id="due just now"),
+        pytest.param(30, 1, False, id="due long ago, and it has not failed again"),
+        pytest.param(-60, 0, False, id="all is settled"),
+    ],
+)
+def test_what_is_settled_since_its_failure_was_recorded_is_not_retried(
+    due_seconds_ago: float, ack_pending: int, waits: bool
+) -> None:
+    now = datetime.now(UTC)
+    due = now - timedelta(seconds=due_seconds_ago)
+    retried = Retrying(again_at=due, sequence=4, attempt=1, attempts=6, error="OSError")
+    failure = LastFailure(
+        error="OSError",
+        text="no index",
+        at="",
+        since=now,
+        last=now,
+        until=now + timedelta(seconds=30),
+        written=now,
+        times=1,
+        retrying=(retried,),
+    )
+    events = ConsumerInfo(name="i", config=ConsumerConfig(), time=now, num_ack_pending=ack_pending)
+    progress = Progress(app="field", agent="index", stream="MARS", events=events, retries=None, failure=failure)
+    assert progress.retrying == ([retried] if waits else [])
+    assert ("retrying" in progress.state_since(None)) is waits
 
 
 def test_a_singleton_is_told() -> None:

@@ -81,6 +81,8 @@ class LastFailure(Struct, frozen=True, kw_only=True):
     times: int
     """How often it has failed since then, in all workers."""
     retrying: tuple[Retrying, ...] = ()
+    of_window: bool = False
+    """Whether the function of a window failed last."""
 
     @property
     def described(self) -> str:
@@ -118,6 +120,7 @@ class LastFailures:
         *,
         again_in_seconds: float = 0.0,
         retrying: Callable[[datetime], Retrying] | None = None,
+        of_window: bool = False,
     ) -> None:
         """Note a failure. `retrying` returns, at any later time, what is known of the notification, if it is retried;
         it is given when that is due.
@@ -133,6 +136,7 @@ class LastFailures:
         else:
             before = noted.last
             noted.last = structs.replace(_described(error, now, until), since=before.since, times=before.times + 1)
+        noted.last = structs.replace(noted.last, of_window=of_window)
         if retrying is not None:
             found = partial(retrying, again_at)
             noted.retrying[found().sequence] = found
@@ -144,7 +148,7 @@ class LastFailures:
         """Note the failure that an event tells of, or that a timer succeeds again."""
         match event:
             case WindowDone(error=BaseException() as error):
-                self.note("agents", event.agent, error, again_in_seconds=event.again_in_seconds)
+                self.note("agents", event.agent, error, again_in_seconds=event.again_in_seconds, of_window=True)
             case TaskFailed():
                 self.note("tasks", event.task, event.error, again_in_seconds=event.again_in_seconds)
             case Ticked(error=BaseException() as error):

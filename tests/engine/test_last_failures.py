@@ -240,7 +240,8 @@ async def test_tasks_and_windows_are_recorded_too(backend: InMemoryBackend, fail
     failures.observe(window)
     await failures.write()
     assert (await recorded(backend, "tasks", "_lambda_")).text == "no task"
-    assert (await recorded(backend)).text == "no window"
+    found = await recorded(backend)
+    assert (found.text, found.of_window) == ("no window", True)
 
 
 async def test_what_cannot_be_written_is_written_later(

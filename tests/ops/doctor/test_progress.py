@@ -12,6 +12,7 @@ import pytest
 from msgspec import structs
 
 from aviso_workers import App, Notification, Notify
+from aviso_workers.aviso.literals import time_text
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.engine import delayed_delivery, delayed_messages
@@ -543,3 +544,16 @@ def test_an_agents_slow_acknowledgements_are_its_heartbeats_business(working: Se
     )
     told = Advisory(kind="METRIC.CONSUMER.ACK.WORK.measured", stream=SHARED, consumer="measured", ack_time=SECOND)
     assert judged(structs.replace(working.facts, after=after, advisories=(told,))).state("JS023") is State.PASS
+
+
+def test_a_function_of_a_window_that_fails_is_named(working: Seen) -> None:
+    """By hand: that of an agent is named by its redeliveries and dead letters."""
+    now = working.facts.now
+    failure = LastFailure(
+        error="OSError", text="", at="", since=now, last=now, until=now + timedelta(1), written=now, times=3
+    )
+    of_window = structs.replace(failure, of_window=True)
+    failures = {("field", "agents", "sums"): of_window, ("field", "agents", "index"): failure}
+    assert judged(structs.replace(working.facts, failures=failures)).found("JS077") == {
+        "field > window of agent sums": f"failing since {time_text(now)}, 3 times: OSError"
+    }

@@ -359,19 +359,19 @@ def ends_workers(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS077",
-    "No timer and no task fails",
-    why="The function of a timer, or a task, raises each time. Nothing else of the app stops for that.",
-    cure="The workers' log has the traceback at `timer.failed` or `task.failed`. When the cause is gone, "
-    "`aviso-workers timers run MODULE:APP NAME` runs a timer again.",
+    "No timer, no task and no function of a window fails",
+    why="The function of a timer or of a window, or a task, raises each time. Nothing else of the app stops for that.",
+    cure="The workers' log has the traceback at `timer.failed`, `task.failed` or `window.failed`. When the cause is "
+    "gone, `aviso-workers timers run MODULE:APP NAME` runs a timer again.",
     needs=("records",),
 )
 def failing_timers(facts: Facts) -> Iterator[Finding]:
-    """The check warns of a timer whose last tick failed, and of a task that failed and has not run for a minute since.
-    Workers record it in the bucket `aviso_workers_consumers`, and `agents ls` shows it too.
+    """The check warns of a timer whose last tick failed, and of a task or a function of a window that failed and has
+    not run for a minute since. Workers record it in the bucket `aviso_workers_consumers`, and `agents ls` shows it too.
     """
     for (app, kind, name), failure in facts.failures.items():
-        if kind != "agents" and failure.until > facts.now:
-            place = f"{app} > {kind.removesuffix('s')} {name}"
+        if (kind != "agents" or failure.of_window) and failure.until > facts.now:
+            place = f"{app} > {'window of ' if failure.of_window else ''}{kind.removesuffix('s')} {name}"
             yield Finding(place=place, found=agent_report.failing_text(failure))
 
 
