@@ -88,7 +88,7 @@ def list_agents(
         now = await report(server)
         rows = await _rows(server, now, before, seconds=anyio.current_time() - began, app=app_name)
         if of_all and (elsewhere := await _elsewhere(server)):
-            if not rows:
+            if not now:
                 raise NotFoundError(elsewhere)
             echo(elsewhere, err=True)
         return rows
@@ -118,7 +118,7 @@ async def _rows(
 
 async def _elsewhere(server: Opened) -> str:
     """Return which agents cannot be listed, and what to do, as text; empty where there are none."""
-    found = deployment.elsewhere(await deployment.recorded(server.admin), server.config)
+    found = await deployment.elsewhere(server.admin, server.config)
     if not found:
         return ""
     return (

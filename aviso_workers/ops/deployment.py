@@ -8,6 +8,7 @@ not exist has no agents.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 
 from msgspec import Struct
 
@@ -72,6 +73,8 @@ class Recorded(Struct, frozen=True, kw_only=True):
     """The last failures of agents, timers and tasks, by app, kind and name."""
 
 
+KEY_VALUE = "KV_"
+"""How names of the streams of buckets begin, which no agent reads."""
 SUBJECT_TOKENS = dead_letter_store.SUBJECT.count(".") + 3
 """The number of tokens in the subject of a dead letter."""
 
@@ -111,13 +114,22 @@ async def recorded(admin: Admin) -> Recorded:
     )
 
 
-def elsewhere(recorded: Recorded, config: Config) -> list[str]:
-    """Return which streams agents read that are none of the configured event streams: each with its agents, as text."""
+async def elsewhere(admin: Admin, config: Config) -> list[str]:
+    """Return which streams agents read that are none of the configured event streams: each with its agents, as text, by
+    what workers have recorded and by the consumers that there are: a worker may have no right to record anything.
+
+    Raises `BackendError`.
+    """
     known = streams.event_streams(config.notification_schema)
+    consumers = {key for key, record in (await recorded(admin)).consumers.items() if not record.removed}
+    for stream in await admin.stream_names():
+        if stream not in known and not stream.startswith((streams.OURS, KEY_VALUE)):
+            with suppress(NotFoundError):  # deleted meanwhile
+                consumers |= {(stream, name) for name in await admin.consumer_names(stream)}
     found: dict[str, list[str]] = {}
-    for (stream, consumer), record in sorted(recorded.consumers.items()):
+    for stream, consumer in sorted(consumers):
         agent = agent_of(consumer)
-        if agent and not record.removed and stream not in known and not stream.startswith(streams.OURS):
+        if agent and stream not in known and not stream.startswith(streams.OURS):
             found.setdefault(stream, []).append("/".join(agent))
     return [f"{stream} by {', '.join(of_stream)}" for stream, of_stream in found.items()]
 

@@ -120,6 +120,21 @@ def test_agents_of_an_older_version_are_told_and_not_passed_over(run: Run, opera
     assert ran.err.startswith("aviso-workers: agents also read FIELDS by field/index, of whose event types nothing is")
 
 
+def test_agents_of_which_nothing_is_recorded_are_told_by_their_consumers(
+    run: Run, operators: Path, worked: str
+) -> None:
+    """Their worker has no right to write the bucket, or somebody has deleted it."""
+
+    async def delete() -> None:
+        async with open_backend(load(operators)) as backend:
+            await backend.delete_stream(f"KV_{consumer_records.BUCKET}")
+
+    anyio.run(delete)
+    ran = run("agents", "ls", "--seconds", "0.1", "--config", operators)
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.startswith("aviso-workers: agents also read FIELDS by field/index, of whose event types nothing is")
+
+
 def test_agents_beside_those_that_are_listed_are_told(run: Run, config: Path, operators: Path, worked: str) -> None:
     """The record of one app cannot be read, as of an older version, and that of another can."""
 
