@@ -39,11 +39,11 @@ ELECTION_SECONDS = 3.5
 """Less than the four seconds that followers wait, at least, before they elect another leader of a consumer."""
 HEARTBEAT_SECONDS = 5.0
 MOST_BYTES = 16 * 1024 * 1024
+"""What one request may bring. A server cuts off who leaves 64 MiB unread, as a loop does that an author keeps busy."""
 UNKNOWN_SECONDS = 1.0
 """For so long the server that we are connected to may say that nobody answers for a consumer which another server of
 its cluster has just created."""
 ASK_AGAIN_SECONDS = 0.05
-"""What one request may bring. A server cuts off who leaves 64 MiB unread, as a loop does that an author keeps busy."""
 TOO_LARGE = "Message Size Exceeds MaxBytes"
 """The reason of a 409 for a next message that is larger than the bytes that are left of the request. If nothing was
 delivered for the request yet, the message is larger than any request may be."""

@@ -1,8 +1,8 @@
 """The short way through nats-py: what arrives goes straight to who listens, what is sent leaves together.
 
 nats-py gives each message a queue, a task switch and an object of its own, and each publish a coroutine. Here a
-listener is called with all that one read of the socket has brought it, and what is sent within one turn of the event
-loop becomes one write.
+listener is called with messages that followed each other in a read of the socket, and what is sent within one turn of
+the event loop becomes one write.
 `Connection` opens a wire with `attach` and hands it to `publisher`, `pull_requests` and `consumer`.
 
 This file and `tls` are the only ones that touch nats-py's private parts. They are those of the versions in `TESTED`;
