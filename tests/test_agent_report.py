@@ -11,10 +11,11 @@ import pytest
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Window, Windowing
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.engine import declarations
-from aviso_workers.engine.last_failures import LastFailure, Retrying
+from aviso_workers.engine.last_failures import Retrying
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
 from aviso_workers.ops.agent_report import Progress
 from tests.contract.settings import app_config
+from tests.failures import last_failure
 
 
 class Field(msgspec.Struct):
@@ -63,9 +64,7 @@ def policy(agent: Any) -> dict[str, str]:
 def test_an_agent_that_is_stuck_because_it_fails_is_told_with_its_error() -> None:
     now = datetime.now(UTC)
     begun = now - timedelta(minutes=10)
-    failure = LastFailure(
-        error="OSError", text="no index", at="", since=begun, last=now, until=now + timedelta(1), written=now, times=9
-    )
+    failure = last_failure(now, text="no index", since=begun, times=9)
     events = ConsumerInfo(name="i", config=ConsumerConfig(), time=now, num_ack_pending=2, last_delivered=begun)
     progress = Progress(app="field", agent="index", stream="MARS", events=events, retries=None, failure=failure)
     stuck = "2 delivered and not finished; the oldest one, after sequence 0, for 10 min"
@@ -87,17 +86,7 @@ def test_what_is_settled_since_its_failure_was_recorded_is_not_retried(
     now = datetime.now(UTC)
     due = now - timedelta(seconds=due_seconds_ago)
     retried = Retrying(again_at=due, sequence=4, attempt=1, attempts=6, error="OSError")
-    failure = LastFailure(
-        error="OSError",
-        text="no index",
-        at="",
-        since=now,
-        last=now,
-        until=now + timedelta(seconds=30),
-        written=now,
-        times=1,
-        retrying=(retried,),
-    )
+    failure = last_failure(now, until=now + timedelta(seconds=30), retrying=(retried,))
     events = ConsumerInfo(name="i", config=ConsumerConfig(), time=now, num_ack_pending=ack_pending)
     progress = Progress(app="field", agent="index", stream="MARS", events=events, retries=None, failure=failure)
     assert progress.retrying == ([retried] if waits else [])

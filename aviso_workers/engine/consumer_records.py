@@ -238,8 +238,11 @@ class ConsumerRecorder:
         assert self._created is not None
         record = self._of(consumer, self._created)
         last = self._last
-        renew = last is None or (record.time - last.time).total_seconds() >= RENEW_SECONDS
-        if last is None or renew or structs.replace(record, time=last.time) != last:
+        if (
+            last is None
+            or structs.replace(record, time=last.time) != last
+            or (record.time - last.time).total_seconds() >= RENEW_SECONDS
+        ):
             await (await bucket(self._backend)).put(self._key, msgspec.json.encode(record))
             self._last = record
 

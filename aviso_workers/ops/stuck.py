@@ -15,9 +15,7 @@ from aviso_workers.engine import consumer_records
 from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.jetstream.fields import SECOND
 
-__all__ = ["NOBODY", "unfinished_since", "why_stuck"]
-
-NOBODY = "no worker pulls them"
+__all__ = ["is_abandoned", "unfinished_since", "why_stuck"]
 
 
 def why_stuck(now: ConsumerInfo, before: ConsumerInfo | None, record: ConsumerRecord | None) -> str:
@@ -29,9 +27,9 @@ def why_stuck(now: ConsumerInfo, before: ConsumerInfo | None, record: ConsumerRe
         return ""
     if not now.num_ack_pending:
         idle = before and not before.num_ack_pending and before.deliveries == now.deliveries
-        return f"{now.num_pending} pending, and {NOBODY}" if idle else ""
-    if before and _is_abandoned(now, before, record):
-        return f"{now.num_pending} pending and {now.num_ack_pending} not finished, and {NOBODY}"
+        return f"{now.num_pending} pending, and no worker pulls them" if idle else ""
+    if before and is_abandoned(now, before, record):
+        return f"{now.num_pending} pending and {now.num_ack_pending} not finished, and no worker pulls them"
     since = unfinished_since(now, record)
     seconds = (now.time - since).total_seconds() if since else 0.0
     if seconds <= (record.longest_seconds if record else _longest_seconds(now)):
@@ -42,7 +40,7 @@ def why_stuck(now: ConsumerInfo, before: ConsumerInfo | None, record: ConsumerRe
     )
 
 
-def _is_abandoned(now: ConsumerInfo, before: ConsumerInfo, record: ConsumerRecord | None) -> bool:
+def is_abandoned(now: ConsumerInfo, before: ConsumerInfo, record: ConsumerRecord | None) -> bool:
     """Return whether nobody has asked for anything, and nothing was delivered or settled, for longer than an attempt
     may take. Workers that wait for retries ask for more meanwhile.
     """

@@ -17,7 +17,7 @@ from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.engine import delayed_delivery, delayed_messages
 from aviso_workers.engine.consumer_records import ConsumerRecord
-from aviso_workers.engine.last_failures import LastFailure, Retrying
+from aviso_workers.engine.last_failures import Retrying
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import AgentDisturbed
 from aviso_workers.jetstream.info import ConsumerConfig, StreamConfig
@@ -25,6 +25,7 @@ from aviso_workers.ops.deployment import RunAlone
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Advisory
 from aviso_workers.ops.doctor.facts import Facts
+from tests.failures import last_failure
 from tests.ops.doctor.conftest import (
     MONITORED,
     SECOND,
@@ -276,16 +277,7 @@ def test_what_is_unfinished_because_it_fails_is_told_with_its_error(working: See
     """By hand: the agent's failures were recorded, and all that it was given waits for its retry."""
     now, key = working.facts.now, (SHARED, "field__index")
     index = structs.replace(working.facts.consumers[SHARED, "busy"], name=key[1], num_waiting=1)
-    failure = LastFailure(
-        error="OSError",
-        text="no index",
-        at="fields.py:12",
-        since=now,
-        last=now,
-        until=now + timedelta(1),
-        written=now,
-        times=9,
-    )
+    failure = last_failure(now, text="no index", at="fields.py:12", times=9)
     facts = structs.replace(
         working.facts,
         before=structs.replace(working.facts.before, consumers={}),
@@ -513,17 +505,7 @@ def test_a_notification_that_has_ended_its_worker_waits_for_its_next_attempt(wor
         Retrying(again_at=now, sequence=sequence, attempt=2, attempts=6, error=error)
         for sequence, error in ((7, "WorkerDiedError"), (8, "OSError"))
     )
-    failure = LastFailure(
-        error="OSError",
-        text="",
-        at="",
-        since=now,
-        last=now,
-        until=now + timedelta(1),
-        written=now,
-        times=3,
-        retrying=(died, failed),
-    )
+    failure = last_failure(now, retrying=(died, failed))
     busy = structs.replace(working.facts.consumers[SHARED, "busy"], name=key[1])
     after = structs.replace(working.facts.after, consumers={key: busy})
     waiting = structs.replace(working.facts, after=after, failures={("field", "agents", "index"): failure})
@@ -549,9 +531,7 @@ def test_an_agents_slow_acknowledgements_are_its_heartbeats_business(working: Se
 def test_a_function_of_a_window_that_fails_is_named(working: Seen) -> None:
     """By hand: that of an agent is named by its redeliveries and dead letters."""
     now = working.facts.now
-    failure = LastFailure(
-        error="OSError", text="", at="", since=now, last=now, until=now + timedelta(1), written=now, times=3
-    )
+    failure = last_failure(now)
     of_window = structs.replace(failure, of_window=True)
     failures = {("field", "agents", "sums"): of_window, ("field", "agents", "index"): failure}
     assert judged(structs.replace(working.facts, failures=failures)).found("JS077") == {

@@ -247,14 +247,16 @@ def unfinished(facts: Facts) -> Iterator[Finding]:
     for key, after in facts.consumers.items():
         before = facts.before.consumers.get(key, after)
         record = facts.records.get(key)
-        why = stuck.why_stuck(structs.replace(after, time=facts.now), before, record)
+        now = structs.replace(after, time=facts.now)
+        why = stuck.why_stuck(now, before, record)
         if not why or _delivers_due(after) or not (after.num_ack_pending or after.num_waiting):
             continue  # JS076 or JS030 says it
         failure = _last_failure(facts, after)
         if before.num_waiting or after.num_waiting or not after.pulled:
             yield about(after, f"{why}{failure}")
         else:
-            found = why if why.endswith(stuck.NOBODY) else f"{why}{failure}; no worker asks for more"
+            abandoned = stuck.is_abandoned(now, before, record)
+            found = why if abandoned else f"{why}{failure}; no worker asks for more"
             yield about(after, found, cure=f"{_nobody_pulls(after)} {LOOK_AT_HANDLERS}")
 
 
