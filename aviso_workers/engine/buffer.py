@@ -290,6 +290,11 @@ class Buffer:
         if self.begun >= self._asks_at or (self._keys is not None and self._keys.surplus):
             self._asks_at = self.begun + self._on_begin()
 
+    def note_waited(self, delivery: Delivery) -> None:
+        """Count as waiting what a delivery that was taken has waited for its `rate_limit`."""
+        if self.holds(delivery) and delivery.waited is not None:
+            delivery.waited = self._clock.monotonic() - delivery.waiting_since
+
     async def take_redelivered(self) -> Delivery | None:
         """Return the next redelivery, to be decided whether it may begin; None when the buffer is closed."""
         while not self.closed:
@@ -394,7 +399,6 @@ class Buffer:
     def trust_until(self, time: float) -> None:
         """Hand out deliveries up to this time of the agent's clock."""
         if self.lapsed.is_set():
-            self.withdraw()
             self.lapsed = anyio.Event()
         self._trusted_until = time
 

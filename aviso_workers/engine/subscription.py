@@ -114,17 +114,22 @@ class Run:
         self._ack_wait_seconds = ack_wait_seconds
         self._beat_again.set()
 
-    def attach(self, stream: str, consumer: Consumer) -> None:
-        """Add a consumer that is read from now on; it is called when there is capacity."""
+    def attach(self, stream: str, consumer: Consumer, *, opened_at: float) -> None:
+        """Add a consumer that is read since `opened_at`, of the clock; it is called when there is capacity."""
         if not self._flow.consumers and not self._keeps_reading:
-            self.buffer.trust_until(self._clock.monotonic() + self._ack_wait_seconds)
+            self.buffer.trust_until(opened_at + self._ack_wait_seconds)
         self._flow.attach(stream, consumer)
 
     def detach(self, stream: str) -> None:
-        """Remove a consumer that is not read any more. A stuck agent gives back what waits with its last one."""
+        """Remove a consumer that is not read any more. With the last one, a stuck agent gives back what waits, and one
+        that was away leaves what has come since then to others."""
         self._flow.detach(stream)
-        if self._is_stuck and not self._flow.consumers and not self._stopping:
+        if self._flow.consumers or self._stopping:
+            return
+        if self._is_stuck:
             acknowledging.give_back(self.buffer.withdraw())
+        elif self.buffer.lapsed.is_set():
+            self.buffer.withdraw()
 
     async def until_stuck(self) -> None:
         """Wait until nothing can be handled, however long."""
@@ -352,11 +357,12 @@ class _Reader:
 
         if feed.repeats is not None:
             feed.repeats.opened(info)
+        opened_at = self._clock.monotonic()
         deliver = feeds.delivering(feed, run.buffer, backend=self._backend, joining=joining)
         async with self._backend.consume(
             self._stream, consumer, deliver=deliver, capacity=feed.capacity or run.capacity, priority=feed.priority
         ) as opened:
-            run.attach(self._stream, opened)
+            run.attach(self._stream, opened, opened_at=opened_at)
             self._events.emit(AgentStarted(agent=self._name, stream=self._stream, consumer=consumer, passed=passed))
             self._restarts.note_start(self._clock.monotonic())
             if gathers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,15 +12,17 @@ import msgspec
 import pytest
 from msgspec import Struct, structs
 
-from aviso_workers import Backoff, Notification, Reject, Router, Stream, config
+from aviso_workers import Backoff, Batch, Notification, Reject, Router, Stream, config
 from aviso_workers.aviso import codec
-from aviso_workers.backends import Message, PubAck, StreamInfo
+from aviso_workers.backends import Delivery, Message, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.in_memory.connection import Connection
 from aviso_workers.declare.verdicts import Record
 from aviso_workers.engine import max_deliveries, parts
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.dead_letter_store import LONGEST_ERROR, RETRIES, STREAM, DeadLetter, retry_of
+from aviso_workers.engine.handlers.one import HandlerContext
+from aviso_workers.engine.rate_limit import Pace
 from aviso_workers.engine.session import Session
 from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.subscription import LONGEST_WAIT_SECONDS
@@ -643,6 +645,73 @@ async def test_what_a_stream_has_no_time_left_for_at_its_rate_comes_in_the_next_
             await facts.wait_for(Settled, 3)
     began = lists[0][0]
     assert [(time - began, steps) for time, steps in lists] == [(0, ["0"]), (2, ["1"]), (4, ["2"])]
+
+
+async def one(notification: Notification[Any]) -> None:
+    delivered.append(notification.num_delivered)
+
+
+async def together(batch: Batch[Any]) -> None:
+    delivered.extend(notification.num_delivered for notification in batch)
+
+
+async def as_stream(stream: Stream[Any]) -> None:
+    async for notification in stream:
+        delivered.append(notification.num_delivered)
+
+
+delivered: list[int] = []
+
+
+@pytest.mark.parametrize("form", [one, together, as_stream])
+async def test_what_waited_for_its_rate_while_the_worker_was_away_is_left_to_others(
+    router: Router,
+    notify: NotifyStep,
+    working: Working,
+    facts: Facts,
+    monkeypatch: pytest.MonkeyPatch,
+    form: Callable[..., Any],
+) -> None:
+    wait, waits = Pace.wait, 0
+
+    async def wait_and_be_away(pace: Pace) -> None:
+        nonlocal waits
+        await wait(pace)
+        waits += 1
+        if waits == 1:
+            contexts[0].buffer.lapse()
+
+    contexts: list[HandlerContext] = []
+    wait_for_rate = HandlerContext.wait_for_rate
+
+    async def waited(context: HandlerContext, *deliveries: Delivery, lapsed: anyio.Event) -> bool:
+        contexts.append(context)
+        return await wait_for_rate(context, *deliveries, lapsed=lapsed)
+
+    monkeypatch.setattr(Pace, "wait", wait_and_be_away)
+    monkeypatch.setattr(HandlerContext, "wait_for_rate", waited)
+    delivered.clear()
+    index = router.agent("mars", rate_limit=100.0)(form)
+    await notify(0)
+    async with working(index):
+        with anyio.fail_after(600):
+            await facts.wait_for(Settled, 1)
+    assert delivered == [2]
+
+
+async def test_what_waits_for_its_rate_is_told_as_waiting(
+    router: Router, notify: NotifyStep, working: Working, facts: Facts
+) -> None:
+    @router.agent("mars", rate_limit=0.5)
+    async def index(notification: Notification[Any]) -> None: ...
+
+    await notify(0)
+    await notify(1)
+    async with working(index):
+        with anyio.fail_after(60):
+            await facts.wait_for(Settled, 2)
+    first, second = [event.waited_seconds for event in facts.of(Settled)]
+    assert second - first == pytest.approx(2.0, abs=0.1)
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -142,7 +142,7 @@ async def test_its_consumer_is_told_when_there_is_room_again() -> None:
         async def stop(self) -> None: ...
 
     run = run_of(Discarding)
-    run.attach("MARS", Consumer())  # type: ignore[arg-type]
+    run.attach("MARS", Consumer(), opened_at=run._clock.monotonic())  # type: ignore[arg-type]
     stop = anyio.Event()
     run.buffer.put(Delivery(1))
     run.buffer.put(Delivery(2))
@@ -173,7 +173,7 @@ async def test_consumer_of_an_agent_that_holds_one_at_a_time_is_asked_again_when
 
     clock = LoopClock()
     run = run_with(Counting, clock, Flow(clock, workers=1, least=1, most=1))
-    run.attach("MARS", Consumer())  # type: ignore[arg-type]
+    run.attach("MARS", Consumer(), opened_at=run._clock.monotonic())  # type: ignore[arg-type]
     stop = anyio.Event()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=1.0))
@@ -311,7 +311,7 @@ class TestStopping:
                 run.buffer.put(delivery)
 
         run = run_of(Refusing)
-        run.attach("MARS", Consumer())  # type: ignore[arg-type]
+        run.attach("MARS", Consumer(), opened_at=run._clock.monotonic())  # type: ignore[arg-type]
         stop = anyio.Event()
         stop.set()
         await run.work(stop=stop, drain_timeout_seconds=1.0)
@@ -637,7 +637,7 @@ async def test_what_waits_is_trusted_from_when_its_report_was_sent_and_not_from_
             await anyio.sleep_forever()
 
     run, stop = run_of(Waiting), anyio.Event()  # an ack_wait of 20 s, and so a report every 20 / 3
-    run.attach("MARS", Consumer())  # type: ignore[arg-type]
+    run.attach("MARS", Consumer(), opened_at=run._clock.monotonic())  # type: ignore[arg-type]
     run.buffer.put(Reported())
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=0.0))
@@ -646,3 +646,30 @@ async def test_what_waits_is_trusted_from_when_its_report_was_sent_and_not_from_
         await anyio.sleep(1.0)
         assert not run.buffer.trusted
         stop.set()
+
+
+async def test_what_came_while_a_worker_was_away_is_left_to_others_and_what_comes_afterwards_is_its_own() -> None:
+    class Reported(Delivery):
+        def in_progress(self) -> None: ...
+
+    consumer = SimpleNamespace(refill=lambda: None)
+    clock = LoopClock()
+    run = run_with(Discarding, clock, Flow(clock, workers=1, least=2))
+    run.attach("MARS", consumer, opened_at=clock.monotonic())
+    run.buffer.lapse()
+    run.buffer.put(Reported(1))  # was on its way
+    run.detach("MARS")
+    opened_at = clock.monotonic()
+    run.buffer.put(Reported(2))  # before the new consumer is attached
+    run.attach("MARS", consumer, opened_at=opened_at)
+    assert [run.buffer.delivery_of(sequence) is not None for sequence in (1, 2)] == [False, True]
+    assert run.buffer.trusted
+
+
+async def test_a_worker_that_was_away_while_it_opened_a_consumer_begins_nothing() -> None:
+    clock = LoopClock()
+    run = run_with(Discarding, clock, Flow(clock, workers=1, least=2))
+    opened_at = clock.monotonic()
+    await anyio.sleep(20.0)
+    run.attach("MARS", SimpleNamespace(refill=lambda: None), opened_at=opened_at)
+    assert not run.buffer.trusted

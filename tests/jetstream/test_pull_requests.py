@@ -248,6 +248,38 @@ async def test_a_pin_is_in_doubt_when_nothing_is_heard_for_as_long_as_an_electio
     assert pulls.pin == "one"
 
 
+async def test_a_server_may_change_the_form_of_its_replies(played: PlayedConnection) -> None:
+    read: list[int] = []
+    pulls = PullSubscription(
+        played.connection,
+        stream="MARS",
+        consumer="agent",
+        on_messages=lambda messages: read.extend(message[SEQUENCE] for message in messages),
+        on_change=lambda: None,
+    )
+    await pulls.open()
+    for sequence, own in enumerate((SHORT, LONG, SHORT), start=1):
+        played.heard([(b"mars.od", own + b"1.%d.1.1.0" % sequence, b"", b"{}")])
+        assert pulls.settled_by == own
+    assert read == [1, 2, 3]
+
+
+async def test_what_is_no_status_of_a_server_ends_nothing(
+    played: PlayedConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign: list[bytes] = []
+    monkeypatch.setattr(played, "tell_foreign", lambda about, data: foreign.append(data), raising=False)
+    pulls = PullSubscription(
+        played.connection, stream="MARS", consumer="agent", on_messages=lambda _: None, on_change=lambda: None
+    )
+    await pulls.open()
+    pulls.ask(10)
+    played.heard([(b"_INBOX.test", b"", b"NATS/1.0\r\nname: value\r\n\r\n", b"of another user")])
+    assert (foreign, pulls.error, pulls.outstanding) == ([b"of another user"], None, 10)
+    played.say(status="409 Message Size Exceeds MaxBytes")
+    assert pulls.error is None
+
+
 SHORT, LONG = b"$JS.ACK.MARS.agent.", b"$JS.ACK.hub.hash.MARS.agent."
 ENDED = (b"_INBOX.test", b"", b"NATS/1.0 408 Request Timeout\r\nNats-Pending-Messages: 3\r\n\r\n", b"")
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
-from aviso_workers import App, config
+from aviso_workers import App, Notification, config
 from aviso_workers.backends.jetstream.connection import MOST_DENIALS, Connection
 from aviso_workers.engine import replay
 from aviso_workers.errors import DeniedError, UnansweredError
+from aviso_workers.events import AgentDisturbed
 from aviso_workers.server import NatsServer
 from tests.conftest import write_mars_config
 from tests.waits import PATIENCE_SECONDS
@@ -102,3 +104,34 @@ async def test_a_reading_whose_account_lacks_an_import_ends_and_names_the_reques
             async with App("other", config=other) as app:
                 with pytest.raises(UnansweredError, match=rf"{lacking}.* imported"):
                     await anext(getattr(app, read)("mars", from_id=1))
+
+
+async def test_a_denied_settlement_of_a_server_with_longer_replies_is_told(tmp_path: Path) -> None:
+    """The feature `js_ack_fc_v2` of a nats-server names the domain and the account in what a message is settled by."""
+    server_config = (
+        "feature_flags { js_ack_fc_v2: true }\n"
+        "authorization { users: [{user: worker, password: right, "
+        "permissions: {publish: {deny: ['$JS.ACK.*.*.MARS.>']}}}] }\n"
+    )
+    with NatsServer.start(store_dir=tmp_path / "store", config=server_config) as server:
+        app = App("field", config=write_mars_config(tmp_path / "c.yaml", server.url, user="worker", password="right"))
+
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None: ...
+
+        told: list[Exception] = []
+        disturbed, stop = anyio.Event(), anyio.Event()
+
+        def hear(event: AgentDisturbed) -> None:
+            told.append(event.error)
+            disturbed.set()
+
+        app.events.listen(hear, AgentDisturbed)
+        async with app, anyio.create_task_group() as tasks:
+            await app.notify("mars", {"class": "od", "step": 6})
+            tasks.start_soon(app.work, stop)
+            with anyio.fail_after(PATIENCE_SECONDS):
+                await disturbed.wait()
+            tasks.cancel_scope.cancel()
+        assert isinstance(told[0], DeniedError)
+        assert "$js.ack._." in str(told[0])

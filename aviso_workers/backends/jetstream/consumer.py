@@ -127,6 +127,7 @@ class Outbox:
     def _on_confirmed(self, arrivals: Sequence[Arrival]) -> None:
         for subject, _, headers, data in arrivals:
             if headers:  # 503: the consumer has no leader just now
+                self._in_progress.pop(subject, None)
                 continue
             if data:  # a confirmation is empty
                 self._connection.tell_foreign("confirm a settlement", data)
@@ -234,8 +235,6 @@ class PullConsumer:
         self._outbox = outbox
         self._consumer = (stream, consumer)
         self._name = f"consumer {consumer} of stream {stream}"
-        self._settlements = f"$JS.ACK.{stream}.{consumer}."
-        """What the subjects begin with by which its messages are settled."""
         self._opened_at = 0.0
         self._made = made
         self._opened: Identity | None = None
@@ -276,7 +275,7 @@ class PullConsumer:
         for no message.
         """
         self._opened_at = asyncio.get_running_loop().time()
-        subject = f"{self._settlements}0.0.0.0.0"
+        subject = f"{self._pulls.settled_by.decode()}0.0.0.0.0"
         self._connection.wire.send(subject.encode(), IN_PROGRESS)
         if not await self._connection.answers():
             raise UnavailableError(f"{self._name}: no answer in time")
@@ -293,7 +292,7 @@ class PullConsumer:
                     await self._check()
                 if self._pulls.error:
                     raise self._pulls.error
-                self._connection.check_allowed_below(self._settlements, since=self._opened_at)
+                self._connection.check_allowed_below(self._pulls.settled_by.decode(), since=self._opened_at)
                 self._outbox.repeat()
                 self._ask()
         except NotFoundError as error:

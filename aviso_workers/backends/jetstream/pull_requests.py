@@ -74,7 +74,7 @@ class PullSubscription:
         self._connection = connection
         self._subject = f"CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._name = f"consumer {consumer} of stream {stream}"
-        self._consumer = f"{stream}.{consumer}".encode()
+        self._consumer = [stream.encode(), consumer.encode()]
         self._on_messages = on_messages
         self._on_change = on_change
         self._closing = anyio.Lock()
@@ -91,8 +91,9 @@ class PullSubscription:
         self._received_at = self._now()
         self._heartbeat_seconds = HEARTBEAT_SECONDS
         self._inbox = Inbox(self._on_arrivals, ending="")
-        self._from_consumer = f"$JS.ACK.{stream}.{consumer}.".encode()
-        """How the reply subjects of the consumer's messages begin; what else comes is a status, or none of ours."""
+        self.settled_by = f"$JS.ACK.{stream}.{consumer}.".encode()
+        """How the subjects begin by which the consumer's messages are settled, as far as that is known; what else comes
+        is a status, or none of ours."""
         self._most_messages = sys.maxsize
         self._most_bytes = max(MOST_BYTES, 2 * connection.nc.max_payload)
         self._expires_ns = EXPIRES_SECONDS * SECOND
@@ -170,9 +171,9 @@ class PullSubscription:
             return
         self._last_received = self._received_at = self._now()
         self._answered = True
-        messages = stored(arrivals, self._from_consumer)
+        messages = stored(arrivals, self.settled_by)
         if not messages and any(self._learns_beginning(reply) for _, reply, _, _ in arrivals):
-            messages = stored(arrivals, self._from_consumer)
+            messages = stored(arrivals, self.settled_by)
         if messages:
             self.outstanding = max(0, self.outstanding - len(messages))
             if self._group and (headers := messages[0][2]):
@@ -186,22 +187,29 @@ class PullSubscription:
                 if reply.startswith(FROM_STREAM) or not headers:
                     self._connection.tell_foreign(f"pull from {self._name}", data)
                 else:
-                    self._on_status(headers)
+                    self._on_status(headers, data)
 
     def _learns_beginning(self, reply: bytes) -> bool:
-        """Return whether it is the reply subject of a message of the consumer in its longer form, which names a domain
-        and an account first. Then the others begin as this one.
+        """Return whether it is the reply subject of a message of the consumer, which begins otherwise than before. Then
+        the others begin as this one. In its longer form it names a domain and an account first; a server may be set to
+        use it (`js_ack_fc_v2`), or not any more.
         """
         words = reply.split(b".")
-        is_own = words[:2] == [b"$JS", b"ACK"] and len(words) > 9 and b".".join(words[4:6]) == self._consumer
-        if is_own:
-            self._from_consumer = b".".join(words[:6]) + b"."
-        return is_own
+        if words[:2] != [b"$JS", b"ACK"]:
+            return False
+        for end in (6, 4):
+            if len(words) > end + 3 and words[end - 2 : end] == self._consumer:
+                self.settled_by = b".".join(words[:end]) + b"."
+                return True
+        return False
 
-    def _on_status(self, block: bytes) -> None:
+    def _on_status(self, block: bytes, data: bytes) -> None:
         code, description = status(block)
         headers = Headers(block)
         if code == "100":
+            return
+        if not code:
+            self._connection.tell_foreign(f"pull from {self._name}", data)
             return
         # A server that ends a request early says how much of it was left; one that rejects it, nothing.
         self.outstanding = max(0, self.outstanding - int(headers.get("Nats-Pending-Messages", self.outstanding)))
@@ -212,7 +220,7 @@ class PullSubscription:
                 self.pin = ""  # it is another reader's
             case "409" if "Consumer Deleted" in description:
                 self.error = NotFoundError(f"{self._name} was deleted")
-            case "409" if description == TOO_LARGE and int(headers["Nats-Pending-Bytes"]) == self._most_bytes:
+            case "409" if description == TOO_LARGE and headers.get("Nats-Pending-Bytes") == str(self._most_bytes):
                 self.error = RefusedError(
                     f"{self._name}: its next message is larger than the {self._most_bytes} bytes that its max_bytes "
                     "lets a request have; raise it"

@@ -28,7 +28,7 @@ class InBatches:
         context, buffer, batching = self._context, self._context.buffer, self._context.agent.policy.batch
         with context.outputs.keys() as keys:
             while first := await buffer.take():
-                deliveries = [first]
+                lapsed, deliveries = buffer.lapsed, [first]
                 apart: Delivery | None = None
                 if not buffer.alone(first):
                     with clocks.move_on_after(context.clock, batching.within):
@@ -39,10 +39,8 @@ class InBatches:
                                 apart = delivery
                                 break
                             deliveries.append(delivery)
-                await context.pace.wait()
-                if not buffer.trusted:  # they were taken before the process was paused, and may run elsewhere
-                    for delivery in (*deliveries, *([apart] if apart else [])):
-                        buffer.done(delivery)
+                taken = (*deliveries, *([apart] if apart else []))
+                if not await context.wait_for_rate(*taken, lapsed=lapsed):
                     continue
                 await self._handle(deliveries, keys)
                 if apart is not None:

@@ -12,6 +12,7 @@ from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
 
+from anyio import Event
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from aviso_workers.aviso.codec import NotificationReader
@@ -80,6 +81,21 @@ class HandlerContext:
             self.step = timeouts.limit(self._call_in_scope, of_all)
         if while_held is not None:
             self.step = partial(while_held.call, self.step, buffer)
+
+    async def wait_for_rate(self, *deliveries: Delivery, lapsed: Event) -> bool:
+        """Wait until the agent's `rate_limit` lets deliveries that were taken begin, and return whether they still may.
+
+        Where `lapsed`, the buffer's when they were taken, was set meanwhile, the process was away: others may have been
+        given them, so they are left to those.
+        """
+        await self.pace.wait()
+        may_begin = self.buffer.trusted and not lapsed.is_set()
+        for delivery in deliveries:
+            if may_begin:
+                self.buffer.note_waited(delivery)
+            else:
+                self.buffer.done(delivery)
+        return may_begin
 
     def read(self, delivery: Delivery) -> Notification[Any] | Failure | None:
         """Return the notification, or why it cannot be read; None where the agent did not ask for it."""
@@ -165,8 +181,8 @@ class OneByOne:
         context, run = self._context, calls.runner(self._run)
         take_now, take, succeeded = context.buffer.take_now, context.buffer.take, context.settler.succeeded
         while (delivery := take_now() or await take()) is not None:
-            if context.pace.limited:
-                await context.pace.wait()
+            if context.pace.limited and not await context.wait_for_rate(delivery, lapsed=context.buffer.lapsed):
+                continue
             started = context.clock.monotonic()
             notification = context.read(delivery)
             if isinstance(notification, Notification):

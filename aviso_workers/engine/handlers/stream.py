@@ -50,6 +50,8 @@ class _Source:
         self._context = context
         self._keys = keys
         self._handed_out: list[tuple[Delivery, float]] = []
+        self._lapsed = context.buffer.lapsed
+        """Tells whether the process was away after the next one was taken."""
 
     async def next(self, *, within_seconds: float | None = None) -> Notification[Any] | None:
         """Return the next notification; None when the buffer is closed, or nothing came in time.
@@ -94,7 +96,8 @@ class _Source:
         if any(buffer.alone(delivery) for delivery, _ in self._handed_out):
             return None
         while (delivery := self._next_up or await buffer.take()) is not None:
-            self._next_up = delivery
+            if self._next_up is None:
+                self._next_up, self._lapsed = delivery, buffer.lapsed
             if self._handed_out and buffer.alone(delivery):
                 return None  # what was handed out comes first
             notification = self._context.read(delivery)
@@ -102,8 +105,10 @@ class _Source:
                 self._next_up = None
                 await self._context.settle_unread(delivery, notification)
                 continue
-            await self._context.pace.wait()
+            may_begin = await self._context.wait_for_rate(delivery, lapsed=self._lapsed)
             self._next_up = None
+            if not may_begin:
+                continue
             self._handed_out.append((delivery, self._context.clock.monotonic()))
             self._keys.also(delivery.message)
             return notification
