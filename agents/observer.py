@@ -1,7 +1,7 @@
 """Lag and standstill of every agent of a deployment, also of those whose workers are down, for Prometheus.
 
 Everything comes from the server, stream by stream, spread over `poll_seconds`: a request for 256 consumers, one for the
-stream, two for the dead letters and exceeded `max_deliver`s, and some for what workers recorded of their consumers. One
+stream, one for the dead letters, and some for what workers recorded of their consumers. One
 worker with it per deployment is enough. An agent whose consumer is gone shows as such until a worker makes it anew.
 What the server does not answer stays as it was, and `aviso_observer_last_poll_timestamp_seconds` tells how old that is.
 """
@@ -75,7 +75,7 @@ class _Rounds:
         questions |= {
             stream: partial(self._ask_for_agents, stream) for stream in deployment.streams_of(self._app.config)
         }
-        questions |= {"dead letters": self._ask_for_dead_letters, "exceeded max_deliver": self._ask_for_exceeded}
+        questions |= {"dead letters": self._ask_for_dead_letters}
         while True:
             for about, ask in questions.items():
                 await self._ask(about, ask)
@@ -131,15 +131,6 @@ class _Rounds:
         none = dict.fromkeys((agent[:2] for agent in self._known()), 0.0)
         self._show("dead_letters", "Dead letters that are stored now.", labels=AGENT, values={**none, **counts})
         await self._ask_for_use(deployment.DEAD_LETTERS)
-
-    async def _ask_for_exceeded(self) -> None:
-        admin = self._app.session.admin
-        self._show(
-            "given_up",
-            "Notifications of the last 7 days that the server gave up, because a worker died at every delivery.",
-            labels=CONSUMER,
-            values={**dict.fromkeys(self._known(), 0.0), **await deployment.max_deliveries_exceeded(admin)},
-        )
 
     def _known(self) -> list[tuple[str, ...]]:
         """Return the agents that have a consumer, each with its stream."""

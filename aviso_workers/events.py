@@ -474,8 +474,9 @@ class ConsumerResumed(Struct, frozen=True, kw_only=True):
     """The first one of the stream that it is given."""
     recorded: bool = True
     """Whether there was a record of it; `agents rm` removes it with the consumer."""
-    why: Literal["lost", "filter"] = "lost"
-    """Why it was recreated: it was lost, or a worker removed it because its filter had hidden notifications."""
+    why: Literal["lost", "filter", "max_deliver"] = "lost"
+    """Why it was recreated: it was lost, or a worker removed it because its filter had hidden notifications, or its
+    `max_deliver` may have had the server give some up."""
 
 
 class ConsumerNotRecorded(Struct, frozen=True, kw_only=True):

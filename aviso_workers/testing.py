@@ -64,13 +64,13 @@ from aviso_workers.clocks import Timer as ClockTimer
 from aviso_workers.config import Config, JetStream, streams
 from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
-from aviso_workers.declare.agents import Agent, durable_name, included
+from aviso_workers.declare.agents import Agent, included
 from aviso_workers.declare.batches import Source, Stream
 from aviso_workers.declare.resources import Resource, spelled
 from aviso_workers.declare.tables import PROCESS, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.windows import Window
-from aviso_workers.engine import dead_letter_store, delayed_delivery, delayed_messages, max_deliveries, parts
+from aviso_workers.engine import dead_letter_store, delayed_delivery, delayed_messages, parts
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.call_scope import Opened
 from aviso_workers.engine.dead_letter_store import DeadLetter
@@ -480,7 +480,7 @@ class Harness:
     @asynccontextmanager
     async def _own_streams_removed(self) -> AsyncIterator[None]:
         before = set(await self._watch.stream_names())
-        ours = {dead_letter_store.STREAM, dead_letter_store.RETRIES, max_deliveries.STREAM, delayed_messages.STREAM}
+        ours = {dead_letter_store.STREAM, dead_letter_store.RETRIES, delayed_messages.STREAM}
         if taken := before & {*self._readers, *ours}:
             raise AvisoWorkersError(
                 f"{self._server} has the streams {', '.join(sorted(taken))} already: a test makes and removes "
@@ -689,9 +689,6 @@ class Harness:
                     facts.append(f"{over} windows over and not done")
                 if any(facts):
                     left.append(f"{agent.name}: {'; '.join([*filter(None, facts), *self._reasons(agent.name)])}")
-            reader = durable_name(app, max_deliveries.NAME)
-            if version.app.agents and (exceeded := await self._left_of(max_deliveries.STREAM, reader)):
-                left.append(f"{max_deliveries.NAME}: {exceeded}")
         if delayed_messages.STREAM in self._made and (
             due := await self._left_of(delayed_messages.STREAM, delayed_delivery.DURABLE)
         ):

@@ -73,7 +73,7 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> list[Shown]:
     file = tmp_path_factory.mktemp("agents") / "config.yaml"
     file.write_text(IN_MEMORY)
     config = load(file, environ={})
-    of_observer = anyio.run(of_agent, observer.router, config, "aviso_observer_given_up")
+    of_observer = anyio.run(of_agent, observer.router, config, "aviso_observer_dead_letters")
     of_spark_events = anyio.run(of_agent, spark_events.router, config, "aviso_spark_events_lost_applications")
     return of_worker + of_observer + of_spark_events + of_doctor()
 
@@ -201,7 +201,6 @@ HEALTHY = {
     f'aviso_worker_pull_errors_total{{{OF_AGENT}, code="503"}}': "0x50 1x10",
     f"aviso_worker_consumer_recreations_total{{{OF_AGENT}}}": "0x60",
     f"aviso_observer_consumer_missing{{{OBSERVED}}}": "0x60",
-    f"aviso_observer_given_up{{{OBSERVED}}}": "2x60",
     'aviso_observer_stream_used_ratio{stream="MARS"}': "0.5x60",
     'aviso_doctor_check{code="JS044", state="fail"}': "0x60",
     'aviso_doctor_check{code="JS042", state="fail"}': "0x60",
@@ -244,7 +243,6 @@ def instead(name: str, values: str) -> dict[str, str]:
         ("AvisoConsumerRecreated", instead("aviso_worker_consumer_recreations_total", "0x50 1x10")),
         ("AvisoConsumerRecreated", instead("aviso_worker_consumer_recreations_total", "_x50 1x10")),
         ("", instead("aviso_worker_consumer_recreations_total", "_x30 1x30")),
-        ("AvisoDeliveriesExceeded", instead("aviso_observer_given_up", "2x50 3x10")),
         ("AvisoStreamNearlyFull", instead("aviso_observer_stream_used_ratio", "0.95x60")),
         ("AvisoServersUnhealthy", instead('aviso_doctor_check{code="JS044"', "1x60")),
         ("AvisoDoctorFails", instead('aviso_doctor_findings{code="JS042", state="fail"', "1x60")),
@@ -289,7 +287,6 @@ NEW = {
     "AvisoPullErrors": {"aviso_worker_pull_errors_total": "_x50 1+1x10"},
     "AvisoConsumerMissing": {"aviso_observer_consumer_missing": "_x50 1x10"},
     "AvisoConsumerRecreated": {"aviso_worker_consumer_recreations_total": "_x50 1x10"},
-    "AvisoDeliveriesExceeded": {"aviso_observer_given_up": "_x50 1x10"},
     "AvisoStreamNearlyFull": {"aviso_observer_stream_used_ratio": "_x50 0.95x10"},
     "AvisoServersUnhealthy": {'aviso_doctor_check{code="JS044"': "_x50 1x10"},
     "AvisoDoctorFails": {'aviso_doctor_findings{code="JS042", state="fail"': "_x45 1x15"},

@@ -17,8 +17,6 @@ from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
 
-from msgspec import Struct
-
 from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.literals import printable
 from aviso_workers.backends import Delivery
@@ -46,7 +44,7 @@ from aviso_workers.events import (
 )
 from aviso_workers.jetstream import answers, error_codes
 
-__all__ = ["Exceeded", "Settler", "dead_letter_exceeded", "give_back", "leave_to_others", "settle", "settle_again"]
+__all__ = ["Settler", "give_back", "leave_to_others", "settle", "settle_again"]
 
 STORE_AGAIN = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
 """The backoff after a dead letter could not be stored: until then the agent tries none, and the originals wait."""
@@ -54,8 +52,6 @@ FAILURE_COSTS = 12
 """How many times as much processor time as a success a failure costs, besides what its handler does."""
 FAILURE_SECONDS = 0.01
 """The most that is assumed for it, as on a machine that has other work."""
-EXCEEDED = "max_deliveries"
-"""The reason of the dead letters of notifications whose consumer exceeded `max_deliver`."""
 
 
 class _Outcome(NamedTuple):
@@ -107,48 +103,6 @@ def give_back(deliveries: Sequence[Delivery]) -> int:
     for delivery in deliveries:
         delivery.nak()
     return len(deliveries)
-
-
-class Exceeded(Struct, frozen=True, kw_only=True):
-    """A notification that the server delivers no more, because its consumer exceeded `max_deliver`."""
-
-    agent: str
-    event_type: str
-    """The name of its stream, where this worker does not know the agent."""
-    stream: str
-    message: Message
-    deliveries: int
-
-
-async def dead_letter_exceeded(exceeded: Exceeded, store: DeadLetterStore, *, clock: Clock, events: Events) -> bool:
-    """Store the dead letter of a notification that exceeded `max_deliver`; return whether it could be stored."""
-    refused: BackendError | None = None
-    try:
-        await store.dead_letter(
-            exceeded.message,
-            agent=exceeded.agent,
-            stream=exceeded.stream,
-            reason=EXCEEDED,
-            attempts=exceeded.deliveries,
-            error=None,
-        )
-    except BackendError as error:
-        refused = error
-    events.emit(
-        Failed(
-            agent=exceeded.agent,
-            event_type=exceeded.event_type,
-            sequence=exceeded.message.sequence,
-            outcome="retried" if refused else "dead_lettered",
-            reason="dead_letter_failed" if refused else EXCEEDED,
-            seconds=0.0,
-            waited_seconds=0.0,
-            stored_to_settled_seconds=(clock.time_ns() - exceeded.message.timestamp_ns) / 1e9,
-            num_delivered=exceeded.deliveries,
-            error=refused,
-        )
-    )
-    return refused is None
 
 
 def leave_to_others(delivery: Delivery) -> float:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
+from typing import Literal
 
 import msgspec
 from msgspec import Struct, structs
@@ -34,7 +35,7 @@ from aviso_workers.errors import (
     UndecodableError,
     UnreadableStreamError,
 )
-from aviso_workers.events import ConsumerNotRecorded, ConsumerResumed, Events
+from aviso_workers.events import ConsumerEdited, ConsumerNotRecorded, ConsumerResumed, Events
 from aviso_workers.jetstream import identities, specs
 from aviso_workers.jetstream.identities import Identity
 from aviso_workers.jetstream.key_value import Entry, KeyValue
@@ -128,8 +129,8 @@ class ConsumerRecorder:
         self._seen: int | None = None
         """The ack floor of the consumer when this worker last read it; None where it has read none of this stream, or
         an operator has removed it on purpose."""
-        self._removed = False
-        """Whether this worker has removed the consumer."""
+        self._removed_for: Literal["lost", "filter", "max_deliver"] = "lost"
+        """Why this worker has removed the consumer; "lost" where it has not."""
         self._reported = False
         """Whether it was stated that the record cannot be written."""
 
@@ -140,11 +141,29 @@ class ConsumerRecorder:
         except NotFoundError:
             return None
 
-    async def remove(self) -> None:
-        """Remove the consumer, because its filter has hidden notifications; `ensure` creates it again, and it begins
+    async def remove_limited(self, found: ConsumerInfo) -> bool:
+        """Remove a consumer to which somebody has given a `max_deliver`, and return whether it was removed. The server
+        may have given notifications up, so they are delivered again: what was settled since the last record, too.
+        Raises `BackendError`.
+        """
+        if found.config.max_deliver <= 0 or not await self.is_known():
+            return False
+        await self.remove(why="max_deliver")
+        self._events.emit(
+            ConsumerEdited(
+                agent=self._agent,
+                stream=self._stream,
+                consumer=self._consumer,
+                differences=(f"max_deliver: {found.config.max_deliver} -> unlimited",),
+            )
+        )
+        return True
+
+    async def remove(self, *, why: Literal["filter", "max_deliver"] = "filter") -> None:
+        """Remove the consumer, because it may have withheld notifications; `ensure` creates it again, and it begins
         after what is recorded. Raises `BackendError`.
         """
-        self._removed = True
+        self._removed_for = why
         with suppress(NotFoundError):
             await self._backend.delete_consumer(self._stream, self._consumer)
 
@@ -156,6 +175,8 @@ class ConsumerRecorder:
         """
         if found is not None and identities.is_as_wanted(wanted, found):
             return found
+        if found is not None and await self.remove_limited(found):
+            found = None
         settled = await self._settled() if found is None else found.settled
         recorded = self._last is not None
         if found is None and settled is not None:
@@ -175,10 +196,10 @@ class ConsumerRecorder:
                     consumer=info.name,
                     sequence=settled + 1,
                     recorded=recorded,
-                    why="filter" if self._removed else "lost",
+                    why=self._removed_for,
                 )
             )
-        self._removed = False
+        self._removed_for = "lost"
         return info
 
     async def is_known(self) -> bool:
@@ -187,10 +208,16 @@ class ConsumerRecorder:
 
     async def refresh(self) -> None:
         """Ask for the consumer, and record what is new about it. Raises `BackendError` where it does not answer."""
-        await self.record(await self._backend.consumer_info(self._stream, self._consumer))
+        found = await self._backend.consumer_info(self._stream, self._consumer)
+        if not await self.remove_limited(found):
+            await self.record(found)
 
     async def record(self, consumer: ConsumerInfo) -> None:
-        """Store what is new about the consumer. Where that fails, it is stated once."""
+        """Store what is new about the consumer. Where that fails, it is stated once. With a `max_deliver`, a position
+        says nothing: the server may have given up what is before it.
+        """
+        if consumer.config.max_deliver > 0:
+            return
         found = identities.of(consumer)
         try:
             if self._last is None or not found.goes_on(self._known) or consumer.settled < self._last.ack_floor:

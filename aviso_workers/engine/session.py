@@ -25,7 +25,6 @@ from aviso_workers.engine import (
     delayed_delivery,
     delayed_messages,
     last_failures,
-    max_deliveries,
     open_resources,
     own_buckets,
     replicas,
@@ -254,8 +253,6 @@ class Session:
                     watching.start_soon(self._tell_begun, agents, begun)  # first, so that it hears of all of them
                 for agent in agents:
                     work.start_soon(self.run_agent, agent, stop, known_agents)
-                if agents:
-                    work.start_soon(self.run_max_deliveries, app.agents, stop)
                 work.start_soon(self.run_delayed_delivery, stop)
                 if timers:
                     work.start_soon(run_app_timers)
@@ -319,19 +316,6 @@ class Session:
             self._last_failures.observe(ticked[0])  # of a failure, the command itself tells
             await self._last_failures.write()
         return ticked[0]
-
-    async def run_max_deliveries(self, agents: Sequence[Agent[Any, Any]], stop: anyio.Event) -> None:
-        """Store the dead letters of notifications that exceeded `max_deliver`, until `stop`; `agents` are ours."""
-        subscription = max_deliveries.subscription(
-            agents,
-            backend=self.backend,
-            app=self._app,
-            config=self._config,
-            own_streams=self.own_streams,
-            dead_letters=self._dead_letters,
-            events=self._events,
-        )
-        await self._keep_running(subscription, stop)
 
     async def run_delayed_delivery(self, stop: anyio.Event) -> None:
         """Bring, until `stop`, what is due to the streams it was meant for, whichever app has published it.

@@ -11,9 +11,9 @@ No notification is hidden from a version that reads, whatever happens at the sam
 * JetStream has no conditional update of a consumer, so the last update wins. All updates that widen the filter are
   equal. One that narrows it is made when only one version is registered; then the registered versions are read again.
 * Where the consumer lacks what a version wants that is registered and reads, such as after an update that was late, or
-  an edit by hand, the consumer is removed. It is created again and begins after what was recorded as settled. That is
-  recorded only after the filter was found to be complete: some notifications are handled twice then, and none is
-  missed.
+  an edit by hand, or somebody has given it a `max_deliver`, the consumer is removed. It is created again and begins
+  after what was recorded as settled. That is recorded only after the filter was found to be complete: some
+  notifications are handled twice then, and none is missed.
 
 A worker that is given what its version does not want asks which versions there are. It gives the notification back with
 a delay where another version wants it: this is not a failure, and the agent never sees it. Else it acks it. A version
@@ -333,7 +333,9 @@ class SharedFilter:
         found = await self._backend.consumer_info(self._stream, self.consumer.durable_name)
         self._follow(found)
         before, registered = await self._registry.change(self._still_there)
-        if await self._removed(found, (each for each in before if each.reads)):
+        if await self._recorder.remove_limited(found) or await self._removed(
+            found, (each for each in before if each.reads)
+        ):
             return
         wanted = specs.beginning_after(self._shared(registered), found.settled)
         edited = _edited(wanted, found)

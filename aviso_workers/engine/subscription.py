@@ -1,8 +1,7 @@
 """A subscription at work: its consumers opened, watched and opened again after a wait, its workers drained in order.
 
-`session` hands in a `Subscription`: an agent (`agent_subscriptions`), what exceeds its deliveries (`max_deliveries`),
-or what is delivered later (`delayed_delivery`). A delivery goes from its consumer into the buffer (`feeds`), from
-which a handler takes it.
+`session` hands in a `Subscription`: an agent (`agent_subscriptions`), or what is delivered later (`delayed_delivery`).
+A delivery goes from its consumer into the buffer (`feeds`), from which a handler takes it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from aviso_workers.engine import (
     dead_letter_store,
     delayed_messages,
     last_failures,
-    max_deliveries,
     versions,
 )
 from aviso_workers.engine.consumer_records import ConsumerRecord
@@ -39,7 +38,6 @@ __all__ = [
     "dead_letters",
     "due",
     "elsewhere",
-    "max_deliveries_exceeded",
     "missing",
     "part_used",
     "recorded",
@@ -83,7 +81,7 @@ def streams_of(config: Config) -> list[str]:
     """Return the streams that agents need: those of the configured event types, and our own."""
     event_types = config.notification_schema.items()
     of_events = [streams.event_stream(name, event_type, config).name for name, event_type in event_types]
-    return [*of_events, dead_letter_store.RETRIES, max_deliveries.STREAM, delayed_messages.STREAM]
+    return [*of_events, dead_letter_store.RETRIES, delayed_messages.STREAM]
 
 
 async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInfo]:
@@ -216,19 +214,6 @@ async def dead_letters(admin: Admin) -> dict[tuple[str, ...], int]:
         (words[-2], words[-1]): count
         for subject, count in counts.items()
         if len(words := subject.split(".")) == SUBJECT_TOKENS  # else it is the first part of a large one
-    }
-
-
-async def max_deliveries_exceeded(admin: Admin) -> dict[tuple[str, ...], int]:
-    """Return how often max deliveries were exceeded, by app, agent and stream. Raises `BackendError`.
-
-    That happens when a worker died on each of the deliveries that there can be. The count is of the last days.
-    """
-    counts = await _subject_counts(admin, max_deliveries.STREAM)
-    return {
-        (*found, subject.split(".")[-2]): count
-        for subject, count in counts.items()
-        if (found := agent_of(subject.split(".")[-1]))
     }
 
 

@@ -23,7 +23,6 @@ from aviso_workers.engine import (
     dead_letter_store,
     delayed_delivery,
     delayed_messages,
-    max_deliveries,
     own_buckets,
     table_store,
 )
@@ -205,8 +204,6 @@ def _dead_letters(api: _Api, app: Router) -> Iterator[str]:
     yield from api.read(dead_letter_store.STREAM)
     yield from api.use(dead_letter_store.RETRIES)
     yield from api.read(dead_letter_store.RETRIES)
-    yield from api.use(max_deliveries.STREAM)
-    yield from api.consume(max_deliveries.STREAM, f"{app.name}__{max_deliveries.NAME}", reads=False)
 
 
 def _bucket(api: _Api, bucket: str, *, updates: bool = True) -> Iterator[str]:

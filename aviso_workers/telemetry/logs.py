@@ -322,6 +322,10 @@ def _observe_consumer(
                 log.warning("consumer.filter_narrowed", **of, gone=_spelled(event.gone))
 
 
+WITHHELD = {"filter": "filter_hides", "max_deliver": "edited"}
+"""Which entry says why a worker has removed a consumer."""
+
+
 def _observe_record(event: ConsumerResumed | ConsumerNotRecorded | AgentMoved) -> None:
     if isinstance(event, AgentMoved):
         log.warning(
@@ -342,8 +346,8 @@ def _observe_record(event: ConsumerResumed | ConsumerNotRecorded | AgentMoved) -
             consumer=event.consumer,
             sequence=event.sequence,
             cure=(
-                "see consumer.filter_hides, which says why the worker has recreated it"
-                if event.why == "filter"
+                f"see consumer.{WITHHELD[event.why]}, which says why the worker has recreated it"
+                if event.why in WITHHELD
                 else "find out who deleted the consumer; half a minute of notifications may be handled again, and what "
                 "was settled behind an unfinished one"
                 if event.recorded

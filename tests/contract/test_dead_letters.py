@@ -16,10 +16,9 @@ from aviso_workers.aviso.positions import Position
 from aviso_workers.backends import Message, Outgoing, PubAck
 from aviso_workers.config import Config
 from aviso_workers.config.settings import DeadLetters
-from aviso_workers.engine import acknowledging, max_deliveries
+from aviso_workers.engine import acknowledging
 from aviso_workers.engine.dead_letter_store import STREAM
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
-from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control, deployment
 from aviso_workers.ops.dead_letters import DeadLetter, Selection, StoredDeadLetters
 from aviso_workers.testing import Harness, harness
@@ -369,67 +368,6 @@ async def test_a_retry_whose_worker_dies_each_time_comes_back_as_the_letter_that
             dead_letter.original.sequence,
             dead_letter.original.data,
         )
-
-
-async def test_what_the_server_gave_up_is_kept_where_no_worker_knows_its_agent(app: App, testing: Testing) -> None:
-    @app.agent("mars")
-    async def known(notification: Notification[Any]) -> None: ...
-
-    async with testing() as (t, stored):
-        receipt = await t.notify("mars", mars(), {"n": 1})
-        await give_up(t, "contract__newer")
-        await give_up(t, "contract-too__known")
-        await t.settle()
-
-        (dead_letter,) = await all_of(stored)
-        assert (dead_letter.app, dead_letter.agent, dead_letter.reason, dead_letter.attempts) == (
-            "contract",
-            "newer",
-            "max_deliveries",
-            1,
-        )
-        assert (dead_letter.stream, dead_letter.original.sequence) == (receipt.stream, receipt.sequence)
-
-
-async def test_two_workers_that_have_other_agents_lose_nothing_of_what_the_server_gave_up(
-    app: App, testing: Testing
-) -> None:
-    newer = App("contract", config=app.config)
-
-    @app.agent("mars")
-    async def old(notification: Notification[Any]) -> None: ...
-
-    @newer.agent("mars")
-    async def new(notification: Notification[Any]) -> None: ...
-
-    async with testing() as (t, stored), anyio.create_task_group() as beside:
-        stop = anyio.Event()
-        beside.start_soon(app.session.run_max_deliveries, newer.agents, stop)
-        for step in range(20):
-            await t.notify("mars", mars(step=step), {})
-        await t.settle()
-        await give_up(t, "contract__new", count=20)
-        await t.settle()
-        stop.set()
-
-        assert {dead_letter.agent for dead_letter in await all_of(stored)} == {"new"}
-        assert len(await all_of(stored)) == 20
-
-
-async def give_up(t: Harness, consumer: str, *, count: int = 1) -> None:
-    """Let a durable consumer of MARS end as one whose workers die of all that they are given."""
-    backend, taken = t.app.session.admin, list[Any]()
-    spec = ConsumerSpec(
-        durable_name=consumer, filter_subjects=(), ack_wait=50_000_000, max_ack_pending=-1, max_deliver=1
-    )
-    app, _, agent = consumer.partition("__")
-    with anyio.fail_after(PATIENCE_SECONDS):
-        while max_deliveries.STREAM not in await backend.stream_names():
-            await t.advance(0.05)  # its first worker makes it, and the server tells of each only once
-        await backend.ensure_consumer("MARS", spec)
-        async with backend.consume("MARS", consumer, deliver=taken.append, capacity=lambda: 100):
-            while (await deployment.max_deliveries_exceeded(t.app.session.admin)).get((app, agent, "MARS"), 0) < count:
-                await t.advance(0.05)
 
 
 async def test_bytes_that_are_no_notification_are_kept_as_they_are(app: App, testing: Testing) -> None:

@@ -13,13 +13,15 @@ from aviso_workers import App, Backoff, Notification
 from aviso_workers.backends import Backend
 from aviso_workers.engine import delayed_delivery, delayed_messages, shared_filters
 from aviso_workers.engine.dead_letter_store import RETRIES
-from aviso_workers.events import ConsumerEdited
+from aviso_workers.events import ConsumerEdited, ConsumerResumed
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
+
+SECOND = 1_000_000_000
 
 
 class Handled(list[tuple[str, Any]]):
@@ -89,17 +91,56 @@ async def test_a_worker_that_starts_sets_it_right(worker: Harness, app: App, mon
     assert not (await backend.consumer_info("MARS", "contract__index")).config.get("headers_only")
 
 
-async def test_a_limit_of_deliveries_is_removed(worker: Harness) -> None:
+@pytest.mark.parametrize("stream", ["MARS", RETRIES])
+async def test_what_the_server_gave_up_for_a_max_deliver_is_delivered_again(
+    worker: Harness, calls: Handled, stream: str
+) -> None:
+    """Nobody is told of what it gives up: so the consumer goes on after what was settled before."""
     edited: list[ConsumerEdited] = []
+    resumed: list[ConsumerResumed] = []
     worker.app.events.listen(edited.append, ConsumerEdited)
-    await edit(worker.app.session.backend, "MARS", "contract__index", max_deliver=1)
+    worker.app.events.listen(resumed.append, ConsumerResumed)
+    backend = worker.app.session.backend
+    calls.fails = True
+    if stream == RETRIES:
+        await worker.notify("mars", mars(step=0), {"n": 0})
+        await worker.settle()
+    await edit(backend, stream, "contract__index", max_deliver=1)
+    calls.clear()
+    if stream == RETRIES:
+        await worker.retry_dead_letters()
+    else:
+        await worker.notify("mars", mars(step=0), {"n": 0})
     with anyio.fail_after(PATIENCE_SECONDS):
-        while not edited:
+        while not calls:
+            await worker.advance(0.01)  # it fails once, and the server gives it up
+        calls.fails = False
+        while len(calls) < 2 or not (edited and resumed):
             await worker.advance(0.1)
-    assert (await worker.app.session.backend.consumer_info("MARS", "contract__index")).config["max_deliver"] == -1
+    await worker.settle()
+    assert all(call == ("0", {"n": 0}) for call in calls), calls
+    assert [(each.stream, each.differences) for each in edited] == [(stream, ("max_deliver: 1 -> unlimited",))]
+    assert {(each.stream, each.why) for each in resumed} == {(stream, "max_deliver")}
+    assert (await backend.consumer_info(stream, "contract__index")).config["max_deliver"] == -1
 
 
-SECOND = 1_000_000_000
+async def test_a_worker_that_starts_begins_before_what_the_server_gave_up(worker: Harness, calls: Handled) -> None:
+    backend = worker.app.session.backend
+    await worker.notify("mars", mars(step=0), {"n": 0})
+    await worker.settle()
+    await worker.stop()
+    await edit(backend, "MARS", "contract__index", max_deliver=1, ack_wait=SECOND // 10)
+    await worker.app.notify("mars", mars(step=1), {"n": 1})
+    taken: list[Any] = []
+    async with backend.consume("MARS", "contract__index", deliver=taken.extend, capacity=lambda: 10 - len(taken)):
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not taken or (await backend.consumer_info("MARS", "contract__index")).num_ack_pending:
+                await worker.advance(0.05)  # nobody settles it
+    await worker.start()
+    await worker.settle()
+    assert calls == [("0", {"n": 0}), ("1", {"n": 1})]
+
+
 LIMITS = [
     {"max_bytes": 100},
     {"max_batch": 1},

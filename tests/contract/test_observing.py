@@ -11,7 +11,6 @@ import pytest
 
 from aviso_workers import App, Backoff, Notification
 from aviso_workers.backends import Admin
-from aviso_workers.engine import max_deliveries
 from aviso_workers.errors import NotFoundError
 from aviso_workers.events import Settled
 from aviso_workers.jetstream.fields import SECOND
@@ -171,22 +170,13 @@ async def test_agents_are_known_by_their_consumers_also_when_nobody_runs_them(ap
     assert {agent: (info.num_pending, info.num_ack_pending) for agent, info in found.items()} == {
         ("contract", "index"): (1, 0)
     }
-    assert list(await deployment.agents(app.session.admin, max_deliveries.STREAM)) == [
-        ("contract", "dead-letter-sweep")
-    ]
 
 
 async def test_streams_that_do_not_exist_have_nothing_to_tell(app: App) -> None:
     assert "MARS" in deployment.streams_of(app.config)
     for stream in deployment.streams_of(app.config):
         assert await deployment.agents(app.session.admin, stream) == {}, stream
-    assert (
-        await deployment.dead_letters(app.session.admin),
-        await deployment.max_deliveries_exceeded(app.session.admin),
-    ) == (
-        {},
-        {},
-    )
+    assert await deployment.dead_letters(app.session.admin) == {}
 
 
 async def test_dead_letters_are_counted_by_agent(app: App) -> None:
@@ -197,24 +187,6 @@ async def test_dead_letters_are_counted_by_agent(app: App) -> None:
     await work_off(app, 2)
 
     assert await deployment.dead_letters(app.session.admin) == {("contract", "broken"): 2}
-
-
-async def test_what_the_server_gave_up_is_counted_by_agent_and_stream(app: App, inbox: Any) -> None:
-    backend = app.session.backend
-    await backend.create_stream(max_deliveries.advisories_spec(app.config))
-    for step in range(2):
-        await app.notify("mars", mars(step=step), {})
-    await backend.ensure_consumer("MARS", durable("contract__index", ack_wait_seconds=0.1, max_deliver=1))
-
-    async with backend.consume("MARS", "contract__index", deliver=inbox.deliver, capacity=inbox.capacity):
-        await inbox.take(2)  # and never say what became of them
-        found: dict[tuple[str, ...], int] = {}
-        with anyio.move_on_after(PATIENCE_SECONDS):
-            while sum(found.values()) < 2:
-                await anyio.sleep(0.05)
-                found = await deployment.max_deliveries_exceeded(app.session.admin)
-
-    assert found == {("contract", "index", "MARS"): 2}
 
 
 def durable(name: str, *, ack_wait_seconds: float = 20.0, max_deliver: int = -1) -> ConsumerSpec:

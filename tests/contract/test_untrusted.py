@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
-import msgspec
 import pytest
 
 from aviso_workers import App
 from aviso_workers.backends import Message
-from aviso_workers.engine import consumer_records, dead_letter_store, delayed_messages, max_deliveries
+from aviso_workers.engine import consumer_records, dead_letter_store, delayed_messages
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import Overdue, Skipped
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
@@ -35,44 +33,6 @@ async def put(app: App, stream: str, subject: str, data: bytes = b"{}", /, **hea
     await app.session.backend.publish(
         message, message_id=f"forged-{next(NUMBERS)}", stream=stream, timeout_seconds=PATIENCE_SECONDS
     )
-
-
-def advisory(**stated: Any) -> bytes:
-    fields = {"stream": "MARS", "consumer": "contract__index", "stream_seq": 1, "deliveries": 1}
-    return msgspec.json.encode({**fields, **stated})
-
-
-async def test_advisories_that_are_none_are_left_out(app: App, t: Harness) -> None:
-    receipt = await t.notify("mars", mars(step="1"), {})
-    await t.settle()
-    forged = [
-        *NO_JSON,
-        advisory(stream="MARS x"),
-        advisory(stream="MARS\r\nPUB forged 0\r\n\r\n"),
-        advisory(stream="*"),
-        advisory(stream=""),
-        advisory(stream="NOWHERE"),
-        advisory(stream_seq=-1),
-        advisory(stream_seq=0),
-        advisory(stream_seq=2**63),
-        advisory(deliveries=-1),
-        advisory(consumer="contract__in dex"),
-        advisory(consumer="contract__"),
-        advisory(consumer="contract__a.b"),
-    ]
-    for data in [*forged, advisory(stream_seq=receipt.sequence)]:
-        await put(app, max_deliveries.STREAM, f"{max_deliveries.SUBJECT}.MARS.contract__index", data)
-    await t.advance(1)
-
-    dead_letters = [
-        dead_letter
-        async for dead_letter in StoredDeadLetters(app.session.admin, app.config, events=app.events).select(Selection())
-    ]
-    assert [(dead_letter.agent, dead_letter.original.sequence) for dead_letter in dead_letters] == [
-        ("index", receipt.sequence)
-    ]
-    found = await app.session.backend.consumer_info(max_deliveries.STREAM, "contract__dead-letter-sweep")
-    assert found.num_ack_pending == 0, "none of them comes again"
 
 
 async def test_an_identifier_that_its_rule_does_not_allow_is_left_out_and_told(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import anyio
@@ -13,12 +12,11 @@ import pytest
 from msgspec import Struct, structs
 
 from aviso_workers import Backoff, Batch, Notification, Reject, Router, Stream, config
-from aviso_workers.aviso import codec
 from aviso_workers.backends import Delivery, Message, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.in_memory.connection import Connection
 from aviso_workers.declare.verdicts import Record
-from aviso_workers.engine import max_deliveries, parts
+from aviso_workers.engine import parts
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.dead_letter_store import LONGEST_ERROR, RETRIES, STREAM, DeadLetter, retry_of
 from aviso_workers.engine.handlers.one import HandlerContext
@@ -785,40 +783,6 @@ async def test_what_failed_for_good_in_its_lane_has_all_attempts_again_when_it_i
     assert [event.outcome for event in facts.of(Settled)] == ["retried", "dead_lettered", "retried", "acked"]
 
 
-@asynccontextmanager
-async def reading_advisories(session: Session, *agents: Any) -> AsyncIterator[None]:
-    """A worker that has these agents reads in the block what its server gave up."""
-    stop = anyio.Event()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(session.run_max_deliveries, agents, stop)
-        await anyio.wait_all_tasks_blocked()
-        yield
-        stop.set()
-
-
-async def advise(backend: DeadLetterGuard, advisory: bytes) -> None:
-    """What a server publishes when it gives a message up."""
-    message = Message(subject=f"{max_deliveries.SUBJECT}.any", data=advisory)
-    await backend.publish(message, message_id="1", stream=max_deliveries.STREAM, timeout_seconds=1)
-
-
-async def test_what_its_server_gave_up_is_kept_although_the_dead_letter_cannot_be_stored_at_once(
-    backend: DeadLetterGuard, session: Session, router: Router, notify: NotifyStep, stored: Stored, facts: Facts
-) -> None:
-    @router.agent("mars")
-    async def index(notification: Notification[Any]) -> None: ...
-
-    await notify(6)
-    backend.closed = UnavailableError("no answer")
-    async with reading_advisories(session, index):
-        await advise(backend, b'{"stream": "MARS", "consumer": "tests__index", "stream_seq": 1, "deliveries": 26}')
-        await facts.wait_for(Settled)
-        backend.closed = None
-        await facts.wait_for(Settled, 2)
-    assert [event.reason for event in facts.of(Settled)] == ["dead_letter_failed", "max_deliveries"]
-    assert len(await stored(STREAM)) == 1
-
-
 async def test_one_notification_has_a_dead_letter_of_each_agent_that_gives_it_up_whatever_its_headers_say(
     router: Router, store: Store, stored: Stored, working: Working, facts: Facts
 ) -> None:
@@ -834,51 +798,3 @@ async def test_one_notification_has_a_dead_letter_of_each_agent_that_gives_it_up
     dead_letters = [present(dead_letter.headers) for dead_letter in await stored(STREAM)]
     assert sorted(headers["Aviso-Agent"] for headers in dead_letters) == ["index", "sums"]
     assert [headers["Aviso-Reason"] for headers in dead_letters] == ["undecodable", "undecodable"]
-
-
-@pytest.mark.parametrize(
-    "advisory",
-    [
-        b"no advisory",
-        b'{"stream": "GONE", "consumer": "tests__index", "stream_seq": 1, "deliveries": 26}',
-        b'{"stream": "MARS", "consumer": "tests__index", "stream_seq": 77, "deliveries": 26}',
-        b'{"stream": "MARS", "consumer": "tests__index", "stream_seq": 2, "deliveries": 26}',  # a marker
-        b'{"stream": "MARS", "consumer": "others__index", "stream_seq": 1, "deliveries": 26}',
-    ],
-)
-async def test_an_advisory_of_nothing_that_could_be_kept_is_read_once(
-    backend: DeadLetterGuard, session: Session, notify: NotifyStep, store: Store, facts: Facts, advisory: bytes
-) -> None:
-    await notify(6)
-    await store("mars.od.6", b"", {codec.MARKER_HEADER: "MaxAge"})
-    async with reading_advisories(session):
-        await advise(backend, advisory)
-        await anyio.sleep(1)
-        [consumer] = await backend.consumers(max_deliveries.STREAM)
-        assert (consumer.num_pending, consumer.num_ack_pending) == (0, 0)
-    assert facts.of(Settled) == []
-
-
-async def test_a_large_retry_that_its_server_gave_up_is_kept_whole(
-    backend: DeadLetterGuard,
-    session: Session,
-    router: Router,
-    store: Store,
-    stored: Stored,
-    working: Working,
-    facts: Facts,
-) -> None:
-    @router.agent("mars")
-    async def index(notification: Notification[Field]) -> None: ...
-
-    data = b"x" * (backend.connection.max_payload - 150)
-    await store("mars.od.6", data)
-    async with working(index):
-        await facts.wait_for(Settled)
-    rest = await retry_large(backend, stored)
-    async with reading_advisories(session, index):
-        advisory = {"stream": RETRIES, "consumer": "tests__index", "stream_seq": rest.sequence, "deliveries": 26}
-        await advise(backend, msgspec.json.encode(advisory))
-        await facts.wait_for(Settled, 2)
-    dead_letters = [message for message in await stored(STREAM) if not parts.is_first_part(message)]
-    assert [(await parts.whole(backend, STREAM, dead_letter)).data for dead_letter in dead_letters] == [data, data]

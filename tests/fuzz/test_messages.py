@@ -19,7 +19,7 @@ from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.aviso.spatial import Footprint
 from aviso_workers.backends.jetstream.wire import Headers, header_block
 from aviso_workers.declare import windows
-from aviso_workers.engine import attempts, consumer_records, dead_letter_store, delayed_messages, max_deliveries, parts
+from aviso_workers.engine import attempts, consumer_records, dead_letter_store, delayed_messages, parts
 from aviso_workers.engine.handlers import counted, windowed
 from aviso_workers.engine.handlers.windowed import _States
 from aviso_workers.engine.timer_loops import Claim
@@ -100,7 +100,6 @@ OF_HEADERS: dict[str, Callable[[Message], object]] = {
     "two parts": lambda message: (parts.first_part_of(message), parts.joined(message.data, message)),
 }
 OF_JSON: dict[str, tuple[bytes, type]] = {
-    "an advisory": (b'{"stream":"MARS","consumer":"c__index","stream_seq":1,"deliveries":2}', max_deliveries._Advisory),
     "a claim": (b'{"time":"2026-11-22T06:00:00Z","token":3}', Claim),
     "a record": (
         b'{"stream_created":"2026-11-22T06:00:00Z","ack_floor":3,"filter_subjects":["a.>"],'

@@ -148,7 +148,7 @@ def test_the_monitoring_port_tells_of_accounts_streams_and_consumers(make: Make,
 
 
 OWN = (
-    *("aviso_workers_advisories", "aviso_workers_counters", "aviso_workers_dead_letters", "aviso_workers_retries"),
+    *("aviso_workers_counters", "aviso_workers_dead_letters", "aviso_workers_retries"),
     *("aviso_workers_schedule", "KV_aviso_workers_consumers", "KV_copies__sizes", "KV_copies_failures"),
     *("KV_copies_leases", "KV_copies_timers"),
 )

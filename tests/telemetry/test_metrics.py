@@ -424,8 +424,8 @@ def test_only_a_consumer_that_was_gone_counts_as_made_anew(metrics: Metrics) -> 
 
 
 def test_what_is_no_agent_of_the_apps_is_left_out(metrics: Metrics) -> None:
-    metrics.observe(disturbed(NotFoundError("gone"), agent="dead-letter-sweep"))
-    metrics.observe(AgentStarted(agent="dead-letter-sweep", stream="FIELDS", consumer="x"))
+    metrics.observe(disturbed(NotFoundError("gone"), agent="schedule-courier"))
+    metrics.observe(AgentStarted(agent="schedule-courier", stream="FIELDS", consumer="x"))
     assert series(metrics, "pull_errors_total") == {}
 
 

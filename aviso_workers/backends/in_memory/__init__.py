@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
-from functools import partial
 from itertools import takewhile
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -318,7 +317,6 @@ class InMemoryBackend:
             dispatcher = Dispatcher(
                 f"consumer {consumer} of stream {stream}",
                 clock=self.clock,
-                on_max_deliveries=partial(self._account.advise_max_deliveries, stream, consumer),
             )
         dispatcher.serve(self._account.stream(stream), self._account.durable(stream, consumer))
         self._dispatchers[stream, consumer] = dispatcher

@@ -188,14 +188,6 @@ class Account:
             raise RefusedError(f"publish {message.subject}: headers and body are larger than {MAX_PAYLOAD} bytes")
         return taker, whole
 
-    def advise_max_deliveries(self, stream: str, consumer: str, sequence: int, deliveries: int) -> None:
-        """State, as a server does, that a message will not be delivered again; kept where a stream takes it."""
-        subject = f"$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.{stream}.{consumer}"
-        advisory = {"stream": stream, "consumer": consumer, "stream_seq": sequence, "deliveries": deliveries}
-        for taker in self._streams.values():
-            if taker.takes(subject):
-                self.store(taker, Message(subject=subject, data=msgspec.json.encode(advisory)))
-
     @property
     def now_ns(self) -> int:
         """The time of day; nothing was stored later."""

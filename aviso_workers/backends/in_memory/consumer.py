@@ -134,7 +134,6 @@ class Dispatcher:
         name: str,
         *,
         clock: Clock,
-        on_max_deliveries: Callable[[int, int], None],
     ) -> None:
         self.name = name
         self.serving = False
@@ -143,7 +142,6 @@ class Dispatcher:
         self._unpin_at = math.inf
         self.durable: Durable
         self._stream: Stream
-        self._on_max_deliveries = on_max_deliveries
         self._clock = clock
         self._readers: deque[InMemoryConsumer] = deque()
         self._woken = False
@@ -258,8 +256,6 @@ class Dispatcher:
             self._readers.append(reader)  # the others come first next time
             losses = reader.connection.losses
             reader.deliver([InMemoryDelivery(message, num_delivered, self, reader, self.held_until(), losses)])
-        while self.durable.exceeded:
-            self._on_max_deliveries(*self.durable.exceeded.pop())
 
     def _next_reader(self) -> InMemoryConsumer | None:
         if self.durable.policy == PINNED and self.pinned and not self._is_gone(self.pinned):

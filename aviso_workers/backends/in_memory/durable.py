@@ -65,8 +65,6 @@ class Durable:
         self.pinned_ns = 0
         self.readers = 0
         self.paused_until: datetime | None = None
-        self.exceeded: list[tuple[int, int]] = []
-        """Sequence and deliveries of what was delivered `max_deliver` times, until somebody takes note."""
         self._configure(msgspec.to_builtins(spec))
 
     def info(self, *, now_ns: int) -> ConsumerInfo:
@@ -131,7 +129,6 @@ class Durable:
                 outstanding.deadline = now + self.ack_wait_seconds
                 return self._delivered(sequence), outstanding.num_delivered
             del self._outstanding[sequence]
-            self.exceeded.append((sequence, outstanding.num_delivered))
         if not self._waiting or len(self._outstanding) >= self.config["max_ack_pending"] > 0:
             return None
         self._cursor, _ = self._waiting.popitem(last=False)

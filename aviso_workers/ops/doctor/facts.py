@@ -117,8 +117,6 @@ class Facts(Struct, frozen=True, kw_only=True):
     """Advisories and metrics that were received between the samples."""
     dead_letters: Mapping[tuple[str, ...], int]
     """Dead letters that are kept, by app and agent."""
-    max_deliveries_exceeded: Mapping[tuple[str, ...], int]
-    """Messages that exceeded max_deliver within the last days, by app, agent and stream."""
     records: Mapping[tuple[str, str], ConsumerRecord]
     """What workers recorded of agents' consumers, by stream and consumer."""
     functions: Mapping[tuple[str, str], tuple[str, ...]]
@@ -211,7 +209,6 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
         plans=_plans(config, after.streams),
         advisories=tuple(advisories),
         dead_letters=once.dead_letters,
-        max_deliveries_exceeded=once.max_deliveries_exceeded,
         records=once.records,
         functions=once.functions,
         failures=once.failures,
@@ -234,7 +231,6 @@ class _UnsampledFacts(Struct):
     """The facts that are requested once, and not with each sample."""
 
     dead_letters: Mapping[tuple[str, ...], int] = {}
-    max_deliveries_exceeded: Mapping[tuple[str, ...], int] = {}
     records: Mapping[tuple[str, str], ConsumerRecord] = {}
     functions: Mapping[tuple[str, str], tuple[str, ...]] = {}
     failures: Mapping[tuple[str, str, str], LastFailure] = {}
@@ -257,11 +253,6 @@ async def _unsampled_facts(
 
     async def dead_letters() -> None:
         found.dead_letters = await requests.ask("dead_letters", lambda: deployment.dead_letters(admin)) or {}
-
-    async def max_deliveries_exceeded() -> None:
-        found.max_deliveries_exceeded = (
-            await requests.ask("dead_letters", lambda: deployment.max_deliveries_exceeded(admin)) or {}
-        )
 
     async def recorded() -> None:
         if kept := await requests.ask("records", lambda: deployment.recorded(admin)):
@@ -287,7 +278,7 @@ async def _unsampled_facts(
         found.is_strict = await monitoring_port.is_strict(admin)
 
     async with anyio.create_task_group() as tasks:
-        asked = (dead_letters, max_deliveries_exceeded, recorded, run_alone, due, links, monitored, strict)
+        asked = (dead_letters, recorded, run_alone, due, links, monitored, strict)
         for request in asked:
             tasks.start_soon(request)
     return found

@@ -21,7 +21,7 @@ from aviso_workers.aviso.literals import Duration
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.declare import outputs
-from aviso_workers.engine import dead_letter_store, max_deliveries
+from aviso_workers.engine import dead_letter_store
 from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.ops.doctor import State
 from tests.ops.doctor.conftest import (
@@ -32,14 +32,14 @@ from tests.ops.doctor.conftest import (
     examined,
     judged,
     publish,
-    pull,
     served,
     write,
 )
-from tests.waits import PATIENCE_SECONDS
 
 patient = App("patient")
 LONG = Backoff(first=60, factor=2, max=600, attempts=4, jitter=0)
+
+OURS = {"aviso-workers-start": "all"}
 
 
 @patient.agent("mars", retry=LONG)
@@ -61,22 +61,14 @@ async def soon(notification: Notification[Any]) -> Notify | None: ...
 
 
 async def leave_behind(server: Administration) -> None:
-    """Two event streams, a dead letter, and a notification whose worker died on its only delivery."""
+    """Three event streams, a dead letter, and an agent whose consumer has a `max_deliver`."""
     await add_stream(server, "MARS", subjects=["mars.>"], duplicate_window=120 * SECOND)
     await add_stream(server, "SHORT", subjects=["short.>"], duplicate_window=10 * SECOND)
     await add_stream(server, "LONG", subjects=["long.>"], duplicate_window=3600 * SECOND)
     await add_stream(server, dead_letter_store.STREAM, subjects=[f"{dead_letter_store.SUBJECT}.>"])
     await server.request(f"{dead_letter_store.SUBJECT}.field.index", b"{}")
-    await add_stream(server, max_deliveries.STREAM, subjects=[f"{max_deliveries.SUBJECT}.>"])
     await publish(server, "mars", 1)
-    await add_consumer(server, "MARS", "field__index", max_deliver=1, ack_wait=SECOND // 10)
-    async with server.listen(f"{max_deliveries.SUBJECT}.>") as given_up:
-        await pull(server, "MARS", "field__index", 1)
-        with anyio.fail_after(PATIENCE_SECONDS):
-            await given_up.receive()
-    with anyio.fail_after(PATIENCE_SECONDS):  # the stream has it a little later than who listens
-        while not (await server.api(f"STREAM.INFO.{max_deliveries.STREAM}"))["state"]["messages"]:
-            await anyio.lowlevel.checkpoint()
+    await add_consumer(server, "MARS", "field__index", max_deliver=1, metadata=OURS)
 
 
 @pytest.fixture(scope="module")
@@ -148,13 +140,14 @@ def test_dead_letters(left: Seen) -> None:
     assert dead_letters.cure.startswith("`aviso-workers dead-letters ls --app field --agent index`")
 
 
-def test_a_notification_that_killed_its_workers(left: Seen) -> None:
-    assert left.found("JS059") == {"MARS > field__index": "1 notifications exceeded max_deliver within the last 7 days"}
+def test_an_agent_whose_deliveries_are_limited(left: Seen) -> None:
+    assert left.found("JS059") == {"MARS > field__index": "max_deliver 1"}
 
 
 def test_without_either_there_is_nothing_to_say(left: Seen) -> None:
     """By hand: that a server has none shows in test_stories."""
-    clean = judged(structs.replace(left.facts, dead_letters={}, max_deliveries_exceeded={}))
+    after = structs.replace(left.facts.after, consumers={})
+    clean = judged(structs.replace(left.facts, dead_letters={}, after=after))
     assert (clean.state("JS057"), clean.state("JS059")) == (State.PASS, State.PASS)
 
 

@@ -15,8 +15,7 @@ from msgspec import Struct, structs
 from aviso_workers import App, Notification, Notify, Reject, Router, config
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
-from aviso_workers.engine import max_deliveries
-from aviso_workers.events import AgentStarted, Settled
+from aviso_workers.events import Settled
 from aviso_workers.ops import stream_policy
 from aviso_workers.ops.doctor import State, durability
 from aviso_workers.ops.doctor.facts import Facts
@@ -94,12 +93,11 @@ async def work_on(loaded: Config, notifications: list[Notify]) -> None:
     app, stop, done = App("field", config=loaded), anyio.Event(), anyio.Semaphore(0)
     app.include(router)
     app.events.listen(lambda _: done.release(), Settled)
-    app.events.listen(lambda started: done.release() if started.agent == max_deliveries.NAME else None, AgentStarted)
     async with app, create_task_group() as working:
         working.start_soon(app.work, stop)
         await app.notify_many(notifications)
         with anyio.fail_after(PATIENCE_SECONDS):
-            for _ in (*notifications, max_deliveries.NAME):
+            for _ in notifications:
                 await done.acquire()
         stop.set()
 
@@ -212,6 +210,8 @@ async def sample(loaded: Config) -> None:
         await add_stream(server, "MEASURED", **WHOLE)
         patient = {"backoff": [SECOND, 5 * SECOND], "max_deliver": 20}
         await add_consumer(server, "MEASURED", "sampled", sample_freq="100", **patient)
+        given_up = "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.MEASURED.sampled"
+        await add_stream(server, "GIVEN_UP", **{**WHOLE, "subjects": [given_up]})
 
 
 def test_a_cluster_for_production(production: Cluster) -> None:

@@ -20,6 +20,7 @@ from aviso_workers.config.settings import JetStream
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare import outputs
 from aviso_workers.declare.agents import Agent
+from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND, readable
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops.doctor import certificates
@@ -196,21 +197,19 @@ def dead_letters(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS059",
-    "No notification has exceeded max_deliver",
-    why="A worker died at each delivery of such a notification, often because memory ran out. Until it exceeds "
-    "max_deliver, such a notification ends one worker after another.",
-    cure="`aviso-workers dead-letters ls --reason max_deliveries` shows the notifications. Check the workers' logs "
-    "for crashes, and the memory of the machine.",
-    needs=("dead_letters",),
+    "Consumers of agents have no max_deliver",
+    why="A server gives up a message that was delivered so often, and no agent handles it.",
+    cure="Start a worker of the agent, or wait for half a minute while one runs: it creates the consumer again, which "
+    "begins after the last position that was recorded without a max_deliver.",
+    needs=(),
 )
-def max_deliveries_exceeded(facts: Facts) -> Iterator[Finding]:
-    """The check counts those of the last 7 days. Only consumers of older versions have a `max_deliver`. Workers of this
-    version find the notification that ends them and make a dead letter of it, with the reason `worker_died`. JS057
-    counts these.
-    """
-    for (app, agent, stream), count in facts.max_deliveries_exceeded.items():
-        found = f"{count} notifications exceeded max_deliver within the last 7 days"
-        yield Finding(stream=stream, consumer=f"{app}__{agent}", found=found)
+def limited_agents(facts: Facts) -> Iterator[Finding]:
+    """The agent decides how often a notification is tried, and makes a dead letter of what it gives up."""
+    for consumer in facts.consumers.values():
+        if metadata.is_of_agent(consumer.config) and consumer.config.max_deliver > 0:
+            yield Finding(
+                stream=consumer.stream, consumer=consumer.name, found=f"max_deliver {consumer.config.max_deliver}"
+            )
 
 
 @declare(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from aviso_workers.config.streams import OURS
-from aviso_workers.engine import dead_letter_store, delayed_messages, max_deliveries
+from aviso_workers.engine import dead_letter_store, delayed_messages
 from aviso_workers.jetstream.error_codes import NO_MESSAGE, STREAM_NOT_FOUND
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops.doctor import divergence, replicas
@@ -195,7 +195,7 @@ def unlimited_account(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS061",
     "Workers can create the streams that they need",
-    why="An account with max_bytes_required refuses streams without max_bytes, as those of retries, advisories and "
+    why="An account with max_bytes_required refuses streams without max_bytes, as those of retries and "
     "delayed notifications are. Without these streams, dead letters cannot be retried, notifications cannot be "
     "delayed, and notifications that exceed max_deliver are not recorded.",
     cure="Remove max_bytes_required from server.accounts.NAME.jetstream, or create {stream} by hand with a max_bytes.",
@@ -207,7 +207,7 @@ def own_streams_refused(facts: Facts) -> Iterator[Finding]:
     if not facts.after.account.limits.max_bytes_required:
         return
     dead_letters = [] if facts.config.workers.dead_letters.max_bytes else [dead_letter_store.STREAM]
-    for name in (*dead_letters, dead_letter_store.RETRIES, delayed_messages.STREAM, max_deliveries.STREAM):
+    for name in (*dead_letters, dead_letter_store.RETRIES, delayed_messages.STREAM):
         if name not in facts.streams:
             yield Finding(stream=name, found="the account has max_bytes_required and refuses this stream")
 

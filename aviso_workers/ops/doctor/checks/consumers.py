@@ -12,7 +12,6 @@ from functools import partial
 from aviso_workers.aviso import schema, topics
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.batches import Batch
-from aviso_workers.engine import max_deliveries
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerInfo
@@ -38,6 +37,8 @@ RETIRED = (
 )
 DECLARE = "Set streams.{stream}.consumers.{consumer}."
 APPLY = " in the configuration, then run `aviso-workers streams apply`"
+EXCEEDED = "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES"
+"""How the subjects of advisories begin of messages that exceed max_deliver."""
 
 
 @declare(
@@ -71,19 +72,13 @@ def unlimited_deliveries(facts: Facts) -> Iterator[Finding]:
     "JS026",
     "A stream stores the advisories of messages that exceed max_deliver",
     why="The server announces such a message once, to the subscribers of that moment.",
-    cure="Declare a stream with the subject `"
-    + max_deliveries.SUBJECT
-    + ".{stream}.{consumer}`"
-    + APPLY
-    + ". For an agent, start a worker: it creates such a stream, and workers make dead letters of the messages.",
+    cure="Declare a stream with the subject `" + EXCEEDED + ".{stream}.{consumer}`" + APPLY + ".",
 )
 def exceeded_and_not_kept(facts: Facts) -> Iterator[Finding]:
-    """For agents, the stream `aviso_workers_advisories` stores the advisories, and workers make dead letters of them.
-    If that stream is missing, or if the consumer belongs to another program, the announcement is lost.
-    """
+    """Consumers of agents are not checked here: they have no max_deliver (JS059)."""
     kept = [subject for stream in facts.streams.values() for subject in stream.config.subjects]
-    for consumer in facts.consumers.values():
-        advisories = f"{max_deliveries.SUBJECT}.{consumer.stream}.{consumer.name}"
+    for consumer in _foreign(facts):
+        advisories = f"{EXCEEDED}.{consumer.stream}.{consumer.name}"
         if consumer.config.max_deliver > 0 and not any(overlap(subject, advisories) for subject in kept):
             found = f"max_deliver {consumer.config.max_deliver}, and no stream stores advisories of messages beyond it"
             yield about(consumer, found)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from aviso_workers.config.streams import OURS
-from aviso_workers.engine import dead_letter_store, delayed_messages, max_deliveries, table_store
+from aviso_workers.engine import dead_letter_store, delayed_messages, table_store
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import NEVER, StreamInfo
 from aviso_workers.jetstream.metadata import OF_SET, UNFINISHED
@@ -24,7 +24,7 @@ REPLICAS = 3
 NEARLY_FULL, FULL = 0.80, 0.95
 MANY_GAPS, GAPS_PER_MESSAGE = 10_000, 10
 BY_KEY = "KV_"
-OF_SHORT_LIVES = (dead_letter_store.RETRIES, max_deliveries.STREAM)
+OF_SHORT_LIVES = (dead_letter_store.RETRIES,)
 """Streams of ours that forget within days, and hold only what failed."""
 
 OUR_REPLICAS = "Set notification_backend.jetstream.replicas: 3, and start a worker that uses {stream}."
@@ -50,7 +50,7 @@ BUCKETS_REPLICAS = (
 )
 def unlimited_bytes(facts: Facts) -> Iterator[Finding]:
     """Two kinds of stream are not checked: streams of tables, counters and delayed notifications, because no message
-    may be removed from them; and streams of retries and advisories, because they have a `max_age` of days.
+    may be removed from them; and the stream of retries, because it has a `max_age` of days.
     """
     for stream in facts.streams.values():
         if stream.config.max_bytes <= 0 and not _keeps_state(stream) and stream.name not in OF_SHORT_LIVES:
@@ -93,7 +93,7 @@ def few_replicas(facts: Facts) -> Iterator[Finding]:
     configuration of another app asks for fewer. If the server or a missing right refuses the change, the worker
     continues and logs `stream.update_refused`.
 
-    A worker of an older version does reduce the replicas of the streams of retries, advisories and delayed
+    A worker of an older version does reduce the replicas of the streams of retries and delayed
     notifications when it starts, unless its configuration has `replicas: 3` too. The next worker of this version that
     starts restores them.
     """
