@@ -52,19 +52,6 @@ REFUSED = (
 )
 OPTION_WITHOUT_VALUE = re.compile(r"--[a-z][a-z-]*=")
 
-RENAMED: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("account", "info"): ("report", "account"),
-    ("drill", "failover"): ("mirror", "drill"),
-    ("lag",): ("agents", "ls"),
-    ("mirror", "status"): ("report", "mirrors"),
-    ("pause",): ("agents", "pause"),
-    ("report", "agents"): ("agents", "ls"),
-    ("report", "consumers"): ("consumers", "ls"),
-    ("reset",): ("agents", "reset"),
-    ("resume",): ("agents", "resume"),
-    ("retire",): ("agents", "rm"),
-}
-"""Commands by the names that they had before, which are still taken for one release."""
 ONLY_FILES = frozenset({"dev", "server", "spark"})
 """They start a server of our own, or hand the configuration on to Spark's executors as a file."""
 
@@ -116,7 +103,7 @@ class _AllCommands(_Group):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _refuse_empty(args)
-        return super().parse_args(ctx, _renamed(args))
+        return super().parse_args(ctx, args)
 
 
 def _refuse_empty(args: list[str]) -> None:
@@ -128,17 +115,6 @@ def _refuse_empty(args: list[str]) -> None:
         if not arg or option is not before:
             what = option if option.startswith("-") else f"the argument after {before!r}" if before else "an argument"
             raise DeclarationError(f"{what} is empty: give it a value, or leave it out; is a shell variable not set?")
-
-
-def _renamed(args: list[str]) -> list[str]:
-    """Return the arguments with the present name of a renamed command, and print that name on stderr."""
-    before, now = next((each for each in RENAMED.items() if tuple(args[: len(each[0])]) == each[0]), ((), ()))
-    if args[:1] == ["agents"] and re.match(r"-(?!h$|-help$)|.*[.:]", "".join(args[1:2])):
-        before, now = ("agents",), ("agents", "show")  # it was a command; its first argument was an app or an option
-    if not before:
-        return args
-    typer.echo(f"aviso-workers {' '.join(before)} is now called: aviso-workers {' '.join(now)}", err=True)
-    return [*now, *args[len(before) :]]
 
 
 def _summary(command: Any) -> str:

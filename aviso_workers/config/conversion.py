@@ -45,14 +45,6 @@ _POLICIES = re.compile(r"notification_schema\..+\.storage_policy")
 _LONGEST_SHOWN = 60
 _BACKEND = "notification_backend"
 """The section of aviso-server in which every unknown key is reported."""
-_ROTATE = (
-    "nats-server loses consumers and streams when it re-encrypts a store; configure the key that the store has, and "
-    "move its streams to a store with the other key with `aviso-workers server rotate-key`"
-)
-_GONE = dict.fromkeys(
-    ("server.jetstream.encryption.previous_key", "server.jetstream.encryption.previous_key_file"), _ROTATE
-)
-"""Former keys, and what to do instead."""
 _BAD: Any = object()
 """The value of what cannot be read, for which a mistake is noted."""
 
@@ -113,9 +105,7 @@ class Reader:
             if key in known or key == wanted.tag_field:
                 continue
             nearest = _nearest(key, known, cutoff=0.75)
-            if cure := _GONE.get(_join(path, key)):
-                self.mistakes.append((node.place, f"{_join(path, key)} is gone: {cure}"))
-            elif wanted.forbid_unknown_fields:
+            if wanted.forbid_unknown_fields:
                 self.mistakes.append((node.place, f"{path}: unknown field(s): {key}; {near(key, known, among=True)}"))
             elif known.get(nearest):
                 self.mistakes.append((node.place, f"{_join(path, key)} is not known; did you mean {nearest!r}?"))

@@ -44,7 +44,6 @@ __all__ = [
     "Window",
     "Windowing",
     "add",
-    "adopted",
     "close",
     "due",
     "end",
@@ -77,9 +76,6 @@ LISTED = 256
 """So many notifications a state may list as counted; then the older half of them is left out."""
 PAGE_SEQUENCES = 16_384
 """How many sequences of the stream a page is for: 2 KiB."""
-LAYOUT = 1
-ANY_SEQUENCE = 2**53
-"""No sequence is greater that JSON carries everywhere."""
 LAST_SINCE = 253_370_764_800
 """The beginning of the year 9999, later than any notification: a size that would hold from then on never does."""
 LONGEST_SECONDS = 9_223_372_036
@@ -248,8 +244,6 @@ class State(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True):
     settled, or on a `Page`."""
     retried: list[str] = []
     """The dead letters that were tried again and counted. Their sequences may be settled all the same."""
-    layout: int = 0
-    """`LAYOUT` where this version wrote it last, 0 where an older one did, which knows neither pages nor `left_out`."""
 
 
 class Settled(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -462,18 +456,6 @@ def late(text: str) -> FinalError:
 def has_missed(state: State[Any], notification: Notification[Any]) -> bool:
     """Return whether it was counted, and came too late for one of its windows."""
     return state.missed.get(notification.sequence) == notification.time.timestamp()
-
-
-def adopted(state: State[A]) -> State[A]:
-    """Return the state as this version writes it.
-
-    An older version that runs beside this one drops `left_out` where it changes a state. Any notification that was
-    stored before its last one may then be on a page.
-    """
-    if state.layout == LAYOUT:
-        return state
-    left_out = state.left_out if state.stored == NEVER else (ANY_SEQUENCE, state.stored)
-    return structs.replace(state, left_out=left_out, layout=LAYOUT)
 
 
 def prune(state: State[A], settled: Settled) -> State[A]:

@@ -838,36 +838,6 @@ async def test_what_comes_again_counts_once_however_much_was_counted_since(
         assert sums(t) == {"-30-30 all": 157, "0-60 all": 157}
 
 
-async def test_a_worker_of_an_older_version_beside_makes_nothing_count_twice(
-    app: App, url: str | None, stuck: list[bool]
-) -> None:
-    async with harness(app, server=url) as t:
-        await notify(t, 1, size=7)
-        await many(app, 150)
-        await counted(t, 150)
-        await changed_by_an_older_version(app)
-        await app.session.admin.reset_consumer("MARS", "contract__sums", sequence=1)
-        await counted(t, 300)
-        stuck.clear()
-        await notify(t, 91)
-        await t.settle()
-        assert sums(t) == {"-30-30 all": 157, "0-60 all": 157}
-
-
-async def test_a_worker_of_an_older_version_can_read_all_that_is_kept(
-    app: App, url: str | None, stuck: list[bool]
-) -> None:
-    async with harness(app, server=url) as t:
-        await notify(t, 1, size=7)
-        await many(app, 150)
-        await counted(t, 150)
-        entries = await (await app.key_value("contract_windows_sums")).entries()
-        states = {entry.key: msgspec.json.decode(entry.value, type=OlderState) for entry in entries}
-        assert {key for key, state in states.items() if state.open} == {"="}, "a page is not a key with open windows"
-        stuck.clear()
-        await t.settle()
-
-
 async def test_what_was_late_for_a_window_is_still_told_when_much_was_counted_since(
     app: App, url: str | None, stuck: list[bool]
 ) -> None:
@@ -928,28 +898,6 @@ async def test_nothing_is_kept_of_what_is_settled_of_a_stream_that_was_recreated
         while await bucket.get("=counted.0") and t.clock.monotonic() < deadline:
             await t.advance(0.5)
         assert await bucket.get("=counted.0") is None
-
-
-class OlderState(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What versions before pages read and write of a key. They leave out what they do not know."""
-
-    open: dict[int, int] = {}
-    closed: int = windows.NEVER
-    time: float = windows.NEVER
-    sequence: int = 0
-    stored: float = windows.NEVER
-    counted: dict[int, float] = {}
-    floor: tuple[int, float] = (0, windows.NEVER)
-    missed: dict[int, float] = {}
-    retried: list[str] = []
-
-
-async def changed_by_an_older_version(app: App) -> None:
-    bucket = await app.key_value("contract_windows_sums")
-    entry = await bucket.get("=")
-    assert entry is not None
-    state = msgspec.json.decode(entry.value, type=OlderState)
-    await bucket.put("=", msgspec.json.encode(state), revision=entry.revision)
 
 
 async def many(app: App, count: int, *, minute: float = 1) -> None:

@@ -9,7 +9,7 @@ import nats
 import pytest
 from nats.js.api import AckPolicy, ConsumerConfig
 
-from aviso_workers.errors import ConfigError, ServerProcessError
+from aviso_workers.errors import ServerProcessError
 from aviso_workers.server import BINARY_VARIABLE, find_binary, processes
 from aviso_workers.server.processes import Node
 from tests.server.conftest import Load, Start, program
@@ -70,14 +70,6 @@ def test_with_encryption_nothing_can_be_read_on_the_disk(load: Load, start: Star
     assert run_once(start, load, f"encryption: {{cipher: {cipher}, key_file: key}}", publish=COUNT) == COUNT
     assert (on_disk(MARKER), on_disk(SUBJECT)) == (0, 0)
     assert run_once(start, load, f"encryption: {{cipher: {cipher}, key: the first key}}") == COUNT
-
-
-@pytest.mark.parametrize("previous", ["previous_key_file: key", "previous_key: the first key"])
-def test_a_key_is_not_replaced_in_place(load: Load, previous: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"dev.yaml:5: server.jetstream.encryption.previous_key\w* is gone: .*rotate-key"
-    ):
-        load(server(f"encryption: {{key: the second key, {previous}}}"))
 
 
 @pytest.mark.parametrize(

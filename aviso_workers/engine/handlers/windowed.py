@@ -192,7 +192,7 @@ class AsWindows:
             while True:
                 entry = await self._bucket.get(spelled)
                 progress = await self._progress()
-                state = windows.adopted(self._read_own(entry) if entry else State())
+                state = self._read_own(entry) if entry else State()
                 state = windows.sized(state, progress.sizings, passed=progress.closed)
                 state = await self._counted.shortened(state, progress.settled)
                 changed = await change(state, progress)
