@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import Any, Protocol, get_args
+from operator import add
+from typing import Any, NamedTuple, Protocol, get_args
 
 from msgspec import Struct, structs
 
@@ -85,23 +85,40 @@ BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 BOUNDS = (*map(str, BUCKETS), "+Inf")
 
 
+SORTED_TOGETHER = 512
+"""So many times are sorted into the buckets of a histogram together: that costs a tenth of one after the other."""
+
+
+class _Histogram(NamedTuple):
+    """Times in seconds: how many took at most as long as each bound, their sum, and those not yet among these."""
+
+    at_most: Sequence[int]
+    sum: float
+    new: list[float]
+
+    def sorted(self) -> _Histogram:
+        """Return the histogram in which all are counted."""
+        new = sorted(self.new)  # its copy is made at once, because a scrape comes from a thread
+        counts = [bisect_right(new, bound) for bound in (*BUCKETS, math.inf)]
+        return _Histogram([*map(add, self.at_most, counts)], self.sum + sum(new), [])
+
+
 class _Seconds:
-    """The counts of a histogram of seconds."""
+    """A histogram of seconds."""
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(BUCKETS) + 1)
-        self.sum = 0.0
+        self._histogram = _Histogram([0] * len(BOUNDS), 0.0, [])
 
     def add(self, seconds: Sequence[float]) -> None:
-        counts = self.counts
-        for each in seconds:
-            counts[bisect_left(BUCKETS, each)] += 1
-        self.sum += sum(seconds)
+        new = self._histogram.new
+        new.extend(seconds)
+        if len(new) >= SORTED_TOGETHER:
+            self._histogram = self._histogram.sorted()
 
     def values(self) -> list[float]:
         """Return how many took at most as long as each bound, how many there were, and their sum."""
-        cumulative = list(accumulate(tuple(self.counts)))
-        return [*cumulative, cumulative[-1], self.sum]
+        histogram = self._histogram.sorted()
+        return [*histogram.at_most, histogram.at_most[-1], histogram.sum]
 
 
 class _Counts(dict[str, int]):
