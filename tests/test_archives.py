@@ -121,6 +121,8 @@ def test_the_description_leads_nowhere_that_a_reader_of_it_cannot_go(metadata: M
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert RELATIVE_LINK.findall(description) == []
     assert "tutorial (`docs/tutorial.md`)" in description
+    assert "\nPublishers, workers and Spark" in description
+    assert "(`docs/drawings/system.svg`)" in description
 
 
 def test_it_says_who_made_it(metadata: Message) -> None:

@@ -39,8 +39,13 @@ RUN_BY: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("docs/agents/resources.md", "python"): (1, (EXAMPLES,)),
     ("docs/agents/settings.md", "python"): (1, (EXAMPLES,)),
     ("docs/aviso.md", "bash"): (1, (COMMANDS,)),
-    ("docs/backup.md", "bash"): (8, (COMMANDS,)),
-    ("docs/backup.md", "python"): (1, (EXAMPLES,)),
+    ("docs/backup.md", "bash"): (2, (COMMANDS,)),
+    ("docs/backup/encryption.md", "bash"): (1, (COMMANDS,)),
+    ("docs/backup/forgetting.md", "bash"): (1, (COMMANDS,)),
+    ("docs/backup/increments.md", "bash"): (1, (COMMANDS,)),
+    ("docs/backup/moving.md", "bash"): (2, (COMMANDS,)),
+    ("docs/backup/python.md", "python"): (1, (EXAMPLES,)),
+    ("docs/backup/schedule.md", "bash"): (1, (COMMANDS,)),
     ("docs/coming-from/celery.md", "python"): (2, FRAMEWORKS),
     ("docs/coming-from/dramatiq.md", "python"): (2, FRAMEWORKS),
     ("docs/coming-from/faststream.md", "python"): (2, FRAMEWORKS),
@@ -60,14 +65,18 @@ RUN_BY: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("docs/fleets.md", "bash"): (3, (COMMANDS,)),
     ("docs/fleets.md", "promql"): (1, ("tests/test_monitoring.py",)),
     ("docs/index.md", "python"): (1, (EXAMPLES,)),
+    ("docs/joins.md", "python"): (1, ("tests/stories/test_joins.py",)),
     ("docs/operations/doctor.md", "bash"): (2, (COMMANDS,)),
     ("docs/operations/lag.md", "bash"): (1, (COMMANDS,)),
     ("docs/quickstart.md", "bash"): (4, ("tests/test_quickstart.py",)),
     ("docs/quickstart.md", "python"): (1, ("tests/test_quickstart.py",)),
     ("docs/security.md", "bash"): (1, (COMMANDS,)),
     ("docs/server.md", "bash"): (5, (COMMANDS,)),
-    ("docs/spark.md", "bash"): (4, (ON_SPARK,)),
-    ("docs/spark.md", "python"): (7, (ON_SPARK,)),
+    ("docs/spark.md", "python"): (2, (ON_SPARK,)),
+    ("docs/spark/job-events.md", "python"): (1, (ON_SPARK,)),
+    ("docs/spark/pipelines.md", "bash"): (4, (ON_SPARK,)),
+    ("docs/spark/pipelines.md", "python"): (2, (ON_SPARK,)),
+    ("docs/spark/writing.md", "python"): (2, (ON_SPARK,)),
     ("docs/streams.md", "bash"): (1, (COMMANDS,)),
     ("docs/streams.md", "python"): (1, (EXAMPLES,)),
     ("docs/tables.md", "python"): (1, (EXAMPLES,)),
@@ -76,7 +85,7 @@ RUN_BY: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("docs/timers.md", "python"): (1, (EXAMPLES,)),
     ("docs/tutorial.md", "bash"): (6, (COMMANDS,)),
     ("docs/tutorial.md", "python"): (2, (PLUGIN,)),
-    ("docs/windows.md", "python"): (5, (PLUGIN, "tests/stories/test_joins.py")),
+    ("docs/windows.md", "python"): (4, (PLUGIN,)),
 }
 """How many blocks of a page and a language are run elsewhere, and by which tests. YAML is read here."""
 SHOWN = "shows what there is, or what is printed, and nothing to run"
@@ -95,25 +104,29 @@ NOT_RUN = {
     ("docs/examples/spark-archive.md", "pip install "): (
         "Spark loads Delta Lake from Maven: tests/interop/test_delta_lake.py, where scripts/interop has installed it"
     ),
+    ("docs/installation.md", "pip install "): "needs a package registry; scripts/newcomer installs the wheel",
     ("docs/operations/doctor.md", "nats-server n1 "): SHOWN,
     ("docs/operations/nats-cli.md", "nats context add "): "needs the nats CLI: tests/interop/test_contexts.py",
     ("docs/performance.md", "scripts/bench all "): "takes minutes: tests/test_bench.py measures a hundredth of it",
     ("docs/performance.md", "scripts/cost "): "takes minutes under valgrind: tests/test_cost.py counts a small process",
     ("docs/quickstart.md", "python3 -m venv "): "needs a package registry; scripts/newcomer installs the wheel",
     ("docs/spark.md", "spark=$(python "): "starts a cluster of Spark's: tests/spark/test_cluster.py has one of its own",
-    ("docs/spark.md", "spark-submit --master yarn "): "needs a cluster of Hadoop's",
-    ("docs/spark.md", "$ aviso-workers spark reconcile "): SHOWN,
+    ("docs/spark/pipelines.md", "spark-submit --master yarn "): "needs a cluster of Hadoop's",
+    ("docs/spark/job-events.md", "$ aviso-workers spark reconcile "): SHOWN,
     ("docs/support.md", "AVISO_WORKERS_NATS_SERVER="): "needs an older nats-server, which scripts/interop builds",
 }
 """Blocks that no test runs, by their page and how they begin. The commands in them are parsed all the same."""
 LINES_NOT_RUN = {
-    ("docs/backup.md", "pip install "): "needs a package registry",
-    ("docs/backup.md", "age-keygen "): "needs age, which no package of ours brings: the test has a key of its own",
+    ("docs/backup/encryption.md", "pip install "): "needs a package registry",
+    (
+        "docs/backup/encryption.md",
+        "age-keygen ",
+    ): "needs age, which no package brings: the test has a key of its own",
     ("docs/server.md", "aviso-workers server rotate-key "): "is run by itself, on servers that were stopped",
-    ("docs/spark.md", "aviso-workers spark archive mars --to /data/archive/mars --every "): (
+    ("docs/spark/pipelines.md", "aviso-workers spark archive mars --to /data/archive/mars --every "): (
         "ends the session of Spark in which the tests are"
     ),
-    ("docs/spark.md", "duckdb.sql("): "needs DuckDB",
+    ("docs/spark/pipelines.md", "duckdb.sql("): "needs DuckDB",
 }
 """Lines that the tests of the other lines of their block leave out."""
 

@@ -199,7 +199,10 @@ class TestBackups:
         with_users.types("aviso-workers streams rm MARS --yes")
         assert "3 messages" in with_users.types(restore)
 
-        (since_last, full_every), (scheduled,) = lines("docs/backup.md", 2), lines("docs/backup.md", 3)
+        (since_last, full_every), (scheduled,) = (
+            lines("docs/backup/increments.md", 0),
+            lines("docs/backup/schedule.md", 0),
+        )
         assert "after" in with_users.types(since_last)
         assert "after" in with_users.types(full_every)
         with with_users.runs(scheduled) as running:
@@ -215,7 +218,7 @@ class TestBackups:
     def test_encrypted(self, with_users: Reader) -> None:
         from pyrage import x25519
 
-        _, _, create, verify = lines("docs/backup.md", 4)
+        _, _, create, verify = lines("docs/backup/encryption.md", 0)
         identity = x25519.Identity.generate()
         with_users.write("backups.key", str(identity))
         with_users.instead["age1..."] = str(identity.to_public())
@@ -235,7 +238,7 @@ class TestBackups:
         records = sorted(with_users.folder.glob("erasure-*.json"))
         with_users.instead["erasure-20261120T060000.123Z.json"] = records[-1].name
         with_users.instead["20261120T060000.000Z"] = made.name
-        look, cleanse, *others = lines("docs/backup.md", 7)
+        look, cleanse, *others = lines("docs/backup/forgetting.md", 0)
         with_users.types(look, code=2)
         for command in (cleanse, *others):
             with_users.types(command)
@@ -251,12 +254,12 @@ class TestCopies:
         (with_users.folder / "new.yaml").write_text(text.replace(with_users.url, other_server.url))
 
     def test_of_a_fenced_stream(self, with_users: Reader) -> None:
-        fence, copy = lines("docs/backup.md", 5)
+        fence, copy = lines("docs/backup/moving.md", 0)
         with_users.types(fence)
         assert "3 messages" in with_users.types(copy)
 
     def test_that_follows(self, with_users: Reader) -> None:
-        copy, fence = lines("docs/backup.md", 6)
+        copy, fence = lines("docs/backup/moving.md", 1)
         words = copy.partition("#")[0].split()[1:]
         following = Command(*words, directory=with_users.folder, **with_users.environment)
         try:

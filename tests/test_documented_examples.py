@@ -148,7 +148,7 @@ async def test_the_example_of_timers(tmp_path: Path) -> None:
 
 
 async def test_the_example_of_backups_in_python(tmp_path: Path, nats_server: NatsServer) -> None:
-    source = written("backup.md", section="## From Python").replace("/backups", str(tmp_path / "backups"))
+    source = written("backup/python.md").replace("/backups", str(tmp_path / "backups"))
     found = executed(source)
     app: App = found["app"]
     app.configure(write_mars_config(tmp_path / "config.yaml", nats_server.url))

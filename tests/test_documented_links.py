@@ -1,4 +1,6 @@
-"""Links of the documentation: each relative one leads to a file of the project, and to a heading that it has."""
+"""The pages of the documentation: each relative link leads to a file of the project, and to a heading that it has, and
+no page is too long.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +32,18 @@ def broken(page: Path) -> Iterator[str]:
             yield f"{target} is not a file"
         elif anchor and anchor not in headings(file):
             yield f"{target}#{anchor} is not a heading"
+
+
+REFERENCES = {"docs/architecture.md", "docs/jetstream-coverage.md", "docs/operations/checks.md"}
+"""Pages to look something up in, which may be longer."""
+MOST_WORDS = 2_500
+MOST_LINES_OF_THE_README = 80
+
+
+def test_a_page_is_short_enough_to_be_read() -> None:
+    words = {str(page.relative_to(PROJECT)): len(page.read_text().split()) for page in PAGES}
+    assert {page: count for page, count in words.items() if count > MOST_WORDS and page not in REFERENCES} == {}
+    assert len((PROJECT / "README.md").read_text().splitlines()) <= MOST_LINES_OF_THE_README
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))

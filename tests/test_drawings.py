@@ -34,11 +34,6 @@ def test_every_image_says_in_words_what_it_shows() -> None:
     assert [f"{page.name}: {file.name}" for page, alternative, file in images() if len(alternative.split()) < 6] == []
 
 
-def test_the_readme_has_no_images() -> None:
-    """It is the description of the package as well, beside which none of our files lie."""
-    assert IMAGE.findall((PROJECT / "README.md").read_text()) == []
-
-
 @pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda drawing: str(drawing.name))
 def test_a_drawing_can_be_read_by_everybody(drawing: Path) -> None:
     text = drawing.read_text()

@@ -55,7 +55,7 @@ class TestDocuments:
 
     @pytest.mark.parametrize("real", [False, True], ids=["in memory", "on a server"])
     def test_windows(self, pytester: pytest.Pytester, run: Run, nats_server: NatsServer, real: bool) -> None:
-        agents, so_far, hopping, late, _, test = blocks("windows.md", "python")
+        agents, so_far, hopping, late, test = blocks("windows.md", "python")
         pytester.path.joinpath("aviso.yaml").write_text(blocks("windows.md", "yaml")[0])
         moving = """
             from moving import app, last_hour, print_volume

@@ -4,18 +4,21 @@ other hosts.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import pairwise
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
 
 from _docs import __main__ as site
-from _docs import built_site, command_line, configuration, pages, python_names
+from _docs import built_site, command_line, configuration, llms_txt, pages, python_names
+from aviso_workers import __version__
 from aviso_workers.config import settings
 from tests.cli.command_line import contexts
 from tests.waits import PATIENCE_SECONDS
@@ -30,18 +33,63 @@ def in_navigation(entries: list[dict[str, Any]]) -> Iterator[str]:
             yield from in_navigation(target) if isinstance(target, list) else [target]
 
 
-def test_the_script_builds_a_site_that_lacks_nothing_and_asks_no_other_host(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site that the script builds."""
+    target = tmp_path_factory.mktemp("docs")
     ran = subprocess.run(
-        [sys.executable, "-m", "_docs", "--to", tmp_path],
+        [sys.executable, "-m", "_docs", "--to", target],
         cwd=PROJECT / "scripts",
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.endswith(f"open {tmp_path / 'site' / 'index.html'}\n")
-    assert (tmp_path / "site" / "search.json").exists()
-    assert 'href="../site.css"' in (tmp_path / "site" / "metrics" / "index.html").read_text()
+    assert ran.stdout.endswith(f"open {target / 'site' / 'index.html'}\n")
+    return target / "site"
+
+
+def html(site: Path, page: str) -> str:
+    """The HTML that the site has of a page."""
+    return (site / llms_txt.twin(PurePath(page)).with_suffix("")).read_text()
+
+
+def test_the_script_builds_a_site_that_lacks_nothing_and_asks_no_other_host(built: Path) -> None:
+    assert (built / "search.json").exists()
+    assert 'href="../site.css"' in html(built, "metrics.md")
+
+
+def test_every_page_leads_to_the_ones_before_and_after_it(built: Path) -> None:
+    order = [*in_navigation(NAVIGATION)]
+    for before, after in pairwise(order):
+        for page, other, direction in ((before, after, "next"), (after, before, "prev")):
+            (target,) = re.findall(rf'<a href="([^"]+)" class="[^"]*md-footer__link--{direction}"', html(built, page))
+            here = llms_txt.twin(PurePath(page)).parent
+            assert os.path.normpath(here / target) == str(llms_txt.twin(PurePath(other)).parent), (page, direction)
+
+
+def test_every_page_names_the_version(built: Path) -> None:
+    assert [page for page in in_navigation(NAVIGATION) if f"Version {__version__}\n" not in html(built, page)] == []
+
+
+def test_every_page_is_there_as_markdown_whose_links_lead_somewhere(built: Path) -> None:
+    for page in in_navigation(NAVIGATION):
+        markdown = built / llms_txt.twin(PurePath(page))
+        assert markdown.read_text().startswith("# ")
+        linked = pages.LINK.findall("".join(pages.CODE.split(markdown.read_text())[::2]))
+        assert [link for link in linked if not (markdown.parent / link).exists()] == [], page
+
+
+def test_llms_txt_lists_the_markdown_of_every_page(built: Path) -> None:
+    head, *parts = (built / "llms.txt").read_text().split("\n## ")
+    title, summary, version = head.strip().split("\n\n")
+    assert (title, version) == ("# aviso-workers", f"This is version {__version__}.")
+    assert summary.startswith("> Event-driven workers")
+    assert [part.partition("\n")[0] for part in parts][:3] == ["Begin", "Guides", "Examples"]
+    entries = [line for part in parts for line in part.splitlines()[1:] if line]
+    listed = [found[1] for entry in entries if (found := re.fullmatch(r"- \[[^\]]+\]\(([^)]+)\)", entry))]
+    assert len(listed) == len(entries)
+    assert listed == [str(llms_txt.twin(PurePath(page))) for page in in_navigation(NAVIGATION)]
 
 
 def test_every_page_is_in_the_navigation_once(tmp_path: Path) -> None:

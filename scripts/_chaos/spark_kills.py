@@ -2,9 +2,9 @@
 `spark-events` or its server while applications log. What a user would do next is done, and every row is counted.
 
 A row counts as lost where the work said that it succeeded, at the latest after it was done again, and the row is not
-there; as doubled where it is there more often than docs/spark.md says: a batch write without `msgIdColumn` that is done
-again is another write, so it may store each row once more. The moments follow from the seed, and from how long the work
-takes on this machine.
+there; as doubled where it is there more often than docs/spark/writing.md says: a batch write without `msgIdColumn` that
+is done again is another write, so it may store each row once more. The moments follow from the seed, and from how long
+the work takes on this machine.
 """
 
 from __future__ import annotations
@@ -388,7 +388,7 @@ def write_config(path: Path, url: str, *, replicas: int, event_logs: Path) -> No
             }
             for name, identifier in fields.items()
         },
-        # As docs/spark.md says, the windows outlast restarts, which take minutes on a machine that has much to do.
+        # As docs/spark/writing.md says, the windows outlast restarts, which take minutes on a busy machine.
         "streams": {name.upper(): {"duplicate_window": "1h"} for name in TARGETS.values() if name},
         "workers": {
             "agents": {"spark-events": {"event_log_dirs": [str(event_logs)]}},

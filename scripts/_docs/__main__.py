@@ -8,9 +8,11 @@ import argparse
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
-from _docs import built_site, command_line, configuration, pages, python_names
+from _docs import built_site, command_line, configuration, llms_txt, pages, python_names
+from aviso_workers import __version__
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
@@ -31,9 +33,12 @@ def build(target: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page())
     shutil.copy(HERE / "site.css", gathered)
-    shutil.copy(HERE / "zensical.toml", target)
+    written = (HERE / "zensical.toml").read_text().replace("VERSION", __version__)
+    (target / "zensical.toml").write_text(written)
     subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=target, check=True)
-    return target / "site"
+    site = target / "site"
+    llms_txt.write(gathered, site, tomllib.loads(written)["project"], __version__)
+    return site
 
 
 def main() -> int:

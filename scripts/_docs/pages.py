@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["gather"]
+__all__ = ["gather", "with_links"]
 
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)")
 CODE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
@@ -48,11 +49,16 @@ def _moved(page: Path, project: Path) -> tuple[str, set[Path]]:
     linked: set[Path] = set()
     here = _place(page, project).parent
 
-    def moved(link: re.Match[str]) -> str:
-        file = (page.parent / link[1]).resolve()
+    def moved(link: str) -> str:
+        file = (page.parent / link).resolve()
         linked.add(file)
         return os.path.relpath(_place(file, project), here)
 
-    parts = CODE.split(page.read_text())
-    parts[::2] = [LINK.sub(moved, prose) for prose in parts[::2]]
-    return "".join(parts), linked
+    return with_links(page.read_text(), moved), linked
+
+
+def with_links(text: str, moved: Callable[[str], str]) -> str:
+    """Return the text of a page with `moved(target)` in place of the target of each relative link."""
+    parts = CODE.split(text)
+    parts[::2] = [LINK.sub(lambda link: moved(link[1]), prose) for prose in parts[::2]]
+    return "".join(parts)

@@ -35,7 +35,7 @@ ACCEPTED_BY_AN_AVISO_SERVER_ONLY: Mapping[str, frozenset[Any]] = {
     **dict.fromkeys(("expver", "version", "short"), frozenset(("*",))),
     "text": frozenset(("*", "\x00", "\x7f", "\u00a0", "\u2028")),
 }
-"""By field, the values that docs/aviso.md says we refuse."""
+"""By field, the values that docs/aviso/differences.md says we refuse."""
 
 SPELLED_OTHERWISE = frozenset((999.9999999999999,))
 """Numbers that an aviso-server reads as another one, one unit in the last place away, where they are not text."""

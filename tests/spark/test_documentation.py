@@ -1,6 +1,6 @@
-"""The blocks of docs/spark.md, in their order, with one session of Spark and a server of the test's own.
+"""The blocks of docs/spark.md and docs/spark/, in their order, with one session of Spark and a server of their own.
 
-What differs from the page: paths like /data are the test's, and names that a block takes for granted are given to it.
+What differs from the pages: paths like /data are the test's, and names that a block takes for granted are given to it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from aviso_workers.spark import completeness, sessions
 from tests.documented import lines, texts
 from tests.waits import PATIENCE_SECONDS
 
-PAGE = "docs/spark.md"
+READING = "docs/spark.md"
+WRITING = "docs/spark/writing.md"
+PIPELINES = "docs/spark/pipelines.md"
+JOB_EVENTS = "docs/spark/job-events.md"
 FIELDS = ("class", "date", "time", "stream", "step")
 JOB = ("cluster", "application", "kind", "event", "id")
 IDENTIFIER = {"class": "od", "date": "20261120", "time": "0000", "stream": "oper"}
@@ -37,7 +40,7 @@ DAY = date(2026, 11, 20)
 
 
 class Reader:
-    """Somebody who goes through the page, with a folder and a server."""
+    """Somebody who goes through the pages, with a folder and a server."""
 
     def __init__(self, folder: Path, server: NatsServer) -> None:
         self.folder = folder
@@ -48,7 +51,7 @@ class Reader:
     def runs(self, block: str, **names: Any) -> None:
         """Run a block of the page, and wait for the queries that it starts."""
         self.names |= names
-        exec(compile(self.here(block), PAGE, "exec"), self.names)
+        exec(compile(self.here(block), "page", "exec"), self.names)
 
     def here(self, block: str) -> str:
         """Return a block with the files of the test in place of the page's."""
@@ -72,7 +75,7 @@ class Reader:
 
 
 def configuration(url: str) -> dict[str, Any]:
-    """Return the event types of the page."""
+    """Return the event types of the pages."""
 
     def event_type(base: str, fields: Sequence[str], rules: dict[str, str]) -> dict[str, Any]:
         return {
@@ -135,10 +138,13 @@ def command(
     return command
 
 
-def test_the_page(
+def test_the_pages(
     spark: SparkSession, reader: Reader, command: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    read, archive, write, for_each_batch, by_others, _, in_a_job, _, listener = texts(PAGE, "python")
+    read, archive = texts(READING, "python")
+    write, for_each_batch = texts(WRITING, "python")
+    by_others, _, in_a_job = texts(PIPELINES, "python")
+    _, listener = texts(JOB_EVENTS, "python")
     reader.publish(*(Notify("mars", {**IDENTIFIER, "step": step}, {"size": step}) for step in (0, 6, 12)))
 
     reader.runs(read, spark=spark)
@@ -158,21 +164,21 @@ def test_the_page(
     for query in spark.streams.active:
         query.stop()
 
-    assert command(lines(PAGE, 2)[0]) == ""
-    (newest,) = lines(PAGE, 3)
+    assert command(lines(PIPELINES, 1)[0]) == ""
+    (newest,) = lines(PIPELINES, 2)
     assert subprocess.run(["bash", "-c", reader.here(newest)], capture_output=True, text=True).stdout == "0.compact\n"
     dataset = by_others.splitlines()[1]
     table = eval(reader.here(dataset), {"pyarrow": pyarrow})
     assert table.count_rows() == 4
 
-    from_archive, from_stream, restored = lines(PAGE, 4)
+    from_archive, from_stream, restored = lines(PIPELINES, 3)
     assert "0 refused" in command(from_archive)
     assert "there before" in command(from_stream)
     assert command(restored) == "0 published, 4 there before, 0 refused\n"
 
-    schedule, _ = texts(PAGE, "yaml")
+    (schedule,) = texts(PIPELINES, "yaml")
     (reader.folder / "schedule.yaml").write_text(schedule)
-    (report,) = lines(PAGE, 5)
+    (report,) = lines(PIPELINES, 4)
     assert "4 cycles" in command(report.replace("schedule.yaml", str(reader.folder / "schedule.yaml")))
     assert (reader.folder / "data" / "report" / "report.html").exists()
 

@@ -1,4 +1,4 @@
-"""The join of docs/windows.md as it stands: two of its workers are killed in the middle, and no pair is lost."""
+"""The join of docs/joins.md as it stands: two of its workers are killed in the middle, and no pair is lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ URL = "AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL"
 
 def block(language: str, begin: str) -> str:
     """The code block of the page that has this in it."""
-    page = (ROOT / "docs" / "windows.md").read_text()
+    page = (ROOT / "docs" / "joins.md").read_text()
     blocks = re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     (found,) = (each for each in blocks if begin in each)
     return str(found)

@@ -1,4 +1,4 @@
-"""docs/operations/checks.md and docs/guarantees.md, against the checks and the tests that there are."""
+"""docs/operations/checks.md and the pages of guarantees, against the checks and the tests that there are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from aviso_workers.ops.doctor.checks import CHECKS
 
 PROJECT = Path(__file__).parents[3]
 PAGE = (PROJECT / "docs" / "operations" / "checks.md").read_text()
-GUARANTEES = (PROJECT / "docs" / "guarantees.md").read_text()
+DOCS = PROJECT / "docs"
+GUARANTEES = "".join(page.read_text() for page in (DOCS / "guarantees.md", *(DOCS / "guarantees").iterdir()))
 MENTIONED = re.compile(r"\bJS\d{3}\b")
 
 
