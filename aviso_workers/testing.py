@@ -70,11 +70,8 @@ from aviso_workers.declare.resources import Resource, spelled
 from aviso_workers.declare.tables import PROCESS, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.windows import Window
-from aviso_workers.engine import dead_letter_store, delayed_delivery, delayed_messages, parts
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.call_scope import Opened
-from aviso_workers.engine.dead_letter_store import DeadLetter
-from aviso_workers.engine.handlers import windowed
 from aviso_workers.engine.key_value import CachedKeyValue
 from aviso_workers.engine.session import Session, open_session
 from aviso_workers.engine.threads import in_thread
@@ -94,6 +91,8 @@ from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import agent_control
 from aviso_workers.ops.agent_control import AgentConsumer
 from aviso_workers.ops.dead_letters import StoredDeadLetters
+from aviso_workers.state import dead_letter_records, delayed_messages, parts, window_records
+from aviso_workers.state.dead_letter_records import DeadLetter
 
 __all__ = ["DeadLetter", "Harness", "harness"]
 
@@ -480,7 +479,7 @@ class Harness:
     @asynccontextmanager
     async def _own_streams_removed(self) -> AsyncIterator[None]:
         before = set(await self._watch.stream_names())
-        ours = {dead_letter_store.STREAM, dead_letter_store.RETRIES, delayed_messages.STREAM}
+        ours = {dead_letter_records.STREAM, dead_letter_records.RETRIES, delayed_messages.STREAM}
         if taken := before & {*self._readers, *ours}:
             raise AvisoWorkersError(
                 f"{self._server} has the streams {', '.join(sorted(taken))} already: a test makes and removes "
@@ -495,7 +494,7 @@ class Harness:
 
     def _note(self, message: Message, ack: PubAck) -> None:
         stored = structs.replace(message, sequence=ack.sequence, timestamp_ns=self.clock.time_ns())
-        if ack.stream == dead_letter_store.STREAM:
+        if ack.stream == dead_letter_records.STREAM:
             # A repeat is noted as well where the acknowledgement of the first try was lost.
             if not (ack.duplicate and ack.sequence in self._dead_lettered):
                 self._dead_lettered.add(ack.sequence)
@@ -605,7 +604,7 @@ class Harness:
         """Wait until the agent's consumers are made, which its worker does soon after its start."""
         deadline = self.clock.monotonic() + REAL_PATIENCE_SECONDS
         with self._moving():
-            for stream in (consumer.stream, dead_letter_store.RETRIES):
+            for stream in (consumer.stream, dead_letter_records.RETRIES):
                 while missing := await self._not_read(stream, consumer.consumer):
                     self._raise_failure()
                     if not self._workers or not await self._let_time_pass(deadline):
@@ -682,7 +681,7 @@ class Harness:
                     continue  # two versions share its consumer
                 asked.add((stream, durable))
                 buffers = self._buffers(agent)
-                facts = [await self._left_of(read, durable) for read in (stream, dead_letter_store.RETRIES)]
+                facts = [await self._left_of(read, durable) for read in (stream, dead_letter_records.RETRIES)]
                 if held := sum(map(len, buffers)):
                     facts.append(f"{held} held by workers, {sum(buffer.running for buffer in buffers)} of them running")
                 if over := await self._windows_over(agent, app):
@@ -690,7 +689,7 @@ class Harness:
                 if any(facts):
                     left.append(f"{agent.name}: {'; '.join([*filter(None, facts), *self._reasons(agent.name)])}")
         if delayed_messages.STREAM in self._made and (
-            due := await self._left_of(delayed_messages.STREAM, delayed_delivery.DURABLE)
+            due := await self._left_of(delayed_messages.STREAM, delayed_messages.DURABLE)
         ):
             left.append(f"delayed notifications: {'; '.join([due, *map(_reason, self._overdue.values())])}")
         return left
@@ -709,7 +708,7 @@ class Harness:
     async def _windows_over(self, agent: Agent[Any, Any], app: str) -> int:
         if (window := agent.policy.window) is None:
             return 0
-        return await windowed.unfinished(agent, window, self._watch, app=app)
+        return await window_records.unfinished(agent, window, self._watch, app=app)
 
     def _reasons(self, agent: str) -> Iterator[str]:
         if not self._workers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Any
 
-from aviso_workers.engine.last_failures import LastFailure
+from aviso_workers.state.failure_records import LastFailure
 
 __all__ = ["last_failure"]
 

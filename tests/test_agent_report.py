@@ -10,10 +10,10 @@ import pytest
 
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Window, Windowing
 from aviso_workers.aviso.literals import time_text
-from aviso_workers.engine import declarations
-from aviso_workers.engine.last_failures import Retrying
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
 from aviso_workers.ops.agent_report import Progress
+from aviso_workers.state import declarations
+from aviso_workers.state.failure_records import Retrying
 from tests.contract.settings import app_config
 from tests.failures import last_failure
 

@@ -23,11 +23,13 @@ def calls(path: Path) -> Iterator[tuple[str, int, str]]:
 
 
 def test_what_a_backend_must_have_is_what_the_engine_and_spark_ask_it_for() -> None:
-    """What operators alone ask for belongs to `Management` or `Administration`."""
+    """What operators alone ask for belongs to `Management` or `Administration`. What engine and spark use asks for them:
+    `state`, and the two backends' common modules.
+    """
     asked = {
         node.attr
-        for package in (ENGINE, ENGINE.parent / "spark")
-        for path in sorted(package.glob("**/*.py"))
+        for pattern in ("engine/**/*.py", "spark/*.py", "state/*.py", "backends/*.py")
+        for path in sorted(ENGINE.parent.glob(pattern))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("backend")
     }

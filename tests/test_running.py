@@ -20,8 +20,8 @@ import structlog
 
 from aviso_workers import App, Notification, Reject, config
 from aviso_workers.backends.in_memory.connection import Connection
+from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.declare.retry import Backoff
-from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import (
     ConfigError,
     DeclarationError,

@@ -31,7 +31,6 @@ from aviso_workers import (
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
-from aviso_workers.engine import dead_letter_store
 from aviso_workers.errors import (
     AvisoWorkersError,
     BackendError,
@@ -42,6 +41,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.server import NatsServer
+from aviso_workers.state import dead_letter_records
 from aviso_workers.testing import Harness, harness
 from tests.waits import LONG_SECONDS, PATIENCE_SECONDS
 
@@ -1010,7 +1010,7 @@ class TestDeadLetters:
             assert t.dead_letters == []
             await t.settle()
             assert t.outcomes(index) == ["dead_lettered", "dead_lettered", "acked", "acked"]
-            assert await stored(t, dead_letter_store.STREAM) == 0
+            assert await stored(t, dead_letter_records.STREAM) == 0
 
     async def test_those_that_the_test_chooses_are_handed_back(self, app: App, server: str | None) -> None:
         @app.agent("mars", retry=Backoff(attempts=1))
@@ -1025,7 +1025,7 @@ class TestDeadLetters:
             await t.settle()
             assert t.dead_letters == [first]
             assert t.settled(index)[-1].outcome == "acked"
-            assert await stored(t, dead_letter_store.STREAM) == 1
+            assert await stored(t, dead_letter_records.STREAM) == 1
             with pytest.raises(ValueError, match="is not the sequence of one of the dead letters"):
                 await t.retry_dead_letters(second)
 

@@ -20,11 +20,11 @@ from aviso_workers.cli.report import Seconds
 from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import AgentOption, ConfigOption, Opened, Target, connected, find_app, opened
 from aviso_workers.declare.agents import Agent
-from aviso_workers.engine import declarations
-from aviso_workers.engine.last_failures import Retrying
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError
 from aviso_workers.ops import agent_report, deployment
 from aviso_workers.ops.agent_report import AgentRow, Progress
+from aviso_workers.state import declarations
+from aviso_workers.state.failure_records import Retrying
 
 __all__ = ["agents", "one_app"]
 

@@ -23,9 +23,9 @@ from aviso_workers.config import Config, completed
 from aviso_workers.config import load as load_config
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Router
-from aviso_workers.engine import declarations
 from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, DeclarationError, NotFoundError, describe
 from aviso_workers.jetstream.error_codes import STREAM_NOT_FOUND
+from aviso_workers.state import declarations
 
 __all__ = [
     "AgentOption",

@@ -28,7 +28,7 @@ from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, Nak,
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
-from aviso_workers.engine.last_failures import LastFailures, Retrying
+from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shields import Shield
 from aviso_workers.errors import BackendError
@@ -43,6 +43,7 @@ from aviso_workers.events import (
     Suspected,
 )
 from aviso_workers.jetstream import answers, error_codes
+from aviso_workers.state.failure_records import Retrying
 
 __all__ = ["Settler", "give_back", "leave_to_others", "settle", "settle_again"]
 

@@ -14,15 +14,17 @@ from aviso_workers.aviso.codec import NotificationReader
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
+from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.batches import Batch, Stream
 from aviso_workers.declare.verdicts import Term
-from aviso_workers.engine import acknowledging, consumer_records, dead_letter_store, key_orders
+from aviso_workers.engine import acknowledging, consumer_recorder, key_orders
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.attempts import Failures
-from aviso_workers.engine.consumer_records import ConsumerRecorder
-from aviso_workers.engine.dead_letter_store import DeadLetterStore, Requeued, retry_subject
+from aviso_workers.engine.consumer_recorder import ConsumerRecorder
+from aviso_workers.engine.dead_letter_store import DeadLetterStore, Requeued
+from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.flow import MOST_PREFETCH, Flow
 from aviso_workers.engine.handlers.batch import InBatches
@@ -31,9 +33,6 @@ from aviso_workers.engine.handlers.outputs import Outputs
 from aviso_workers.engine.handlers.stream import AsStream
 from aviso_workers.engine.handlers.windowed import AsWindows
 from aviso_workers.engine.isolation import Isolation
-from aviso_workers.engine.known_agents import KnownAgents
-from aviso_workers.engine.last_failures import LastFailures
-from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
@@ -42,11 +41,14 @@ from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.singletons import WhileHeld
 from aviso_workers.engine.subscription import Handler, Run, Subscription, consumer_spec
 from aviso_workers.engine.timeouts import Timeouts
-from aviso_workers.engine.versions import Versions
 from aviso_workers.errors import NotFoundError, UndecodableError
 from aviso_workers.events import Events, Unreadable
 from aviso_workers.jetstream import answers
 from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSpec, StreamSpec
+from aviso_workers.state import dead_letter_records
+from aviso_workers.state.dead_letter_records import retry_subject
+from aviso_workers.state.known_agents import KnownAgents
+from aviso_workers.state.versions import Versions
 
 __all__ = ["AgentSubscriptions"]
 
@@ -211,7 +213,7 @@ class AgentSubscriptions:
             backend=self._backend,
             registry=Versions(self._backend, app=self._app, agent=agent.name, stream=stream.name),
             recorder=self._recorder(agent, stream.name, self._provisioner),
-            retries=self._recorder(agent, dead_letter_store.RETRIES, self._own_streams),
+            retries=self._recorder(agent, dead_letter_records.RETRIES, self._own_streams),
             events=self._events,
             on_ack_wait=lambda seconds: run.keep_within(_reported_within(agent, seconds)),
             function=_name_of(agent.function),
@@ -265,7 +267,7 @@ class AgentSubscriptions:
                 priority=self._config.workers.priority,
             ),
             Feed(
-                stream=dead_letter_store.retries_spec(self._config),
+                stream=dead_letter_records.retries_spec(self._config),
                 consumer=retries_consumer,
                 ensure=ensure_retries,
                 provisioner=self._own_streams,
@@ -283,7 +285,7 @@ class AgentSubscriptions:
             acknowledging.settle(delivery, Term("no retry of a dead letter"))
             error = UndecodableError(why)
             self._events.emit(
-                Unreadable(stream=dead_letter_store.RETRIES, sequence=message.sequence, error=error, reason="foreign")
+                Unreadable(stream=dead_letter_records.RETRIES, sequence=message.sequence, error=error, reason="foreign")
             )
         return bool(why)
 
@@ -294,8 +296,8 @@ class AgentSubscriptions:
             app=self._app,
             agent=agent.name,
             stream=stream,
-            longest_seconds=consumer_records.longest_seconds(agent.policy),
-            attempt_seconds=consumer_records.attempt_seconds(agent.policy),
+            longest_seconds=consumer_recorder.longest_seconds(agent.policy),
+            attempt_seconds=consumer_recorder.attempt_seconds(agent.policy),
             events=self._events,
         )
 

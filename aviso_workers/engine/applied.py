@@ -27,9 +27,9 @@ from aviso_workers.aviso.notifications import Notification
 from aviso_workers.backends import Backend
 from aviso_workers.declare.tables import PAGES
 from aviso_workers.engine import idempotency
-from aviso_workers.engine.dead_letter_store import RETRIED
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import ConflictError, DeclarationError, NotFoundError, OutcomeUnknownError
+from aviso_workers.state.dead_letter_records import RETRIED
 
 __all__ = ["KEPT_SECONDS", "AppliedNotifications"]
 

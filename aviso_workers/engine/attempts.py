@@ -26,8 +26,11 @@ from aviso_workers.engine.grouped_writes import GroupedWrites
 from aviso_workers.engine.shields import Shield
 from aviso_workers.errors import BackendError, UndecodableError
 from aviso_workers.events import Events, FailuresNotStored, Unreadable
+from aviso_workers.state import failure_counts
 
-__all__ = ["ALONE", "BEGAN_SUBJECT", "BUCKET_SUFFIX", "Failures", "app_of", "parse_began"]
+__all__ = [
+    "Failures",
+]
 
 T = TypeVar("T")
 Key = tuple[int, int]
@@ -43,11 +46,6 @@ SLOW_SECONDS = 1.0
 UNUSED_SECONDS = 10.0
 """How long the bucket is not used after a request that failed and took `SLOW_SECONDS`: each of many failing
 notifications would wait for it."""
-BESIDE_OTHERS = b"beside_others"
-ALONE = b"alone"
-BUCKET_SUFFIX = "_failures"
-BEGAN_SUBJECT = "$KV.*.*.*.*.*.began"
-"""The filter subject of the records that a handler has begun, in the bucket of any app."""
 MOST_REMEMBERED = 100_000
 """Of how many notifications that it has given back a process remembers the failures, so that a redelivery needs no
 read, and where they cannot be stored: of as many as an agent may have ack pending, which takes about 35 MB."""
@@ -60,7 +58,7 @@ class Failures:
         self._backend = backend
         self._shield = shield
         self._agent = agent
-        self._bucket = f"{app}{BUCKET_SUFFIX}"
+        self._bucket = f"{app}{failure_counts.BUCKET_SUFFIX}"
         self._prefix = f"{agent}.{stream}"
         self._events = events
         self._values: BulkKeyValue | None = None
@@ -103,7 +101,7 @@ class Failures:
         how: RunsAs | None = None
         if began is not None:
             self._begun.add(key)
-            how = "beside_others" if began.value == BESIDE_OTHERS else "alone"
+            how = "beside_others" if began.value == failure_counts.BESIDE_OTHERS else "alone"
         return Record(failures=failures, ended=ended, began=how, stored=self._stored)
 
     async def begin(self, delivery: Delivery, *, alone: bool) -> None:
@@ -111,7 +109,9 @@ class Failures:
         key = _key(delivery)
         self._begun.add(key)
         self._begun_here.add(key)
-        await self._write(lambda values: values.put(self._began(key), ALONE if alone else BESIDE_OTHERS))
+        await self._write(
+            lambda values: values.put(self._began(key), failure_counts.ALONE if alone else failure_counts.BESIDE_OTHERS)
+        )
 
     async def clear(self, delivery: Delivery) -> None:
         """Remove the record that its handler began: it does not run any more, and this process lives."""
@@ -164,7 +164,7 @@ class Failures:
         if worker_died:
             self._begun.discard(key)
             async with self._shield.hold():
-                await self._write(lambda values: values.put(self._began(key), BESIDE_OTHERS))
+                await self._write(lambda values: values.put(self._began(key), failure_counts.BESIDE_OTHERS))
         else:
             await self.clear(delivery)
         value = f"{failures}" if ended == failures else f"{failures} {ended}"
@@ -228,21 +228,6 @@ class Failures:
     def _began(self, key: Key) -> str:
         """Return the key of the record that a handler began, which is not the count: older versions read that too."""
         return f"{self._name(key)}.began"
-
-
-def app_of(stream: str) -> str:
-    """Return the app whose bucket of failure counts is kept in that stream; empty where it is none."""
-    is_one = stream.startswith("KV_") and stream.endswith(BUCKET_SUFFIX)
-    return stream.removeprefix("KV_").removesuffix(BUCKET_SUFFIX) if is_one else ""
-
-
-def parse_began(subject: str) -> tuple[str, str, int]:
-    """Return agent, stream and sequence of the notification that a subject as `BEGAN_SUBJECT` is about.
-
-    Raises `UndecodableError`.
-    """
-    _, _, agent, stream, sequence, _, _ = subject.split(".")
-    return agent, stream, read_number(sequence)
 
 
 async def _put_many(values: BulkKeyValue, counts: Mapping[str, bytes | None]) -> int:

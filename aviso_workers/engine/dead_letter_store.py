@@ -9,97 +9,29 @@ full, so that old evidence is never overwritten. A dead letter that is to be tri
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
 
-from msgspec import Struct
-
-from aviso_workers.aviso.codec import Message, read_number, store_time
-from aviso_workers.aviso.literals import quoted
+from aviso_workers.aviso.codec import Message, store_time
 from aviso_workers.backends import Backend, Delivery, Noted, PubAck
-from aviso_workers.config import Config, streams
-from aviso_workers.engine import parts
-from aviso_workers.engine.provisioning import Provisioner
-from aviso_workers.engine.replay import message_at
-from aviso_workers.errors import RefusedError, UnavailableError, UndecodableError, describe
-from aviso_workers.jetstream import answers, error_codes
-from aviso_workers.jetstream.fields import DAY, SECOND
-from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.backends.provisioning import Provisioner
+from aviso_workers.config import Config
+from aviso_workers.errors import RefusedError, UnavailableError, describe
+from aviso_workers.jetstream import error_codes
+from aviso_workers.state import dead_letter_records, parts
+from aviso_workers.state.dead_letter_records import RETRIED, STREAM, SUBJECT
+from aviso_workers.state.parts import message_at
 
 __all__ = [
-    "RETRIES",
     "STREAM",
-    "DeadLetter",
     "DeadLetterStore",
     "Requeued",
-    "retries_spec",
-    "retry_of",
-    "retry_subject",
-    "stream_spec",
-    "unwrap",
 ]
 
-STREAM = "aviso_workers_dead_letters"
-SUBJECT = "aviso_workers.dead_letters"
-RETRIES = "aviso_workers_retries"
-RETRIES_SUBJECT = "aviso_workers.retries"
-RETRIES_KEPT_DAYS = 30
-RETRIES_ONCE_SECONDS = 3600
-"""A retry that is broken off and repeated within this time is stored once."""
-RETRIED = "Aviso-Retried"
-"""The header of what is tried again: which dead letter it was."""
 TIMEOUT_SECONDS = 10.0
 LONGEST_ERROR = 2000
 """Characters of an error's text that are kept."""
 DEEPEST_FRAMES = 5
-
-
-class DeadLetter(Struct, frozen=True, kw_only=True):
-    """A stored dead letter, read."""
-
-    sequence: int
-    """Of the dead letter itself."""
-    time: datetime
-    """When it was stored."""
-    app: str
-    agent: str
-    reason: str
-    error: str
-    traceback: str
-    attempts: int
-    stream: str
-    """The stream of the original."""
-    original: Message
-    stored: Message
-    """The dead letter itself, as the stream holds it, with its whole body."""
-
-    @classmethod
-    def read(cls, message: Message) -> DeadLetter:
-        """Return the dead letter that a message stores. Raises `UndecodableError` where it stores none."""
-        headers = dict(message.headers or {})
-        if why := answers.why_foreign(message):
-            raise UndecodableError(
-                f"message {message.sequence} of {STREAM} is not a dead letter: {why}; to remove it: "
-                f"nats stream rmm {quoted(STREAM)} {quoted(str(message.sequence))}"
-            )
-        try:
-            return cls(
-                sequence=message.sequence,
-                time=store_time(message),
-                app=headers["Aviso-App"],
-                agent=headers["Aviso-Agent"],
-                reason=headers["Aviso-Reason"],
-                error=headers["Aviso-Error"],
-                traceback=headers["Aviso-Traceback"],
-                attempts=read_number(headers["Aviso-Attempts"]),
-                stream=headers["Aviso-Stream"],
-                original=_original(message, headers),
-                stored=message,
-            )
-        except (KeyError, UndecodableError) as error:
-            raise UndecodableError(f"message {message.sequence} of {STREAM} is not a dead letter: {error}") from error
 
 
 class DeadLetterStore:
@@ -109,7 +41,7 @@ class DeadLetterStore:
         self._backend = backend
         self._app = app
         self._provisioner = provisioner
-        self._spec = stream_spec(config)
+        self._spec = dead_letter_records.stream_spec(config)
 
     async def dead_letter(
         self,
@@ -140,7 +72,7 @@ class DeadLetterStore:
             "Aviso-Error": _one_line(describe(error) if error else "", most=self._longest_text),
             "Aviso-Traceback": _one_line(_digest(error), most=self._longest_text),
         }
-        kept = _without(message.headers, "Nats-", *parts.HEADERS)
+        kept = dead_letter_records.without(message.headers, "Nats-", *parts.HEADERS)
         dead_letter = Message(subject=f"{SUBJECT}.{self._app}.{agent}", data=message.data, headers={**kept, **headers})
         # With its time, because a stream that is recreated counts from 1 again. What was tried again and failed again
         # is another letter, although the first may still be there: it is removed a moment after it was copied.
@@ -185,7 +117,7 @@ class Requeued(Noted, eq=False):
     can_be_read_again: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self.message, _ = unwrap(self.message)
+        self.message, _ = dead_letter_records.unwrap(self.message)
 
     @property
     def num_delivered(self) -> int:
@@ -210,65 +142,6 @@ class Requeued(Noted, eq=False):
 
     def in_progress(self) -> None:
         self._delivery.in_progress()
-
-
-def stream_spec(config: Config) -> StreamSpec:
-    """Return the stream of the dead letters."""
-    max_bytes = config.workers.dead_letters.max_bytes
-    return streams.own_stream(
-        STREAM, f"{SUBJECT}.>", config, discard="new", max_bytes=int(max_bytes) if max_bytes else -1
-    )
-
-
-def retries_spec(config: Config) -> StreamSpec:
-    """Return the stream of the dead letters that are tried again."""
-    return streams.own_stream(
-        RETRIES,
-        f"{RETRIES_SUBJECT}.>",
-        config,
-        max_age=RETRIES_KEPT_DAYS * DAY,
-        duplicate_window=RETRIES_ONCE_SECONDS * SECOND,
-    )
-
-
-def retry_subject(app: str, agent: str) -> str:
-    """Return where only this agent reads."""
-    return f"{RETRIES_SUBJECT}.{app}.{agent}"
-
-
-def retry_of(dead_letter: DeadLetter) -> tuple[Message, str]:
-    """Return the copy that hands a dead letter back to its agent, and its message id, which is always the same."""
-    message_id = f"{dead_letter.sequence}.{dead_letter.stored.timestamp_ns}"
-    headers = {**_without(dead_letter.stored.headers, "Nats-", *parts.HEADERS), RETRIED: message_id}
-    return Message(
-        subject=retry_subject(dead_letter.app, dead_letter.agent), data=dead_letter.stored.data, headers=headers
-    ), message_id
-
-
-def unwrap(retry: Message) -> tuple[Message, str]:
-    """Return the original that a message of the retries carries, and its stream."""
-    headers = retry.headers or {}
-    try:
-        return _original(retry, headers), headers["Aviso-Stream"]
-    except (KeyError, UndecodableError):
-        return retry, RETRIES  # not written by us: it will not decode, and become a dead letter with its bytes
-
-
-def _without(headers: Mapping[str, str] | None, *prefixes: str) -> dict[str, str]:
-    return {name: value for name, value in (headers or {}).items() if not name.startswith(prefixes)}
-
-
-def _original(message: Message, headers: Mapping[str, str]) -> Message:
-    kept = _without(headers, "Aviso-", "Nats-")
-    if RETRIED in headers:
-        kept[RETRIED] = headers[RETRIED]
-    return Message(
-        subject=headers["Aviso-Subject"],
-        data=message.data,
-        headers=kept,
-        sequence=read_number(headers["Aviso-Sequence"]),
-        timestamp_ns=read_number(headers["Aviso-Timestamp"]),
-    )
 
 
 def _digest(error: BaseException | None) -> str:

@@ -17,23 +17,21 @@ from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.codec import Message, lacks_body, store_time
 from aviso_workers.aviso.schema import EventType
 from aviso_workers.backends import Backend, Delivery, Outgoing
+from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.clocks import SKEW
 from aviso_workers.config import Config
 from aviso_workers.declare.retry import Backoff
 from aviso_workers.declare.verdicts import Ack, Nak, Settlement
-from aviso_workers.engine import delayed_messages, internal
-from aviso_workers.engine.delayed_messages import DUE, STREAM
+from aviso_workers.engine import internal
 from aviso_workers.engine.feeds import Feed
-from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.subscription import Subscription, consumer_spec
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome
+from aviso_workers.state import delayed_messages
+from aviso_workers.state.delayed_messages import DUE, DURABLE, READER, STREAM
 
-__all__ = ["DURABLE", "NAME", "REMOVE_SECONDS", "subscription"]
+__all__ = ["REMOVE_SECONDS", "subscription"]
 
-NAME = "schedule-courier"
-DURABLE = f"aviso_workers__{NAME}"
-"""One for all apps, so that it does not matter whose workers run."""
 ACK_WAIT_SECONDS = 5.0
 CONCURRENCY = 16
 PREFETCH = 64
@@ -53,7 +51,7 @@ def subscription(backend: Backend, *, config: Config, own_streams: Provisioner, 
     delayed = _DelayedDelivery(backend, event_types=config.notification_schema, events=events)
     consumer = consumer_spec(DURABLE, (f"{DUE}.>",), ACK_WAIT_SECONDS, max_ack_pending=-1)
     return internal.subscription(
-        NAME,
+        READER,
         delayed.handle,
         Feed(stream=delayed_messages.stream_spec(config), consumer=consumer, provisioner=own_streams),
         workers=CONCURRENCY,

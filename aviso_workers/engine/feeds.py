@@ -14,13 +14,14 @@ from msgspec import Struct
 
 from aviso_workers.aviso.codec import Message, lacks_body
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
+from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.declare.verdicts import Nak
-from aviso_workers.engine import acknowledging, parts
+from aviso_workers.engine import acknowledging
 from aviso_workers.engine.buffer import Buffer
-from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.errors import BackendError, UndecodableError
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
+from aviso_workers.state import parts
 
 __all__ = ["Feed", "delivering"]
 

@@ -16,10 +16,10 @@ from msgspec import Struct
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend
 from aviso_workers.declare.agents import durable_name
-from aviso_workers.engine import consumer_records, dead_letter_store, delayed_messages
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.state import consumer_records, dead_letter_records, delayed_messages
 
 __all__ = ["require_same"]
 
@@ -89,7 +89,7 @@ async def _used(backend: Backend, stream: str) -> str:
             if (await backend.consumer_info(stream, durable_name(app, agent))).num_waiting:
                 return f"workers of agent {agent} of app {app} read stream {stream} with"
         with suppress(NotFoundError):
-            retries = await backend.consumer_info(dead_letter_store.RETRIES, durable_name(app, agent))
+            retries = await backend.consumer_info(dead_letter_records.RETRIES, durable_name(app, agent))
             if retries.num_pending or retries.num_ack_pending:
                 return f"retried dead letters of agent {agent} of app {app} are of stream {stream} with"
     return ""
@@ -97,12 +97,12 @@ async def _used(backend: Backend, stream: str) -> str:
 
 async def _has_dead_letters(backend: Backend, stream: str) -> bool:
     try:
-        info = await backend.stream_info(dead_letter_store.STREAM)
+        info = await backend.stream_info(dead_letter_records.STREAM)
     except NotFoundError:
         return False
     if not info.messages:
         return False
-    reading = backend.read(dead_letter_store.STREAM, filter_subjects=(), last_sequence=info.last_sequence)
+    reading = backend.read(dead_letter_records.STREAM, filter_subjects=(), last_sequence=info.last_sequence)
     async with aclosing(reading):
         async for message in reading:
             if (message.headers or {}).get("Aviso-Stream") == stream:

@@ -22,10 +22,10 @@ from aviso_workers.aviso import literals, schema
 from aviso_workers.aviso.codec import Message, NotificationWriter, with_headers
 from aviso_workers.aviso.notifications import Notify, Receipt
 from aviso_workers.backends import Backend, Outgoing, OutgoingChunk, PubAck
+from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
 from aviso_workers.declare.retry import Backoff, Tries
-from aviso_workers.engine import delayed_messages, idempotency, key_orders, singletons
-from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.engine import idempotency, key_orders, singletons
 from aviso_workers.errors import (
     BackendError,
     ConflictError,
@@ -39,6 +39,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import Events, Published, PublishOutcome
 from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.state import delayed_messages
 
 __all__ = ["Publisher", "encode", "size_of", "too_large"]
 

@@ -31,7 +31,7 @@ from aviso_workers.events import (
 )
 from aviso_workers.jetstream import answers
 
-__all__ = ["Replayer", "message_at", "when_created"]
+__all__ = ["Replayer", "when_created"]
 
 AGAIN_AFTER_SECONDS = 1.0
 MOST_TIMES_BEHIND = 3
@@ -42,13 +42,6 @@ MOST_UNANSWERED = 8
 """The same, where nothing receives a request, and nothing was read before. A server that starts takes less time."""
 FAILURES_BEFORE_WARNING = 3
 """Failures in a row before a warning. A new leader is usually elected sooner."""
-
-
-async def message_at(backend: Backend, stream: str, sequence: int) -> Message | None:
-    """Return the message of that sequence; None where the stream does not hold it. Raises `NotFoundError`."""
-    reading = backend.read(stream, filter_subjects=(), start_sequence=sequence, last_sequence=sequence)
-    async with aclosing(reading):
-        return await anext(reading, None)
 
 
 async def when_created(backend: Backend, stream: str, *, known: datetime | None) -> datetime | None:

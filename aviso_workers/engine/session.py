@@ -13,29 +13,18 @@ from aviso_workers import clocks
 from aviso_workers.aviso import schema
 from aviso_workers.aviso.schema import EventType
 from aviso_workers.backends import Admin, Backend, ConsumerInfo, Opening, open_backend
+from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
 from aviso_workers.declare import resources
 from aviso_workers.declare.agents import Agent, Task
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.windows import Window, Windowing
-from aviso_workers.engine import (
-    consumer_records,
-    declarations,
-    delayed_delivery,
-    delayed_messages,
-    last_failures,
-    open_resources,
-    own_buckets,
-    replicas,
-)
+from aviso_workers.engine import delayed_delivery, open_resources, replicas
 from aviso_workers.engine.agent_subscriptions import AgentSubscriptions
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
-from aviso_workers.engine.handlers import windowed
+from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.key_value import retried
-from aviso_workers.engine.known_agents import KnownAgents
-from aviso_workers.engine.last_failures import LastFailures
-from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.replay import Replayer
 from aviso_workers.engine.subscription import Run, Subscription, keep_running, supervise_task
@@ -56,6 +45,15 @@ from aviso_workers.events import (
     WindowDone,
 )
 from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.state import (
+    consumer_records,
+    declarations,
+    delayed_messages,
+    failure_records,
+    own_buckets,
+    window_records,
+)
+from aviso_workers.state.known_agents import KnownAgents
 
 __all__ = ["Session", "is_stopping", "open_session"]
 
@@ -154,7 +152,7 @@ class Session:
         """See `App.open_windows`."""
 
         async def attempt() -> list[Window[Any]]:
-            return await windowed.open_windows(agent, windowing, self.backend, app=self._app, key=key)
+            return await window_records.open_windows(agent, windowing, self.backend, app=self._app, key=key)
 
         patience = self._config.notification_backend.jetstream.publish_deadline_seconds
         return await retried(attempt, clock=self.backend.clock, patience_seconds=patience)
@@ -268,7 +266,7 @@ class Session:
         await declarations.record(self.backend, app=self._app, declared=app, schema=schema, agents=app.agents)
         timers, tasks = ([each.name for each in declared] for declared in (app.timers, app.tasks))
         with suppress(BackendError):
-            await last_failures.remove_others(self.backend, app=self._app, timers=timers, tasks=tasks)
+            await failure_records.remove_others(self.backend, app=self._app, timers=timers, tasks=tasks)
 
     async def _record_failures(self) -> None:
         with self._events.heard_by(self._last_failures.observe, Ticked, TaskFailed, WindowDone):

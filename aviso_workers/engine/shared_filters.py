@@ -38,10 +38,8 @@ from msgspec import Struct, structs
 from aviso_workers import clocks
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.declare.verdicts import Ack
-from aviso_workers.engine import acknowledging, versions
-from aviso_workers.engine.consumer_records import BUCKET, ConsumerRecorder
-from aviso_workers.engine.known_agents import KnownAgents
-from aviso_workers.engine.versions import Registered, Versions
+from aviso_workers.engine import acknowledging
+from aviso_workers.engine.consumer_recorder import ConsumerRecorder
 from aviso_workers.errors import BackendError, UnavailableError
 from aviso_workers.events import (
     AckWaitDiffers,
@@ -57,6 +55,10 @@ from aviso_workers.jetstream import identities, metadata, plans, specs, subjects
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.metadata import Version
 from aviso_workers.jetstream.specs import ConsumerSpec
+from aviso_workers.state import versions
+from aviso_workers.state.consumer_records import BUCKET
+from aviso_workers.state.known_agents import KnownAgents
+from aviso_workers.state.versions import Registered, Versions
 
 __all__ = ["SharedFilter"]
 

@@ -16,21 +16,26 @@ from anyio.abc import TaskGroup
 from anyio.from_thread import BlockingPortal
 
 from aviso_workers.backends import Backend, Message, PubAck
+from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.engine import singletons
 from aviso_workers.engine.applied import AppliedNotifications
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue, retried
-from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import BackendError, NotFoundError, OutcomeUnknownError, UnavailableError
 from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.state import table_records
+from aviso_workers.state.table_records import COUNTERS, COUNTERS_SUBJECT
 
-__all__ = ["COUNTERS", "COUNTERS_SUBJECT", "Counters", "Tables", "bucket_of"]
+__all__ = [
+    "COUNTERS",
+    "COUNTERS_SUBJECT",
+    "Counters",
+    "Tables",
+]
 
 T = TypeVar("T")
 
-COUNTERS = "aviso_workers_counters"
-COUNTERS_SUBJECT = "aviso_workers.counters"
 TIMEOUT_SECONDS = 5.0
 AGAIN_SECONDS = 10.0
 """When a server that did not answer is asked again for a longer history."""
@@ -100,7 +105,12 @@ class Tables:
             )
             return
         kind = CachedKeyValue if table.cached else RetryingKeyValue
-        bucket = kind(self._backend, bucket_of(self._app, name), history=table.keeps_history, patience_seconds=patience)
+        bucket = kind(
+            self._backend,
+            table_records.bucket_of(self._app, name),
+            history=table.keeps_history,
+            patience_seconds=patience,
+        )
         table.connect(bucket, AppliedNotifications(bucket, self._backend, table=name), self._portal)
         if table.keeps_history > 1:
             self._keeping.start_soon(self._raise_history, bucket.name, table.keeps_history)
@@ -115,11 +125,6 @@ class Tables:
                 return
             except UnavailableError:
                 await self._backend.clock.sleep(AGAIN_SECONDS)
-
-
-def bucket_of(app: str, table: str) -> str:
-    """Return the name of the bucket of an app's table."""
-    return f"{app}__{table}"
 
 
 class Counters:

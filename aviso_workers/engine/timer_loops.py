@@ -14,18 +14,16 @@ import secrets
 import socket
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import anyio
 import msgspec
-from msgspec import Struct
 
 from aviso_workers import clocks
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend
-from aviso_workers.backends.buckets import open_existing
 from aviso_workers.clocks import Clock
 from aviso_workers.declare import outputs, timers
 from aviso_workers.declare.timers import Tick, Timer
@@ -50,22 +48,18 @@ from aviso_workers.events import (
     Unreadable,
 )
 from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.state import timer_records
+from aviso_workers.state.timer_records import LEADER, LEASE_SECONDS, Claim
 
 __all__ = [
     "LEASE_SECONDS",
     "OVERDUE_SECONDS",
     "Lease",
-    "buckets_of",
-    "claimed",
     "drained",
-    "is_bucket",
-    "leader",
     "run_now",
     "run_timers",
 ]
 
-LEASES, CLAIMS = "_leases", "_timers"
-LEASE_SECONDS = 10.0
 RENEW_SECONDS = 2.0
 OVERDUE_SECONDS = LEASE_SECONDS + RENEW_SECONDS
 """A lease that nobody has renewed for so long is over, also where the server does not forget it: one that was put while
@@ -78,7 +72,6 @@ MOST_SKEW = timedelta(seconds=10)
 """A tick that was claimed further ahead of the bucket's own time than this was claimed by a clock that was wrong."""
 AGAIN_SECONDS = 1.0
 PATIENCE_SECONDS = 5.0
-LEADER = "leader"
 TRIES = 10
 """How often in a row a lease is put again that was replaced meanwhile, and not by another worker."""
 
@@ -120,7 +113,7 @@ async def drained(stop: anyio.Event, *, clock: Clock, timeout_seconds: float) ->
 async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, events: Events, stop: anyio.Event) -> None:
     """Run these whenever this worker is the leader."""
     clock = backend.clock
-    bucket = buckets_of(app)[1]
+    bucket = timer_records.buckets_of(app)[1]
     claims = RetryingKeyValue(backend, bucket, patience_seconds=PATIENCE_SECONDS, own=True)
     hindrance = Hindrance(bucket, clock=clock, events=events)
     lease = Lease(backend, app, events=events)
@@ -143,41 +136,9 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
         events.emit(LeadershipChanged(leads=False, token=lease.token))
 
 
-def buckets_of(app: str) -> tuple[str, str]:
-    """Return the buckets of the app's leases, and of the ticks that its timers claimed."""
-    return f"{app}{LEASES}", f"{app}{CLAIMS}"
-
-
-async def leader(backend: Backend, app: str) -> str:
-    """Return the host and the process of the worker that leads the app's timers; empty where none does.
-
-    Raises `BackendError`.
-    """
-    bucket = await open_existing(backend, buckets_of(app)[0], ttl_seconds=LEASE_SECONDS, own=True)
-    lease = await bucket.get(LEADER) if bucket is not None else None
-    return lease.value.decode(errors="replace") if lease is not None else ""
-
-
-async def claimed(backend: Backend, app: str) -> dict[str, datetime]:
-    """Return when the last tick was due that a leader has begun, by timer. Raises `BackendError`."""
-    bucket = await open_existing(backend, buckets_of(app)[1], own=True)
-    found = {}
-    for entry in await bucket.entries() if bucket is not None else []:
-        with suppress(UndecodableError):
-            claim = read_json(entry.value, Claim)
-            if claim.token:
-                found[entry.key] = claim.time
-    return found
-
-
 async def run_now(timer: Timer[Any, Any], *, clock: Clock, events: Events) -> None:
     """Run a timer once, apart from its ticks, and emit `Ticked`. `Tick.token` is None: no leader runs it."""
     await _run(timer, Tick(timer=timer.name, time=_now(clock)), clock, events)
-
-
-def is_bucket(bucket: str) -> bool:
-    """Return whether it may be an app's bucket of leases or of claimed ticks: its name looks like one."""
-    return bucket.endswith((LEASES, CLAIMS))
 
 
 class Hindrance:
@@ -217,7 +178,7 @@ class Lease:
         self.token = 0
         """Greater with every leader."""
         self._clock = backend.clock
-        bucket = buckets_of(app)[0]
+        bucket = timer_records.buckets_of(app)[0]
         self._bucket = RetryingKeyValue(
             backend, bucket, ttl_seconds=LEASE_SECONDS, patience_seconds=RENEW_SECONDS, own=True
         )
@@ -326,15 +287,6 @@ class Lease:
         else:
             self._until = 0.0  # it is another worker's
             self._hindrance.end()
-
-
-class Claim(Struct, frozen=True, kw_only=True):
-    """The last tick of a timer that some leader has begun, or (token 0) from when on there are ticks to run."""
-
-    time: datetime
-    token: int = 0
-    schedule: str = ""
-    """`Schedule.text` of the timer whose tick it was; empty where an older version has claimed it."""
 
 
 class Claims:

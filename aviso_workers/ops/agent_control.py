@@ -18,13 +18,12 @@ from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Router
-from aviso_workers.engine import consumer_records, last_failures
-from aviso_workers.engine.consumer_records import ConsumerRecord
-from aviso_workers.engine.dead_letter_store import RETRIES
-from aviso_workers.engine.handlers import windowed
-from aviso_workers.engine.known_agents import KnownAgents
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.ops import aviso_admin, deployment, retirement
+from aviso_workers.state import consumer_records, failure_records, window_records
+from aviso_workers.state.consumer_records import ConsumerRecord
+from aviso_workers.state.dead_letter_records import RETRIES
+from aviso_workers.state.known_agents import KnownAgents
 
 __all__ = [
     "UNTIL_RESUMED",
@@ -234,7 +233,7 @@ async def plan_rename(admin: Admin, owner: str, agent: str, to: str, *, workers_
     }
     if not records:
         raise NotFoundError(f"no worker of app {owner} has recorded an agent {agent}")
-    if await _exists_bucket(admin, windowed.bucket_of(owner, agent)):
+    if await _exists_bucket(admin, window_records.bucket_of(owner, agent)):
         raise RefusedError(
             f"agent {agent} keeps windows under its name: let them close, then run `aviso-workers agents rm "
             f"{quoted(owner)} --agent {quoted(agent)}`, and declare {to} with start='new'"
@@ -290,7 +289,7 @@ async def rename(admin: Admin, plan: Rename) -> None:
             await admin.delete_consumer(stream, agents.durable_name(plan.app, plan.agent))
     for stream in (*plan.records, RETRIES):
         await consumer_records.remove(admin, app=plan.app, agent=plan.agent, stream=stream)
-    await last_failures.remove(admin, app=plan.app, agent=plan.agent)
+    await failure_records.remove(admin, app=plan.app, agent=plan.agent)
 
 
 async def _exists_bucket(admin: Admin, bucket: str) -> bool:

@@ -18,14 +18,14 @@ from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Agent, Router
-from aviso_workers.engine.consumer_records import ConsumerRecord
-from aviso_workers.engine.dead_letter_store import RETRIES
-from aviso_workers.engine.last_failures import WRITE_SECONDS, LastFailure, Retrying
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.ops import aviso_admin, deployment, stuck
 from aviso_workers.ops.agent_control import UNTIL_RESUMED
 from aviso_workers.ops.deployment import Recorded
+from aviso_workers.state.consumer_records import ConsumerRecord
+from aviso_workers.state.dead_letter_records import RETRIES
+from aviso_workers.state.failure_records import WRITE_SECONDS, LastFailure, Retrying
 
 __all__ = ["AgentRow", "Progress", "differing", "failing", "failing_text", "of_app", "of_deployment", "rows"]
 

@@ -20,15 +20,14 @@ from msgspec import Struct
 
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Admin, Outgoing, PubAck
+from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config
 from aviso_workers.declare import agents
-from aviso_workers.engine import dead_letter_store, parts
-from aviso_workers.engine.dead_letter_store import RETRIES, STREAM, DeadLetter
-from aviso_workers.engine.handlers import windowed
-from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Events, Skipped
 from aviso_workers.ops import deployment
+from aviso_workers.state import dead_letter_records, parts, window_records
+from aviso_workers.state.dead_letter_records import RETRIES, STREAM, DeadLetter
 
 __all__ = ["DeadLetter", "Group", "Selection", "StoredDeadLetters", "document", "grouped", "portions"]
 
@@ -200,7 +199,7 @@ class StoredDeadLetters:
         """Copy dead letters to the retries, return those whose copies are stored, and add the errors of the others to
         `failures`.
         """
-        copies = [(dead_letter, *dead_letter_store.retry_of(dead_letter)) for dead_letter in dead_letters]
+        copies = [(dead_letter, *dead_letter_records.retry_of(dead_letter)) for dead_letter in dead_letters]
         max_payload = self._admin.connection.max_payload
         small = [copy for copy in copies if parts.fits(copy[1], max_payload=max_payload)]
         outgoing = [Outgoing(message, message_id, RETRIES) for _, message, message_id in small]
@@ -229,7 +228,9 @@ class StoredDeadLetters:
         done = []
         for dead_letter in dead_letters:
             try:
-                await windowed.put_back(self._admin, dead_letter.original, app=dead_letter.app, agent=dead_letter.agent)
+                await window_records.put_back(
+                    self._admin, dead_letter.original, app=dead_letter.app, agent=dead_letter.agent
+                )
             except UndecodableError as error:
                 failures.append(RefusedError(f"dead letter {dead_letter.sequence} is of no window: {error}"))
             except BackendError as error:
@@ -270,7 +271,7 @@ class StoredDeadLetters:
         """
         if (dead_letter.app, dead_letter.agent) in self._readers:
             return
-        await self._own_streams.ensure(dead_letter_store.retries_spec(self._config))
+        await self._own_streams.ensure(dead_letter_records.retries_spec(self._config))
         try:
             await self._admin.consumer_info(RETRIES, agents.durable_name(dead_letter.app, dead_letter.agent))
         except NotFoundError as error:
@@ -282,7 +283,7 @@ class StoredDeadLetters:
 
 
 def _is_window(dead_letter: DeadLetter) -> bool:
-    return windowed.is_window(dead_letter.stream, app=dead_letter.app, agent=dead_letter.agent)
+    return window_records.is_window(dead_letter.stream, app=dead_letter.app, agent=dead_letter.agent)
 
 
 async def portions(

@@ -15,17 +15,17 @@ from msgspec import Struct
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config, streams
 from aviso_workers.declare import agents as agents_
-from aviso_workers.engine import (
-    attempts,
+from aviso_workers.errors import NotFoundError, UndecodableError
+from aviso_workers.state import (
     consumer_records,
-    dead_letter_store,
+    dead_letter_records,
     delayed_messages,
-    last_failures,
+    failure_counts,
+    failure_records,
     versions,
 )
-from aviso_workers.engine.consumer_records import ConsumerRecord
-from aviso_workers.engine.last_failures import LastFailure
-from aviso_workers.errors import NotFoundError, UndecodableError
+from aviso_workers.state.consumer_records import ConsumerRecord
+from aviso_workers.state.failure_records import LastFailure
 
 __all__ = [
     "DEAD_LETTERS",
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-DEAD_LETTERS = dead_letter_store.STREAM
+DEAD_LETTERS = dead_letter_records.STREAM
 """The stream of the dead letters of all apps."""
 
 
@@ -73,7 +73,7 @@ class Recorded(Struct, frozen=True, kw_only=True):
 
 KEY_VALUE = "KV_"
 """How names of the streams of buckets begin, which no agent reads."""
-SUBJECT_TOKENS = dead_letter_store.SUBJECT.count(".") + 3
+SUBJECT_TOKENS = dead_letter_records.SUBJECT.count(".") + 3
 """The number of tokens in the subject of a dead letter."""
 
 
@@ -81,7 +81,7 @@ def streams_of(config: Config) -> list[str]:
     """Return the streams that agents need: those of the configured event types, and our own."""
     event_types = config.notification_schema.items()
     of_events = [streams.event_stream(name, event_type, config).name for name, event_type in event_types]
-    return [*of_events, dead_letter_store.RETRIES, delayed_messages.STREAM]
+    return [*of_events, dead_letter_records.RETRIES, delayed_messages.STREAM]
 
 
 async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInfo]:
@@ -108,7 +108,7 @@ async def recorded(admin: Admin) -> Recorded:
             for (owner, agent, stream), record in consumer_records.parsed(entries).items()
         },
         functions={key: names for key, names in functions.items() if len(names) > 1},
-        failures=last_failures.parsed(entries),
+        failures=failure_records.parsed(entries),
     )
 
 
@@ -181,12 +181,12 @@ async def run_alone(admin: Admin, among: Collection[str]) -> list[RunAlone]:
     """
     found: list[RunAlone] = []
     for stream in sorted(among):
-        if owner := attempts.app_of(stream):
-            for subject in await _subject_counts(admin, stream, attempts.BEGAN_SUBJECT):
+        if owner := failure_counts.app_of(stream):
+            for subject in await _subject_counts(admin, stream, failure_counts.BEGAN_SUBJECT):
                 began = await admin.message(stream, last_by_subject=subject)
-                if began is not None and began.data == attempts.ALONE:
+                if began is not None and began.data == failure_counts.ALONE:
                     try:
-                        agent, of_stream, sequence = attempts.parse_began(subject)
+                        agent, of_stream, sequence = failure_counts.parse_began(subject)
                     except UndecodableError:
                         continue  # no worker has written it
                     found.append(RunAlone(app=owner, agent=agent, stream=of_stream, sequence=sequence))
@@ -209,7 +209,7 @@ async def part_used(admin: Admin, stream: str) -> float | None:
 
 async def dead_letters(admin: Admin) -> dict[tuple[str, ...], int]:
     """Return the number of dead letters that are kept, by app and agent. Raises `BackendError`."""
-    counts = await _subject_counts(admin, dead_letter_store.STREAM)
+    counts = await _subject_counts(admin, dead_letter_records.STREAM)
     return {
         (words[-2], words[-1]): count
         for subject, count in counts.items()

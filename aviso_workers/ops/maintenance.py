@@ -10,11 +10,11 @@ import anyio
 from msgspec import Struct
 
 from aviso_workers.backends import Admin
-from aviso_workers.engine import consumer_records
 from aviso_workers.errors import BackendError, DeclarationError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.info import Cluster, StreamConfig
 from aviso_workers.ops import deployment, inventory
+from aviso_workers.state import consumer_records
 
 __all__ = [
     "Purge",

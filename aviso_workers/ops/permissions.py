@@ -19,15 +19,9 @@ from aviso_workers.config import Config, streams
 from aviso_workers.config.nats_server import Permissions, Subjects
 from aviso_workers.declare.agents import Agent, Router
 from aviso_workers.declare.tables import Counter
-from aviso_workers.engine import (
-    dead_letter_store,
-    delayed_delivery,
-    delayed_messages,
-    own_buckets,
-    table_store,
-)
 from aviso_workers.jetstream.specs import UNREADABLE
 from aviso_workers.spark import query_records
+from aviso_workers.state import dead_letter_records, delayed_messages, own_buckets, table_records
 
 __all__ = ["BRIDGE", "Role", "beyond", "of_operator", "of_publisher", "of_spark", "of_worker"]
 
@@ -175,7 +169,7 @@ def _working(api: _Api, app: Router, buckets: Iterable[str]) -> Iterator[str]:
         yield from _dead_letters(api, app)
     yield from api.read(delayed_messages.STREAM)
     yield f"{api.prefix}.STREAM.MSG.DELETE.{delayed_messages.STREAM}"
-    yield from api.consume(delayed_messages.STREAM, delayed_delivery.DURABLE, reads=True)
+    yield from api.consume(delayed_messages.STREAM, delayed_messages.DURABLE, reads=True)
     own = own_buckets.of_app(app.name, agents=app.agents, timers=app.timers, tables=app.tables)
     for bucket in (*own.by_key, *own.listed):
         yield from _bucket(api, bucket)
@@ -186,24 +180,24 @@ def _working(api: _Api, app: Router, buckets: Iterable[str]) -> Iterator[str]:
         yield from api.read(f"KV_{bucket}")
     for name, table in app.tables.items():
         if isinstance(table, Counter):
-            yield f"{table_store.COUNTERS_SUBJECT}.{app.name}.{name}.>"
-            yield from api.use(table_store.COUNTERS)
-            yield from api.read(table_store.COUNTERS)
+            yield f"{table_records.COUNTERS_SUBJECT}.{app.name}.{name}.>"
+            yield from api.use(table_records.COUNTERS)
+            yield from api.read(table_records.COUNTERS)
 
 
 def _agent(api: _Api, app: Router, agent: Agent[Any, Any]) -> Iterator[str]:
     stream = streams.event_stream(agent.event_type, api.config.notification_schema[agent.event_type], api.config).name
     durable, singleton = agent.durable_name(app.name), agent.policy.singleton
     yield from api.consume(stream, durable, reads=True, singleton=singleton)
-    yield from api.consume(dead_letter_store.RETRIES, durable, reads=True, singleton=singleton)
+    yield from api.consume(dead_letter_records.RETRIES, durable, reads=True, singleton=singleton)
 
 
 def _dead_letters(api: _Api, app: Router) -> Iterator[str]:
-    yield f"{dead_letter_store.SUBJECT}.{app.name}.>"
-    yield from api.use(dead_letter_store.STREAM)
-    yield from api.read(dead_letter_store.STREAM)
-    yield from api.use(dead_letter_store.RETRIES)
-    yield from api.read(dead_letter_store.RETRIES)
+    yield f"{dead_letter_records.SUBJECT}.{app.name}.>"
+    yield from api.use(dead_letter_records.STREAM)
+    yield from api.read(dead_letter_records.STREAM)
+    yield from api.use(dead_letter_records.RETRIES)
+    yield from api.read(dead_letter_records.RETRIES)
 
 
 def _bucket(api: _Api, bucket: str, *, updates: bool = True) -> Iterator[str]:

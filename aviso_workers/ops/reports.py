@@ -16,13 +16,13 @@ from msgspec import Struct
 
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
-from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.errors import NotFoundError, ServerProcessError
 from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
 from aviso_workers.ops import deployment, inventory, stuck
 from aviso_workers.ops.doctor import monitoring_port
 from aviso_workers.ops.doctor.monitoring_port import Monitored
 from aviso_workers.ops.inventory import Listed
+from aviso_workers.state.consumer_records import ConsumerRecord
 
 __all__ = [
     "ConsumerRow",

@@ -14,20 +14,20 @@ from datetime import timedelta
 from msgspec import Struct
 
 from aviso_workers.backends import Admin, ConsumerInfo
-from aviso_workers.engine import (
-    attempts,
-    consumer_records,
-    dead_letter_store,
-    declarations,
-    last_failures,
-    table_store,
-    timer_loops,
-)
-from aviso_workers.engine.handlers import windowed
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops import deployment, inventory
 from aviso_workers.ops.inventory import Listed, T
+from aviso_workers.state import (
+    consumer_records,
+    dead_letter_records,
+    declarations,
+    failure_counts,
+    failure_records,
+    table_records,
+    timer_records,
+    window_records,
+)
 
 __all__ = ["Retirement", "plan", "retire", "why_active"]
 
@@ -124,7 +124,7 @@ async def retire(admin: Admin, plan: Retirement) -> None:
             await admin.delete_consumer(stream, consumer)
     for agent, stream in plan.records:
         await consumer_records.remove(admin, app=plan.app, agent=agent, stream=stream)
-    await last_failures.remove(admin, app=plan.app, agent=plan.agent)
+    await failure_records.remove(admin, app=plan.app, agent=plan.agent)
     if not plan.agent:
         await declarations.remove(admin, app=plan.app)
     for stream, subject in plan.subjects:
@@ -139,11 +139,13 @@ async def _subjects(admin: Admin, owner: str, agent: str) -> dict[tuple[str, str
     """Return the number of messages to purge by stream and subject: the retries, and the counters of the app or the
     failure counts of the agent.
     """
-    wanted = [(dead_letter_store.RETRIES, dead_letter_store.retry_subject(owner, agent or "*"))]
+    wanted = [(dead_letter_records.RETRIES, dead_letter_records.retry_subject(owner, agent or "*"))]
     if not agent:
-        wanted.append((table_store.COUNTERS, f"{table_store.COUNTERS_SUBJECT}.{owner}.>"))
+        wanted.append((table_records.COUNTERS, f"{table_records.COUNTERS_SUBJECT}.{owner}.>"))
     if agent:
-        wanted.append((f"KV_{owner}{attempts.BUCKET_SUFFIX}", f"$KV.{owner}{attempts.BUCKET_SUFFIX}.{agent}.>"))
+        wanted.append(
+            (f"KV_{owner}{failure_counts.BUCKET_SUFFIX}", f"$KV.{owner}{failure_counts.BUCKET_SUFFIX}.{agent}.>")
+        )
     found = {}
     for stream, subject in wanted:
         with suppress(NotFoundError):
@@ -162,9 +164,9 @@ def _is_bucket_of(stream: str, owner: str, agent: str) -> bool:
     if bucket == stream:
         return False
     if agent:
-        return bucket == windowed.bucket_of(owner, agent)
-    of_app = (f"{owner}{attempts.BUCKET_SUFFIX}", *timer_loops.buckets_of(owner))
-    return bucket in of_app or bucket.startswith((f"{owner}__", windowed.bucket_of(owner, "")))
+        return bucket == window_records.bucket_of(owner, agent)
+    of_app = (f"{owner}{failure_counts.BUCKET_SUFFIX}", *timer_records.buckets_of(owner))
+    return bucket in of_app or bucket.startswith((f"{owner}__", window_records.bucket_of(owner, "")))
 
 
 def _sizes(streams: list[StreamInfo]) -> dict[str, int]:

@@ -11,9 +11,9 @@ from typing import Any
 from msgspec import Struct
 
 from aviso_workers.backends import Admin
+from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
-from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.errors import NotFoundError, RefusedError, UnknownEventTypeError
 from aviso_workers.events import Events
 from aviso_workers.jetstream import plans as planning

@@ -11,9 +11,9 @@ from __future__ import annotations
 from datetime import datetime
 
 from aviso_workers.backends import ConsumerInfo
-from aviso_workers.engine import consumer_records
-from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.state import consumer_records
+from aviso_workers.state.consumer_records import ConsumerRecord
 
 __all__ = ["is_abandoned", "unfinished_since", "why_stuck"]
 

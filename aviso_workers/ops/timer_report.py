@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from aviso_workers.backends import Admin
 from aviso_workers.declare.timers import Timer
-from aviso_workers.engine import last_failures, timer_loops
 from aviso_workers.ops.agent_report import failing_text
+from aviso_workers.state import failure_records, timer_records
 
 __all__ = ["TimerRow", "of_app"]
 
@@ -38,9 +38,9 @@ class TimerRow(Struct, frozen=True, kw_only=True):
 
 async def of_app(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]], *, now: datetime) -> list[TimerRow]:
     """Return a row for each timer. Raises `BackendError`."""
-    leader = await timer_loops.leader(admin, app) or "none"
-    claimed = await timer_loops.claimed(admin, app)
-    failures = await last_failures.stored(admin)
+    leader = await timer_records.leader(admin, app) or "none"
+    claimed = await timer_records.claimed(admin, app)
+    failures = await failure_records.stored(admin)
     rows = []
     for timer in timers:
         ticks = [now]

@@ -15,9 +15,9 @@ from msgspec import UNSET, Struct, structs
 
 from aviso_workers.config import Config, streams
 from aviso_workers.config.nats_server import Account, AccountJetStream, Permissions, Subjects, User
-from aviso_workers.engine import delayed_messages
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.jetstream.subjects import inbox_prefix
+from aviso_workers.state import delayed_messages
 
 __all__ = ["Connected", "Service", "connected", "mistakes"]
 

@@ -27,8 +27,8 @@ from pyspark.sql.datasource import (
 )
 
 from aviso_workers.backends import Backend, OutgoingChunk, PubAck
+from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
-from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.errors import (
     ConflictError,

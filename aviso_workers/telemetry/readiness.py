@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 from aviso_workers.declare.agents import Agent
-from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.events import (
     AgentDisturbed,
     AgentStarted,
@@ -21,6 +20,7 @@ from aviso_workers.events import (
     OfReadiness,
     ReadAgain,
 )
+from aviso_workers.state.dead_letter_records import RETRIES
 from aviso_workers.telemetry.status import Health
 
 __all__ = ["OBSERVED", "Readiness"]

@@ -16,9 +16,9 @@ from _bench.rivals import Rivals
 from _bench.rounds import RUN_SECONDS, Contestant, Figures, Say, Size, compete
 from _bench.tally import memory_mib
 from aviso_workers import App, Notification
-from aviso_workers.engine.dead_letter_store import DeadLetter
 from aviso_workers.events import Ticked
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters, portions
+from aviso_workers.state.dead_letter_records import DeadLetter
 from aviso_workers.telemetry.metrics import Metrics
 
 __all__ = ["scale"]

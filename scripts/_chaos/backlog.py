@@ -30,9 +30,9 @@ from _demo.children import ShortfallError
 from aviso_workers import App, Batch, Notification, Notify, Stream, Tick, Window, Windowing, config
 from aviso_workers.backends import Admin
 from aviso_workers.declare.agents import durable_name
-from aviso_workers.engine.timer_loops import Claim
 from aviso_workers.errors import AvisoWorkersError
 from aviso_workers.server import NatsServer
+from aviso_workers.state.timer_records import Claim
 
 APP = "backlog"
 EVENT = "deed"

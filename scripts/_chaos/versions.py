@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from aviso_workers import Notification, Router, Window, Windowing
 from aviso_workers.backends import Backend
-from aviso_workers.engine.handlers import windowed
+from aviso_workers.state import window_records
 
 __all__ = [
     "RECORD_SUFFIX",
@@ -113,7 +113,7 @@ async def open_numbers(backend: Backend, app: str, event: str) -> set[int]:
     declare(router, VERSIONS["new"], event, do=nothing, write_window=lambda _: None)
     (agent,) = (agent for agent in router.agents if agent.name == WINDOWS)
     assert agent.policy.window is not None
-    found = await windowed.open_windows(agent, agent.policy.window, backend, app=app, key="")
+    found = await window_records.open_windows(agent, agent.policy.window, backend, app=app, key="")
     return {number for window in found for number in window.value}
 
 

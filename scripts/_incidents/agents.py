@@ -17,13 +17,14 @@ import anyio
 
 from _incidents import variables
 from aviso_workers import App, Backoff, Notification, Reject
-from aviso_workers.engine import consumer_records, last_failures, shared_filters
+from aviso_workers.engine import failure_recorder, shared_filters
+from aviso_workers.state import consumer_records
 
 __all__ = ["app"]
 
 consumer_records.STUCK_SECONDS = 5.0
 shared_filters.CHECK_SECONDS = 10.0
-last_failures.OVER_SECONDS = 5.0
+failure_recorder.OVER_SECONDS = 5.0
 
 name = os.environ[variables.NAME]
 directory = Path(os.environ[variables.DIRECTORY])

@@ -17,11 +17,11 @@ import yaml
 
 from aviso_agents import observer
 from aviso_workers import App, Backoff, Notification
-from aviso_workers.engine import consumer_records
 from aviso_workers.events import Event, Measured, Settled
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.server import NatsServer
+from aviso_workers.state import consumer_records
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio

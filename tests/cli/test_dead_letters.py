@@ -18,8 +18,8 @@ import pytest
 
 from aviso_workers import App, Backoff, Notification, Reject
 from aviso_workers.cli import dead_letters as cli
-from aviso_workers.engine.dead_letter_store import RETRIES, STREAM
 from aviso_workers.events import Event, Settled
+from aviso_workers.state.dead_letter_records import RETRIES, STREAM
 from tests.cli.conftest import Ran
 from tests.waits import PATIENCE_SECONDS
 

@@ -12,7 +12,7 @@ import pytest
 
 from aviso_workers.backends import open_backend
 from aviso_workers.config import load
-from aviso_workers.engine import consumer_records, declarations
+from aviso_workers.state import consumer_records, declarations
 from tests.cli.conftest import Ran
 from tests.conftest import Start
 

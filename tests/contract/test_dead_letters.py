@@ -17,10 +17,10 @@ from aviso_workers.backends import Message, Outgoing, PubAck
 from aviso_workers.config import Config
 from aviso_workers.config.settings import DeadLetters
 from aviso_workers.engine import acknowledging
-from aviso_workers.engine.dead_letter_store import STREAM
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.ops import agent_control, deployment
 from aviso_workers.ops.dead_letters import DeadLetter, Selection, StoredDeadLetters
+from aviso_workers.state.dead_letter_records import STREAM
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 from tests.presence import present

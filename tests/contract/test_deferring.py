@@ -15,9 +15,9 @@ from aviso_workers import App, Backoff, Notification, Notify
 from aviso_workers.backends import Message, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
-from aviso_workers.engine import delayed_messages
 from aviso_workers.errors import InvalidNotificationError, RefusedError, UnavailableError, UnknownEventTypeError
 from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.state import delayed_messages
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS

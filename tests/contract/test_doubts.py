@@ -12,10 +12,10 @@ from aviso_workers import App, Backoff, Counter, Notification, Notify, Table
 from aviso_workers.backends import Admin, OutgoingChunk
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
-from aviso_workers.engine.delayed_messages import STREAM as SCHEDULES
-from aviso_workers.engine.table_store import COUNTERS
 from aviso_workers.errors import OutcomeUnknownError
 from aviso_workers.ops import mirrors
+from aviso_workers.state.delayed_messages import STREAM as SCHEDULES
+from aviso_workers.state.table_records import COUNTERS
 from aviso_workers.testing import harness
 from tests.contract.settings import app_config, mars
 

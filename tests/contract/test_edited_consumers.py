@@ -11,10 +11,11 @@ from msgspec import structs
 
 from aviso_workers import App, Backoff, Notification
 from aviso_workers.backends import Backend
-from aviso_workers.engine import delayed_delivery, delayed_messages, shared_filters
-from aviso_workers.engine.dead_letter_store import RETRIES
+from aviso_workers.engine import shared_filters
 from aviso_workers.events import ConsumerEdited, ConsumerResumed
 from aviso_workers.jetstream.specs import ConsumerSpec
+from aviso_workers.state import delayed_messages
+from aviso_workers.state.dead_letter_records import RETRIES
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -184,7 +185,7 @@ async def test_a_dead_letter_is_tried_again_with_its_body(worker: Harness, calls
 async def test_a_delayed_notification_is_delivered_with_its_body(worker: Harness, calls: Handled) -> None:
     backend = worker.app.session.backend
     await worker.app.notify("mars", mars(step=0), {"n": 0}, deliver_after=1)
-    await edit(backend, delayed_messages.STREAM, delayed_delivery.DURABLE, headers_only=True)
+    await edit(backend, delayed_messages.STREAM, delayed_messages.DURABLE, headers_only=True)
     with anyio.fail_after(PATIENCE_SECONDS):
         while not calls:
             await worker.advance(0.5)

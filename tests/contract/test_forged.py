@@ -13,13 +13,12 @@ import pytest
 
 from aviso_workers import App, Backoff, Batch, Notification, Stream, Window, Windowing
 from aviso_workers.backends import Admin
-from aviso_workers.engine import consumer_records, dead_letter_store, delayed_messages
-from aviso_workers.engine.attempts import BUCKET_SUFFIX
-from aviso_workers.engine.handlers import windowed
 from aviso_workers.errors import UndecodableError
 from aviso_workers.events import Settled, Skipped, Suspected, Ticked, Unreadable
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
+from aviso_workers.state import consumer_records, dead_letter_records, delayed_messages, window_records
+from aviso_workers.state.failure_counts import BUCKET_SUFFIX
 from aviso_workers.testing import Harness, harness
 from tests import forgeries
 from tests.contract.settings import mars
@@ -170,20 +169,20 @@ async def test_a_retry_that_nobody_has_asked_for_is_not_handled(
     app.events.listen(settled.append, Settled)
     async with told(app) as unreadable:
         await t.settle()
-        await forge(app, dead_letter_store.retry_subject("contract", "index"))
+        await forge(app, dead_letter_records.retry_subject("contract", "index"))
         await t.notify("mars", mars(step="1"), {})
         await t.settle()
         assert handled == [1]
         assert [event.outcome for event in settled] == ["acked"]
-        assert [event.stream for event in unreadable] == [dead_letter_store.RETRIES]
-    found = await app.session.backend.consumer_info(dead_letter_store.RETRIES, "contract__index")
+        assert [event.stream for event in unreadable] == [dead_letter_records.RETRIES]
+    found = await app.session.backend.consumer_info(dead_letter_records.RETRIES, "contract__index")
     assert found.num_ack_pending == 0, "it does not come again"
 
 
 async def test_a_dead_letter_that_was_forged_is_told_and_not_retried(app: App, t: Harness, forge: Forge) -> None:
     await t.notify("mars", mars(step="1"), "reject")
     await t.settle()
-    await forge(app, f"{dead_letter_store.SUBJECT}.contract.index")
+    await forge(app, f"{dead_letter_records.SUBJECT}.contract.index")
     skipped: list[Skipped] = []
     app.events.listen(skipped.append, Skipped)
     stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
@@ -191,7 +190,7 @@ async def test_a_dead_letter_that_was_forged_is_told_and_not_retried(app: App, t
     assert found == [1]
     assert [event.sequence for event in skipped] == [2]
     assert "has no headers and is the answer of a server" in str(skipped[0].error)
-    assert f"nats stream rmm {dead_letter_store.STREAM} 2" in str(skipped[0].error)
+    assert f"nats stream rmm {dead_letter_records.STREAM} 2" in str(skipped[0].error)
 
 
 @pytest.mark.needs_server(2, 12)
@@ -279,7 +278,7 @@ async def test_a_window_that_was_forged_fails_alone(app: App, url: str | None, f
         counts[window.key] = window.value
 
     counts: dict[str, int] = {}
-    bucket = windowed.bucket_of("contract", "sums")
+    bucket = window_records.bucket_of("contract", "sums")
     async with told(app) as unreadable, harness(app, server=url) as t:
         for of in ("od", "rd"):
             await t.notify("mars", mars(step="1", **{"class": of}), {})

@@ -9,13 +9,13 @@ import pytest
 
 from aviso_workers import App, Backoff, Notification
 from aviso_workers.aviso.positions import Position
-from aviso_workers.engine import consumer_records
-from aviso_workers.engine.consumer_records import ConsumerRecorder
-from aviso_workers.engine.dead_letter_store import RETRIES
+from aviso_workers.engine.consumer_recorder import ConsumerRecorder
 from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.events import AgentStarted, ConsumerResumed
 from aviso_workers.ops import agent_control, maintenance
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
+from aviso_workers.state import consumer_records
+from aviso_workers.state.dead_letter_records import RETRIES
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS

@@ -30,8 +30,8 @@ from aviso_workers import (
     testing,
 )
 from aviso_workers.config import Config
-from aviso_workers.engine.dead_letter_store import DeadLetter
 from aviso_workers.errors import InvalidNotificationError, LateError, ResourceError, UndecodableError
+from aviso_workers.state.dead_letter_records import DeadLetter
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.odd_errors import EndlessError, nested

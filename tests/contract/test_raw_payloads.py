@@ -12,9 +12,9 @@ from pydantic import BaseModel
 
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Notify, Reject, Stream, Window, Windowing
 from aviso_workers.backends import Message
-from aviso_workers.engine import parts
 from aviso_workers.events import Skipped
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters, document
+from aviso_workers.state import parts
 from aviso_workers.testing import harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from aviso_workers.backends import Admin
-from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.events import ConsumerDiffers, Event, Events
 from aviso_workers.jetstream.specs import ConsumerSpec
 from tests.contract.conftest import Create

@@ -23,9 +23,7 @@ from aviso_workers.config import Config
 from aviso_workers.declare import timers
 from aviso_workers.declare.verdicts import OtherVersionError
 from aviso_workers.engine import acknowledging, timer_loops
-from aviso_workers.engine.dead_letter_store import DeadLetter
 from aviso_workers.engine.handlers import windowed
-from aviso_workers.engine.handlers.counted import PROGRESS, read_progress
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.errors import InvalidNotificationError, RefusedError, UndecodableError
 from aviso_workers.events import (
@@ -39,6 +37,9 @@ from aviso_workers.events import (
     WindowsResized,
 )
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
+from aviso_workers.state import window_records
+from aviso_workers.state.dead_letter_records import DeadLetter
+from aviso_workers.state.window_records import PROGRESS, read_progress
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 
@@ -368,7 +369,7 @@ async def test_what_an_open_window_has_counted_stays_in_it(deploy: Deploy) -> No
     await deploy.start(before.app)
     await notify(deploy, range(0, 30, 5))
     await deploy.until_handled("sums")
-    bucket = await deploy.t.app.session.backend.key_value(windowed.bucket_of("contract", "sums"))
+    bucket = await deploy.t.app.session.backend.key_value(window_records.bucket_of("contract", "sums"))
     while not read_progress(await bucket.get(PROGRESS)).functions:  # which who closes windows records
         await deploy.t.advance(0.05)
     await deploy.replace(before.app, after.app)

@@ -10,14 +10,14 @@ import anyio
 import pytest
 
 from aviso_workers import Agent, App, Notification, Router
-from aviso_workers.engine import consumer_records
-from aviso_workers.engine.dead_letter_store import RETRIES
-from aviso_workers.engine.known_agents import KnownAgents
 from aviso_workers.errors import DeclarationError, NotFoundError, RefusedError
 from aviso_workers.events import AgentDisturbed, AgentMoved, AgentStarted, FunctionsDiffer
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control
 from aviso_workers.ops import deployment as deployment_
+from aviso_workers.state import consumer_records
+from aviso_workers.state.dead_letter_records import RETRIES
+from aviso_workers.state.known_agents import KnownAgents
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from aviso_workers.backends import Admin
-from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.events import Events, StreamProvisioned
 from aviso_workers.jetstream import plans

@@ -11,13 +11,13 @@ from msgspec import structs
 from aviso_workers import Notification
 from aviso_workers.aviso.positions import Position
 from aviso_workers.backends import Admin, ConsumerInfo
-from aviso_workers.engine import consumer_records
-from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control, agent_report
 from aviso_workers.ops.agent_control import UNTIL_RESUMED, AgentConsumer
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
+from aviso_workers.state import consumer_records
+from aviso_workers.state.dead_letter_records import RETRIES
 from aviso_workers.testing import Harness
 from tests.contract.conftest import Create, Ensure
 from tests.contract.settings import mars

@@ -9,10 +9,10 @@ import pytest
 
 from aviso_workers import App
 from aviso_workers.backends import Message
-from aviso_workers.engine import consumer_records, dead_letter_store, delayed_messages
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import Overdue, Skipped
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
+from aviso_workers.state import consumer_records, dead_letter_records, delayed_messages
 from aviso_workers.testing import Harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -55,7 +55,7 @@ async def test_an_identifier_that_its_rule_does_not_allow_is_left_out_and_told(
 
 async def test_retries_that_nobody_has_asked_for_harm_nothing(app: App, t: Harness, handled: list[int]) -> None:
     await t.settle()
-    subject = dead_letter_store.retry_subject("contract", "index")
+    subject = dead_letter_records.retry_subject("contract", "index")
     whole = {
         "Aviso_Subject": "mars.od.0001.g.20261120.0000.oper.7",
         "Aviso_Stream": "MARS",
@@ -64,10 +64,10 @@ async def test_retries_that_nobody_has_asked_for_harm_nothing(app: App, t: Harne
     }
     for name in ("Aviso_Sequence", "Aviso_Timestamp"):
         for value in (LONG_AGO, FAR_AWAY, MANY_DIGITS, "x", ""):
-            await put(app, dead_letter_store.RETRIES, subject, **{**whole, name: value})
+            await put(app, dead_letter_records.RETRIES, subject, **{**whole, name: value})
     for value in (FAR_AWAY, MANY_DIGITS, "x", "0", "٣"):
-        await put(app, dead_letter_store.RETRIES, subject, **whole, Aviso_First_Part=value)
-    await put(app, dead_letter_store.RETRIES, subject, b"\xff\xfe")
+        await put(app, dead_letter_records.RETRIES, subject, **whole, Aviso_First_Part=value)
+    await put(app, dead_letter_records.RETRIES, subject, b"\xff\xfe")
     await t.notify("mars", mars(step="1"), {})
     await t.settle()
 
@@ -80,13 +80,13 @@ async def test_retries_that_nobody_has_asked_for_harm_nothing(app: App, t: Harne
 async def test_dead_letters_that_are_none_are_left_out(app: App, t: Harness) -> None:
     await t.notify("mars", mars(step="1"), "reject")
     await t.settle()
-    subject = f"{dead_letter_store.SUBJECT}.contract.index"
+    subject = f"{dead_letter_records.SUBJECT}.contract.index"
     names = ("App", "Agent", "Reason", "Error", "Traceback", "Stream", "Subject")
     whole = {f"Aviso_{name}": "x" for name in names}
     whole |= {"Aviso_Attempts": "1", "Aviso_Sequence": "1", "Aviso_Timestamp": "1"}
     for name in ("Aviso_Attempts", "Aviso_Sequence", "Aviso_Timestamp"):
         for value in (LONG_AGO, FAR_AWAY, MANY_DIGITS):
-            await put(app, dead_letter_store.STREAM, subject, **{**whole, name: value})
+            await put(app, dead_letter_records.STREAM, subject, **{**whole, name: value})
 
     dead_letters = [
         dead_letter

@@ -20,6 +20,7 @@ from aviso_workers.engine.handlers.windowed import AsWindows
 from aviso_workers.errors import DeclarationError, LateError, RefusedError, UndecodableError
 from aviso_workers.events import AgentDisturbed, Event, Published, Unreadable, WindowDone
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
+from aviso_workers.state import window_records
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -229,7 +230,7 @@ async def test_what_somebody_else_wrote_keeps_no_window_open(
     async with harness(app, server=url) as t:
         await notify(t, 1, of="od")
         await t.settle()
-        bucket = await app.session.backend.key_value(windowed.bucket_of("contract", "sums"))
+        bucket = await app.session.backend.key_value(window_records.bucket_of("contract", "sums"))
         for key, garbage in {
             "rd": b"\xff",
             "xx": b"[" * 100_000,

@@ -12,8 +12,9 @@ import pytest
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Notify, Retry, Stream, Windowing
 from aviso_workers.aviso import literals
 from aviso_workers.declare import timers
-from aviso_workers.engine import delayed_messages, publisher
+from aviso_workers.engine import publisher
 from aviso_workers.errors import DeclarationError, InvalidNotificationError
+from aviso_workers.state import delayed_messages
 
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
 NOTIFICATION: Notification[None] = Notification(event_type="mars", identifier={}, payload=None, sequence=7)

@@ -13,11 +13,11 @@ from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.config import Config
 from aviso_workers.engine import acknowledging, attempts, shields
-from aviso_workers.engine.dead_letter_store import STREAM
 from aviso_workers.engine.session import Session
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.events import Acked, FailuresNotStored, Settled
 from aviso_workers.jetstream import error_codes
+from aviso_workers.state.dead_letter_records import STREAM
 from tests.engine.conftest import Facts, NotifyStep, Stored, Working, config_with
 from tests.presence import present
 

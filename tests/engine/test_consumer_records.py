@@ -11,16 +11,18 @@ from msgspec import structs
 from aviso_workers import config
 from aviso_workers.backends import ConsumerInfo, Delivery, Message, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.declare.agents import Policy
 from aviso_workers.declare.retry import Backoff
-from aviso_workers.engine import consumer_records
-from aviso_workers.engine.consumer_records import BUCKET, ConsumerRecord, ConsumerRecorder, longest_seconds
-from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.engine import consumer_recorder
+from aviso_workers.engine.consumer_recorder import ConsumerRecorder, longest_seconds
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.events import ConsumerNotRecorded, ConsumerResumed, Events
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.ops import maintenance
+from aviso_workers.state import consumer_records
+from aviso_workers.state.consumer_records import BUCKET, ConsumerRecord
 
 pytestmark = pytest.mark.anyio
 
@@ -225,7 +227,7 @@ async def test_a_record_that_is_gone_is_written_again_although_nothing_is_new(
     await place.backend.delete_stream(f"KV_{consumer_records.BUCKET}")
     await place.recorder.refresh()
     assert await consumer_records.stored(place.backend) == {}
-    await clock.advance(consumer_records.RENEW_SECONDS)
+    await clock.advance(consumer_recorder.RENEW_SECONDS)
     assert (await place.record()).ack_floor == record.ack_floor
 
 

@@ -11,10 +11,11 @@ import pytest
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.declare import windows
 from aviso_workers.declare.windows import Page, Settled, State
-from aviso_workers.engine.handlers.counted import PAGES, Counted
+from aviso_workers.engine.handlers.counted import Counted
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.state.window_records import PAGES
 
 pytestmark = pytest.mark.anyio
 

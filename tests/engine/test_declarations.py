@@ -11,7 +11,7 @@ from msgspec import structs
 from aviso_workers import App, Notification, config
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.config import Config, completed
-from aviso_workers.engine import consumer_records, declarations
+from aviso_workers.state import consumer_records, declarations
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio

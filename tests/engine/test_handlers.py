@@ -16,9 +16,8 @@ from aviso_workers.backends import Delivery, Message, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.in_memory.connection import Connection
 from aviso_workers.declare.verdicts import Record
-from aviso_workers.engine import parts
 from aviso_workers.engine.attempts import Failures
-from aviso_workers.engine.dead_letter_store import LONGEST_ERROR, RETRIES, STREAM, DeadLetter, retry_of
+from aviso_workers.engine.dead_letter_store import LONGEST_ERROR
 from aviso_workers.engine.handlers.one import HandlerContext
 from aviso_workers.engine.rate_limit import Pace
 from aviso_workers.engine.session import Session
@@ -26,6 +25,8 @@ from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.subscription import LONGEST_WAIT_SECONDS
 from aviso_workers.errors import BackendError, OutcomeUnknownError, RefusedError, UnavailableError, UndecodableError
 from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, FailuresNotStored, Settled
+from aviso_workers.state import parts
+from aviso_workers.state.dead_letter_records import RETRIES, STREAM, DeadLetter, retry_of
 from tests.deliveries import UnsettledDelivery
 from tests.engine.conftest import Facts, NotifyStep, Store, Stored, Working
 from tests.presence import present

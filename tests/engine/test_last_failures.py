@@ -12,10 +12,12 @@ import pytest
 from aviso_workers import config
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock
-from aviso_workers.engine import consumer_records, last_failures
-from aviso_workers.engine.last_failures import OVER_SECONDS, WRITE_SECONDS, Kind, LastFailure, LastFailures, Retrying
+from aviso_workers.engine import failure_recorder
+from aviso_workers.engine.failure_recorder import OVER_SECONDS, LastFailures
 from aviso_workers.errors import NotFoundError
 from aviso_workers.events import TaskFailed, Ticked, WindowDone
+from aviso_workers.state import consumer_records, failure_records
+from aviso_workers.state.failure_records import WRITE_SECONDS, Kind, LastFailure, Retrying
 
 pytestmark = pytest.mark.anyio
 
@@ -55,7 +57,7 @@ def retrying(sequence: int, *, key: str = "", behind: Callable[[], int] = lambda
 
 
 async def recorded(backend: InMemoryBackend, kind: str = "agents", name: str = "index") -> LastFailure:
-    return (await last_failures.stored(backend))["fields", kind, name]
+    return (await failure_records.stored(backend))["fields", kind, name]
 
 
 async def test_the_first_failure_is_recorded_at_once_and_those_that_follow_together(
@@ -136,7 +138,7 @@ async def test_those_that_are_due_next_are_kept_of_very_many(backend: InMemoryBa
     for sequence in range(200):
         failures.note("agents", "index", raised("a"), again_in_seconds=sequence, retrying=retrying(sequence))
     await failures.write()
-    assert len((await recorded(backend)).retrying) == last_failures.MOST_RETRYING
+    assert len((await recorded(backend)).retrying) == failure_recorder.MOST_RETRYING
 
 
 async def test_a_timer_fails_until_it_succeeds(backend: InMemoryBackend, failures: LastFailures) -> None:
@@ -227,8 +229,8 @@ async def test_what_the_code_does_not_have_any_more_does_not_fail(
     for kind, name in (("timers", "report"), ("timers", "gone"), ("tasks", "watch"), ("agents", "index")):
         failures.note(cast(Kind, kind), name, raised("no report"))
     await failures.write()
-    await last_failures.remove_others(backend, app="fields", timers=["report"], tasks=[])
-    assert {(kind, name) for _, kind, name in await last_failures.stored(backend)} == {
+    await failure_records.remove_others(backend, app="fields", timers=["report"], tasks=[])
+    assert {(kind, name) for _, kind, name in await failure_records.stored(backend)} == {
         ("timers", "report"),
         ("agents", "index"),
     }
@@ -262,7 +264,7 @@ async def test_what_cannot_be_written_is_written_later(
 
 async def test_a_record_that_cannot_be_read_counts_as_none(backend: InMemoryBackend, failures: LastFailures) -> None:
     await (await consumer_records.bucket(backend)).put("fields/agents/index/failure", b"[")
-    assert await last_failures.stored(backend) == {}
+    assert await failure_records.stored(backend) == {}
     failures.note("agents", "index", raised("no field"))
     await failures.write()
     assert (await recorded(backend)).times == 1
@@ -273,7 +275,7 @@ async def test_a_retired_agent_has_none(backend: InMemoryBackend, failures: Last
     await failures.write()
     failures.note("timers", "report", raised("no report"))
     await failures.write()
-    await last_failures.remove(backend, app="fields", agent="index")
-    assert {*await last_failures.stored(backend)} == {("fields", "timers", "report")}
-    await last_failures.remove(backend, app="fields")
-    assert await last_failures.stored(backend) == {}
+    await failure_records.remove(backend, app="fields", agent="index")
+    assert {*await failure_records.stored(backend)} == {("fields", "timers", "report")}
+    await failure_records.remove(backend, app="fields")
+    assert await failure_records.stored(backend) == {}

@@ -13,7 +13,7 @@ from msgspec import structs
 from aviso_workers import config
 from aviso_workers.backends import StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.events import StreamProvisioned
 from aviso_workers.jetstream.specs import StreamSpec

@@ -18,13 +18,13 @@ from msgspec import Struct
 from aviso_workers import config
 from aviso_workers.backends import ConsumerInfo, Delivery, Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.engine.consumer_records import ConsumerRecorder
-from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.backends.provisioning import Provisioner
+from aviso_workers.engine.consumer_recorder import ConsumerRecorder
 from aviso_workers.engine.shared_filters import GONE_SECONDS, SharedFilter
-from aviso_workers.engine.versions import Versions
 from aviso_workers.errors import BackendError, UnavailableError
 from aviso_workers.events import Events, FilterHides
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
+from aviso_workers.state.versions import Versions
 from tests.engine.conftest import A_LONG_TIME
 
 pytestmark = pytest.mark.anyio

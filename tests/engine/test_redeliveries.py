@@ -13,6 +13,7 @@ from msgspec import structs
 from aviso_workers import Backoff, Notification, Router, config
 from aviso_workers.backends import Delivery, Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import acknowledging
 from aviso_workers.engine import buffer as buffers
@@ -20,9 +21,8 @@ from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
+from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.isolation import ALONE_SECONDS, Isolation
-from aviso_workers.engine.last_failures import LastFailures
-from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shields import Shield

@@ -14,15 +14,16 @@ from msgspec import structs
 from aviso_workers import config
 from aviso_workers.backends import Backend, Delivery, KeyValue, Message
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.engine.consumer_records import BUCKET, ConsumerRecorder, versions_key
-from aviso_workers.engine.provisioning import Provisioner
+from aviso_workers.backends.provisioning import Provisioner
+from aviso_workers.engine.consumer_recorder import ConsumerRecorder
 from aviso_workers.engine.shared_filters import CHECK_SECONDS, GONE_SECONDS, SharedFilter
-from aviso_workers.engine.versions import Versions, including
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.events import ConsumerNotRecorded, Events, FilterHides, FiltersDiffer
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.metadata import RESETS, VERSIONS
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
+from aviso_workers.state.consumer_records import BUCKET, versions_key
+from aviso_workers.state.versions import Versions, including
 from tests import forgeries
 from tests.deliveries import UnsettledDelivery
 from tests.waits import PATIENCE_SECONDS

@@ -19,12 +19,19 @@ from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.aviso.spatial import Footprint
 from aviso_workers.backends.jetstream.wire import Headers, header_block
 from aviso_workers.declare import windows
-from aviso_workers.engine import attempts, consumer_records, dead_letter_store, delayed_messages, parts
-from aviso_workers.engine.handlers import counted, windowed
-from aviso_workers.engine.handlers.windowed import _States
-from aviso_workers.engine.timer_loops import Claim
+from aviso_workers.engine.handlers import counted
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.state import (
+    consumer_records,
+    dead_letter_records,
+    delayed_messages,
+    failure_counts,
+    parts,
+    window_records,
+)
+from aviso_workers.state.timer_records import Claim
+from aviso_workers.state.window_records import WindowStates
 from tests.contract import settings
 from tests.fuzz.mutations import Rounds, mutated
 
@@ -70,7 +77,7 @@ HOURLY: Windowing[int, Any] = Windowing(
 )
 
 
-def states() -> _States:
+def states() -> WindowStates:
     app = App("fuzz")
 
     @app.agent("mars", window=HOURLY)
@@ -80,10 +87,10 @@ def states() -> _States:
     def refuse(_: Entry, error: UndecodableError) -> None:
         raise error
 
-    return _States(app.agents[0], on_unreadable=refuse)
+    return WindowStates(app.agents[0], on_unreadable=refuse)
 
 
-def told(known: _States, entry: Entry) -> None:
+def told(known: WindowStates, entry: Entry) -> None:
     """Read the state, and make the windows of it that are told to authors."""
     progress = windows.Progress(sizings=(HOURLY.sizing,))
     for key, state in known.by_key([entry], progress).items():
@@ -94,8 +101,8 @@ def told(known: _States, entry: Entry) -> None:
 OF_HEADERS: dict[str, Callable[[Message], object]] = {
     "a notification": lambda message: [each.notification(message) for each in READERS],
     "whether it is wanted": lambda message: [each.matches(message) for each in READERS],
-    "a dead letter": dead_letter_store.DeadLetter.read,
-    "a retry": dead_letter_store.unwrap,
+    "a dead letter": dead_letter_records.DeadLetter.read,
+    "a retry": dead_letter_records.unwrap,
     "what is due": delayed_messages.original,
     "two parts": lambda message: (parts.first_part_of(message), parts.joined(message.data, message)),
 }
@@ -106,7 +113,7 @@ OF_JSON: dict[str, tuple[bytes, type]] = {
         b'"time":"2026-11-22T06:00:00Z","longest_seconds":60.0}',
         consumer_records.ConsumerRecord,
     ),
-    "a window of a dead letter": (b'{"start":1700000000,"end":1700003600,"value":{"a":1}}', windowed.KeptWindow),
+    "a window of a dead letter": (b'{"start":1700000000,"end":1700003600,"value":{"a":1}}', window_records.KeptWindow),
     "progress": (b'{"closed":1700000000,"settled":{"sequence":7,"time":1700000000.5}}', windows.Progress),
     "a page": (b'{"created":1700000000.5,"newest":1700000001.5,"bits":"AAAA"}', windows.Page),
 }
@@ -115,7 +122,7 @@ TEXTS: dict[str, tuple[bytes, Callable[[str], object], type[Exception]]] = {
     "a number": (b"1700000000000000000", codec.read_number, UndecodableError),
     "a sequence": (
         b"7",
-        lambda text: attempts.parse_began(f"$KV.a_failures.index.MARS.{text.replace('.', '')}.17.began"),
+        lambda text: failure_counts.parse_began(f"$KV.a_failures.index.MARS.{text.replace('.', '')}.17.began"),
         UndecodableError,
     ),
     "a box": (b"52.4,13.4,52.6,13.6", spatial.Box.parse, ValueError),

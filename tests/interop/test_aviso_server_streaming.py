@@ -17,8 +17,8 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from msgspec import Struct
 
 from aviso_workers import App, Notification, Reject
-from aviso_workers.engine.dead_letter_store import STREAM
 from aviso_workers.errors import InvalidPositionError, NotFoundError
+from aviso_workers.state.dead_letter_records import STREAM
 from tests import coming_from
 from tests.interop import conversations, programs
 from tests.interop.aviso_server import AvisoServer

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.ops import deployment
+from aviso_workers.state.consumer_records import ConsumerRecord
 
 pytestmark = pytest.mark.anyio
 

@@ -20,13 +20,13 @@ import pytest
 
 from aviso_workers import App, Counter, Notification, Reject, files
 from aviso_workers.backends import Administration, Chunk, Message
-from aviso_workers.engine import consumer_records
 from aviso_workers.errors import InvalidNotificationError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.info import Cluster, Replica, StreamConfig, StreamInfo
 from aviso_workers.ops import backups
 from aviso_workers.ops.erasure import Eraser, Survey, replicas
 from aviso_workers.ops.erasure.suspects import suspects
 from aviso_workers.server import NatsServer
+from aviso_workers.state import consumer_records
 from tests.stories.processes import cluster
 from tests.waits import PATIENCE_SECONDS
 

@@ -10,11 +10,11 @@ from msgspec import structs
 
 from aviso_workers import App
 from aviso_workers.backends import Administration
-from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.jetstream.info import Cluster, Replica
 from aviso_workers.ops import reports
 from aviso_workers.ops.reports import ConsumerRow, Snapshot, StreamRow
 from aviso_workers.server import NatsServer
+from aviso_workers.state.consumer_records import ConsumerRecord
 
 pytestmark = pytest.mark.anyio
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from aviso_workers.engine.consumer_records import ConsumerRecord
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
 from aviso_workers.ops.stuck import why_stuck
+from aviso_workers.state.consumer_records import ConsumerRecord
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 LONG_AGO = NOW - timedelta(minutes=10)

@@ -12,9 +12,9 @@ import nats
 import pytest
 
 from aviso_workers import App, Backoff, Notification
-from aviso_workers.engine import dead_letter_store
 from aviso_workers.events import Settled, Suspected, Ticked, Unreadable
 from aviso_workers.server import NatsServer
+from aviso_workers.state import dead_letter_records
 from tests.conftest import write_mars_config
 from tests.waits import PATIENCE_SECONDS
 
@@ -77,7 +77,7 @@ async def test_a_worker_goes_on_after_all_of_its_state_was_forged_and_tells_of_e
                         while await bucket.revision() == before:  # noqa: ASYNC110
                             await anyio.sleep(0.01)
                     forged[subject] = before + 1
-        await attacker.publish("mars.attack.2", b"{}", reply=dead_letter_store.retry_subject("field", "index"))
+        await attacker.publish("mars.attack.2", b"{}", reply=dead_letter_records.retry_subject("field", "index"))
         await attacker.publish("mars.attack.3", b"{}", reply="mars.pwned.1")
         await attacker.close()
         assert len(forged) >= 7
@@ -89,10 +89,10 @@ async def test_a_worker_goes_on_after_all_of_its_state_was_forged_and_tells_of_e
             await until(lambda: len(ticked) > 1)
             await until(lambda: len(unreadable) > len(forged) and bool(suspected))
         assert {event.reason for event in unreadable} == {"foreign"}
-        told = [str(event.error) for event in unreadable if event.stream != dead_letter_store.RETRIES]
+        told = [str(event.error) for event in unreadable if event.stream != dead_letter_records.RETRIES]
         for subject in forged:
             assert sum(error.endswith(f"reply subject {subject}") for error in told) == 1
-        assert [event.stream for event in unreadable if event.stream == dead_letter_store.RETRIES] == [
-            dead_letter_store.RETRIES
+        assert [event.stream for event in unreadable if event.stream == dead_letter_records.RETRIES] == [
+            dead_letter_records.RETRIES
         ]
         assert {event.agent for event in suspected} == {"index"}

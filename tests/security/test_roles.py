@@ -26,14 +26,14 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.backends.jetstream import JetStreamBackend, unreadable
 from aviso_workers.backends.jetstream.server_versions import PING
 from aviso_workers.config.nats_server import Permissions, Subjects
-from aviso_workers.engine import dead_letter_store, delayed_messages
-from aviso_workers.engine.replay import message_at
 from aviso_workers.errors import NotFoundError
 from aviso_workers.jetstream.subjects import pattern
 from aviso_workers.ops import permissions
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import writers
 from aviso_workers.spark.data_source import AvisoDataSource
+from aviso_workers.state import dead_letter_records, delayed_messages
+from aviso_workers.state.parts import message_at
 from tests.conftest import write_mars_config
 from tests.waits import PATIENCE_SECONDS
 
@@ -108,7 +108,7 @@ async def work(configure: Configure) -> None:
             await publish_with(app)
             if not changed:
                 await deliver_later(app)
-            await until_messages(app, dead_letter_store.STREAM, lambda count: count > 0)
+            await until_messages(app, dead_letter_records.STREAM, lambda count: count > 0)
             async for _ in app.replay("mars"):
                 pass
             if changed:
@@ -119,7 +119,7 @@ async def work(configure: Configure) -> None:
 async def read_what_is_seldom_read(app: App) -> None:
     """As a worker does that follows one that was killed, and one whose answers were lost."""
     backend = app.session.backend
-    for stream in (dead_letter_store.STREAM, dead_letter_store.RETRIES, delayed_messages.STREAM, "MARS"):
+    for stream in (dead_letter_records.STREAM, dead_letter_records.RETRIES, delayed_messages.STREAM, "MARS"):
         assert await message_at(backend, stream, 10_000) is None
     for bucket in ("field__newest", "field_failures", "field_leases", "field_timers", "field_windows_daily"):
         await (await backend.key_value(bucket)).get("nothing")
@@ -197,16 +197,16 @@ def struct(columns: dict[str, DataType]) -> StructType:
 
 async def operate(configure: Configure) -> None:
     async with App("operator", config=configure()) as app:
-        backend, dead_letters = app.session.admin, f"{dead_letter_store.RETRIES_SUBJECT}.field.index"
+        backend, dead_letters = app.session.admin, f"{dead_letter_records.RETRIES_SUBJECT}.field.index"
         administration = backend.administration()
         await app.notify("mars", {"class": "od", "step": 1}, {"n": 1})
         async with administration.listen("$JS.EVENT.>"), administration.snapshot("MARS") as snapshot:
             async for _ in snapshot.chunks:
                 pass
         await (await backend.key_value("bucket")).put("key", b"value")
-        await app.session.own_streams.ensure(dead_letter_store.retries_spec(app.config))
+        await app.session.own_streams.ensure(dead_letter_records.retries_spec(app.config))
         retried = Message(subject=dead_letters, data=b"{}", headers={})
-        await backend.publish(retried, message_id="one", stream=dead_letter_store.RETRIES, timeout_seconds=10.0)
+        await backend.publish(retried, message_id="one", stream=dead_letter_records.RETRIES, timeout_seconds=10.0)
 
 
 @asynccontextmanager
@@ -354,7 +354,7 @@ async def test_a_worker_whose_streams_an_operator_has_created_needs_no_right_to_
             app = an_app(configure(server.url, user=name, password=name, **management))
             async with app, working(app):
                 await publish_with(app)
-                await until_messages(app, dead_letter_store.STREAM, partial(are_more, dead_letters))
+                await until_messages(app, dead_letter_records.STREAM, partial(are_more, dead_letters))
         assert "ermissions Violation" not in server.log
 
 

@@ -14,10 +14,10 @@ import pytest
 from aviso_workers import App, Notification, Notify
 from aviso_workers import config as settings
 from aviso_workers.config import Config
-from aviso_workers.engine import delayed_messages
 from aviso_workers.errors import ConfigError, DeniedError
 from aviso_workers.server import nats_conf, processes, profiles
 from aviso_workers.server.processes import Node
+from aviso_workers.state import delayed_messages
 from tests.cli.conftest import Run, run
 from tests.commands import Command
 from tests.conftest import write_mars_config

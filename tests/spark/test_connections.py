@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from aviso_workers import Notify
+from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
-from aviso_workers.engine.provisioning import Provisioner
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.events import Events
 from aviso_workers.server import NatsServer

@@ -14,9 +14,9 @@ import anyio
 import pytest
 
 from aviso_workers import App, Notification, Notify, Reject
-from aviso_workers.engine.dead_letter_store import RETRIES, STREAM
 from aviso_workers.events import Event, Settled
 from aviso_workers.server import NatsServer
+from aviso_workers.state.dead_letter_records import RETRIES, STREAM
 from tests.commands import Command
 from tests.waits import PATIENCE_SECONDS
 

@@ -11,10 +11,10 @@ import anyio
 import pytest
 
 from aviso_workers import App
-from aviso_workers.engine.dead_letter_store import STREAM as DEAD_LETTERS
-from aviso_workers.engine.dead_letter_store import DeadLetter
 from aviso_workers.engine.flow import MOST_PREFETCH
 from aviso_workers.errors import NotFoundError
+from aviso_workers.state.dead_letter_records import STREAM as DEAD_LETTERS
+from aviso_workers.state.dead_letter_records import DeadLetter
 from aviso_workers.worker import NOT_ENDED
 from tests.contract.settings import app_config
 from tests.stories import agents

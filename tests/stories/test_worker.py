@@ -18,8 +18,8 @@ import pytest
 from nats.aio.client import Client
 
 from aviso_workers import App, Notify
-from aviso_workers.engine.dead_letter_store import STREAM as DEAD_LETTERS
 from aviso_workers.server import NatsServer
+from aviso_workers.state.dead_letter_records import STREAM as DEAD_LETTERS
 from tests.commands import Command
 from tests.waits import PATIENCE_SECONDS, PROMPT_SECONDS
 

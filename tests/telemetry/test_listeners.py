@@ -9,7 +9,6 @@ import anyio
 import pytest
 
 from aviso_workers.clocks import VirtualClock
-from aviso_workers.engine.dead_letter_store import RETRIES
 from aviso_workers.events import (
     AgentDisturbed,
     AgentStarted,
@@ -19,6 +18,7 @@ from aviso_workers.events import (
     NotReadAgain,
     ReadAgain,
 )
+from aviso_workers.state.dead_letter_records import RETRIES
 from aviso_workers.telemetry import listeners
 from aviso_workers.telemetry.listeners import MissedLog
 from aviso_workers.telemetry.logs import log

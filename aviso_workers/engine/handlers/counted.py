@@ -22,15 +22,18 @@ import msgspec
 from aviso_workers.aviso.codec import read_json, read_number
 from aviso_workers.backends import Backend
 from aviso_workers.declare import windows
-from aviso_workers.declare.windows import Page, Progress, Settled, State
+from aviso_workers.declare.windows import Page, Settled, State
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import ConflictError, UndecodableError
 from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.state import window_records
+from aviso_workers.state.window_records import PAGES, PROGRESS
 
-__all__ = ["PROGRESS", "Counted", "is_own", "newest_stream", "read_progress"]
-
-PROGRESS, PAGES = "=passed", "=counted."
-"""What no key of an author's is spelled like."""
+__all__ = [
+    "PROGRESS",
+    "Counted",
+    "newest_stream",
+]
 
 
 class Counted:
@@ -57,7 +60,7 @@ class Counted:
         page = _page(entry) if entry else None
         if page is not None and page.has(sequence, stored):
             return "missed" if page.has_missed(sequence) else "counted"
-        settled = read_progress(await self._bucket.get(PROGRESS)).settled
+        settled = window_records.read_progress(await self._bucket.get(PROGRESS)).settled
         return "counted" if not retried and settled.covers(sequence, stored) else None
 
     async def shortened(self, state: State[Any], settled: Settled) -> State[Any]:
@@ -106,19 +109,9 @@ class Counted:
         return created.timestamp() if created else windows.NEVER
 
 
-def is_own(entry: Entry) -> bool:
-    """Return whether an entry of the bucket is the progress or a page, and no state of a key."""
-    return entry.key == PROGRESS or entry.key.startswith(PAGES)
-
-
 def newest_stream(entries: Iterable[Entry]) -> float:
     """Return when the stream was created of which the newest pages among these entries are."""
     return max((page.created for _, _, page in _pages(entries)), default=windows.NEVER)
-
-
-def read_progress(entry: Entry | None) -> Progress:
-    """Return what is known for all keys. Raises `UndecodableError`."""
-    return read_json(entry.value, Progress) if entry else Progress()
 
 
 def _number(entry: Entry) -> int | None:

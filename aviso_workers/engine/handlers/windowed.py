@@ -15,49 +15,47 @@ into the bucket, closed, and whoever closes windows runs the function for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import anyio
-import msgspec
-from msgspec import Meta, Struct, structs
+from msgspec import structs
 
 from aviso_workers import clocks
 from aviso_workers.aviso import payloads
-from aviso_workers.aviso.codec import UNREADABLE_JSON, Message, read_json
+from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.backends import Backend, ConsumerInfo
-from aviso_workers.backends.buckets import open_existing
 from aviso_workers.declare import windows
-from aviso_workers.declare.agents import Agent
-from aviso_workers.declare.tables import decode_key, encode_key
 from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, OtherVersionError, Verdict
 from aviso_workers.declare.windows import Progress, Settled, State, Window, Windowing
 from aviso_workers.engine import calls
-from aviso_workers.engine.dead_letter_store import RETRIED
 from aviso_workers.engine.handlers import counted
-from aviso_workers.engine.handlers.counted import PROGRESS, Counted
+from aviso_workers.engine.handlers.counted import Counted
 from aviso_workers.engine.handlers.one import HandlerContext, OneByOne
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue
 from aviso_workers.engine.timer_loops import OVERDUE_SECONDS, Lease, drained
 from aviso_workers.errors import (
     BackendError,
     ConflictError,
-    DeclarationError,
     RefusedError,
     UndecodableError,
 )
 from aviso_workers.events import Events, Unreadable, WindowDone, WindowFunctionsChanged, WindowsResized
 from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.state import window_records
+from aviso_workers.state.dead_letter_records import RETRIED
+from aviso_workers.state.window_records import PROGRESS
 
-__all__ = ["AsWindows", "bucket_of", "is_bucket", "is_window", "open_windows", "put_back", "unfinished"]
+__all__ = [
+    "AsWindows",
+]
 
 _Change = Callable[[State[Any], Progress], Awaitable[State[Any]]]
 
-OF_WINDOWS = "_windows_"
 CHECK_SECONDS = 1.0
 """How often windows are checked for whether they are over."""
 GIVEN_WAY_SECONDS = 2 * OVERDUE_SECONDS
@@ -65,10 +63,6 @@ GIVEN_WAY_SECONDS = 2 * OVERDUE_SECONDS
 FORGOTTEN_AFTER_SECONDS = 86400.0
 """A key of which no window is open is forgotten after this: by then no counted notification is redelivered, and
 a worker that was paused while it counted has lost its deliveries."""
-EARLIEST, LATEST = -62_135_596_800, 253_370_764_800
-"""Seconds since 1970 UTC: the beginnings of the years 1 and 9999. No datetime tells the end of a much later window."""
-NO_KEY = "="
-"""Of windows without keys. No key is spelled like this."""
 
 
 class AsWindows:
@@ -96,8 +90,8 @@ class AsWindows:
         self._drain_timeout_seconds = drain_timeout_seconds
         self._events = events
         self._functions = windowing.fingerprints
-        self._states = _States(agent, on_unreadable=self._report_unreadable)
-        bucket = bucket_of(app, agent.name)
+        self._states = window_records.WindowStates(agent, on_unreadable=self._report_unreadable)
+        bucket = window_records.bucket_of(app, agent.name)
         self._bucket = CachedKeyValue(backend, bucket, patience_seconds=patience_seconds)
         from_server = RetryingKeyValue(backend, bucket, patience_seconds=patience_seconds)
         self._counted = Counted(from_server, backend, stream=stream)
@@ -130,7 +124,7 @@ class AsWindows:
             raise RefusedError(self._states.other_type)
         try:
             for entry in await self._bucket.entries():
-                if not (counted.is_own(entry) or entry.foreign):
+                if not (window_records.is_own(entry) or entry.foreign):
                     self._states.read_whole(entry)
         except UndecodableError as error:
             self._refused.set()
@@ -179,7 +173,7 @@ class AsWindows:
                 return state
             return windows.add(state, notification, self._windowing, time=time, passed=progress.closed, retry=retry)
 
-        state = await self._change(_spelled(key), add)
+        state = await self._change(window_records.bucket_key(key), add)
         if was_missed or windows.has_missed(state, notification):
             raise windows.late("one of its windows had closed; it was counted in the others")
 
@@ -215,7 +209,7 @@ class AsWindows:
         async def changed(state: State[Any], _: Progress) -> State[Any]:
             return change(state)
 
-        return await self._change(_spelled(key), changed)
+        return await self._change(window_records.bucket_key(key), changed)
 
     async def _progress(self) -> Progress:
         """Return what is known for all keys. The first worker of all stores by which sizings windows are opened."""
@@ -240,11 +234,11 @@ class AsWindows:
 
     def _read_progress(self, entry: Entry | None) -> Progress:
         if entry is None or not entry.foreign:
-            self._progress_known = counted.read_progress(entry)
+            self._progress_known = window_records.read_progress(entry)
         return self._progress_known
 
     def _with_sizings(self, progress: Progress) -> Progress:
-        return _sized(progress, self._windowing)
+        return window_records.sized(progress, self._windowing)
 
     async def _advance(self, change: Callable[[Progress], Progress]) -> Progress:
         """Change what is known for all keys, as `_change` does."""
@@ -333,7 +327,7 @@ class AsWindows:
     def _report_unreadable(self, entry: Entry, error: UndecodableError) -> None:
         if entry.foreign:
             return  # the backend has told of it
-        stream = f"KV_{bucket_of(self._app, self._agent.name)}"
+        stream = f"KV_{window_records.bucket_of(self._app, self._agent.name)}"
         self._events.emit(Unreadable(stream=stream, sequence=entry.revision, error=error))
 
     async def _settle(self, info: ConsumerInfo, held: _Held) -> Progress:
@@ -413,8 +407,8 @@ class AsWindows:
     async def _judge(self, window: Window[Any], start: int, failure: Failure) -> Ack | Verdict:
         """Return what becomes of a window for which the function has failed; its dead letter is stored."""
         end = int(window.end.timestamp())
-        bucket, spelled = bucket_of(self._app, self._agent.name), _spelled(window.key)
-        kept = KeptWindow(start=start, end=end, value=window.value, values=self._states.fingerprint)
+        bucket, spelled = window_records.bucket_of(self._app, self._agent.name), window_records.bucket_key(window.key)
+        kept = window_records.KeptWindow(start=start, end=end, value=window.value, values=self._states.fingerprint)
         message = Message(
             subject=f"$KV.{bucket}.{spelled}",
             data=payloads.to_json(kept),
@@ -437,55 +431,6 @@ class AsWindows:
         return verdict.after_seconds
 
 
-class KeptWindow(Struct, frozen=True, kw_only=True):
-    """The body of a window's dead letter."""
-
-    start: Annotated[int, Meta(ge=EARLIEST, le=LATEST)]
-    """Seconds since 1970 UTC, as the end."""
-    end: Annotated[int, Meta(ge=EARLIEST, le=LATEST)]
-    value: Any
-    values: str = ""
-    """As `Progress.values`; empty where an older version stored the dead letter."""
-
-
-def is_window(stream: str, *, app: str, agent: str) -> bool:
-    """Return whether a dead letter of the agent whose original is in that stream is of a window, and not of a
-    notification.
-    """
-    return stream == f"KV_{bucket_of(app, agent)}"
-
-
-async def put_back(backend: Backend, dead_letter: Message, *, app: str, agent: str) -> None:
-    """Put the window of a dead letter back, so that the function is run for it; `dead_letter` is what was stored of it.
-
-    Raises `UndecodableError`; `RefusedError` where the agent's windows have values of another type by now, so that it
-    could not go on with this one; `BackendError`.
-    """
-    kept = read_json(dead_letter.data, KeptWindow)
-    bucket = await backend.key_value(bucket_of(app, agent))
-    values = counted.read_progress(await bucket.get(PROGRESS)).values
-    if kept.values and values not in ("", kept.values):
-        raise RefusedError(
-            f"a window of agent {agent} has a value of another type than its windows have now: retry its dead letter "
-            "while a version with that type runs, or handle its body (`aviso-workers dead-letters show`) yourself"
-        )
-    key = dead_letter.subject.removeprefix(f"$KV.{bucket_of(app, agent)}.")
-    while True:
-        entry = await bucket.get(key)
-        state: State[Any] = read_json(entry.value, State[Any]) if entry else State()
-        state = structs.replace(
-            state,
-            open={**state.open, kept.start: kept.value},
-            ends={**state.ends, kept.start: kept.end},  # the agent's windows may have another size by now
-            closed=max(state.closed, kept.end),
-        )
-        try:
-            await bucket.put(key, msgspec.json.encode(state), revision=entry.revision if entry else 0)
-        except ConflictError:
-            continue  # somebody else's change went through instead
-        return
-
-
 class _Held:
     """What the bucket of an agent's windows holds, and what of it is asked again and again."""
 
@@ -498,7 +443,7 @@ class _Held:
     ) -> None:
         self.version = version
         """See `CachedKeyValue.version`."""
-        self.entries = [entry for entry in entries if counted.is_own(entry)]
+        self.entries = [entry for entry in entries if window_records.is_own(entry)]
         """Those that are not states."""
         self.states = states
         self.newest = windows.newest(states.values())
@@ -510,157 +455,7 @@ class _Held:
         self.functions = progress.functions
 
 
-class _States:
-    """What a bucket keeps of an agent's keys, as bytes and back."""
-
-    def __init__(self, agent: Agent[Any, Any], *, on_unreadable: Callable[[Entry, UndecodableError], None]) -> None:
-        """`on_unreadable` is called once for each entry that `by_key` leaves out."""
-        self._agent = agent
-        self._on_unreadable = on_unreadable
-        kept: Any = State
-        self._read: Callable[[bytes], State[Any]] = payloads.json_reader(kept[agent.argument_type])
-        self.fingerprint = payloads.fingerprint(agent.argument_type)
-        """Of the type of the values, the same in all workers that have it."""
-        self.other_type = (
-            f"the values of the windows of agent {agent.name!r} are not {agent.argument_type} any more: a worker of "
-            "another version was started later, and counts in them until no such worker runs"
-        )
-        self._known: dict[str, tuple[Entry, State[Any] | None]] = {}
-        """What `by_key` has read, so that it reads only what has changed since."""
-
-    def read(self, entry: Entry) -> State[Any]:
-        """Return the state that an entry stores.
-
-        Raises `UndecodableError`, as where the agent's type is another one than it was.
-        """
-        try:
-            state = self._read(entry.value)
-        except UNREADABLE_JSON as error:
-            raise self._unfit(error) from error
-        longest = max((sizing.size for sizing in state.sizings), default=0)
-        times = (*state.open, *(start + longest for start in state.open), *state.ends.values())
-        if not all(EARLIEST <= time <= LATEST for time in times):
-            raise UndecodableError(f"what windows of agent {self._agent.name!r} hold has a window of no time")
-        return state
-
-    def read_whole(self, entry: Entry) -> None:
-        """Read the state that an entry stores. Raises as `read`, also where a value would lose a part of itself."""
-        kept = msgspec.json.decode(payloads.to_json(self.read(entry)))
-        if not _has_all(kept.get("open", {}), msgspec.json.decode(entry.value).get("open", {})):
-            raise self._unfit("it has not all that is stored")
-
-    def _unfit(self, problem: object) -> UndecodableError:
-        agent = self._agent
-        return UndecodableError(
-            f"what windows of agent {agent.name!r} hold is not a {agent.argument_type}: {problem}; let the version "
-            "that opened them close them, or give the agent another name"
-        )
-
-    def by_key(self, entries: Iterable[Entry], progress: Progress) -> dict[str, State[Any]]:
-        """Return the states that can be read. Who counts for a key whose state cannot be read, fails, and is heard."""
-        known, self._known = self._known, {}
-        for entry in entries:
-            if not counted.is_own(entry):
-                found = known.get(entry.key)
-                self._known[entry.key] = found if found and found[0] is entry else (entry, self._readable(entry))
-        return {
-            "" if spelled == NO_KEY else decode_key(spelled): windows.sized(
-                state, progress.sizings, passed=progress.closed
-            )
-            for spelled, (_, state) in self._known.items()
-            if state is not None
-        }
-
-    def _readable(self, entry: Entry) -> State[Any] | None:
-        try:
-            return self.read(entry)
-        except UndecodableError as error:
-            self._on_unreadable(entry, error)
-            return None
-
-    def spell(self, state: State[Any]) -> bytes:
-        """Return a state as it is stored.
-
-        Raises `DeclarationError` where the author's `fold` has returned something else than it should.
-        """
-        try:
-            data = payloads.to_json(state)
-            self._read(data)
-        except (*UNREADABLE_JSON, TypeError, ValueError) as error:
-            raise DeclarationError(
-                f"agent {self._agent.name!r}: fold returned what is not a {self._agent.argument_type}: {error}"
-            ) from error
-        return data
-
-
-def _has_all(value: Any, stored: Any) -> bool:
-    """Return whether a value has each part of the one that is stored, however it is spelled."""
-    match stored, value:
-        case dict(), dict():
-            return all(key in value and _has_all(value[key], each) for key, each in stored.items())
-        case list(), list():
-            return len(value) == len(stored) and all(map(_has_all, value, stored))
-    return not isinstance(stored, dict | list)
-
-
-async def unfinished(agent: Agent[Any, Any], windowing: Windowing[Any, Any], backend: Backend, *, app: str) -> int:
-    """Return how many windows are over by the time of what was counted, and not done.
-
-    Raises `UndecodableError` where what the bucket holds is not of the agent's type.
-    """
-    bucket = await open_existing(backend, bucket_of(app, agent.name))
-    if bucket is None:
-        return 0
-    progress = _sized(counted.read_progress(await bucket.get(PROGRESS)), windowing)
-    entries = await bucket.entries()
-    states = _States(agent, on_unreadable=_refuse).by_key(entries, progress).values()
-    until = windows.newest(states)[0] - windowing.lateness_seconds
-    return sum(len(windows.due(windows.close(state, until))) for state in states)
-
-
-async def open_windows(
-    agent: Agent[Any, Any], windowing: Windowing[Any, Any], backend: Backend, *, app: str, key: str
-) -> list[Window[Any]]:
-    """Return the windows of a key that take notifications now, the oldest first, as the server has them.
-
-    Nothing is made: without a bucket there are none. Raises `InvalidKeyError`, `UndecodableError`, `BackendError`.
-    """
-    spelled = _spelled(key)
-    bucket = await open_existing(backend, bucket_of(app, agent.name))
-    entry = None if bucket is None else await bucket.get(spelled)
-    if bucket is None or entry is None:
-        return []
-    progress = _sized(counted.read_progress(await bucket.get(PROGRESS)), windowing)
-    state = _States(agent, on_unreadable=_refuse).read(entry)
-    state = windows.sized(state, progress.sizings, passed=progress.closed)
-    return [windows.window(state, key, start) for start in windows.still_open(state, passed=progress.closed)]
-
-
-def _sized(progress: Progress, windowing: Windowing[Any, Any]) -> Progress:
-    """Return what is known for all keys, with the code's own sizing where none was stored."""
-    return progress if progress.sizings else structs.replace(progress, sizings=(windowing.sizing,))
-
-
 def _set_event() -> anyio.Event:
     event = anyio.Event()
     event.set()
     return event
-
-
-def _refuse(_: Entry, error: UndecodableError) -> None:
-    raise error
-
-
-def _spelled(key: str) -> str:
-    """Return a window's key as a bucket's key. Raises `InvalidKeyError`."""
-    return encode_key(key) if key else NO_KEY
-
-
-def bucket_of(app: str, agent: str) -> str:
-    """Return the bucket of the agent's windows."""
-    return f"{app}{OF_WINDOWS}{agent}"
-
-
-def is_bucket(bucket: str) -> bool:
-    """Return whether it may be the bucket of some agent's windows: its name looks like one."""
-    return OF_WINDOWS in bucket

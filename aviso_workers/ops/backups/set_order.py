@@ -33,10 +33,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from aviso_workers.engine import dead_letter_store, delayed_messages, table_store, timer_loops
-from aviso_workers.engine.handlers import windowed
 from aviso_workers.errors import BackupError
 from aviso_workers.jetstream.info import StreamConfig
+from aviso_workers.state import dead_letter_records, delayed_messages, table_records, timer_records, window_records
 
 __all__ = ["order", "twice"]
 
@@ -73,8 +72,8 @@ def order(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def twice(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the names of streams that are to be backed up once more, before all others."""
     losing = [name for name, config in configs.items() if StreamConfig(config).retention != LIMITS]
-    windows = any(windowed.is_bucket(name.removeprefix(BUCKET)) for name in configs if name.startswith(BUCKET))
-    dead_letters = [dead_letter_store.STREAM] if windows and dead_letter_store.STREAM in configs else []
+    windows = any(window_records.is_bucket(name.removeprefix(BUCKET)) for name in configs if name.startswith(BUCKET))
+    dead_letters = [dead_letter_records.STREAM] if windows and dead_letter_records.STREAM in configs else []
     return sorted({*losing, *dead_letters})
 
 
@@ -83,13 +82,13 @@ def _rank(name: str, config: Mapping[str, Any]) -> int:
         bucket = name.removeprefix(BUCKET)
         if "__" in bucket:
             return 4  # a table, whatever its name ends in
-        if windowed.is_bucket(bucket):
+        if window_records.is_bucket(bucket):
             return 3
-        return 2 if timer_loops.is_bucket(bucket) else 4
+        return 2 if timer_records.is_bucket(bucket) else 4
     ours = {
-        table_store.COUNTERS: 4,
-        dead_letter_store.STREAM: 5,
-        dead_letter_store.RETRIES: 6,
+        table_records.COUNTERS: 4,
+        dead_letter_records.STREAM: 5,
+        dead_letter_records.RETRIES: 6,
         delayed_messages.STREAM: 7,
     }
     return ours.get(name, 8 if _origins(config) else 9)

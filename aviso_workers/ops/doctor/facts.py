@@ -24,8 +24,6 @@ from aviso_workers.backends import Admin, Received
 from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Agent
-from aviso_workers.engine.consumer_records import ConsumerRecord
-from aviso_workers.engine.last_failures import LastFailure
 from aviso_workers.errors import BackendError, DeniedError, NotFoundError, ServerProcessError, UnavailableError
 from aviso_workers.jetstream import plans
 from aviso_workers.jetstream.info import Account, ConsumerInfo, StreamInfo
@@ -40,6 +38,8 @@ from aviso_workers.ops.doctor.divergence import Looks
 from aviso_workers.ops.doctor.monitoring_port import Monitored
 from aviso_workers.ops.doctor.replicas import Groups
 from aviso_workers.ops.mirrors import Link, Mirrors
+from aviso_workers.state.consumer_records import ConsumerRecord
+from aviso_workers.state.failure_records import LastFailure
 
 __all__ = ["Facts", "Need", "Sample", "Scope", "gather"]
 

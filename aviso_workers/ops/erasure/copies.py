@@ -15,10 +15,10 @@ from typing import Any
 from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.codec import Message, NotificationReader
 from aviso_workers.aviso.schema import EventType
-from aviso_workers.engine import dead_letter_store, delayed_messages
-from aviso_workers.engine.dead_letter_store import DeadLetter
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.info import StreamConfig
+from aviso_workers.state import dead_letter_records, delayed_messages
+from aviso_workers.state.dead_letter_records import DeadLetter
 
 __all__ = ["CARRYING", "Matches", "Wanted", "carrier", "original_in", "relation"]
 
@@ -174,7 +174,7 @@ def _dead_letter(message: Message) -> Original | None:
 
 
 def _retry(message: Message) -> Original | None:
-    original, stream = dead_letter_store.unwrap(message)
+    original, stream = dead_letter_records.unwrap(message)
     return stream, original
 
 
@@ -186,8 +186,8 @@ def _waiting(message: Message) -> Original | None:
 
 
 CARRYING: Mapping[str, Callable[[Message], Original | None]] = {
-    dead_letter_store.STREAM: _dead_letter,
-    dead_letter_store.RETRIES: _retry,
+    dead_letter_records.STREAM: _dead_letter,
+    dead_letter_records.RETRIES: _retry,
     delayed_messages.STREAM: _waiting,
 }
 """Streams of ours whose messages carry notifications, and what each message carries."""

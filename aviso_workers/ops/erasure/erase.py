@@ -24,7 +24,6 @@ from aviso_workers.aviso import topics
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Admin, StreamInfo
 from aviso_workers.config import Config
-from aviso_workers.engine import delayed_messages
 from aviso_workers.errors import (
     InvalidNotificationError,
     RefusedError,
@@ -36,6 +35,7 @@ from aviso_workers.ops.erasure import copies, deletion, records, replicas
 from aviso_workers.ops.erasure.copies import Matches, Wanted
 from aviso_workers.ops.erasure.records import Finding, Record
 from aviso_workers.ops.erasure.suspects import Suspect, parse_key, subject_of_key, suspects
+from aviso_workers.state import delayed_messages
 
 __all__ = ["ELSEWHERE", "INDEX_WITHIN", "Eraser", "Survey", "Unreached"]
 

@@ -18,9 +18,15 @@ from msgspec import Struct
 from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.backends import Admin, Message, StreamInfo
 from aviso_workers.declare.tables import decode_key
-from aviso_workers.engine import attempts, consumer_records, last_failures, table_store, timer_loops
-from aviso_workers.engine.handlers import windowed
 from aviso_workers.errors import BackendError, InvalidNotificationError, NotFoundError
+from aviso_workers.state import (
+    consumer_records,
+    failure_counts,
+    failure_records,
+    table_records,
+    timer_records,
+    window_records,
+)
 
 __all__ = ["Suspect", "parse_key", "subject_of_key", "subjects_of_key", "suspects"]
 
@@ -53,7 +59,7 @@ async def suspects(admin: Admin, infos: Mapping[str, StreamInfo], values: Iterab
     for stream in sorted(infos):
         if stream.startswith(BUCKET) and not _holds_positions_only(stream.removeprefix(BUCKET)):
             found.append(await _bucket(admin, stream.removeprefix(BUCKET), wanted))
-        elif stream == table_store.COUNTERS:
+        elif stream == table_records.COUNTERS:
             found += await _counters(admin, wanted)
     return [suspect for suspect in found if suspect.keys or suspect.unread]
 
@@ -69,7 +75,7 @@ def parse_key(text: str) -> tuple[str, str]:
 def subjects_of_key(holder: str, key: str) -> tuple[str, str]:
     """Return the two subjects that a key may have: that in a bucket, and that in a counter `<app>__<counter>`."""
     app, _, name = holder.rpartition("__")
-    return f"{OF_KEYS}{holder}.{key}", f"{table_store.COUNTERS_SUBJECT}.{app}.{name}.{key}"
+    return f"{OF_KEYS}{holder}.{key}", f"{table_records.COUNTERS_SUBJECT}.{app}.{name}.{key}"
 
 
 def subject_of_key(infos: Mapping[str, StreamInfo], holder: str, key: str) -> tuple[str, str]:
@@ -77,13 +83,13 @@ def subject_of_key(infos: Mapping[str, StreamInfo], holder: str, key: str) -> tu
     of_bucket, of_counter = subjects_of_key(holder, key)
     if f"{BUCKET}{holder}" in infos:
         return f"{BUCKET}{holder}", of_bucket
-    if "__" in holder and table_store.COUNTERS in infos:
-        return table_store.COUNTERS, of_counter
+    if "__" in holder and table_records.COUNTERS in infos:
+        return table_records.COUNTERS, of_counter
     raise NotFoundError(f"no bucket {holder!r}, and no counter")
 
 
 async def _bucket(admin: Admin, bucket: str, wanted: _Values) -> Suspect:
-    kind: Kind = "table" if "__" in bucket else "windows" if windowed.is_bucket(bucket) else "bucket"
+    kind: Kind = "table" if "__" in bucket else "windows" if window_records.is_bucket(bucket) else "bucket"
     newest: dict[str, bool] = {}
     named: set[str] = set()
     try:
@@ -91,7 +97,7 @@ async def _bucket(admin: Admin, bucket: str, wanted: _Values) -> Suspect:
             key = message.subject.removeprefix(f"{OF_KEYS}{bucket}.")
             if kind == "windows" and key.startswith("="):
                 continue  # how far time has come, of all keys
-            if bucket == consumer_records.BUCKET and not key.endswith(f"/{last_failures.END}"):
+            if bucket == consumer_records.BUCKET and not key.endswith(f"/{failure_records.END}"):
                 continue  # positions, versions and declarations
             newest[key] = bool(message.data)
             if wanted.any_in(decode_key(key)) or any(map(wanted.any_in, _texts(message.data))):
@@ -104,11 +110,11 @@ async def _bucket(admin: Admin, bucket: str, wanted: _Values) -> Suspect:
 async def _counters(admin: Admin, wanted: _Values) -> list[Suspect]:
     keys: dict[str, set[str]] = {}
     try:
-        subjects = await admin.subject_counts(table_store.COUNTERS, subject=f"{table_store.COUNTERS_SUBJECT}.>")
+        subjects = await admin.subject_counts(table_records.COUNTERS, subject=f"{table_records.COUNTERS_SUBJECT}.>")
     except BackendError as error:
         return [Suspect(kind="counter", name="all counters", keys=0, unread=str(error))]
     for subject in subjects:
-        app, name, key = subject.removeprefix(f"{table_store.COUNTERS_SUBJECT}.").split(".", 2)
+        app, name, key = subject.removeprefix(f"{table_records.COUNTERS_SUBJECT}.").split(".", 2)
         keys.setdefault(f"{app}__{name}", set()).add(key)
     return [
         Suspect(
@@ -126,9 +132,9 @@ def _holds_positions_only(bucket: str) -> bool:
 
     Windows of an agent whose name ends like such a bucket are windows.
     """
-    if "__" in bucket or windowed.is_bucket(bucket):
+    if "__" in bucket or window_records.is_bucket(bucket):
         return False
-    return bucket.endswith((attempts.BUCKET_SUFFIX, *timer_loops.buckets_of("")))
+    return bucket.endswith((failure_counts.BUCKET_SUFFIX, *timer_records.buckets_of("")))
 
 
 async def _messages(admin: Admin, stream: str) -> AsyncIterator[Message]:

@@ -25,14 +25,23 @@ from aviso_workers.config.documents import IN_PYTHON, Node, Place, node_of
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.batches import Batch
 from aviso_workers.declare.retry import Backoff
-from aviso_workers.engine import consumer_records
 from aviso_workers.errors import BackendError, UndecodableError
 from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.state import consumer_records
+from aviso_workers.state.kept import Kept
 from aviso_workers.version import __version__
 
-__all__ = ["Declared", "event_types", "policy", "record", "remove", "stored"]
+__all__ = ["KEPT", "Declared", "event_types", "policy", "record", "remove", "stored"]
 
 END = "declared"
+KEPT = (
+    Kept(
+        bucket=consumer_records.BUCKET,
+        key=f"<app>/{END}",
+        holds="what the code of the app declares (`Declared`)",
+        until="until `agents rm` of the app",
+    ),
+)
 
 
 class Declared(Struct, frozen=True, kw_only=True):

@@ -27,9 +27,11 @@ from aviso_workers.errors import (
     UndecodableError,
 )
 from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.state.kept import Kept
 
 __all__ = [
     "DUE",
+    "KEPT",
     "STREAM",
     "all_waiting",
     "due_of",
@@ -46,6 +48,24 @@ STREAM = "aviso_workers_schedule"
 SUBJECT = "aviso_workers.schedule"
 DUE = f"{SUBJECT}.due"
 """Beneath it, by stream, is what `delayed_delivery` reads."""
+KEPT = (
+    Kept(
+        stream=STREAM,
+        key=f"{SUBJECT}.wait.<stream>.<digest of the message id>",
+        holds="a notification that is to be published later",
+        until="until it is due",
+    ),
+    Kept(
+        stream=STREAM,
+        key=f"{DUE}.<stream>",
+        holds="a notification that is due",
+        until="until a worker has published it",
+    ),
+)
+READER = "schedule-courier"
+"""The name of the subscription that publishes what is due."""
+DURABLE = f"aviso_workers__{READER}"
+"""One for all apps, so that it does not matter whose workers run."""
 SCHEDULED_BY = "Nats-Scheduler"
 """The header that the server gives to what is due: the subject under which it waited."""
 TTL = "Nats-TTL"

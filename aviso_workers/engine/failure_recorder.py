@@ -1,38 +1,30 @@
-"""The last failure of each agent, timer and task of an app, recorded for operators who ask what is wrong with it.
+"""Records the last failures of agents, timers and tasks that a worker notes (`state.failure_records`).
 
-All workers of the app keep one record of each in the bucket of `consumer_records`, under
-`<app>/<agents|timers|tasks>/<name>/failure`. It is written at the first failure, and then at most every
-`WRITE_SECONDS`, so nothing is written for what succeeds. A failure is over when it has not come again for
-`OVER_SECONDS` after its next attempt was due. That of a timer is over when the timer succeeds.
-
-Nothing depends on these records. Where the bucket cannot be written, the next failure is recorded; the log has all.
+A record is written at the first failure, and then at most every `WRITE_SECONDS`, so nothing is written for what
+succeeds. A failure is over when it has not come again for `OVER_SECONDS` after its next attempt was due. That of a
+timer is over when the timer succeeds.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Literal
 
 import anyio
 from msgspec import Struct, field, structs
 
-from aviso_workers.aviso.codec import read_json
 from aviso_workers.aviso.literals import printable
 from aviso_workers.backends import Backend
-from aviso_workers.engine import consumer_records
-from aviso_workers.errors import BackendError, UndecodableError, place_of, text_of
+from aviso_workers.errors import BackendError, place_of, text_of
 from aviso_workers.events import TaskFailed, Ticked, WindowDone
 from aviso_workers.jetstream import key_value
-from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.state import consumer_records, failure_records
+from aviso_workers.state.failure_records import Kind, LastFailure, Retrying
 
-__all__ = ["END", "Kind", "LastFailure", "LastFailures", "Retrying", "parsed", "remove", "remove_others", "stored"]
+__all__ = ["LastFailures"]
 
-Kind = Literal["agents", "timers", "tasks"]
-WRITE_SECONDS = 5.0
 OVER_SECONDS = 60.0
 UNTIL_SUCCESS_SECONDS = 366 * 86400.0
 """A timer that failed has failed until it succeeds, however seldom it runs."""
@@ -40,55 +32,6 @@ MOST_RETRYING = 50
 """Notifications that wait for their next attempt and are recorded: those that are due next."""
 LONGEST_TEXT = 200
 """Characters of an error's text that are recorded; the log and dead letters have more."""
-END = "failure"
-"""The last part of the key of each record."""
-NO_KEY = re.compile(r"[^-_A-Za-z0-9]")
-"""What a key of a bucket cannot have, as the name of a task that is a lambda."""
-
-
-class Retrying(Struct, frozen=True, kw_only=True):
-    """A notification that waits for its next attempt."""
-
-    again_at: datetime
-    sequence: int
-    attempt: int
-    """How often it has failed."""
-    attempts: int | None
-    """After so many failures it becomes a dead letter; None: never."""
-    error: str
-    """The class of the error."""
-    key: str = ""
-    """Its ordering key; empty where the agent has no order."""
-    behind: int = 0
-    """How many notifications of this key waited behind it when this was recorded."""
-
-
-class LastFailure(Struct, frozen=True, kw_only=True):
-    """How an agent, a timer or a task has failed."""
-
-    error: str
-    """The class of the last error, such as `ValueError`."""
-    text: str
-    at: str
-    """The file and the line that raised it, such as `fields.py:12`; empty where that is not known."""
-    since: datetime
-    """When it failed first, without having been well in between."""
-    last: datetime
-    until: datetime
-    """When it is over, if it does not fail again."""
-    written: datetime
-    """When this was recorded, by the clock of the worker that did."""
-    times: int
-    """How often it has failed since then, in all workers."""
-    retrying: tuple[Retrying, ...] = ()
-    of_window: bool = False
-    """Whether the function of a window failed last."""
-
-    @property
-    def described(self) -> str:
-        """The last error as `ValueError: no such field (fields.py:12)`."""
-        text = f"{self.error}: {self.text}" if self.text else self.error
-        return f"{text} ({self.at})" if self.at else text
 
 
 class _Noted(Struct):
@@ -165,7 +108,7 @@ class LastFailures:
         while True:
             await self._changed.wait()
             await self.write()
-            await self._backend.clock.sleep(WRITE_SECONDS)
+            await self._backend.clock.sleep(failure_records.WRITE_SECONDS)
 
     async def write(self) -> None:
         """Record what is noted and not recorded yet. What cannot be is noted for the next time."""
@@ -184,16 +127,20 @@ class LastFailures:
             (kind, name), each = next(iter(noted.items()))
             bucket = await consumer_records.bucket(self._backend)
             change = partial(_merged, each, [found() for found in each.retrying.values()], self._now())
-            await key_value.compare_and_set(bucket, _key(self._app, kind, name), read=_read, change=change)
+            await key_value.compare_and_set(
+                bucket, failure_records.key_of(self._app, kind, name), read=failure_records.read, change=change
+            )
             del noted[kind, name]
 
     async def _write_over(self) -> None:
         while self._over:
             timer = next(iter(self._over))
-            key = _key(self._app, "timers", timer)
+            key = failure_records.key_of(self._app, "timers", timer)
             if await consumer_records.entry(self._backend, key) is not None:  # as of the fewest
                 bucket = await consumer_records.bucket(self._backend)
-                await key_value.compare_and_set(bucket, key, read=_read, change=partial(_ended, self._now()))
+                await key_value.compare_and_set(
+                    bucket, key, read=failure_records.read, change=partial(_ended, self._now())
+                )
             self._over.discard(timer)  # it may have failed again meanwhile
 
     def _now(self) -> datetime:
@@ -233,48 +180,3 @@ def _merged(noted: _Noted, retrying: Iterable[Retrying], now: datetime, before: 
 def _ended(now: datetime, before: LastFailure | None) -> LastFailure | None:
     """Return the record of what has succeeded by now."""
     return structs.replace(before, until=now, written=now) if before is not None and before.until > now else before
-
-
-async def stored(backend: Backend) -> dict[tuple[str, str, str], LastFailure]:
-    """Return the records of all apps, by app, kind and name. Raises `BackendError`."""
-    return parsed(await consumer_records.entries(backend))
-
-
-def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], LastFailure]:
-    """Return the records among the entries of the bucket, by app, kind and name; `until` and the times of retries are
-    by the server's clock.
-    """
-    found = {}
-    for entry in entries:
-        app, *key = entry.key.split("/")
-        if len(key) == 3 and key[2] == END and (last := _read(entry)):
-            ahead = entry.time - last.written  # the clock of the worker that wrote it may be wrong
-            waiting = tuple(structs.replace(each, again_at=each.again_at + ahead) for each in last.retrying)
-            found[app, key[0], key[1]] = structs.replace(last, until=last.until + ahead, retrying=waiting)
-    return found
-
-
-async def remove(backend: Backend, *, app: str, agent: str = "") -> None:
-    """Forget the failures of an agent, or of everything of the app, because it is retired. Raises `BackendError`."""
-    for owner, kind, name in await stored(backend):
-        if owner == app and (not agent or (kind, name) == ("agents", agent)):
-            await (await consumer_records.bucket(backend)).delete(_key(app, kind, name))
-
-
-async def remove_others(backend: Backend, *, app: str, timers: Iterable[str], tasks: Iterable[str]) -> None:
-    """Forget the failures of timers and tasks that the code of the app has no more. Raises `BackendError`."""
-    declared = {_key(app, "timers", name) for name in timers} | {_key(app, "tasks", name) for name in tasks}
-    for owner, kind, name in await stored(backend):
-        if owner == app and kind != "agents" and (key := _key(app, kind, name)) not in declared:
-            await (await consumer_records.bucket(backend)).delete(key)
-
-
-def _key(app: str, kind: str, name: str) -> str:
-    return f"{app}/{kind}/{NO_KEY.sub('_', name)}/{END}"
-
-
-def _read(entry: Entry | None) -> LastFailure | None:
-    try:
-        return read_json(entry.value, LastFailure) if entry is not None else None
-    except UndecodableError:
-        return None  # another record, or none of ours

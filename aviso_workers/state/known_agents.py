@@ -18,12 +18,21 @@ from aviso_workers.aviso.codec import read_json
 from aviso_workers.aviso.literals import quoted
 from aviso_workers.backends import Backend
 from aviso_workers.declare.agents import durable_name
-from aviso_workers.engine import consumer_records
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.state import consumer_records
+from aviso_workers.state.kept import Kept
 
-__all__ = ["KnownAgents"]
+__all__ = ["KEPT", "KnownAgents"]
+KEPT = (
+    Kept(
+        bucket=consumer_records.BUCKET,
+        key="<app>/agents",
+        holds="the agents that the app has run, their streams and filters",
+        until="for ever",
+    ),
+)
 
 
 class _Known(Struct, frozen=True, order=True):

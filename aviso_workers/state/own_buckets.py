@@ -15,8 +15,7 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.windows import Window
-from aviso_workers.engine import attempts, consumer_records, table_store, timer_loops
-from aviso_workers.engine.handlers import windowed
+from aviso_workers.state import consumer_records, failure_counts, table_records, timer_records, window_records
 
 __all__ = ["OwnBuckets", "of_app"]
 
@@ -41,10 +40,10 @@ def of_app(
     agents = tuple(agents)
     windows = [agent.name for agent in agents if agent.form is Window]
     led = any(timer.leader for timer in timers)
-    leases, claims = timer_loops.buckets_of(app)
+    leases, claims = timer_records.buckets_of(app)
     by_key: list[str] = []
     if agents:
-        by_key += [consumer_records.BUCKET, f"{app}{attempts.BUCKET_SUFFIX}"]
+        by_key += [consumer_records.BUCKET, f"{app}{failure_counts.BUCKET_SUFFIX}"]
     if led or windows:
         by_key.append(leases)
     if led:
@@ -52,7 +51,7 @@ def of_app(
     return OwnBuckets(
         by_key=tuple(by_key),
         listed=(
-            *(windowed.bucket_of(app, agent) for agent in windows),
-            *(table_store.bucket_of(app, name) for name, table in tables.items() if not isinstance(table, Counter)),
+            *(window_records.bucket_of(app, agent) for agent in windows),
+            *(table_records.bucket_of(app, name) for name, table in tables.items() if not isinstance(table, Counter)),
         ),
     )

@@ -12,12 +12,12 @@ they are stored as the beginning of the body.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
 
 from msgspec import structs
 
 from aviso_workers.aviso.codec import Message, read_number
 from aviso_workers.backends import Backend, PubAck
-from aviso_workers.engine.replay import message_at
 from aviso_workers.errors import RefusedError, UndecodableError
 from aviso_workers.jetstream import error_codes
 
@@ -138,3 +138,10 @@ def _original(headers: Mapping[str, str] | None) -> tuple[str | None, ...]:
 
 def _header_size(message: Message) -> int:
     return sum(len(f"{name}: {value}\r\n".encode()) for name, value in (message.headers or {}).items()) + ADDED_BYTES
+
+
+async def message_at(backend: Backend, stream: str, sequence: int) -> Message | None:
+    """Return the message of that sequence; None where the stream does not hold it. Raises `NotFoundError`."""
+    reading = backend.read(stream, filter_subjects=(), start_sequence=sequence, last_sequence=sequence)
+    async with aclosing(reading):
+        return await anext(reading, None)

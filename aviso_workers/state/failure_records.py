@@ -1,0 +1,132 @@
+"""The last failure of each agent, timer and task of an app, recorded for operators who ask what is wrong with it.
+
+All workers of the app keep one record of each in the bucket of `consumer_records`, under
+`<app>/<agents|timers|tasks>/<name>/failure`. It is written at the first failure, and then at most every
+`WRITE_SECONDS`, so nothing is written for what succeeds. A failure is over when it has not come again for
+`OVER_SECONDS` after its next attempt was due. That of a timer is over when the timer succeeds.
+
+Nothing depends on these records. Where the bucket cannot be written, the next failure is recorded; the log has all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Literal
+
+from msgspec import Struct, structs
+
+from aviso_workers.aviso.codec import read_json
+from aviso_workers.backends import Backend
+from aviso_workers.errors import UndecodableError
+from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.state import consumer_records
+from aviso_workers.state.kept import Kept
+
+__all__ = ["END", "KEPT", "Kind", "LastFailure", "Retrying", "parsed", "remove", "remove_others", "stored"]
+
+Kind = Literal["agents", "timers", "tasks"]
+WRITE_SECONDS = 5.0
+END = "failure"
+"""The last part of the key of each record."""
+KEPT = (
+    Kept(
+        bucket=consumer_records.BUCKET,
+        key=f"<app>/<agents, timers or tasks>/<name>/{END}",
+        holds="the last failure (`LastFailure`)",
+        until="until `agents rm`",
+    ),
+)
+NO_KEY = re.compile(r"[^-_A-Za-z0-9]")
+"""What a key of a bucket cannot have, as the name of a task that is a lambda."""
+
+
+class Retrying(Struct, frozen=True, kw_only=True):
+    """A notification that waits for its next attempt."""
+
+    again_at: datetime
+    sequence: int
+    attempt: int
+    """How often it has failed."""
+    attempts: int | None
+    """After so many failures it becomes a dead letter; None: never."""
+    error: str
+    """The class of the error."""
+    key: str = ""
+    """Its ordering key; empty where the agent has no order."""
+    behind: int = 0
+    """How many notifications of this key waited behind it when this was recorded."""
+
+
+class LastFailure(Struct, frozen=True, kw_only=True):
+    """How an agent, a timer or a task has failed."""
+
+    error: str
+    """The class of the last error, such as `ValueError`."""
+    text: str
+    at: str
+    """The file and the line that raised it, such as `fields.py:12`; empty where that is not known."""
+    since: datetime
+    """When it failed first, without having been well in between."""
+    last: datetime
+    until: datetime
+    """When it is over, if it does not fail again."""
+    written: datetime
+    """When this was recorded, by the clock of the worker that did."""
+    times: int
+    """How often it has failed since then, in all workers."""
+    retrying: tuple[Retrying, ...] = ()
+    of_window: bool = False
+    """Whether the function of a window failed last."""
+
+    @property
+    def described(self) -> str:
+        """The last error as `ValueError: no such field (fields.py:12)`."""
+        text = f"{self.error}: {self.text}" if self.text else self.error
+        return f"{text} ({self.at})" if self.at else text
+
+
+async def stored(backend: Backend) -> dict[tuple[str, str, str], LastFailure]:
+    """Return the records of all apps, by app, kind and name. Raises `BackendError`."""
+    return parsed(await consumer_records.entries(backend))
+
+
+def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], LastFailure]:
+    """Return the records among the entries of the bucket, by app, kind and name; `until` and the times of retries are
+    by the server's clock.
+    """
+    found = {}
+    for entry in entries:
+        app, *key = entry.key.split("/")
+        if len(key) == 3 and key[2] == END and (last := read(entry)):
+            ahead = entry.time - last.written  # the clock of the worker that wrote it may be wrong
+            waiting = tuple(structs.replace(each, again_at=each.again_at + ahead) for each in last.retrying)
+            found[app, key[0], key[1]] = structs.replace(last, until=last.until + ahead, retrying=waiting)
+    return found
+
+
+async def remove(backend: Backend, *, app: str, agent: str = "") -> None:
+    """Forget the failures of an agent, or of everything of the app, because it is retired. Raises `BackendError`."""
+    for owner, kind, name in await stored(backend):
+        if owner == app and (not agent or (kind, name) == ("agents", agent)):
+            await (await consumer_records.bucket(backend)).delete(key_of(app, kind, name))
+
+
+async def remove_others(backend: Backend, *, app: str, timers: Iterable[str], tasks: Iterable[str]) -> None:
+    """Forget the failures of timers and tasks that the code of the app has no more. Raises `BackendError`."""
+    declared = {key_of(app, "timers", name) for name in timers} | {key_of(app, "tasks", name) for name in tasks}
+    for owner, kind, name in await stored(backend):
+        if owner == app and kind != "agents" and (key := key_of(app, kind, name)) not in declared:
+            await (await consumer_records.bucket(backend)).delete(key)
+
+
+def key_of(app: str, kind: str, name: str) -> str:
+    return f"{app}/{kind}/{NO_KEY.sub('_', name)}/{END}"
+
+
+def read(entry: Entry | None) -> LastFailure | None:
+    try:
+        return read_json(entry.value, LastFailure) if entry is not None else None
+    except UndecodableError:
+        return None  # another record, or none of ours

@@ -1,0 +1,88 @@
+"""The leases of an app's leader, and the ticks that its timers have claimed; `engine.timer_loops` writes both."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import datetime
+
+from msgspec import Struct
+
+from aviso_workers.aviso.codec import read_json
+from aviso_workers.backends import Backend
+from aviso_workers.backends.buckets import open_existing
+from aviso_workers.errors import (
+    UndecodableError,
+)
+from aviso_workers.state.kept import Kept
+
+__all__ = [
+    "CLAIMS",
+    "KEPT",
+    "LEADER",
+    "LEASES",
+    "LEASE_SECONDS",
+    "Claim",
+    "buckets_of",
+    "claimed",
+    "is_bucket",
+    "leader",
+]
+
+LEASES, CLAIMS = "_leases", "_timers"
+LEASE_SECONDS = 10.0
+LEADER = "leader"
+KEPT = (
+    Kept(
+        bucket=f"<app>{LEASES}",
+        key=f"{LEADER}, or windows/<agent>",
+        holds="the worker that runs the timers of the leader, or closes windows",
+        until=f"{LEASE_SECONDS:g} s after it was renewed",
+    ),
+    Kept(
+        bucket=f"<app>{CLAIMS}",
+        key="<timer>",
+        holds="the last tick that a leader has begun (`Claim`)",
+        until="for ever",
+    ),
+)
+
+
+def buckets_of(app: str) -> tuple[str, str]:
+    """Return the buckets of the app's leases, and of the ticks that its timers claimed."""
+    return f"{app}{LEASES}", f"{app}{CLAIMS}"
+
+
+async def leader(backend: Backend, app: str) -> str:
+    """Return the host and the process of the worker that leads the app's timers; empty where none does.
+
+    Raises `BackendError`.
+    """
+    bucket = await open_existing(backend, buckets_of(app)[0], ttl_seconds=LEASE_SECONDS, own=True)
+    lease = await bucket.get(LEADER) if bucket is not None else None
+    return lease.value.decode(errors="replace") if lease is not None else ""
+
+
+async def claimed(backend: Backend, app: str) -> dict[str, datetime]:
+    """Return when the last tick was due that a leader has begun, by timer. Raises `BackendError`."""
+    bucket = await open_existing(backend, buckets_of(app)[1], own=True)
+    found = {}
+    for entry in await bucket.entries() if bucket is not None else []:
+        with suppress(UndecodableError):
+            claim = read_json(entry.value, Claim)
+            if claim.token:
+                found[entry.key] = claim.time
+    return found
+
+
+def is_bucket(bucket: str) -> bool:
+    """Return whether it may be an app's bucket of leases or of claimed ticks: its name looks like one."""
+    return bucket.endswith((LEASES, CLAIMS))
+
+
+class Claim(Struct, frozen=True, kw_only=True):
+    """The last tick of a timer that some leader has begun, or (token 0) from when on there are ticks to run."""
+
+    time: datetime
+    token: int = 0
+    schedule: str = ""
+    """`Schedule.text` of the timer whose tick it was; empty where an older version has claimed it."""

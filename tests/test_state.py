@@ -1,0 +1,69 @@
+"""All that is stored is in the list of docs/state.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from _docs import state
+from aviso_workers import App, Notification, Window, Windowing
+from aviso_workers.config import load
+from aviso_workers.state import (
+    consumer_records,
+    dead_letter_records,
+    delayed_messages,
+    own_buckets,
+    table_records,
+)
+from tests.contract import settings
+
+BUCKETS = {each.bucket for _, each in state.kept()} - {""}
+STREAMS = {each.stream: each.key for _, each in state.kept() if each.stream}
+
+
+def test_the_page_is_written_from_the_code() -> None:
+    """`PYTHONPATH=scripts .venv/bin/python -m _docs.state` writes it."""
+    assert state.PAGE.read_text() == state.page()
+
+
+def test_each_bucket_of_an_app_is_listed() -> None:
+    app = App("field")
+    app.table("newest", int)
+
+    @app.agent("mars")
+    async def index(notification: Notification[int]) -> None: ...
+
+    @app.agent("mars", window=Windowing(size="1d", fold=lambda value, _: value + 1, initial=0))
+    async def daily(window: Window[int]) -> None: ...
+
+    @app.every("1s", leader=True)
+    async def tick() -> None: ...
+
+    own = own_buckets.of_app("field", agents=app.agents, timers=app.timers, tables=app.tables)
+    buckets = {*own.by_key, *own.listed}
+    assert {bucket: _listed(bucket) for bucket in buckets} == {
+        "field_failures": ["<app>_failures"],
+        "field_leases": ["<app>_leases"],
+        "field_timers": ["<app>_timers"],
+        "field_windows_daily": ["<app>_windows_<agent>"],
+        "field__newest": ["<app>__<table>"],
+        consumer_records.BUCKET: [consumer_records.BUCKET],
+    }
+
+
+def test_each_stream_of_our_own_is_listed_with_its_subjects() -> None:
+    config = load(Path(settings.__file__).with_name("aviso.yaml"), environ={})
+    specs = [
+        dead_letter_records.stream_spec(config),
+        dead_letter_records.retries_spec(config),
+        delayed_messages.stream_spec(config),
+    ]
+    assert {spec.name for spec in specs} | {table_records.COUNTERS} == STREAMS.keys()
+    for spec in specs:
+        (subject,) = spec.subjects or ()
+        assert STREAMS[spec.name].startswith(subject.removesuffix(">"))
+
+
+def _listed(bucket: str) -> list[str]:
+    """Return the listed names that may be that of a bucket."""
+    return [name for name in BUCKETS if re.fullmatch(re.sub(r"<\w+>", r"[a-z]\\w*?", name), bucket)]
