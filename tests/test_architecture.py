@@ -23,8 +23,8 @@ def calls(path: Path) -> Iterator[tuple[str, int, str]]:
 
 
 def test_what_a_backend_must_have_is_what_the_engine_and_spark_ask_it_for() -> None:
-    """What operators alone ask for belongs to `Management` or `Administration`. What engine and spark use asks for them:
-    `state`, and the two backends' common modules.
+    """What operators alone ask for belongs to `Management` or `Administration`. `state` and what is common to the
+    backends ask for engine and spark.
     """
     asked = {
         node.attr
