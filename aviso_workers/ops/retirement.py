@@ -15,7 +15,6 @@ from msgspec import Struct
 
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
-from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops import deployment, inventory
 from aviso_workers.ops.inventory import Listed, T
 from aviso_workers.state import (
@@ -24,13 +23,13 @@ from aviso_workers.state import (
     declarations,
     failure_counts,
     failure_records,
+    own_buckets,
     table_records,
-    timer_records,
-    window_records,
 )
 
 __all__ = ["Retirement", "plan", "retire", "why_active"]
 
+BUCKET = "KV_"
 ACTIVE = timedelta(minutes=5)
 """An agent that was delivered something, or has settled something, within this time may have a worker. A version of an
 agent counts as gone after as long (`engine.shared_filters`)."""
@@ -90,7 +89,11 @@ async def plan(admin: Admin, owner: str, agent: str = "", *, workers_stopped: bo
             for (by, of, stream) in await consumer_records.stored(admin)
             if by == owner and agent in ("", of)
         ),
-        streams={name: messages for name, messages in _sizes(streams).items() if _is_bucket_of(name, owner, agent)},
+        streams={
+            stream.name: stream.messages
+            for stream in streams
+            if stream.name.startswith(BUCKET) and own_buckets.is_of(stream.name.removeprefix(BUCKET), owner, agent)
+        },
         subjects=await _subjects(admin, owner, agent),
         dead_letters=sum(count for of, count in dead_letters.items() if of[0] == owner and agent in ("", of[1])),
     )
@@ -157,17 +160,3 @@ async def _subjects(admin: Admin, owner: str, agent: str) -> dict[tuple[str, str
 def _is_of(consumer: str, owner: str, agent: str) -> bool:
     of = deployment.agent_of(consumer)
     return of is not None and of[0] == owner and agent in ("", of[1])
-
-
-def _is_bucket_of(stream: str, owner: str, agent: str) -> bool:
-    bucket = stream.removeprefix("KV_")
-    if bucket == stream:
-        return False
-    if agent:
-        return bucket == window_records.bucket_of(owner, agent)
-    of_app = (f"{owner}{failure_counts.BUCKET_SUFFIX}", *timer_records.buckets_of(owner))
-    return bucket in of_app or bucket.startswith((f"{owner}__", window_records.bucket_of(owner, "")))
-
-
-def _sizes(streams: list[StreamInfo]) -> dict[str, int]:
-    return {stream.name: stream.messages for stream in streams}

@@ -1,13 +1,14 @@
-"""In which buckets an app keeps its own state: the one list of them, by what the app declares.
+"""In which buckets an app keeps its own state: the one list of them, by what the app declares, and by their names.
 
-`replicas` gives them the configured replicas, and `ops.permissions` gives workers the right to use them. Each bucket is
-opened by the module that names it here. Counters are in a stream of their own (`table_store.COUNTERS`).
+`engine.replicas` gives them the configured replicas, `ops.permissions` gives workers the right to use them, and the
+other tools of operators tell by their names what they are. Counters are in a stream of their own
+(`table_records.COUNTERS`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -17,7 +18,10 @@ from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.windows import Window
 from aviso_workers.state import consumer_records, failure_counts, table_records, timer_records, window_records
 
-__all__ = ["OwnBuckets", "of_app"]
+__all__ = ["Kind", "OwnBuckets", "is_of", "kind_of", "of_app"]
+
+Kind = Literal["table", "windows", "timers", "failures", "other"]
+"""What a bucket keeps: `timers` are leases and ticks, `failures` the counts of failures."""
 
 
 class OwnBuckets(Struct, frozen=True, kw_only=True):
@@ -55,3 +59,25 @@ def of_app(
             *(table_records.bucket_of(app, name) for name, table in tables.items() if not isinstance(table, Counter)),
         ),
     )
+
+
+def kind_of(bucket: str) -> Kind:
+    """Return what a bucket keeps, by its name: that of a table may end like the others, that of windows like the last.
+
+    "other" is that of `consumer_records`, and whatever apps and other programs have named themselves.
+    """
+    if "__" in bucket:
+        return "table"
+    if window_records.OF_WINDOWS in bucket:
+        return "windows"
+    if bucket.endswith(timer_records.buckets_of("")):
+        return "timers"
+    return "failures" if bucket.endswith(failure_counts.BUCKET_SUFFIX) else "other"
+
+
+def is_of(bucket: str, app: str, agent: str = "") -> bool:
+    """Return whether a bucket is one of an app, or keeps nothing but what is of one of its agents."""
+    if agent:
+        return bucket == window_records.bucket_of(app, agent)
+    of_app = (f"{app}{failure_counts.BUCKET_SUFFIX}", *timer_records.buckets_of(app))
+    return bucket in of_app or bucket.startswith((f"{app}__", window_records.bucket_of(app, "")))

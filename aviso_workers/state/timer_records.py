@@ -24,7 +24,6 @@ __all__ = [
     "Claim",
     "buckets_of",
     "claimed",
-    "is_bucket",
     "leader",
 ]
 
@@ -72,11 +71,6 @@ async def claimed(backend: Backend, app: str) -> dict[str, datetime]:
             if claim.token:
                 found[entry.key] = claim.time
     return found
-
-
-def is_bucket(bucket: str) -> bool:
-    """Return whether it may be an app's bucket of leases or of claimed ticks: its name looks like one."""
-    return bucket.endswith((LEASES, CLAIMS))
 
 
 class Claim(Struct, frozen=True, kw_only=True):

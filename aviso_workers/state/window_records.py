@@ -38,7 +38,6 @@ __all__ = [
     "WindowStates",
     "bucket_key",
     "bucket_of",
-    "is_bucket",
     "is_own",
     "is_window",
     "open_windows",
@@ -269,11 +268,6 @@ def bucket_key(key: str) -> str:
 def bucket_of(app: str, agent: str) -> str:
     """Return the bucket of the agent's windows."""
     return f"{app}{OF_WINDOWS}{agent}"
-
-
-def is_bucket(bucket: str) -> bool:
-    """Return whether it may be the bucket of some agent's windows: its name looks like one."""
-    return OF_WINDOWS in bucket
 
 
 def is_own(entry: Entry) -> bool:

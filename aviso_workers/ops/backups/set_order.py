@@ -35,7 +35,7 @@ from typing import Any
 
 from aviso_workers.errors import BackupError
 from aviso_workers.jetstream.info import StreamConfig
-from aviso_workers.state import dead_letter_records, delayed_messages, table_records, timer_records, window_records
+from aviso_workers.state import dead_letter_records, delayed_messages, own_buckets, table_records
 
 __all__ = ["order", "twice"]
 
@@ -72,19 +72,15 @@ def order(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def twice(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the names of streams that are to be backed up once more, before all others."""
     losing = [name for name, config in configs.items() if StreamConfig(config).retention != LIMITS]
-    windows = any(window_records.is_bucket(name.removeprefix(BUCKET)) for name in configs if name.startswith(BUCKET))
+    buckets = [name.removeprefix(BUCKET) for name in configs if name.startswith(BUCKET)]
+    windows = "windows" in map(own_buckets.kind_of, buckets)
     dead_letters = [dead_letter_records.STREAM] if windows and dead_letter_records.STREAM in configs else []
     return sorted({*losing, *dead_letters})
 
 
 def _rank(name: str, config: Mapping[str, Any]) -> int:
     if name.startswith(BUCKET):
-        bucket = name.removeprefix(BUCKET)
-        if "__" in bucket:
-            return 4  # a table, whatever its name ends in
-        if window_records.is_bucket(bucket):
-            return 3
-        return 2 if timer_records.is_bucket(bucket) else 4
+        return {"timers": 2, "windows": 3}.get(own_buckets.kind_of(name.removeprefix(BUCKET)), 4)
     ours = {
         table_records.COUNTERS: 4,
         dead_letter_records.STREAM: 5,

@@ -21,11 +21,9 @@ from aviso_workers.declare.tables import decode_key
 from aviso_workers.errors import BackendError, InvalidNotificationError, NotFoundError
 from aviso_workers.state import (
     consumer_records,
-    failure_counts,
     failure_records,
+    own_buckets,
     table_records,
-    timer_records,
-    window_records,
 )
 
 __all__ = ["Suspect", "parse_key", "subject_of_key", "subjects_of_key", "suspects"]
@@ -35,6 +33,9 @@ PIECE = re.compile(r"[^\W_]+|[\W_]")
 """A word of letters and digits, or one character between words."""
 POSITIONS = {"counted", "missed", "left_out", "sequence", "stored", "closed", "time"}
 """What the state of a window has beside the values of windows: sequences and times."""
+
+POSITIONS_ONLY = ("timers", "failures")
+"""Kinds of buckets that hold only sequences, counts and times."""
 
 Kind = Literal["table", "windows", "counter", "bucket"]
 
@@ -57,7 +58,7 @@ async def suspects(admin: Admin, infos: Mapping[str, StreamInfo], values: Iterab
     wanted = _Values(values)
     found = []
     for stream in sorted(infos):
-        if stream.startswith(BUCKET) and not _holds_positions_only(stream.removeprefix(BUCKET)):
+        if stream.startswith(BUCKET) and own_buckets.kind_of(stream.removeprefix(BUCKET)) not in POSITIONS_ONLY:
             found.append(await _bucket(admin, stream.removeprefix(BUCKET), wanted))
         elif stream == table_records.COUNTERS:
             found += await _counters(admin, wanted)
@@ -89,7 +90,8 @@ def subject_of_key(infos: Mapping[str, StreamInfo], holder: str, key: str) -> tu
 
 
 async def _bucket(admin: Admin, bucket: str, wanted: _Values) -> Suspect:
-    kind: Kind = "table" if "__" in bucket else "windows" if window_records.is_bucket(bucket) else "bucket"
+    found = own_buckets.kind_of(bucket)
+    kind: Kind = found if found in ("table", "windows") else "bucket"
     newest: dict[str, bool] = {}
     named: set[str] = set()
     try:
@@ -125,16 +127,6 @@ async def _counters(admin: Admin, wanted: _Values) -> list[Suspect]:
         )
         for name, of_one in sorted(keys.items())
     ]
-
-
-def _holds_positions_only(bucket: str) -> bool:
-    """Return whether a bucket is one of ours that holds only sequences, counts and times.
-
-    Windows of an agent whose name ends like such a bucket are windows.
-    """
-    if "__" in bucket or window_records.is_bucket(bucket):
-        return False
-    return bucket.endswith((failure_counts.BUCKET_SUFFIX, *timer_records.buckets_of("")))
 
 
 async def _messages(admin: Admin, stream: str) -> AsyncIterator[Message]:
