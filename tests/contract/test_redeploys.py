@@ -713,6 +713,9 @@ async def test_what_is_given_back_to_another_version_is_no_failed_attempt(
     monkeypatch.setattr(acknowledging, "OTHER_VERSION", Backoff(first=0.05, factor=1.0, jitter=0.0))
     await deploy.start(app)
     await publish(deploy, 1)
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while len(turns) < 7:  # a consumer may not know yet of what its stream has just stored
+            await deploy.t.advance(0.05)
     await deploy.until_handled("index")
     assert turns == [1] * 7
     assert [settled.reason for settled in deploy.stated(app, Settled)] == ["other_version"] * 6 + [""]
