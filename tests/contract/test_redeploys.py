@@ -42,6 +42,7 @@ from aviso_workers.state.dead_letter_records import DeadLetter
 from aviso_workers.state.window_records import PROGRESS, read_progress
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
