@@ -1,23 +1,28 @@
 """The facts that the engine states.
 
-The engine emits, observers listen: metrics, logs and the test harness. Nothing in the engine asks who listens, and
-no observer can change what happens. Facts carry no subject and no payload.
+The engine emits, observers listen: metrics, logs, readiness and the test harness. Nothing in the engine asks who
+listens, and no observer can change what happens. Facts carry no subject and no payload.
+
+The class of a fact says how it is told: its `lines` in the log, what `hindrance` it is to a worker's readiness, and the
+`warning` to people where nobody listens. What is counted stands in the tables of `telemetry.metrics`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
-from typing import Any, Literal, get_args
+from datetime import UTC, datetime
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from msgspec import Struct
 
-from aviso_workers.aviso.literals import printable
+from aviso_workers.aviso.literals import Duration, printable, quoted
 from aviso_workers.jetstream.identities import Identity
 
 __all__ = [
+    "CONNECTION",
+    "WORKER",
     "AckWaitDiffers",
     "Acked",
     "AgentDisturbed",
@@ -32,7 +37,6 @@ __all__ = [
     "ConnectionSlow",
     "ConsumerDiffers",
     "ConsumerEdited",
-    "Counted",
     "DeadLettersRefused",
     "DeadLettersStored",
     "Event",
@@ -46,11 +50,11 @@ __all__ = [
     "LeadershipChanged",
     "LeadershipHindered",
     "LeadershipUnhindered",
-    "Logged",
+    "Line",
+    "Many",
     "Measured",
     "NotReadAgain",
     "NotRemoved",
-    "OfReadiness",
     "Overdue",
     "Passed",
     "PermissionDenied",
@@ -71,20 +75,113 @@ __all__ = [
     "WindowDone",
     "WindowFunctionsChanged",
     "WindowsResized",
+    "all_kinds",
+    "only_counted",
+    "unheard",
 ]
 
 
 log = logging.getLogger(__name__)
 
+Level = Literal["info", "warning", "error"]
+
+
+class Line:
+    """A line of the log: its level, the name of its event, and its fields."""
+
+    def __init__(self, level: Level, event: str, /, **fields: object) -> None:
+        self.level = level
+        self.event = event
+        self.fields = {name: _shown(name, value) for name, value in fields.items()}
+
+
+def _shown(name: str, value: object) -> object:
+    """Return the value of a field as logs have it."""
+    match value:
+        case float() if name == "again_in_seconds":
+            return round(value, 1)
+        case Exception() if name == "error":
+            return str(value)
+        case tuple():
+            return list(value)
+    return value
+
+
+class Many(NamedTuple):
+    """How facts are logged of which there may be very many: `failure_logs` only counts most of those that are alike."""
+
+    event: str
+    """Of the line that says how many were only counted."""
+    alike: tuple[str, ...]
+    """The fields that are equal in those that are counted together."""
+
+
+class Hindrance(NamedTuple):
+    """What keeps a worker from being ready, or does so no more."""
+
+    agent: str
+    """Whose work it hinders; `WORKER` where it is not that of a single agent."""
+    of: str
+    """What is lacking: the name of a stream or a bucket, or one of the names below."""
+    text: str | None = None
+    """Why the worker is not ready; None where the hindrance is over."""
+
+
+WORKER = ""
+CONNECTION, DEAD_LETTERS, CALLS, BODIES = "connection", "dead letters", "calls", "bodies"
+"""What a worker or an agent lacks beside a bucket or a stream; none of them has such a name."""
+
+
+class Event(Struct, frozen=True):
+    """A fact that the engine states. A class of facts says in its body how it is logged: `lines` has no default."""
+
+    many: ClassVar[Many | None] = None
+    """None where all are logged."""
+
+    def lines(self) -> Iterable[Line]:
+        """Return what the log says: `logged(...)`, `only_counted`, `unheard`, or a method where values decide."""
+        raise NotImplementedError
+
+    def hindrance(self) -> Hindrance | None:
+        """Return what keeps the worker from being ready because of this fact, or that it does so no more."""
+        return None
+
+    def warning(self) -> str:
+        """Return what people should hear of the fact where nobody listens to it; empty where it is not a warning."""
+        return ""
+
+    def line(self, level: Level, event: str, *names: str, **more: object) -> Line:
+        """Return a line with the fields of these names, or all fields of the fact, and then with more."""
+        return Line(level, event, **{name: getattr(self, name) for name in names or self.__struct_fields__}, **more)
+
+
+def logged(level: Level, event: str, *names: str, cure: str = "") -> Callable[[Any], Iterable[Line]]:
+    """Return the `lines` of facts that have one, with the fields of these names, or all, and with what to do."""
+    more = {"cure": cure} if cure else {}
+    return lambda fact: [fact.line(level, event, *names, **more)]
+
+
+def only_counted(_: Event) -> Iterable[Line]:
+    """Return the `lines` of a fact that is not logged: only the metrics listen to it."""
+    return ()
+
+
+def unheard(_: Event) -> Iterable[Line]:
+    """Return the `lines` of a fact that no worker listens to, but the test harness does."""
+    return ()
+
+
 PublishOutcome = Literal["stored", "duplicate", "scheduled", "failed"]
 
 
-class Published(Struct, frozen=True, kw_only=True):
+class Published(Event, frozen=True, kw_only=True):
     """Publishing `count` notifications ended: stored, found to be stored already, kept until they are due, or failed.
 
     What was kept is stated again when it is stored. Of many that are published together, those that were there already
     may count as stored: see `PubAck.sequence`.
     """
+
+    lines = only_counted
 
     event_type: str
     outcome: PublishOutcome
@@ -92,8 +189,10 @@ class Published(Struct, frozen=True, kw_only=True):
     count: int = 1
 
 
-class Overdue(Struct, frozen=True, kw_only=True):
+class Overdue(Event, frozen=True, kw_only=True):
     """A notification is due and could not be stored; it is tried again after a wait."""
+
+    lines = logged("warning", "notification.overdue")
 
     stream: str
     message_id: str
@@ -101,7 +200,7 @@ class Overdue(Struct, frozen=True, kw_only=True):
     again_in_seconds: float
 
 
-class NotRemoved(Struct, frozen=True, kw_only=True):
+class NotRemoved(Event, frozen=True, kw_only=True):
     """A notification that was due was stored, and could not be removed from the stream in which it waited."""
 
     stream: str
@@ -109,15 +208,21 @@ class NotRemoved(Struct, frozen=True, kw_only=True):
     message_id: str
     error: Exception
 
+    def lines(self) -> Iterator[Line]:
+        cure = f"it was delivered; allow workers to publish to $JS.API.STREAM.MSG.DELETE.{self.stream}"
+        yield self.line("warning", "notification.not_removed", cure=cure)
+
 
 SettledOutcome = Literal["acked", "retried", "dead_lettered"]
 
 
-class Settled(Struct, frozen=True, kw_only=True):
+class Settled(Event, frozen=True, kw_only=True):
     """A delivery was settled; `seconds` is the time the handling took.
 
     Of those that were handled well, each is stated only where somebody listens: `Acked` says the same of many.
     """
+
+    lines = unheard
 
     agent: str
     event_type: str
@@ -147,12 +252,27 @@ class Settled(Struct, frozen=True, kw_only=True):
 class Failed(Settled, frozen=True, kw_only=True):
     """A delivery was settled whose handling has failed, or which another worker may have been given meanwhile."""
 
+    many = Many("notification.more_failures", alike=("agent", "outcome", "reason"))
 
-class Acked(Struct, frozen=True, kw_only=True):
+    def lines(self) -> Iterator[Line]:
+        """Yield the line without the error: `failure_logs` has the traceback of the first one only."""
+        yield self.line(
+            "error" if self.outcome == "dead_lettered" else "warning",
+            f"notification.{self.outcome}",
+            *("agent", "notification", "reason", "num_delivered"),
+            seconds=round(self.seconds, 3),
+            **({"attempt": self.attempt, "attempts": self.attempts} if self.attempt else {}),
+            **({"again_in_seconds": self.again_in_seconds} if self.outcome == "retried" else {}),
+        )
+
+
+class Acked(Event, frozen=True, kw_only=True):
     """An agent has handled deliveries well, and acked them, in one turn of the event loop.
 
     The lists have a number for each, as the fields of `Settled` of the same names.
     """
+
+    lines = only_counted
 
     agent: str
     event_type: str
@@ -173,29 +293,45 @@ class Passed(Struct, frozen=True):
     """Those of the consumer; with others, as after an edit by hand, it passes over what is in the stream."""
 
 
-class DeadLettersRefused(Struct, frozen=True, kw_only=True):
+class DeadLettersRefused(Event, frozen=True, kw_only=True):
     """An agent's dead letters cannot be stored. Their originals come again, and until then no other is tried."""
+
+    lines = logged("error", "dead_letters.not_stored")
 
     agent: str
     error: Exception
     again_in_seconds: float
 
+    def hindrance(self) -> Hindrance:
+        return Hindrance(self.agent, DEAD_LETTERS, f"dead letters cannot be stored: {self.error}")
 
-class DeadLettersStored(Struct, frozen=True, kw_only=True):
+
+class DeadLettersStored(Event, frozen=True, kw_only=True):
     """After `DeadLettersRefused`: one was stored, or for some time none had to be."""
+
+    lines = logged("info", "dead_letters.stored")
 
     agent: str
 
+    def hindrance(self) -> Hindrance:
+        return Hindrance(self.agent, DEAD_LETTERS)
 
-class FailuresNotStored(Struct, frozen=True, kw_only=True):
+
+class FailuresNotStored(Event, frozen=True, kw_only=True):
     """The bucket of an agent's failure counts cannot be used. Stated once, until it can be again."""
+
+    lines = logged(
+        "warning",
+        "failures.not_stored",
+        cure="let the worker's user read and write the bucket; until then each process counts by itself",
+    )
 
     agent: str
     bucket: str
     error: Exception
 
 
-class NotReadAgain(Struct, frozen=True, kw_only=True):
+class NotReadAgain(Event, frozen=True, kw_only=True):
     """A notification whose body was left out while it waited cannot be read from its stream.
 
     It is tried again after a wait, and what is behind it waits as well. Stated once, until `ReadAgain`.
@@ -206,15 +342,38 @@ class NotReadAgain(Struct, frozen=True, kw_only=True):
     sequence: int
     error: Exception
 
+    def lines(self) -> Iterator[Line]:
+        cure = (
+            "it is tried again every second, and what is behind it waits; where a right is missing, let the worker's "
+            f"user publish to $JS.API.STREAM.MSG.GET.{self.stream}"
+        )
+        yield self.line("warning", "notification.not_read_again", cure=cure)
 
-class ReadAgain(Struct, frozen=True, kw_only=True):
+    def hindrance(self) -> Hindrance:
+        text = f"sequence {self.sequence}, which waits, cannot be read again: {self.error}"
+        return Hindrance(self.agent, BODIES, text)
+
+
+class ReadAgain(Event, frozen=True, kw_only=True):
     """After `NotReadAgain`: one could be read, or for some time none had to be."""
+
+    lines = logged("info", "notification.read_again")
 
     agent: str
     stream: str
 
+    def hindrance(self) -> Hindrance:
+        return Hindrance(self.agent, BODIES)
 
-class CallOverdue(Struct, frozen=True, kw_only=True):
+
+def _call(*, in_thread: bool) -> tuple[str, str]:
+    """Return what a call is named, and what to do about one that runs on."""
+    if in_thread:
+        return "thread", "give what the function waits for a timeout of its own"
+    return "call", "let what the function awaits be cancelled: no shield, no loop that catches the cancellation"
+
+
+class CallOverdue(Event, frozen=True, kw_only=True):
     """A call runs on 5 seconds after its timeout, while others of its agent can be made.
 
     Its notification, or its batch, is kept until it ends.
@@ -225,8 +384,13 @@ class CallOverdue(Struct, frozen=True, kw_only=True):
     in_thread: bool = True
     """Whether it is the call of a plain function. One of an async function runs on where it cannot be cancelled."""
 
+    def lines(self) -> Iterator[Line]:
+        what, cure = _call(in_thread=self.in_thread)
+        cure = f"its notification is kept until it ends; {cure}"
+        yield self.line("warning", f"{what}.overdue", "agent", "timeout_seconds", cure=cure)
 
-class CallsStuck(Struct, frozen=True, kw_only=True):
+
+class CallsStuck(Event, frozen=True, kw_only=True):
     """All calls of an agent run on, 5 seconds after their timeout: it handles nothing until one of them ends.
 
     What waits is given back, so that other workers handle it.
@@ -236,26 +400,53 @@ class CallsStuck(Struct, frozen=True, kw_only=True):
     calls: int
     in_thread: bool = True
 
+    def lines(self) -> Iterator[Line]:
+        what, cure = _call(in_thread=self.in_thread)
+        yield self.line(
+            "error", f"{what}s.stuck", "agent", **{f"{what}s": self.calls}, cure=f"start the worker again, and {cure}"
+        )
 
-class CallsAbandoned(Struct, frozen=True, kw_only=True):
+    def hindrance(self) -> Hindrance:
+        what, _ = _call(in_thread=self.in_thread)
+        text = f"{self.calls} {what}s are stuck" if self.calls > 1 else f"its {what} is stuck"
+        return Hindrance(self.agent, CALLS, text)
+
+
+class CallsAbandoned(Event, frozen=True, kw_only=True):
     """Calls of an agent run on although its worker, which stops, has cancelled them. What they handle is given back.
 
     Another worker may handle it while they still run. A worker process ends itself soon after this.
     """
 
+    lines = logged(
+        "error",
+        "calls.abandoned",
+        cure="they cannot be cancelled, and others may handle these notifications while they still run; give what "
+        "they wait for a timeout that is shorter than workers.drain_timeout_seconds",
+    )
+
     agent: str
     sequences: Sequence[int]
 
 
-class CallsFreed(Struct, frozen=True, kw_only=True):
+class CallsFreed(Event, frozen=True, kw_only=True):
     """After `CallsStuck`: a call has ended, and the agent goes on."""
 
     agent: str
     in_thread: bool = True
 
+    def lines(self) -> Iterator[Line]:
+        what, _ = _call(in_thread=self.in_thread)
+        yield self.line("info", f"{what}s.freed", "agent")
 
-class AgentStarted(Struct, frozen=True, kw_only=True):
+    def hindrance(self) -> Hindrance:
+        return Hindrance(self.agent, CALLS)
+
+
+class AgentStarted(Event, frozen=True, kw_only=True):
     """An agent begins to read a stream."""
+
+    lines = logged("info", "agent.started", "agent", "stream", "consumer")
 
     agent: str
     stream: str
@@ -264,19 +455,29 @@ class AgentStarted(Struct, frozen=True, kw_only=True):
     """How far its consumer had come before; of a consumer that has delivered nothing yet, all that is stored counts as
     passed. None where the agent does not read the whole stream."""
 
+    def hindrance(self) -> Hindrance:
+        return Hindrance(self.agent, self.stream)
 
-class AgentDisturbed(Struct, frozen=True, kw_only=True):
+
+class AgentDisturbed(Event, frozen=True, kw_only=True):
     """An agent could not go on reading and tries again after a wait."""
+
+    lines = logged("warning", "agent.disturbed", "agent", "error", "again_in_seconds")
 
     agent: str
     stream: str
     error: Exception
     again_in_seconds: float
 
+    def hindrance(self) -> Hindrance:
+        return Hindrance(self.agent, self.stream, str(self.error))
 
-class AgentStopped(Struct, frozen=True, kw_only=True):
+
+class AgentStopped(Event, frozen=True, kw_only=True):
     """An agent left in order: what it was working on is finished, and what it had not begun was given back, as was
     what was not done in time."""
+
+    lines = logged("info", "agent.stopped")
 
     agent: str
     finished: int
@@ -284,15 +485,18 @@ class AgentStopped(Struct, frozen=True, kw_only=True):
     returned: int
 
 
-class TaskFailed(Struct, frozen=True, kw_only=True):
+class TaskFailed(Event, frozen=True, kw_only=True):
     """A long-running task of an app raised and is started again after a wait."""
 
     task: str
     error: BaseException
     again_in_seconds: float
 
+    def lines(self) -> Iterator[Line]:
+        yield self.line("error", "task.failed", "task", "again_in_seconds", exc_info=self.error)
 
-class Ticked(Struct, frozen=True, kw_only=True):
+
+class Ticked(Event, frozen=True, kw_only=True):
     """A timer was run."""
 
     timer: str
@@ -304,9 +508,15 @@ class Ticked(Struct, frozen=True, kw_only=True):
     """How long it took."""
     error: BaseException | None = None
 
+    def lines(self) -> Iterator[Line]:
+        if self.error is not None:  # what went well is counted
+            yield self.line("error", "timer.failed", "timer", tick=self.time.isoformat(), exc_info=self.error)
 
-class TimerRescheduled(Struct, frozen=True, kw_only=True):
+
+class TimerRescheduled(Event, frozen=True, kw_only=True):
     """A timer with `leader=True` has another schedule than that by which its last tick was run, and begins by it."""
+
+    lines = logged("warning", "timer.rescheduled")
 
     timer: str
     schedule: str
@@ -314,7 +524,7 @@ class TimerRescheduled(Struct, frozen=True, kw_only=True):
     before: str
 
 
-class WindowDone(Struct, frozen=True, kw_only=True):
+class WindowDone(Event, frozen=True, kw_only=True):
     """An agent was run for a window that is over, well or (with an error) ill.
 
     Then it is run again after a wait, or the window has become a dead letter.
@@ -331,19 +541,42 @@ class WindowDone(Struct, frozen=True, kw_only=True):
     dead_lettered: str = ""
     """The reason of the dead letter; empty where there is none."""
 
+    def lines(self) -> Iterator[Line]:
+        if self.error is None:
+            return  # what went well is counted
+        of = {"agent": self.agent, "key": self.key, "start": self.start.isoformat()}
+        if self.dead_lettered:
+            yield Line("error", "window.dead_lettered", **of, reason=self.dead_lettered, exc_info=self.error)
+        else:
+            again = self.again_in_seconds
+            yield Line("error", "window.failed", **of, again_in_seconds=again, exc_info=self.error)
 
-class WindowFunctionsChanged(Struct, frozen=True, kw_only=True):
+
+class WindowFunctionsChanged(Event, frozen=True, kw_only=True):
     """The code of the worker that closes an agent's windows has other functions than that of the worker before.
 
     An open window keeps what was counted in it, and what comes is counted by the new functions.
     """
+
+    lines = logged(
+        "warning",
+        "windows.functions_changed",
+        cure="open windows keep what was counted in them by the earlier functions; to count everything anew, give the "
+        "agent another name and a start",
+    )
 
     agent: str
     functions: tuple[str, ...]
     """Which of `fold`, `key` and `time`."""
 
 
-class WindowsResized(Struct, frozen=True, kw_only=True):
+def _lengths(size_seconds: int, every_seconds: int, *, prefix: str = "") -> dict[str, str]:
+    """Return the size of windows, and how often they begin where they overlap."""
+    lengths = {f"{prefix}size": str(Duration(size_seconds))}
+    return lengths if every_seconds == size_seconds else lengths | {f"{prefix}every": str(Duration(every_seconds))}
+
+
+class WindowsResized(Event, frozen=True, kw_only=True):
     """The code of the worker that closes an agent's windows states another size than that by which they are opened.
 
     Windows that start at `since` or later have the new size. Those that start before keep the size that they have.
@@ -358,85 +591,168 @@ class WindowsResized(Struct, frozen=True, kw_only=True):
     since: int
     """In seconds since 1970 UTC: the first moment, after all that was counted, at which windows of both sizes begin."""
 
+    def lines(self) -> Iterator[Line]:
+        yield self.line(
+            "warning",
+            "windows.resized",
+            "agent",
+            **_lengths(self.size_seconds, self.every_seconds),
+            **_lengths(self.before_size_seconds, self.before_every_seconds, prefix="before_"),
+            since=datetime.fromtimestamp(self.since, UTC).isoformat(),
+            cure="windows that start before keep their size; to have the new size at once, give the agent another "
+            "name and a start",
+        )
 
-class LeadershipChanged(Struct, frozen=True, kw_only=True):
+
+class LeadershipChanged(Event, frozen=True, kw_only=True):
     """This worker begins to run the timers of which one worker of the fleet runs all, or it ceases to."""
 
     leads: bool
     token: int
 
+    def lines(self) -> Iterator[Line]:
+        yield self.line("info", "leader.began" if self.leads else "leader.ceased", "token")
 
-class LeadershipHindered(Struct, frozen=True, kw_only=True):
+
+class LeadershipHindered(Event, frozen=True, kw_only=True):
     """The bucket of an app's leases, or that of its timers' claims, cannot be used.
 
     What one worker does for all, such as to run a timer or to close a window, this worker cannot do. Stated once, until
     `LeadershipUnhindered`.
     """
 
+    lines = logged(
+        "error",
+        "leader.hindered",
+        cure="until it can be used, this worker runs no timer with leader=True and closes no window; where a right is "
+        "missing, let the worker's user read and write it",
+    )
+
     bucket: str
     error: Exception
 
+    def hindrance(self) -> Hindrance:
+        return Hindrance(WORKER, self.bucket, f"cannot lead, for lack of bucket {self.bucket}: {self.error}")
 
-class LeadershipUnhindered(Struct, frozen=True, kw_only=True):
+
+class LeadershipUnhindered(Event, frozen=True, kw_only=True):
     """After `LeadershipHindered`: the bucket can be used again, or this worker does not lead and needs it no more."""
+
+    lines = logged("info", "leader.unhindered")
 
     bucket: str
 
+    def hindrance(self) -> Hindrance:
+        return Hindrance(WORKER, self.bucket)
 
-class Skipped(Struct, frozen=True, kw_only=True):
+
+class Skipped(Event, frozen=True, kw_only=True):
     """A replay or a watch left out a stored message that is not a notification of its event type."""
 
     event_type: str
     sequence: int
     error: Exception
 
+    def lines(self) -> Iterator[Line]:
+        yield Line(
+            "warning", "notification.skipped", notification=f"{self.event_type}@{self.sequence}", error=self.error
+        )
 
-class Unreadable(Struct, frozen=True, kw_only=True):
+    def warning(self) -> str:
+        return f"{self.event_type}@{self.sequence} is left out: {self.error}"
+
+
+class Unreadable(Event, frozen=True, kw_only=True):
     """A message of one of our own streams is not what we write there: nothing comes of it, and it is not read again."""
+
+    lines = logged(
+        "warning",
+        "message.unreadable",
+        cure="nothing comes of it; find out who writes to the stream beside the workers",
+    )
+    many = Many("message.more_unreadable", alike=("stream", "reason"))
 
     stream: str
     sequence: int
-    error: Exception
     reason: Literal["content", "foreign"] = "content"
     """`foreign`: it is known that aviso-workers has not published it."""
+    error: Exception
 
 
-class Suspected(Struct, frozen=True, kw_only=True):
+class Suspected(Event, frozen=True, kw_only=True):
     """A notification has no headers and the body of a server's answer. It is handled: it may be genuine."""
+
+    many = Many("notification.more_suspected", alike=("agent",))
 
     event_type: str
     sequence: int
     agent: str = ""
     """The agent that it was delivered to; empty for a replay or a watch."""
 
+    def lines(self) -> Iterator[Line]:
+        yield self.line(
+            "warning",
+            "notification.suspected",
+            "agent",
+            notification=f"{self.event_type}@{self.sequence}",
+            error=self.warning(),
+            cure="it is handled as any other; to keep publishers apart, give each its own account",
+        )
 
-class StreamGone(Struct, frozen=True, kw_only=True):
+    def warning(self) -> str:
+        return (
+            f"{self.event_type}@{self.sequence} has no headers and the body of a server's answer: its publisher may be "
+            "somebody who has no right to publish it (docs/security.md)"
+        )
+
+
+class StreamGone(Event, frozen=True, kw_only=True):
     """The stream that a watch reads does not exist, or was deleted. The watch waits for it to be made."""
+
+    lines = logged("warning", "stream.gone")
 
     stream: str
 
+    def warning(self) -> str:
+        return f"there is no stream {self.stream}: waiting for it to be created"
 
-class StartNotReached(Struct, frozen=True, kw_only=True):
+
+class StartNotReached(Event, frozen=True, kw_only=True):
     """A watch was to begin at a sequence that its stream has never had, and begins at its first message instead."""
+
+    lines = logged("warning", "stream.start_not_reached")
 
     stream: str
     sequence: int
     last_sequence: int
     """Of the stream."""
 
+    def warning(self) -> str:
+        return (
+            f"there is no {self.sequence} to begin at: {self.stream} ends at {self.last_sequence}; either it was "
+            "deleted and recreated, or the id is wrong; beginning at its first message"
+        )
 
-class StreamNotRead(Struct, frozen=True, kw_only=True):
+
+class StreamNotRead(Event, frozen=True, kw_only=True):
     """A replay or a watch gets nothing from its stream although there is a connection, and asks again."""
+
+    lines = logged("warning", "stream.not_read")
 
     stream: str
     error: Exception
 
+    def warning(self) -> str:
+        return f"stream {self.stream} cannot be read for the moment, and is asked again: {self.error}"
 
-class StreamMadeAgain(Struct, frozen=True, kw_only=True):
+
+class StreamMadeAgain(Event, frozen=True, kw_only=True):
     """A stream is not the one that a watch read, which goes on at its first message instead.
 
     It was deleted and recreated, restored, or set back: its sequences are those of other messages.
     """
+
+    lines = logged("warning", "stream.made_again")
 
     stream: str
     next_sequence: int
@@ -444,8 +760,14 @@ class StreamMadeAgain(Struct, frozen=True, kw_only=True):
     last_sequence: int
     """Of the stream as it is now."""
 
+    def warning(self) -> str:
+        return (
+            f"stream {self.stream} was deleted and recreated, or set back: its last sequence is {self.last_sequence}, "
+            f"and {self.next_sequence} was to be read next; going on at its first message"
+        )
 
-class StreamProvisioned(Struct, frozen=True, kw_only=True):
+
+class StreamProvisioned(Event, frozen=True, kw_only=True):
     """A stream was created or updated, or is used as it is: `refused` says why it was not updated."""
 
     stream: str
@@ -453,16 +775,51 @@ class StreamProvisioned(Struct, frozen=True, kw_only=True):
     differences: tuple[str, ...] = ()
     refused: str = ""
 
+    def lines(self) -> Iterator[Line]:
+        if self.refused:
+            yield self.line("warning", "stream.update_refused", "stream", "differences", error=self.refused)
+        else:
+            yield self.line("info", f"stream.{self.action}", "stream", "differences")
 
-class ConsumerDiffers(Struct, frozen=True, kw_only=True):
+    def warning(self) -> str:
+        if not self.refused:
+            return ""
+        return f"stream {self.stream} is used as it is ({'; '.join(self.differences)}): {self.refused}"
+
+
+class ConsumerDiffers(Event, frozen=True, kw_only=True):
     """A durable consumer is used as it is, because these differences from what is wanted cannot be updated."""
 
     stream: str
     consumer: str
     differences: tuple[str, ...]
 
+    def lines(self) -> Iterator[Line]:
+        yield self.line("warning", "consumer.differs", cure=self._cure())
 
-class ConsumerResumed(Struct, frozen=True, kw_only=True):
+    def warning(self) -> str:
+        return f"consumer {self.consumer} is used as it is ({'; '.join(self.differences)})"
+
+    def _cure(self) -> str:
+        if all(difference.startswith("max_ack_pending: ") for difference in self.differences):
+            return (
+                "the server, the account or the stream allows no more, and while so many wait to be tried again, "
+                "nothing new is handled: raise its max_ack_pending"
+            )
+        if all(difference.startswith("start: ") for difference in self.differences):
+            app, _, agent = self.consumer.partition("__")
+            to = self.differences[0].rpartition(" -> ")[2]
+            return (
+                "an agent that has run goes on where it is; to take it to its new start: "
+                f"aviso-workers agents reset {quoted(agent)} --app {quoted(app)} --to {quoted(to)}"
+            )
+        return (
+            "these cannot be updated: stop the agent's workers and delete the consumer; it is recreated, "
+            "and `aviso-workers agents reset` then takes it to where it shall go on"
+        )
+
+
+class ConsumerResumed(Event, frozen=True, kw_only=True):
     """An agent's consumer was gone, and was recreated: it goes on after what was recorded as settled, or what this
     worker has last seen settled.
     """
@@ -478,16 +835,46 @@ class ConsumerResumed(Struct, frozen=True, kw_only=True):
     """Why it was recreated: it was lost, or a worker removed it because its filter had hidden notifications, or its
     `max_deliver` may have had the server give some up."""
 
+    def lines(self) -> Iterator[Line]:
+        told = ("agent", "stream", "consumer", "sequence")
+        yield self.line("warning", "consumer.resumed", *told, cure=self._cure())
 
-class ConsumerNotRecorded(Struct, frozen=True, kw_only=True):
+    def _cure(self) -> str:
+        if self.why != "lost":
+            line = "consumer.filter_hides" if self.why == "filter" else "consumer.edited"
+            return f"see {line}, which says why the worker has recreated it"
+        if self.recorded:
+            return (
+                "find out who deleted the consumer; half a minute of notifications may be handled again, and what was "
+                "settled behind an unfinished one"
+            )
+        return (
+            "its consumer and the record of it were removed while this worker ran: if `agents rm` was meant, stop this "
+            "worker and repeat it; what others settled since this worker last read the consumer is handled again"
+        )
+
+
+class ConsumerNotRecorded(Event, frozen=True, kw_only=True):
     """How far an agent's consumer has come cannot be recorded. Stated once, until it can be again."""
+
+    lines = logged(
+        "warning",
+        "consumer.not_recorded",
+        cure="it is tried again; where a right is missing, let the worker's user read and write the bucket: it says "
+        "where an agent goes on whose consumer is lost",
+    )
 
     agent: str
     bucket: str
     error: Exception
 
 
-class FiltersDiffer(Struct, frozen=True, kw_only=True):
+def _spelled(versions: Iterable[tuple[str, ...]]) -> list[str]:
+    """Return the filter of each version of an agent."""
+    return [" ".join(version) or "everything" for version in versions]
+
+
+class FiltersDiffer(Event, frozen=True, kw_only=True):
     """Which other versions of an agent, with another filter, read its consumer is not what it was before.
 
     While there are some, each worker gives back what only others want. Where there is none any more, it passes over
@@ -504,8 +891,15 @@ class FiltersDiffer(Struct, frozen=True, kw_only=True):
     gone: tuple[tuple[str, ...], ...]
     """Of those that were among them until now."""
 
+    def lines(self) -> Iterator[Line]:
+        of, own = ("agent", "stream", "consumer"), " ".join(self.own)
+        if self.others:
+            yield self.line("warning", "consumer.filters_differ", *of, own=own, others=_spelled(self.others))
+        if self.gone or not self.others:
+            yield self.line("warning", "consumer.filter_narrowed", *of, own=own, gone=_spelled(self.gone))
 
-class AgentMoved(Struct, frozen=True, kw_only=True):
+
+class AgentMoved(Event, frozen=True, kw_only=True):
     """An agent reads another stream than before, because the `topic.base` of its event type was changed."""
 
     agent: str
@@ -517,8 +911,17 @@ class AgentMoved(Struct, frozen=True, kw_only=True):
     left: int
     """Notifications of the former stream that it has not settled."""
 
+    def lines(self) -> Iterator[Line]:
+        yield self.line(
+            "warning",
+            "agent.moved",
+            *("agent", "stream", "before", "left"),
+            cure="to handle what is left, run a worker with the former topic.base; else remove the consumer: "
+            f"`aviso-workers consumers rm {quoted(self.before)} {quoted(self.consumer)}`",
+        )
 
-class FunctionsDiffer(Struct, frozen=True, kw_only=True):
+
+class FunctionsDiffer(Event, frozen=True, kw_only=True):
     """Which other functions share the notifications of an agent is not what it was before.
 
     In a deploy that renames or moves the function, these are the old and the new one. Otherwise, two programs have an
@@ -533,8 +936,19 @@ class FunctionsDiffer(Struct, frozen=True, kw_only=True):
     others: tuple[str, ...]
     """Those of the other workers; empty where there are no others any more."""
 
+    def lines(self) -> Iterator[Line]:
+        if not self.others:
+            yield self.line("info", "consumer.functions_are_one", "agent", "stream", "consumer", "own")
+            return
+        yield self.line(
+            "warning",
+            "consumer.functions_differ",
+            cure="outside of a deploy, give one of the apps or agents another name: each of them handles only a part "
+            "of the notifications",
+        )
 
-class FilterHides(Struct, frozen=True, kw_only=True):
+
+class FilterHides(Event, frozen=True, kw_only=True):
     """The filter of an agent's consumer hid notifications that a version of the agent wants, so it is recreated.
 
     Somebody has edited it, or an update of a worker came late. It begins after what was settled while its filter was
@@ -549,9 +963,26 @@ class FilterHides(Struct, frozen=True, kw_only=True):
     wanted: tuple[str, ...]
     """The filter subjects that it has to have."""
 
+    def lines(self) -> Iterator[Line]:
+        yield self.line(
+            "warning",
+            "consumer.filter_hides",
+            *("agent", "stream", "consumer"),
+            found=" ".join(self.found),
+            wanted=" ".join(self.wanted),
+            cure="the consumer is recreated, and half a minute of notifications may be handled again; do not edit the "
+            "filter of an agent's consumer, but the where of the agent",
+        )
 
-class ConsumerEdited(Struct, frozen=True, kw_only=True):
+
+class ConsumerEdited(Event, frozen=True, kw_only=True):
     """Somebody has edited the consumer of an agent, and a worker has set these fields right."""
+
+    lines = logged(
+        "warning",
+        "consumer.edited",
+        cure="the worker has set these fields right; do not edit the consumer of an agent, but the agent",
+    )
 
     agent: str
     stream: str
@@ -559,7 +990,7 @@ class ConsumerEdited(Struct, frozen=True, kw_only=True):
     differences: tuple[str, ...]
 
 
-class AckWaitDiffers(Struct, frozen=True, kw_only=True):
+class AckWaitDiffers(Event, frozen=True, kw_only=True):
     """The server redelivers what a worker holds after another `ack_wait` than the agent's, or not any more.
 
     Workers of several versions share a consumer, and the longest `ack_wait` that one of them wants is in effect.
@@ -572,28 +1003,58 @@ class AckWaitDiffers(Struct, frozen=True, kw_only=True):
     """What this worker's version wants."""
     in_effect_seconds: float
 
+    def lines(self) -> Iterator[Line]:
+        if self.own_seconds == self.in_effect_seconds:
+            yield self.line("info", "consumer.ack_wait_is_own")
+        else:
+            yield self.line("warning", "consumer.ack_wait_differs")
 
-class ConnectionChanged(Struct, frozen=True, kw_only=True):
+
+class ConnectionChanged(Event, frozen=True, kw_only=True):
     connected: bool
     reason: str
     opened: bool = False
     """Whether there was a connection before."""
 
+    def lines(self) -> Iterator[Line]:
+        if self.connected:
+            yield Line("info", "connection.up")
+        else:
+            yield self.line("warning", "connection.down", "reason")
 
-class ConnectionSlow(Struct, frozen=True, kw_only=True):
+    def hindrance(self) -> Hindrance:
+        return Hindrance(WORKER, CONNECTION, None if self.connected else f"not connected: {self.reason}")
+
+    def warning(self) -> str:
+        if self.connected:
+            return "connected again" if self.opened else ""
+        what = "the connection was lost, and" if self.opened else "there is no connection yet, and it"
+        return f"{what} is tried again: {self.reason}"
+
+
+class ConnectionSlow(Event, frozen=True, kw_only=True):
     """The connection was made, and works slower than it could."""
+
+    lines = logged("warning", "connection.slow", cure="install the nats-py that aviso-workers asks for")
 
     reason: str
 
 
-class PermissionDenied(Struct, frozen=True, kw_only=True):
+class PermissionDenied(Event, frozen=True, kw_only=True):
     """The server denied us to publish or to subscribe to subjects of a kind; stated once for each kind."""
+
+    lines = logged(
+        "error", "permission.denied", cure="`aviso-workers server render --role` prints what each role needs"
+    )
 
     denied: str
     """As `publish to $js.ack.mars.field__index.>`."""
 
+    def warning(self) -> str:
+        return f"the server denies this user to {self.denied}"
 
-class ForeignAnswer(Struct, frozen=True, kw_only=True):
+
+class ForeignAnswer(Event, frozen=True, kw_only=True):
     """An answer came that does not belong to the request for which it came. It was ignored.
 
     A user may have had it sent there to make us believe that something succeeded (docs/security.md).
@@ -604,9 +1065,19 @@ class ForeignAnswer(Struct, frozen=True, kw_only=True):
     times: int
     """How often this has come by now."""
 
+    def lines(self) -> Iterator[Line]:
+        if str(self.times).strip("0") == "1":  # the first, the tenth, the hundredth: there may be many
+            cure = "it was ignored; docs/security.md says who can have such answers sent"
+            yield self.line("warning", "answer.foreign", cure=cure)
 
-class Measured(Struct, frozen=True, kw_only=True):
+    def warning(self) -> str:
+        return f"{self.answer}, and was ignored" if self.times == 1 else ""
+
+
+class Measured(Event, frozen=True, kw_only=True):
     """A router measured something that Prometheus is to see as a gauge, in place of what it was before."""
+
+    lines = only_counted
 
     name: str
     help: str
@@ -615,116 +1086,9 @@ class Measured(Struct, frozen=True, kw_only=True):
     """By the values of the labels."""
 
 
-OfReadiness = (
-    ConnectionChanged
-    | AgentStarted
-    | AgentDisturbed
-    | DeadLettersRefused
-    | DeadLettersStored
-    | CallsStuck
-    | CallsFreed
-    | NotReadAgain
-    | ReadAgain
-    | LeadershipHindered
-    | LeadershipUnhindered
-)
-"""Facts that say whether a worker is ready. They are counted and logged as well."""
-Counted = ConnectionSlow | ForeignAnswer | ConsumerResumed | TaskFailed | Ticked | WindowDone
-"""Facts that are counted and logged."""
-Logged = (
-    Overdue
-    | NotRemoved
-    | FailuresNotStored
-    | CallOverdue
-    | CallsAbandoned
-    | AgentStopped
-    | TimerRescheduled
-    | LeadershipChanged
-    | Skipped
-    | StartNotReached
-    | StreamGone
-    | StreamMadeAgain
-    | StreamNotRead
-    | StreamProvisioned
-    | ConsumerDiffers
-    | ConsumerEdited
-    | ConsumerNotRecorded
-    | FiltersDiffer
-    | FilterHides
-    | FunctionsDiffer
-    | AgentMoved
-    | AckWaitDiffers
-    | PermissionDenied
-    | WindowFunctionsChanged
-    | WindowsResized
-)
-"""Facts that are logged."""
-OfMessages = Failed | Unreadable | Suspected
-"""Facts of single messages, of which there may be very many. They are counted, and `failure_logs` logs them."""
-OnlyCounted = Acked | Published | Measured
-"""Facts that only the metrics listen to."""
-Event = OfReadiness | Counted | Logged | OfMessages | OnlyCounted | Settled
-"""A fact that the engine states. The union that a class is in says who listens to it, and mypy names those who do not
-handle it. A worker has nobody who listens to `Settled`.
-"""
-
-WARNINGS: frozenset[type] = frozenset(
-    (
-        StreamProvisioned,
-        ConsumerDiffers,
-        Skipped,
-        Suspected,
-        ConnectionChanged,
-        PermissionDenied,
-        ForeignAnswer,
-        StartNotReached,
-        StreamGone,
-        StreamMadeAgain,
-        StreamNotRead,
-    )
-)
-"""Events of which `warning` may have something to say."""
-
-
-def warning(event: Event) -> str:
-    """Return what people should hear of the event where nobody listens to it; empty where it is not a warning."""
-    match event:
-        case StreamProvisioned(refused=refused) if refused:
-            return f"stream {event.stream} is used as it is ({'; '.join(event.differences)}): {refused}"
-        case ConsumerDiffers():
-            return f"consumer {event.consumer} is used as it is ({'; '.join(event.differences)})"
-        case Skipped():
-            return f"{event.event_type}@{event.sequence} is left out: {event.error}"
-        case Suspected():
-            return (
-                f"{event.event_type}@{event.sequence} has no headers and the body of a server's answer: its publisher "
-                "may be somebody who has no right to publish it (docs/security.md)"
-            )
-        case ConnectionChanged(opened=True, connected=False):
-            return f"the connection was lost, and is tried again: {event.reason}"
-        case ConnectionChanged(opened=True):
-            return "connected again"
-        case ConnectionChanged(connected=False):
-            return f"there is no connection yet, and it is tried again: {event.reason}"
-        case PermissionDenied():
-            return f"the server denies this user to {event.denied}"
-        case ForeignAnswer(times=1):
-            return f"{event.answer}, and was ignored"
-        case StreamGone():
-            return f"there is no stream {event.stream}: waiting for it to be created"
-        case StartNotReached():
-            return (
-                f"there is no {event.sequence} to begin at: {event.stream} ends at {event.last_sequence}; either it "
-                "was deleted and recreated, or the id is wrong; beginning at its first message"
-            )
-        case StreamMadeAgain():
-            return (
-                f"stream {event.stream} was deleted and recreated, or set back: its last sequence is "
-                f"{event.last_sequence}, and {event.next_sequence} was to be read next; going on at its first message"
-            )
-        case StreamNotRead():
-            return f"stream {event.stream} cannot be read for the moment, and is asked again: {event.error}"
-    return ""
+def all_kinds(of: type[Event] = Event) -> list[type[Event]]:
+    """Return the classes of facts that the engine states."""
+    return [each for kind in of.__subclasses__() for each in (kind, *all_kinds(kind))]
 
 
 class Events:
@@ -735,7 +1099,7 @@ class Events:
     """
 
     def __init__(self) -> None:
-        self._listeners: dict[type, list[Callable[[Any], None]]] = {kind: [] for kind in get_args(Event)}
+        self._listeners: dict[type, list[Callable[[Any], None]]] = {kind: [] for kind in all_kinds()}
 
     def listen(self, listener: Callable[[Any], None], *kinds: type[Event]) -> None:
         """Call the listener with facts of these kinds, or of all."""
@@ -762,7 +1126,7 @@ class Events:
 
     def emit(self, event: Event) -> None:
         listeners = self._listeners[type(event)]
-        if not listeners and type(event) in WARNINGS and (text := warning(event)):
+        if not listeners and (text := event.warning()):
             log.warning("%s", printable(text))
         for listener in listeners:
             try:

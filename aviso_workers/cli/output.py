@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from aviso_workers import events
 from aviso_workers.aviso.literals import printable, printable_lines
 from aviso_workers.cli.tables import table
 from aviso_workers.events import Events, Skipped, Suspected
@@ -117,7 +116,7 @@ def skipped_reported(source: Events) -> Iterator[None]:
         kind = type(event)
         counts[kind] += 1
         if counts[kind] <= MOST_SKIPPED:
-            print(printable(events.warning(event)), file=sys.stderr)
+            print(printable(event.warning()), file=sys.stderr)
         elif counts[kind] == MOST_SKIPPED + 1:
             print(f"more is {words[kind]}, which is counted until the end", file=sys.stderr)
 

@@ -12,7 +12,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import add
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from msgspec import Struct, structs
 
@@ -33,18 +33,15 @@ from aviso_workers.events import (
     ConnectionChanged,
     ConnectionSlow,
     ConsumerResumed,
-    Counted,
     DeadLettersRefused,
     DeadLettersStored,
+    Event,
     Failed,
     ForeignAnswer,
     LeadershipHindered,
     LeadershipUnhindered,
     Measured,
     NotReadAgain,
-    OfMessages,
-    OfReadiness,
-    OnlyCounted,
     Passed,
     Published,
     ReadAgain,
@@ -60,9 +57,6 @@ from aviso_workers.telemetry.exposition import Kind
 from aviso_workers.version import __version__
 
 __all__ = ["OBSERVED", "FleetMetrics", "Measurable", "Metrics", "Missed", "render_gauges"]
-
-OBSERVED = get_args(OfReadiness | Counted | OfMessages | OnlyCounted)
-"""The facts that `Metrics.observe` is for."""
 
 RUN_OUTCOMES = ("done", "failed")
 """Of a timer or a window."""
@@ -546,82 +540,9 @@ class Metrics:
         """Agents and streams of which one or the other's consumer was not found."""
         self._table = _Table()
 
-    def observe(self, event: OfReadiness | Counted | OfMessages | OnlyCounted) -> None:
+    def observe(self, event: Event) -> None:
         """Count an event of the engine; the observer of those that are `OBSERVED`."""
-        match event:
-            case Acked(agent=agent) | Failed(agent=agent) if agent in self._agents:
-                self._agents[agent].settled(event)
-            case TaskFailed(task=task):
-                self._tasks[task].add("failed")
-            case Ticked(timer=timer):
-                self._timers[timer].outcomes.add("failed" if event.error else "done")
-                self._timers[timer].last_tick = event.time.timestamp()
-            case WindowDone(agent=agent):
-                self._windows[agent].add("failed" if event.error else "done")
-                if event.dead_lettered:
-                    self._agents[agent].dead_letters.add(event.dead_lettered)
-            case Published(event_type=event_type, count=count):
-                self._published[event_type].outcomes.add(event.outcome, count)
-                self._published[event_type].retries += (event.attempts - 1) * count
-            case ConnectionChanged() | ConnectionSlow() | ForeignAnswer():
-                self._observe_connection(event)
-            case Unreadable() | Suspected():
-                self._observe_message(event)
-            case AgentDisturbed(agent=agent, stream=stream, error=error) if agent in self._agents:
-                self._agents[agent].pull_errors.add(_code(error))
-                if isinstance(error, NotFoundError):
-                    self._gone.add((agent, stream))
-            case AgentStarted() | ConsumerResumed() if event.agent in self._agents:
-                self._started(event)
-            case Measured(name=name):
-                self._measured[name] = event
-            case Acked() | Failed() | AgentDisturbed() | AgentStarted() | ConsumerResumed():
-                pass  # of a subscription of our own
-            case _:
-                self._observe_hindrance(event)
-
-    def _observe_connection(self, event: ConnectionChanged | ConnectionSlow | ForeignAnswer) -> None:
-        match event:
-            case ConnectionChanged(connected=connected):
-                self.connected = connected
-                self.connections += connected
-            case ConnectionSlow():
-                self.slow = True
-            case ForeignAnswer():
-                self.foreign_answers += 1
-
-    def _observe_message(self, event: Unreadable | Suspected) -> None:
-        """Note a message that nobody may have published who has the right to."""
-        match event:
-            case Unreadable(stream=stream):
-                self.unreadable.add(stream)
-                if event.reason == "foreign":
-                    self.foreign.add(stream)
-            case Suspected(agent=agent):
-                if agent in self._agents:
-                    self._agents[agent].suspected += 1
-
-    def _observe_hindrance(
-        self,
-        event: DeadLettersRefused
-        | DeadLettersStored
-        | NotReadAgain
-        | ReadAgain
-        | LeadershipHindered
-        | LeadershipUnhindered
-        | CallsStuck
-        | CallsFreed,
-    ) -> None:
-        """Note what keeps an agent or a timer from its work, and that it is over."""
-        match event:
-            case DeadLettersRefused(agent=agent) | DeadLettersStored(agent=agent):
-                self._agents[agent].dead_letters_refused = isinstance(event, DeadLettersRefused)
-            case NotReadAgain(agent=agent) | ReadAgain(agent=agent):
-                self._agents[agent].not_read_again = isinstance(event, NotReadAgain)
-            case LeadershipHindered() | LeadershipUnhindered():
-                (self.hindered.add if isinstance(event, LeadershipHindered) else self.hindered.discard)(event.bucket)
-            case CallsStuck(agent=agent) | CallsFreed(agent=agent):
-                self._agents[agent].threads_stuck = event.calls if isinstance(event, CallsStuck) else 0
+        self.COUNTED[type(event)](self, event)
 
     def lag(self, agent: str, consumer: ConsumerInfo) -> Missed | None:
         """Note what is left to do for an agent. Return what it has missed since that was last noted, where that is
@@ -632,9 +553,62 @@ class Metrics:
         filters = frozenset(consumer.config.filters)
         return self._agents[agent].came_to(Passed(identities.of(consumer), consumer.position, filters))
 
-    def _started(self, event: AgentStarted | ConsumerResumed) -> None:
-        if isinstance(event, ConsumerResumed):
+    def render(self) -> bytes:
+        """Return the numbers in Prometheus' text format."""
+        return self._table.render(METRICS, self._rows) + render_gauges(tuple(self._measured.values()))
+
+    def _settled(self, event: Acked | Failed) -> None:
+        if event.agent in self._agents:  # else it is a subscription of our own; so below
+            self._agents[event.agent].settled(event)
+
+    def _count_published(self, event: Published) -> None:
+        numbers = self._published[event.event_type]
+        numbers.outcomes.add(event.outcome, event.count)
+        numbers.retries += (event.attempts - 1) * event.count
+
+    def _task_failed(self, event: TaskFailed) -> None:
+        self._tasks[event.task].add("failed")
+
+    def _ticked(self, event: Ticked) -> None:
+        self._timers[event.timer].outcomes.add("failed" if event.error else "done")
+        self._timers[event.timer].last_tick = event.time.timestamp()
+
+    def _window_done(self, event: WindowDone) -> None:
+        self._windows[event.agent].add("failed" if event.error else "done")
+        if event.dead_lettered:
+            self._agents[event.agent].dead_letters.add(event.dead_lettered)
+
+    def _connection_changed(self, event: ConnectionChanged) -> None:
+        self.connected = event.connected
+        self.connections += event.connected
+
+    def _connection_slow(self, _: ConnectionSlow) -> None:
+        self.slow = True
+
+    def _foreign_answer(self, _: ForeignAnswer) -> None:
+        self.foreign_answers += 1
+
+    def _unreadable(self, event: Unreadable) -> None:
+        self.unreadable.add(event.stream)
+        if event.reason == "foreign":
+            self.foreign.add(event.stream)
+
+    def _suspected(self, event: Suspected) -> None:
+        if event.agent in self._agents:
+            self._agents[event.agent].suspected += 1
+
+    def _disturbed(self, event: AgentDisturbed) -> None:
+        if event.agent in self._agents:
+            self._agents[event.agent].pull_errors.add(_code(event.error))
+            if isinstance(event.error, NotFoundError):
+                self._gone.add((event.agent, event.stream))
+
+    def _resumed(self, event: ConsumerResumed) -> None:
+        if event.agent in self._agents:
             self._gone.add((event.agent, event.stream))  # also where it was gone before this worker came
+
+    def _started(self, event: AgentStarted) -> None:
+        if event.agent not in self._agents:
             return
         if event.passed is not None:
             self._agents[event.agent].started(event.passed)
@@ -642,9 +616,50 @@ class Metrics:
             self._gone.remove((event.agent, event.stream))
             self._agents[event.agent].recreations += 1
 
-    def render(self) -> bytes:
-        """Return the numbers in Prometheus' text format."""
-        return self._table.render(METRICS, self._rows) + render_gauges(tuple(self._measured.values()))
+    def _dead_letters(self, event: DeadLettersRefused | DeadLettersStored) -> None:
+        self._agents[event.agent].dead_letters_refused = isinstance(event, DeadLettersRefused)
+
+    def _read_again(self, event: NotReadAgain | ReadAgain) -> None:
+        self._agents[event.agent].not_read_again = isinstance(event, NotReadAgain)
+
+    def _calls(self, event: CallsStuck | CallsFreed) -> None:
+        self._agents[event.agent].threads_stuck = event.calls if isinstance(event, CallsStuck) else 0
+
+    def _leadership(self, event: LeadershipHindered | LeadershipUnhindered) -> None:
+        (self.hindered.add if isinstance(event, LeadershipHindered) else self.hindered.discard)(event.bucket)
+
+    def _keep_measured(self, event: Measured) -> None:
+        self._measured[event.name] = event
+
+    COUNTED: ClassVar[Mapping[type[Event], Callable[[Metrics, Any], None]]] = {
+        Acked: _settled,
+        AgentDisturbed: _disturbed,
+        AgentStarted: _started,
+        CallsFreed: _calls,
+        CallsStuck: _calls,
+        ConnectionChanged: _connection_changed,
+        ConnectionSlow: _connection_slow,
+        ConsumerResumed: _resumed,
+        DeadLettersRefused: _dead_letters,
+        DeadLettersStored: _dead_letters,
+        Failed: _settled,
+        ForeignAnswer: _foreign_answer,
+        LeadershipHindered: _leadership,
+        LeadershipUnhindered: _leadership,
+        Measured: _keep_measured,
+        NotReadAgain: _read_again,
+        Published: _count_published,
+        ReadAgain: _read_again,
+        Suspected: _suspected,
+        TaskFailed: _task_failed,
+        Ticked: _ticked,
+        Unreadable: _unreadable,
+        WindowDone: _window_done,
+    }
+
+
+OBSERVED = tuple(Metrics.COUNTED)
+"""The facts that `Metrics.observe` is for."""
 
 
 def render_gauges(measured: Iterable[Measured]) -> bytes:
