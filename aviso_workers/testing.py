@@ -107,6 +107,9 @@ ELSEWHERE = (
 )
 """Settings that belong to another server than a test has."""
 NAP_SECONDS = 0.001
+READING = frozenset({"api_prefix", "clock", "connection", "consume", "consumer_info", "consumer_names", "consumers"})
+READING |= {"count", "message", "read", "read_chunks", "stream_info", "stream_names", "streams", "subject_counts"}
+"""The verbs of a backend that a worker has after it was ended. What it consumes then it cannot settle."""
 MOST_TURNS = 20
 """Of the event loop, which a request of one of several workers may take longer than another."""
 CHECK_SECONDS = 0.05
@@ -945,6 +948,7 @@ class _Recorder:
         self.cut_off = True
         if isinstance(self._backend, InMemoryBackend):
             self._backend.disconnect()
+        self._backend = cast(Admin, _OnlyReading(self._backend))
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:
         self._note_stream(spec.name)
@@ -955,8 +959,6 @@ class _Recorder:
         return cast(KeyValue, _MortalBucket(await self._backend.key_value(bucket, **stated), self))
 
     async def publish(self, message: Message, **stated: Any) -> PubAck:
-        if self.cut_off:
-            raise UnavailableError("the worker was ended")
         await self.take_turns()
         ack = await self._backend.publish(message, **stated)
         self._note(message, ack)
@@ -974,8 +976,6 @@ class _Recorder:
         return results
 
     async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
-        if self.cut_off:
-            raise UnavailableError("the worker was ended")
         ack = await self._backend.publish_together(outgoing, timeout_seconds=timeout_seconds)
         for each in outgoing:
             self._note(each.message, ack)
@@ -988,6 +988,18 @@ class _Recorder:
             deliver([_Mortal(delivery, self, delivery.message) for delivery in deliveries])
 
         return self._backend.consume(stream, consumer, deliver=deliver_mortal, **stated)
+
+
+class _OnlyReading:
+    """The backend of a worker that was ended, which refuses every verb but those that read."""
+
+    def __init__(self, backend: Admin) -> None:
+        self._itself = backend
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in READING:
+            raise UnavailableError("the worker was ended")
+        return getattr(self._itself, name)
 
 
 class _MortalBucket:
