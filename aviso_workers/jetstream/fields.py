@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta, Struct, structs
 
-from aviso_workers.aviso.literals import Duration, Size, SizeLimit
+from aviso_workers.aviso.literals import SECOND, Duration, Size, SizeLimit
 
 __all__ = [
     "CONSUMER",
@@ -44,8 +44,6 @@ __all__ = [
     "something",
 ]
 
-SECOND = 1_000_000_000
-"""JetStream's durations are nanoseconds."""
 DAY = 86_400 * SECOND
 NAMES = frozenset({"name", "durable_name"})
 OF_SERVERS = "_nats."

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from aviso_workers.jetstream import fields
-from aviso_workers.jetstream.fields import Field
+from aviso_workers.jetstream.fields import SECOND, Field
 
 __all__ = [
     "Account",
@@ -47,7 +47,6 @@ NEVER = -1
 """`active` of a mirror or source that has not heard of its origin since it was made."""
 SILENT_NANOSECONDS = 5_000_000_000
 """A leader hears of the other replicas every second, and takes one that has died for current until much later."""
-SECOND = 1_000_000_000
 
 
 class _Config(dict[str, Any]):

@@ -34,6 +34,7 @@ from aviso_workers.backends.jetstream.pull_requests import HEARTBEAT_SECONDS, Pu
 from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 from aviso_workers.jetstream import identities, metadata
+from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.identities import Identity
 from aviso_workers.jetstream.specs import GROUP, PINNED
 
@@ -43,7 +44,6 @@ CONFIRM_SECONDS = 0.5
 """A settlement that is to be confirmed is sent again after this: whose consumer has no leader just now, is lost."""
 ACK = b"+ACK"
 IN_PROGRESS = b"+WPI"
-SECOND = 1_000_000_000
 
 
 class _Unconfirmed(NamedTuple):

@@ -27,6 +27,7 @@ from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.wire import Headers, status
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnansweredError, UnavailableError
+from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
 
 __all__ = ["HEARTBEAT_SECONDS", "PullSubscription"]
@@ -50,7 +51,6 @@ delivered for the request yet, the message is larger than any request may be."""
 LEADER_GONE = ("Leadership Change", "Server Shutdown")
 ASK_AGAIN = (*LEADER_GONE, "Batch Completed", TOO_LARGE)
 """Reasons of a 409 that only end the request."""
-SECOND = 1_000_000_000
 FROM_STREAM = b"$JS.ACK."
 """How the reply subject of a stored message begins."""
 
