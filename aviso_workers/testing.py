@@ -107,8 +107,10 @@ ELSEWHERE = (
 )
 """Settings that belong to another server than a test has."""
 NAP_SECONDS = 0.001
-READING = frozenset({"api_prefix", "clock", "connection", "consume", "consumer_info", "consumer_names", "consumers"})
-READING |= {"count", "message", "read", "read_chunks", "stream_info", "stream_names", "streams", "subject_counts"}
+READING = {
+    *("api_prefix", "clock", "connection", "consume", "consumer_info", "consumer_names", "consumers", "count"),
+    *("message", "read", "read_chunks", "stream_info", "stream_names", "streams", "subject_counts"),
+}
 """The verbs of a backend that a worker has after it was ended. What it consumes then it cannot settle."""
 MOST_TURNS = 20
 """Of the event loop, which a request of one of several workers may take longer than another."""
@@ -157,7 +159,7 @@ class Harness:
         """The app, or what was deployed last."""
         self._resources = resources
         self.published: list[Notify] = []
-        """What the agents and the test have published, in order, with canonical identifiers."""
+        """The notifications that the agents and the test have published, in order, with canonical identifiers."""
         self.dead_letters: list[DeadLetter] = []
         """The dead letters, in order, without those that `retry_dead_letters` has handed back."""
         self._dead_lettered: set[int] = set()
@@ -168,7 +170,7 @@ class Harness:
         self._clock = None if server else _Clock(self._code, start=start or datetime.now(UTC))
         self._server = server
         self._versions: list[_Version] = []
-        """What runs or has run; the last is `app`."""
+        """The versions that run or have run; the last is that of `app`."""
         self._watch: Admin
         """A client that no `disconnect` concerns."""
         self._readers: dict[str, NotificationReader] = {}
@@ -197,7 +199,7 @@ class Harness:
         self._block = anyio.CancelScope()
         """The test's own block, as far as it is in one task."""
         self._failure: BaseException | None = None
-        """What ended a worker or task that should have gone on; raised where the test ends, which is at once."""
+        """The error of a worker or task that should have gone on; raised where the test ends, which is at once."""
 
     @property
     def clock(self) -> Clock:

@@ -61,7 +61,7 @@ MOST_KNOWN = 10_000
 LONGEST_KNOWN = 100
 """The most characters of a value that is remembered. Publishers choose the values, and may choose long ones."""
 LEFT_OUT = frozenset({"", "*"})
-"""What a subject has in place of a field that the publisher left out."""
+"""Tokens of a subject in place of a field that the publisher left out."""
 ABSENT = (b"null", b"")
 """Bodies of notifications without a payload."""
 SURELY_SHORT = 900
@@ -113,7 +113,7 @@ def lacks_body(message: Message) -> bool:
 
 
 UNREADABLE_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that somebody else may have written."""
+"""Errors of msgspec for bytes that somebody else may have written."""
 
 
 def read_json(data: bytes, type: type[T]) -> T:

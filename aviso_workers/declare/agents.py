@@ -147,12 +147,12 @@ class Agent(Generic[P, R]):
         self.form, self.argument_type, self.key_type = _call_form(self.name, function)
         self.payload_type = self.argument_type
         self.decode = decode
-        """What makes payloads of bodies, where the payload type does not say it."""
+        """The function that makes payloads of bodies, where the payload type does not say it."""
         first = next(iter(inspect.signature(function).parameters))
         self.needs: Mapping[str, Any] = resources.needs_of(f"agent {self.name!r}", function, without=(first,))
         """By argument after the first, the type of the resource that gives it."""
         self.around: Sequence[Resource] = ()
-        """What is opened around each call, the outermost first; `App.agents_at_work` says it."""
+        """The resources that are opened around each call, the outermost first; `App.agents_at_work` says it."""
         self._refuse(self._wrong_types())
         self._refuse(self._contradictions())
         if policy.window is not None:
@@ -273,7 +273,7 @@ class Declared(Protocol):
 
 D = TypeVar("D", bound=Declared)
 Declaration = Agent[Any, Any] | Timer[Any, Any] | Task | Resource | tuple[str, Table[Any] | Counter] | tuple[str, Node]
-"""What a router has: some have a name that is not their own."""
+"""A declaration of a router: some have a name that is not their own."""
 
 
 class Taker(Protocol):
@@ -290,7 +290,7 @@ class Router(Generic[S]):
     """
 
     _kind = "router"
-    """What an error calls it."""
+    """The name of the kind in errors."""
 
     def __init__(self, name: str, *, settings: type[S] | None = None) -> None:
         self.name = check_name(self._kind, name)

@@ -27,7 +27,7 @@ NOTHING = (type(None), Ack, Receipt)
 """Types of which nothing is published where a function returns one by itself."""
 ACCEPTED = (Notify, *NOTHING, Retry, Reject, BaseException)
 IN_SEVERAL = (Notify, Receipt, BaseException)
-"""What may be among several. None may not: there it is more often a forgotten `return` than meant."""
+"""The types that may be among several values. None may not: there it is more often a forgotten `return` than meant."""
 NO_SEVERAL = (str, bytes, bytearray, memoryview, Mapping, Set)
 """Iterables that are not taken for several notifications: these have no order, or are a payload."""
 CURE = "return a Notify, several in a list, or None"

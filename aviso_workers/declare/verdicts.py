@@ -124,7 +124,7 @@ RunsAs = Literal["beside_others", "alone"]
 
 
 class Record(Struct, frozen=True, kw_only=True):
-    """What is known of a notification that was delivered or tried before."""
+    """The record of a notification that was delivered or tried before."""
 
     failures: int = 0
     ended: int = 0
@@ -146,7 +146,7 @@ UNFINISHED: Mapping[type, str] = {
     Awaitable: "await it",
     AsyncIterator: "loop over it with `async for`, and yield what it yields",
 }
-"""What a handler may return by mistake, as its work is not done, and what to do instead."""
+"""The types that a handler may return by mistake, as its work is not done, and the cure."""
 Classifier = Callable[[Exception], Retry | Reject | Ack | None]
 """A function of `on_error`, which answers an exception with one of these; None is not an answer."""
 FinalReason = Literal["undecodable", "invalid_notification", "late", "max_deliveries"]
@@ -158,7 +158,7 @@ class Failure(Struct, frozen=True):
 
     error: BaseException
     instruction: Instruction | None = None
-    """What the author has said of it."""
+    """The author's answer."""
     final: FinalReason | None = None
     """Set by the step of ours that found it, never by the type of the error: what a handler raises may be about
     something else than its notification."""

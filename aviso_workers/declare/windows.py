@@ -218,7 +218,7 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
 
 
 class State(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True):
-    """What is known of a key."""
+    """The stored state of a key."""
 
     open: dict[int, A] = {}
     """The values of the windows that are not done, by start."""
@@ -259,7 +259,7 @@ class Settled(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is known for all keys."""
+    """The stored state of all keys together."""
 
     closed: int = NEVER
     """As `State.closed`."""

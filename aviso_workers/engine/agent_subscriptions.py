@@ -51,10 +51,10 @@ from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSp
 __all__ = ["AgentSubscriptions"]
 
 ORDERED_PREFETCH = 1000
-"""What may wait with an ordered agent: more than its concurrency, because what waits behind
+"""Deliveries that may wait with an ordered agent: more than its concurrency, because what waits behind
 another one of its key is held too."""
 STREAM_PREFETCH = 16
-"""What may wait for each call of a function of a Stream, which can take many before the first of them is done."""
+"""Deliveries that may wait for each call of a function of a Stream, which can take many before the first is done."""
 SINGLETON_HEARTBEAT_SECONDS = 3.0
 """A singleton that has lost what it handles is ended within a third of this."""
 HANDLERS: dict[type, Callable[[HandlerContext], Handler]] = {Notification: OneByOne, Batch: InBatches, Stream: AsStream}

@@ -53,7 +53,7 @@ class Feed(Struct, frozen=True, kw_only=True):
     interrupted: Callable[[], Coroutine[Any, Any, None]] | None = None
     """Returns when reading has to stop until `ensure` lets it begin again."""
     repeats: Repeats | None = None
-    """What was settled lately of the stream; None where what comes again is always handled again."""
+    """The notifications of the stream that were settled lately; None where what comes again is always handled again."""
 
 
 Deliver = Callable[[Sequence[Delivery]], None]

@@ -39,7 +39,7 @@ MOST_TIMES_BEHIND = 3
 MOST_FAILURES = 60
 """Failures in a row, with a connection, after which a replay raises the last one."""
 MOST_UNANSWERED = 8
-"""The same, where nothing receives a request, and nothing was read before. A server that starts takes less time."""
+"""The same, where nobody receives a request and nothing was read before. A server that starts takes less time."""
 FAILURES_BEFORE_WARNING = 3
 """Failures in a row before a warning. A new leader is usually elected sooner."""
 
@@ -259,7 +259,7 @@ class _Reading:
     def __init__(self, start: Position, *, created: datetime | None) -> None:
         self.created = created
         self.since = start.time
-        """What was stored before is left out."""
+        """The time before which notifications are left out."""
         self.from_time = start.time
         """Where to begin, as long as nothing was seen."""
         self.next_sequence = start.sequence or 1

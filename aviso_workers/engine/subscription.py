@@ -60,7 +60,7 @@ QUIET_SECONDS = 1.0
 
 
 class Handler(Protocol):
-    """What takes deliveries from a buffer and settles them: a call form of authors' functions, or `internal`."""
+    """Takes deliveries from a buffer and settles them: a call form of authors' functions, or `internal`."""
 
     async def work(self) -> None:
         """Take from the buffer and settle, until the buffer is closed."""
@@ -238,7 +238,7 @@ class Run:
 
 
 class Subscription(Struct, frozen=True, kw_only=True):
-    """What reads durable consumers and handles what comes: an agent, or one of our own."""
+    """The reader of durable consumers and the handler of their deliveries: an agent, or one of our own."""
 
     name: str
     feeds: Sequence[Feed]

@@ -104,7 +104,7 @@ async def run_timers(
 
 @asynccontextmanager
 async def drained(stop: anyio.Event, *, clock: Clock, timeout_seconds: float) -> AsyncIterator[None]:
-    """What runs in here may go on for so long after `stop`."""
+    """Cancel the block so long after `stop`."""
 
     async def end(scope: anyio.CancelScope) -> None:
         await stop.wait()
@@ -268,7 +268,7 @@ class Lease:
 
     @asynccontextmanager
     async def renewed(self) -> AsyncIterator[None]:
-        """What runs in here is cancelled when the lease may be over. Afterwards the lease is given back."""
+        """Cancel the block when the lease may be over. Afterwards the lease is given back."""
         async with anyio.create_task_group() as holding:
             holding.start_soon(self.hold, holding.cancel_scope)
             yield

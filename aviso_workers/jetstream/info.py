@@ -136,7 +136,7 @@ class StreamConfig(_Config):
 
     @property
     def origins(self) -> list[SourceConfig]:
-        """What it follows, as a mirror or by sources."""
+        """Return the streams that it follows, as a mirror or by sources."""
         return [self.mirror, *self.sources] if self.mirror else self.sources
 
 
@@ -205,7 +205,7 @@ class Cluster(Struct, frozen=True, kw_only=True):
 
 
 class Source(_Origin, frozen=True, kw_only=True):
-    """What a mirror or a source has of its origin."""
+    """How far a mirror or a source has followed its origin."""
 
     lag: int = 0
     active: int = NEVER
@@ -399,7 +399,7 @@ class ConsumerInfo(Struct, frozen=True, kw_only=True):
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """What an account may use; -1 means no limit."""
+    """The limits of an account; -1 means no limit."""
 
     max_memory: int = -1
     max_storage: int = -1
@@ -409,7 +409,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 
 
 class Use(Struct, frozen=True, kw_only=True):
-    """What an account uses, altogether or in one tier."""
+    """The use of an account, altogether or in one tier."""
 
     memory: int = 0
     storage: int = 0

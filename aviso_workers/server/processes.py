@@ -71,7 +71,7 @@ MOVING = "moving"
 """The directory, below that of servers, for those that `server rotate-key` runs itself."""
 ANSWER_SECONDS = 5.0
 UNRECOVERABLE = "could not be recovered"
-"""What a server says of a stream on its disk that it cannot read, with another key for example."""
+"""The words of a server about a stream on its disk that it cannot read, with another key for example."""
 PORTS = range(15_000, 32_000)
 PORT_KEYS = ("server.port", "server.monitoring.port", "server.cluster.port", "server.leafnodes.port")
 CURE = (
@@ -81,7 +81,7 @@ CURE = (
 HEALTH = "Healthcheck failed"
 
 _CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
-"""What was started in this process: a parent has to ask for the end of its children, else they stay as zombies."""
+"""The children of this process: a parent has to ask for the end of its children, else they stay as zombies."""
 _RESERVED: list[socket.socket] = []
 """The ports that this process was given, which are bound until it ends."""
 

@@ -60,7 +60,7 @@ CONFIG_FILES = (".yaml", ".yml")
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """What a fleet is made of."""
+    """The command and the number of the processes of a fleet."""
 
     command: tuple[str, ...]
     """Runs one worker, with `--member NAME:DESCRIPTOR` behind it."""
@@ -110,7 +110,7 @@ class _Place:
         self.ends, self.hurries = anyio.Event(), anyio.Event()
         """Set when the process is about to end, and when it is told so a second time."""
         self.said = b""
-        """What the process has told on its line, a line each: its status port, and that it ends in order."""
+        """The lines that the process has sent: its status port, and that it ends in order."""
 
     @property
     def status(self) -> str:

@@ -1,4 +1,4 @@
-"""What a worker process does as one of a fleet (`fleet`): the line to its supervisor, and when it is recycled.
+"""The work of a process as one of a fleet (`fleet`): the line to its supervisor, and when it is recycled.
 
 The line is a socket that the process was started with. It writes two lines to it, where its status port is and, when it
 begins to drain, that it ends in order. It reads nothing: the line's end is the supervisor's end, after which nobody

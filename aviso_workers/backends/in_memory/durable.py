@@ -1,4 +1,4 @@
-"""What a stream knows of one durable consumer: which messages wait, which are out, which are due again.
+"""The state of one durable consumer of a stream: which messages wait, which are out, which are due again.
 
 Pure: the stream tells it of every message that comes and goes, `consumer` takes messages from it and tells
 it what became of them. Who gets them, and when, is decided there. The rules are JetStream's for explicit

@@ -68,7 +68,7 @@ class Outbox:
         self._arrived = 0
         """How many of those that were sent the server has for certain."""
         self._in_progress: dict[bytes, Callable[[], None]] = {}
-        """What to do when an `in progress` is confirmed, by the same."""
+        """By the same, the function to call when an `in progress` is confirmed."""
         self._inbox: Inbox
 
     async def open(self) -> None:

@@ -40,7 +40,7 @@ ELECTION_SECONDS = 3.5
 """Less than the four seconds that followers wait, at least, before they elect another leader of a consumer."""
 HEARTBEAT_SECONDS = 5.0
 MOST_BYTES = 16 * 1024 * 1024
-"""What one request may bring. A server cuts off who leaves 64 MiB unread, as a loop does that an author keeps busy."""
+"""The most bytes of one request. A server cuts off who leaves 64 MiB unread, as a loop does that an author blocks."""
 UNKNOWN_SECONDS = 1.0
 """For so long the server that we are connected to may say that nobody answers for a consumer which another server of
 its cluster has just created."""

@@ -30,7 +30,7 @@ from aviso_workers.jetstream.key_value import Entry
 __all__ = ["PROGRESS", "Counted", "is_own", "newest_stream", "read_progress"]
 
 PROGRESS, PAGES = "=passed", "=counted."
-"""What no key of an author's is spelled like."""
+"""Keys that no key of an author's is spelled like."""
 
 
 class Counted:

@@ -37,14 +37,14 @@ __all__ = ["HandlerContext", "OneByOne"]
 
 Call = Callable[[Any], Awaitable[object]]
 Step = Callable[[Any], Awaitable[Failure | None]]
-"""What is done with what an author's function takes: None for success."""
+"""Handles the argument of an author's function. Returns None for success."""
 TIMEOUTS_OF_ALL = 2
 """A call has as many times the agent's `timeout`, with all that is around the function: when the function's own time is
 over, what is around it is left as much again to roll back."""
 
 
 class HandlerContext:
-    """What a call form works with: where deliveries come from, how they are read, handled and settled."""
+    """The parts that a call form works with: where deliveries come from, how they are read, handled and settled."""
 
     def __init__(
         self,

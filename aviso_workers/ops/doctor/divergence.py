@@ -23,7 +23,7 @@ LATER_SECONDS = 3.0
 leave a replica by the clock of its server."""
 
 Look = Mapping[str, Mapping[str, OwnReplica]]
-"""What each server says of its own replicas, by the server's name and the stream's."""
+"""The state of each server's own replicas, by the server's name and the stream's."""
 
 
 class Looks(Struct, frozen=True, kw_only=True):

@@ -75,9 +75,9 @@ class Check(Struct, frozen=True, kw_only=True):
     """The state of a finding that has none of its own."""
     why: str
     cure: str
-    """What to do, with `{stream}`, `{consumer}`, `{place}`, `{app}` and `{agent}` for those of the finding."""
+    """The cure, with `{stream}`, `{consumer}`, `{place}`, `{app}` and `{agent}` for those of the finding."""
     cure_of_others: str
-    """What to do instead about a stream that is not an event type's; empty where that is the same."""
+    """The cure for a stream that is not an event type's; empty where that is the same."""
     judge: Judge
     needs: tuple[Need, ...]
     production: bool = False

@@ -28,7 +28,7 @@ BUCKET, OF_KEYS = "KV_", "$KV."
 PIECE = re.compile(r"[^\W_]+|[\W_]")
 """A word of letters and digits, or one character between words."""
 POSITIONS = {"counted", "missed", "left_out", "sequence", "stored", "closed", "time"}
-"""What the state of a window has beside the values of windows: sequences and times."""
+"""The fields of the state of a window beside the values of windows: sequences and times."""
 
 Kind = Literal["table", "windows", "counter", "bucket"]
 
