@@ -284,7 +284,7 @@ def _answer(classifier: Classifier, error: Exception) -> Ack | BaseException | N
 def _explained(failure: Failure, answer: BaseException) -> Failure:
     if isinstance(answer, Instruction):
         try:
-            return Failure(failure.error, instruction=_as_made(answer))
+            return Failure(failure.error, instruction=_with_checked_delay(answer))
         except BaseException as raised:
             return Failure(raised)
     if answer is failure.error:  # raised again
@@ -294,7 +294,7 @@ def _explained(failure: Failure, answer: BaseException) -> Failure:
     return Failure(answer)
 
 
-def _as_made(instruction: Instruction) -> Instruction:
+def _with_checked_delay(instruction: Instruction) -> Instruction:
     """Return the instruction with an `after` that can be relied on, which its author may have set later.
 
     Raises `DeclarationError` where it is not a number of seconds.

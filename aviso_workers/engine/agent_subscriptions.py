@@ -39,7 +39,7 @@ from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shared_filters import SharedFilter
 from aviso_workers.engine.shields import Shield
-from aviso_workers.engine.singletons import WhileHeld
+from aviso_workers.engine.singletons import SingletonCalls
 from aviso_workers.engine.subscription import Handler, Run, Subscription, consumer_spec
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.engine.versions import Versions
@@ -94,7 +94,7 @@ class AgentSubscriptions:
         where = schema.parse_where(agent.event_type, event_type, agent.where)
         stream = streams.event_stream(agent.event_type, event_type, self._config)
         clock, policy = self._backend.clock, agent.policy
-        while_held = WhileHeld() if policy.singleton else None
+        singleton_calls = SingletonCalls() if policy.singleton else None
         flow = Flow(
             clock,
             workers=policy.concurrency,
@@ -103,7 +103,7 @@ class AgentSubscriptions:
             most=1 if policy.singleton else MOST_PREFETCH,
             key=topics.key_of(where.topic, policy.order_by) if policy.order_by else None,
             isolation=self._isolation,
-            on_lost=while_held.end if while_held and agent.can_be_cancelled else None,
+            on_lost=singleton_calls.end if singleton_calls and agent.can_be_cancelled else None,
         )
         buffer = flow.buffer
         shield = Shield(clock)
@@ -139,7 +139,7 @@ class AgentSubscriptions:
             settler=settler,
             timeouts=timeouts,
             clock=clock,
-            while_held=while_held,
+            singleton_calls=singleton_calls,
         )
         windows = self._windows(context, stream.name)
         run = Run(

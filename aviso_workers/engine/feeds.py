@@ -65,8 +65,8 @@ def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGro
     What cannot be done at once is done by a task of `joining`.
     """
     unwrap, leaves, refuses = feed.unwrap, feed.leaves, feed.refuses
-    put = buffer.put_all if feed.repeats is None else _passing_over(feed.repeats, buffer, joining)
-    take = put if leaves is None else _leaving(leaves, put)
+    put = buffer.put_all if feed.repeats is None else _unrepeated(feed.repeats, buffer, joining)
+    take = put if leaves is None else _wanted_only(leaves, put)
 
     def take_unwrapped(delivery: Delivery) -> None:
         """Take an unwrapped delivery, unless the buffer holds the agent's own message of the same sequence.
@@ -107,7 +107,7 @@ def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGro
     return deliver
 
 
-def _leaving(leaves: Callable[[Delivery], bool], put: Deliver) -> Deliver:
+def _wanted_only(leaves: Callable[[Delivery], bool], put: Deliver) -> Deliver:
     """Return what puts the deliveries that the agent is to have."""
 
     def put_wanted(deliveries: Sequence[Delivery]) -> None:
@@ -116,7 +116,7 @@ def _leaving(leaves: Callable[[Delivery], bool], put: Deliver) -> Deliver:
     return put_wanted
 
 
-def _passing_over(repeats: Repeats, buffer: Buffer, joining: TaskGroup) -> Deliver:
+def _unrepeated(repeats: Repeats, buffer: Buffer, joining: TaskGroup) -> Deliver:
     """Return what puts deliveries into the buffer and leaves out what was settled here before; see `repeats`."""
 
     async def settle() -> None:

@@ -55,7 +55,7 @@ async def when_created(backend: Backend, stream: str, *, known: datetime | None)
     """Return when the stream was created. Raises `NotFoundError` where it is gone, or not the one that is known."""
     found = (await backend.stream_info(stream)).created
     if known is not None and found != known:
-        raise _made_again(stream)
+        raise _recreated(stream)
     return found
 
 
@@ -112,7 +112,7 @@ class Replayer:
         try:
             info = await self._reaching(start)
         except NotFoundError:
-            info = await self._found_again()
+            info = await self._stream_again()
             start = Position(time=start.time) if start.time else Position(sequence=1)
         if start == Position():
             start = Position(sequence=info.last_sequence + 1)
@@ -131,7 +131,7 @@ class Replayer:
                         if (notification := self._matching(message)) is not None:
                             yield notification
             except NotFoundError:
-                info = await self._found_again()
+                info = await self._stream_again()
                 if not reading.is_of(info):
                     self._report_made_again(info, reading.next_sequence)
                     reading = _Reading(Position(time=start.time), created=info.created)
@@ -200,7 +200,7 @@ class Replayer:
         reading.times_behind += 1
         if info.created == reading.created and reading.times_behind <= MOST_TIMES_BEHIND:
             raise UnavailableError(f"stream {self._stream} has come to {info.last_sequence}, and was further")
-        raise _made_again(self._stream)
+        raise _recreated(self._stream)
 
     async def _reaching(self, start: Position) -> StreamInfo:
         """Return what the stream is, asked again a few times where it has not come to the sequence of the start: its
@@ -214,7 +214,7 @@ class Replayer:
             info = await self._backend.stream_info(self._stream)
         return info
 
-    async def _found_again(self) -> StreamInfo:
+    async def _stream_again(self) -> StreamInfo:
         """Return what the stream is, as soon as there is one. Raises `BackendError` as `Backend.failed` does."""
         reported = False
         while True:
@@ -278,7 +278,7 @@ def _is_within(start: Position, info: StreamInfo) -> bool:
     return start.sequence is None or start.sequence <= info.last_sequence + 1
 
 
-def _made_again(stream: str) -> NotFoundError:
+def _recreated(stream: str) -> NotFoundError:
     return NotFoundError(f"stream {stream} was deleted and recreated while it was read: begin again")
 
 

@@ -20,12 +20,12 @@ from aviso_workers.engine import calls
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.errors import TakenOverError
 
-__all__ = ["WhileHeld", "check"]
+__all__ = ["SingletonCalls", "check"]
 
 _HANDLED: ContextVar[Delivery | None] = ContextVar("handled", default=None)
 
 
-class WhileHeld:
+class SingletonCalls:
     """Calls a singleton's function, one call at a time, and ends it when what it handles is lost."""
 
     def __init__(self) -> None:

@@ -221,13 +221,13 @@ class Fleet:
                 watching.start_soon(self._follow, self._sources.changes(done))
             async with anyio.create_task_group() as keeping:
                 for place in self._places:
-                    keeping.start_soon(self._keep, place)
+                    keeping.start_soon(self._keep_running, place)
             done.set()
             watching.cancel_scope.cancel()
         if self._failure is not None:
             raise self._failure
 
-    async def _keep(self, place: _Place) -> None:
+    async def _keep_running(self, place: _Place) -> None:
         """Have a process in this place, one after another, until the fleet stops."""
         restarts = Restarts(RESTARTS, healthy_seconds=HEALTHY_SECONDS)
         while not self._stopping:

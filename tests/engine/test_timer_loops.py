@@ -24,8 +24,8 @@ from aviso_workers.engine.timer_loops import (
     RENEW_SECONDS,
     Claim,
     Claims,
-    Hindrance,
     Lease,
+    Outage,
     run_timers,
 )
 from aviso_workers.errors import ConflictError, OutcomeUnknownError, UnavailableError
@@ -107,8 +107,8 @@ class Fleet:
 
 def claims_of(timer: str, backend: InMemoryBackend, lease: Lease) -> Claims:
     bucket = RetryingKeyValue(backend, "app_timers", patience_seconds=1)
-    hindrance = Hindrance("app_timers", clock=backend.clock, events=Events())
-    return Claims(timer, bucket, lease, hindrance, schedule="every 60s", in_doubt={}, events=Events())
+    outage = Outage("app_timers", clock=backend.clock, events=Events())
+    return Claims(timer, bucket, lease, outage, schedule="every 60s", in_doubt={}, events=Events())
 
 
 def seconds_of(time: datetime) -> float:
