@@ -583,14 +583,12 @@ class Harness:
                 if len(same) == 1:
                     (timer,) = same
                     break
-        return self._known("timer", timer if isinstance(timer, str) else timer.name, self._timers())
+        declared = [each for version in reversed(self._versions) for each in version.app.timers]
+        return self._known("timer", timer if isinstance(timer, str) else timer.name, declared)
 
     def _agents(self) -> list[Agent[Any, Any]]:
         """Return the agents of all versions, those of the newest first."""
         return [agent for version in reversed(self._versions) for agent in version.app.agents]
-
-    def _timers(self) -> list[Timer[Any, Any]]:
-        return [timer for version in reversed(self._versions) for timer in version.app.timers]
 
     def _at_work(self) -> list[_Version]:
         """Return the versions that workers run, the newest first; the newest of all where there is no worker."""
@@ -987,7 +985,7 @@ class _Recorder:
         self, stream: str, consumer: str, *, deliver: Callable[[Sequence[Delivery]], None], **stated: Any
     ) -> AbstractAsyncContextManager[Consumer]:
         def deliver_mortal(deliveries: Sequence[Delivery]) -> None:
-            deliver([_Mortal(delivery, self, delivery.message) for delivery in deliveries])
+            deliver([cast(Delivery, _Mortal(delivery, self, delivery.message)) for delivery in deliveries])
 
         return self._backend.consume(stream, consumer, deliver=deliver_mortal, **stated)
 
@@ -1032,37 +1030,14 @@ class _Mortal(Noted, eq=False):
     _holder: _Recorder
     message: Message
 
-    @property
-    def can_be_read_again(self) -> bool:
-        return self._delivery.can_be_read_again
+    def __getattr__(self, name: str) -> Any:
+        if self._holder.cut_off and name not in ("can_be_read_again", "held", "num_delivered", "num_pending"):
+            return _do_nothing
+        return getattr(self._delivery, name)
 
-    @property
-    def num_delivered(self) -> int:
-        return self._delivery.num_delivered
 
-    @property
-    def num_pending(self) -> int:
-        return self._delivery.num_pending
-
-    @property
-    def held(self) -> bool:
-        return self._delivery.held
-
-    def ack(self) -> None:
-        if not self._holder.cut_off:
-            self._delivery.ack()
-
-    def nak(self, *, delay_seconds: float = 0.0) -> None:
-        if not self._holder.cut_off:
-            self._delivery.nak(delay_seconds=delay_seconds)
-
-    def term(self, reason: str) -> None:
-        if not self._holder.cut_off:
-            self._delivery.term(reason)
-
-    def in_progress(self) -> None:
-        if not self._holder.cut_off:
-            self._delivery.in_progress()
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 class _Code:

@@ -103,7 +103,7 @@ def examine(
     root, clashes = schema_entries.laid_over(root, event_types)
     wanted = _document_type()
     root, wrong = overrides(root, environ, wanted=wanted, rank=ENVIRONMENT)
-    reader = Reader(unused=_unused(root))
+    reader = Reader(unused=_UNUSED.get(_kind(root), ""))
     uses_context = _uses_context(root, context, named, reader)
     if uses_context:
         section, refused = nats_context.read(named or "", environ, rank=ENVIRONMENT)
@@ -278,11 +278,6 @@ def _read_one(file: Path, start: Place) -> tuple[Node | None, list[tuple[Place, 
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         return None, [(structs.replace(start, line=line), "is not UTF-8 text")]
-
-
-def _unused(root: Node) -> str:
-    """Return the key path of the backend that is not used."""
-    return _UNUSED.get(_kind(root), "")
 
 
 def _kind(root: Node) -> str:

@@ -422,7 +422,7 @@ def add(
     taking = [start for start in containing if end(state, start) > closed]
     if not taking:
         last = max(end(state, start) for start in containing)
-        raise late(f"all of its windows have closed, the last at {_text(last)}")
+        raise late(f"all of its windows have closed, the last at {datetime.fromtimestamp(last, UTC).isoformat()}")
     values = dict(state.open)
     for start in taking:
         before: Any = values[start] if start in values else copy.deepcopy(windowing.initial)
@@ -572,7 +572,3 @@ def _content(constant: object) -> str:
 @functools.cache
 def _seconds(duration: AnyDuration) -> int:
     return int(literals.seconds_of(duration))
-
-
-def _text(time: int) -> str:
-    return datetime.fromtimestamp(time, UTC).isoformat()

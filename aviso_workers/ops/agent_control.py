@@ -6,7 +6,7 @@ consumer says whose it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime, timedelta
 
@@ -114,7 +114,8 @@ async def find(admin: Admin, config: Config, owner: str, agent: str, *, several:
     consumer = agents.durable_name(owner, agent)
     records = await consumer_records.stored(admin)
     recorded = [stream for app, name, stream in records if (app, name) == (owner, agent) and stream != RETRIES]
-    found = [stream for stream in dict.fromkeys([*event_streams, *recorded]) if await _exists(admin, stream, consumer)]
+    streams = dict.fromkeys([*event_streams, *recorded])
+    found = [stream for stream in streams if await _exists(admin.consumer_info(stream, consumer))]
     if not found:  # it was deleted, or removed
         found = [stream for stream in event_streams if stream in recorded]
     if not found:
@@ -211,7 +212,7 @@ async def reset(admin: Admin, plan: Reset) -> int:
     )
     if info is not None:
         return info.num_pending + info.num_ack_pending  # a worker that waits is given some at once
-    if await _exists(admin, agent.stream, agent.consumer):
+    if await _exists(admin.consumer_info(agent.stream, agent.consumer)):
         raise RefusedError(f"a worker has created consumer {agent.consumer} meanwhile: repeat the command")
     return await admin.count(agent.stream, filter_subjects=plan.filter_subjects, start_sequence=plan.sequence)
 
@@ -251,13 +252,13 @@ async def _records_to_rename(admin: Admin, owner: str, agent: str, to: str) -> d
     }
     if not records:
         raise NotFoundError(f"no worker of app {owner} has recorded an agent {agent}")
-    if await _exists_bucket(admin, windowed.bucket_of(owner, agent)):
+    if await _exists(admin.stream_info(f"KV_{windowed.bucket_of(owner, agent)}")):
         raise RefusedError(
             f"agent {agent} keeps windows under its name: let them close, then run `aviso-workers agents rm "
             f"{quoted(owner)} --agent {quoted(agent)}`, and declare {to} with start='new'"
         )
     for stream in records:  # of its retries, an agent has a consumer before it may begin
-        if await _exists(admin, stream, agents.durable_name(owner, to)):
+        if await _exists(admin.consumer_info(stream, agents.durable_name(owner, to))):
             raise RefusedError(f"agent {to} of app {owner} has run: it has a consumer on stream {stream}")
     for stream, record in records.items():
         known = stored.get((owner, to, stream))
@@ -302,17 +303,9 @@ async def rename(admin: Admin, plan: Rename) -> None:
     await last_failures.remove(admin, app=plan.app, agent=plan.agent)
 
 
-async def _exists_bucket(admin: Admin, bucket: str) -> bool:
+async def _exists(info: Awaitable[object]) -> bool:
     try:
-        await admin.stream_info(f"KV_{bucket}")
-    except NotFoundError:
-        return False
-    return True
-
-
-async def _exists(admin: Admin, stream: str, consumer: str) -> bool:
-    try:
-        await admin.consumer_info(stream, consumer)
+        await info
     except NotFoundError:
         return False
     return True

@@ -26,7 +26,6 @@ from aviso_workers.engine import (
 )
 from aviso_workers.engine.handlers import windowed
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
-from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops import deployment, inventory
 from aviso_workers.ops.inventory import Listed, T
 
@@ -66,8 +65,8 @@ async def plan(admin: Admin, owner: str, agent: str = "", *, workers_stopped: bo
     all `workers_stopped`, may hold some or was active lately, `UnavailableError` where no server answers for something
     that may be the app's.
     """
-    streams = _all(await inventory.streams(admin))
-    listed = [_all(await inventory.consumers(admin, stream.name)) for stream in streams if stream.consumers]
+    streams = _require_all(await inventory.streams(admin))
+    listed = [_require_all(await inventory.consumers(admin, stream.name)) for stream in streams if stream.consumers]
     consumers = [consumer for found in listed for consumer in found if _is_of(consumer.name, owner, agent)]
     _require_no_workers(consumers, workers_stopped=workers_stopped)
     dead_letters = await deployment.dead_letters(admin)
@@ -80,7 +79,7 @@ async def plan(admin: Admin, owner: str, agent: str = "", *, workers_stopped: bo
             for (by, of, stream) in await consumer_records.stored(admin)
             if by == owner and agent in ("", of)
         ),
-        streams={name: messages for name, messages in _sizes(streams).items() if _is_bucket_of(name, owner, agent)},
+        streams={each.name: each.messages for each in streams if _is_bucket_of(each.name, owner, agent)},
         subjects=await _subjects(admin, owner, agent),
         dead_letters=sum(count for of, count in dead_letters.items() if of[0] == owner and agent in ("", of[1])),
     )
@@ -109,7 +108,7 @@ def why_active(consumer: ConsumerInfo) -> str:
     return f"{consumer.name} of {consumer.stream} was active {(consumer.time - last).total_seconds():.0f} s ago"
 
 
-def _all(listed: Listed[T]) -> list[T]:
+def _require_all(listed: Listed[T]) -> list[T]:
     if listed.unavailable:
         raise UnavailableError(
             f"no server answers for {', '.join(listed.unavailable)}: start the server that has it first"
@@ -165,7 +164,3 @@ def _is_bucket_of(stream: str, owner: str, agent: str) -> bool:
         return bucket == windowed.bucket_of(owner, agent)
     of_app = (f"{owner}{attempts.BUCKET_SUFFIX}", *timer_loops.buckets_of(owner))
     return bucket in of_app or bucket.startswith((f"{owner}__", windowed.bucket_of(owner, "")))
-
-
-def _sizes(streams: list[StreamInfo]) -> dict[str, int]:
-    return {stream.name: stream.messages for stream in streams}

@@ -346,12 +346,10 @@ def _has_ports(server: Server, nodes: list[Node]) -> bool:
     return all(
         configured in (0, found - i)
         for i, node in enumerate(nodes)
-        for configured, found in zip(_ports(server), _node_ports(node), strict=True)
+        for configured, found in zip(
+            _ports(server), (node.port, node.monitoring_port, node.cluster_port, node.leaf_port), strict=True
+        )
     )
-
-
-def _node_ports(node: Node) -> tuple[int, int, int, int]:
-    return node.port, node.monitoring_port, node.cluster_port, node.leaf_port
 
 
 def _planned(server: Server, names: list[str], directory: Path) -> list[Node]:
@@ -571,7 +569,7 @@ def _progress(node: Node) -> tuple[int, int]:
 
 
 def _waited_for(nodes: list[Node], taken: str) -> str:
-    late = _late(nodes)
+    late = _unready(nodes)
     return f"{late.name} is starting, for {taken} so far: {_last_line(late.log)}"
 
 
@@ -580,7 +578,7 @@ def _last_line(log: str) -> str:
 
 
 def _stands_still(nodes: list[Node]) -> str:
-    late = _late(nodes)
+    late = _unready(nodes)
     return (
         f"nats-server {late.name} is not ready, and has done nothing for {readiness.STANDSTILL_SECONDS:.0f} s: "
         f"{_health(late)}: {last_error(late.log)}. It still runs: see {late.directory / 'nats-server.log'} and "
@@ -588,7 +586,7 @@ def _stands_still(nodes: list[Node]) -> str:
     )
 
 
-def _late(nodes: list[Node]) -> Node:
+def _unready(nodes: list[Node]) -> Node:
     return next((node for node in nodes if _health(node) != "ok"), nodes[0])
 
 

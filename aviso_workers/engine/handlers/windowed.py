@@ -224,7 +224,7 @@ class AsWindows:
             self._gives_way = True
             self._refused.set()
             raise OtherVersionError(UndecodableError(self._states.other_type))
-        return progress if progress.sizings else await self._advance(self._with_sizings)
+        return progress if progress.sizings else await self._advance(lambda known: _sized(known, self._windowing))
 
     def _read_own(self, entry: Entry) -> State[Any]:
         """Return the state of an entry. Raises `OtherVersionError` where its values are of another type, and
@@ -242,9 +242,6 @@ class AsWindows:
         if entry is None or not entry.foreign:
             self._progress_known = counted.read_progress(entry)
         return self._progress_known
-
-    def _with_sizings(self, progress: Progress) -> Progress:
-        return _sized(progress, self._windowing)
 
     async def _advance(self, change: Callable[[Progress], Progress]) -> Progress:
         """Change what is known for all keys, as `_change` does."""

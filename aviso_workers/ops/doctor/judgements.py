@@ -144,7 +144,8 @@ def _result(check: Check, facts: Facts) -> Result:
         return Result(check=check, findings=(Finding(found=NOT_IN_PRODUCTION, state=State.SKIP),))
     missing = [Finding(found=facts.unknown[need], state=State.SKIP) for need in check.needs if need in facts.unknown]
     findings = [_whole(check, finding, facts) for finding in (*check.judge(facts), *missing)]
-    return Result(check=check, findings=tuple(sorted(findings, key=_worst_first)))
+    findings.sort(key=lambda each: (-(each.state or State.PASS), each.where))
+    return Result(check=check, findings=tuple(findings))
 
 
 def _whole(check: Check, finding: Finding, facts: Facts) -> Finding:
@@ -182,10 +183,6 @@ def _filled_in(cure: str, names: Mapping[str, str]) -> str:
     words = {key: quoted(name) for key, name in names.items()}
     parts = cure.split("`")
     return "`".join(part.format_map(words if part.startswith(COMMANDS) else names) for part in parts)
-
-
-def _worst_first(finding: Finding) -> tuple[int, str]:
-    return -(finding.state or State.PASS), finding.where
 
 
 def worst(results: Sequence[Result]) -> State:
