@@ -1,4 +1,4 @@
-"""What becomes of a notification that was not handled: the one place that decides.
+"""Verdicts on notifications that were not handled: the one place that decides.
 
 Pure, and two steps. The engine runs the author's function and makes a `Failure` of what went wrong, where it went
 wrong; `classify` asks the author what the exception means, and `decide` returns the verdict, which

@@ -1,4 +1,4 @@
-"""What a subscription reads, and what a delivery goes through between its consumer and the buffer.
+"""Consumers that a subscription reads, and the steps of a delivery between its consumer and the buffer.
 
 Most go straight into the buffer. What never gets there is what another version of the agent wants (`shared_filters`),
 what was settled before and comes again, and a dead letter that is tried again whose sequence is taken.

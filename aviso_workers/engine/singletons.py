@@ -1,4 +1,4 @@
-"""What a singleton's handler may still do: only what nobody else can do instead.
+"""Limits of a singleton's handler: it may do only what nobody else can do instead.
 
 `handlers.one` makes its calls through here, `publisher` and `table_store` ask before they write. A worker that was
 paused or cut off, or whose consumer has another leader, has lost what it handled: another one may be at it. The call is

@@ -1,4 +1,4 @@
-"""What a server answers about streams, consumers and the account: a class for each answer, and one place that reads it.
+"""Answers of a server about streams, consumers and the account: a class for each answer, and one place that reads it.
 
 The backends make these from JetStream's JSON, or from what they hold themselves. A configuration stays whole, so that a
 field which is newer than this code survives a read and an update; who looks at one of its fields reads an attribute,

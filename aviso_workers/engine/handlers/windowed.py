@@ -112,7 +112,7 @@ class AsWindows:
         """By key and start of a window, how often the function failed for it."""
         self._again_at: dict[tuple[str, int], float] = {}
         self._progress_known = Progress()
-        """What was read last of what is known for all keys. It counts while a foreign value is in its place."""
+        """The state of all keys together as it was read last. It counts while a foreign value is in its place."""
         self._refused = _set_event()
         """Set while this worker must not count, because the windows have values of another type than its own, or
         `require_values` has not said yet that they have not."""
@@ -484,7 +484,7 @@ async def put_back(backend: Backend, dead_letter: Message, *, app: str, agent: s
 
 
 class _Held:
-    """What the bucket of an agent's windows holds, and what of it is asked again and again."""
+    """The entries in the bucket of an agent's windows, and the facts in them that are asked again and again."""
 
     def __init__(
         self,
@@ -508,7 +508,7 @@ class _Held:
 
 
 class _States:
-    """What a bucket keeps of an agent's keys, as bytes and back."""
+    """The states of an agent's keys in a bucket, as bytes and back."""
 
     def __init__(self, agent: Agent[Any, Any], *, on_unreadable: Callable[[Entry, UndecodableError], None]) -> None:
         """`on_unreadable` is called once for each entry that `by_key` leaves out."""
@@ -523,7 +523,7 @@ class _States:
             "another version was started later, and counts in them until no such worker runs"
         )
         self._known: dict[str, tuple[Entry, State[Any] | None]] = {}
-        """What `by_key` has read, so that it reads only what has changed since."""
+        """Entries that `by_key` has read, so that it reads only what has changed since."""
 
     def read(self, entry: Entry) -> State[Any]:
         """Return the state that an entry stores.

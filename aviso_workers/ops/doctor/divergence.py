@@ -1,4 +1,4 @@
-"""What each server says of its own replicas of streams, and which replicas have diverged from their leader's.
+"""The state of each server's own replicas of streams, and which replicas have diverged from their leader's.
 
 JetStream's API answers for the leader only, and the leader calls a replica current that has received its log, whatever
 is left of the messages in its store. The monitoring port of each server counts the server's own replica. `facts` looks
