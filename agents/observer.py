@@ -128,13 +128,9 @@ class _Rounds:
 
     async def _ask_for_dead_letters(self) -> None:
         counts = await deployment.dead_letters(self._app.session.admin)
-        none = dict.fromkeys((agent[:2] for agent in self._known()), 0.0)
+        none: dict[tuple[str, ...], float] = {agent: 0.0 for agents in self._agents.values() for agent in agents}
         self._show("dead_letters", "Dead letters that are stored now.", labels=AGENT, values={**none, **counts})
         await self._ask_for_use(deployment.DEAD_LETTERS)
-
-    def _known(self) -> list[tuple[str, ...]]:
-        """Return the agents that have a consumer, each with its stream."""
-        return [(*agent, stream) for stream, agents in self._agents.items() for agent in agents]
 
     def _show_agents(self) -> None:
         seen = {(*agent, stream): each for stream, agents in self._agents.items() for agent, each in agents.items()}

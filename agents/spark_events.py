@@ -70,7 +70,7 @@ OPEN_LOGS = 64
 RETRY_SECONDS = 1.0
 """The wait after the server did not answer, or had no room."""
 PASSING = (UnavailableError, OutcomeUnknownError, FullError)
-"""What a server answers, or does not, until it is back or somebody has made room."""
+"""Errors that end when a server is back or somebody has made room."""
 OF_ONE_EVENT = (None, error_codes.MESSAGE_TOO_LARGE, error_codes.STREAM_FULL)
 """JetStream's codes of a refusal that is of one event: it is too large, or its subject has all that it may have. Where
 there is none, the event was refused before it was sent."""
@@ -107,7 +107,7 @@ class SparkEvents(Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
-    """What is stored of an application."""
+    """The stored state of an application."""
 
     position: Position = Position()
     level: float = 0.0

@@ -1,4 +1,4 @@
-"""What is done for each message that a server sends, and takes the most of its time: in C where that is built.
+"""The work for each message that a server sends, which takes the most of its time: in C where that is built.
 
 `_fast.c` has the same functions. They are used unless the environment has AVISO_WORKERS_PURE, or there was no compiler
 when the package was installed. `COMPILED` says which are.

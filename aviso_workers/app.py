@@ -212,7 +212,8 @@ class App(Router[Any]):
     def _settings(self, router: Router[Any], config: Config) -> Any:
         sections = config.workers.agents
         # A variable of the environment cannot spell the '-' of a name.
-        name = next((each for each in (router.name, _as_variable(router.name)) if each in sections), router.name)
+        spellings = (router.name, router.name.lower().replace("-", "_"))
+        name = next((each for each in spellings if each in sections), router.name)
         path = f"workers.agents.{name}"
         found = {**self._given.get(router.name, {}), **sections.get(name, {})}
         if router.settings_type is None:
@@ -699,10 +700,6 @@ def _several(notifications: Iterable[Notify]) -> Iterable[Notify]:
 def _key_mistakes(agent: Agent[Any, Any], declared: EventType, where: Where) -> Iterator[str]:
     if agent.key_type is not Any:
         yield from typed_identifiers.mistakes(agent.key_type, agent.event_type, declared, where)
-
-
-def _as_variable(name: str) -> str:
-    return name.lower().replace("-", "_")
 
 
 def _renamed(declared: D, begin: str) -> D:

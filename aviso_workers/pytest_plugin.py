@@ -21,7 +21,7 @@ __all__ = ["AvisoHarness"]
 
 
 class AvisoHarness(Protocol):
-    """What the fixture `aviso_harness` is."""
+    """The type of the fixture `aviso_harness`."""
 
     def __call__(
         self,

@@ -106,6 +106,11 @@ ELSEWHERE = (
 )
 """Settings that belong to another server than a test has."""
 NAP_SECONDS = 0.001
+READING = {
+    *("api_prefix", "clock", "connection", "consume", "consumer_info", "consumer_names", "consumers", "count"),
+    *("message", "read", "read_chunks", "stream_info", "stream_names", "streams", "subject_counts"),
+}
+"""The verbs of a backend that a worker has after it was ended. What it consumes then it cannot settle."""
 MOST_TURNS = 20
 """Of the event loop, which a request of one of several workers may take longer than another."""
 CHECK_SECONDS = 0.05
@@ -153,7 +158,7 @@ class Harness:
         """The app, or what was deployed last."""
         self._resources = resources
         self.published: list[Notify] = []
-        """What the agents and the test have published, in order, with canonical identifiers."""
+        """The notifications that the agents and the test have published, in order, with canonical identifiers."""
         self.dead_letters: list[DeadLetter] = []
         """The dead letters, in order, without those that `retry_dead_letters` has handed back."""
         self._dead_lettered: set[int] = set()
@@ -164,7 +169,7 @@ class Harness:
         self._clock = None if server else _Clock(self._code, start=start or datetime.now(UTC))
         self._server = server
         self._versions: list[_Version] = []
-        """What runs or has run; the last is `app`."""
+        """The versions that run or have run; the last is that of `app`."""
         self._watch: Admin
         """A client that no `disconnect` concerns."""
         self._readers: dict[str, NotificationReader] = {}
@@ -193,7 +198,7 @@ class Harness:
         self._block = anyio.CancelScope()
         """The test's own block, as far as it is in one task."""
         self._failure: BaseException | None = None
-        """What ended a worker or task that should have gone on; raised where the test ends, which is at once."""
+        """The error of a worker or task that should have gone on; raised where the test ends, which is at once."""
 
     @property
     def clock(self) -> Clock:
@@ -577,14 +582,12 @@ class Harness:
                 if len(same) == 1:
                     (timer,) = same
                     break
-        return self._known("timer", timer if isinstance(timer, str) else timer.name, self._timers())
+        declared = [each for version in reversed(self._versions) for each in version.app.timers]
+        return self._known("timer", timer if isinstance(timer, str) else timer.name, declared)
 
     def _agents(self) -> list[Agent[Any, Any]]:
         """Return the agents of all versions, those of the newest first."""
         return [agent for version in reversed(self._versions) for agent in version.app.agents]
-
-    def _timers(self) -> list[Timer[Any, Any]]:
-        return [timer for version in reversed(self._versions) for timer in version.app.timers]
 
     def _at_work(self) -> list[_Version]:
         """Return the versions that workers run, the newest first; the newest of all where there is no worker."""
@@ -944,6 +947,7 @@ class _Recorder:
         self.cut_off = True
         if isinstance(self._backend, InMemoryBackend):
             self._backend.disconnect()
+        self._backend = cast(Admin, _OnlyReading(self._backend))
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:
         self._note_stream(spec.name)
@@ -954,8 +958,6 @@ class _Recorder:
         return cast(KeyValue, _MortalBucket(await self._backend.key_value(bucket, **stated), self))
 
     async def publish(self, message: Message, **stated: Any) -> PubAck:
-        if self.cut_off:
-            raise UnavailableError("the worker was ended")
         await self.take_turns()
         ack = await self._backend.publish(message, **stated)
         self._note(message, ack)
@@ -973,8 +975,6 @@ class _Recorder:
         return results
 
     async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
-        if self.cut_off:
-            raise UnavailableError("the worker was ended")
         ack = await self._backend.publish_together(outgoing, timeout_seconds=timeout_seconds)
         for each in outgoing:
             self._note(each.message, ack)
@@ -984,9 +984,21 @@ class _Recorder:
         self, stream: str, consumer: str, *, deliver: Callable[[Sequence[Delivery]], None], **stated: Any
     ) -> AbstractAsyncContextManager[Consumer]:
         def deliver_mortal(deliveries: Sequence[Delivery]) -> None:
-            deliver([_Mortal(delivery, self, delivery.message) for delivery in deliveries])
+            deliver([cast(Delivery, _Mortal(delivery, self, delivery.message)) for delivery in deliveries])
 
         return self._backend.consume(stream, consumer, deliver=deliver_mortal, **stated)
+
+
+class _OnlyReading:
+    """The backend of a worker that was ended, which refuses every verb but those that read."""
+
+    def __init__(self, backend: Admin) -> None:
+        self._itself = backend
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in READING:
+            raise UnavailableError("the worker was ended")
+        return getattr(self._itself, name)
 
 
 class _MortalBucket:
@@ -1017,37 +1029,14 @@ class _Mortal(Noted, eq=False):
     _holder: _Recorder
     message: Message
 
-    @property
-    def can_be_read_again(self) -> bool:
-        return self._delivery.can_be_read_again
+    def __getattr__(self, name: str) -> Any:
+        if self._holder.cut_off and name not in ("can_be_read_again", "held", "num_delivered", "num_pending"):
+            return _do_nothing
+        return getattr(self._delivery, name)
 
-    @property
-    def num_delivered(self) -> int:
-        return self._delivery.num_delivered
 
-    @property
-    def num_pending(self) -> int:
-        return self._delivery.num_pending
-
-    @property
-    def held(self) -> bool:
-        return self._delivery.held
-
-    def ack(self) -> None:
-        if not self._holder.cut_off:
-            self._delivery.ack()
-
-    def nak(self, *, delay_seconds: float = 0.0) -> None:
-        if not self._holder.cut_off:
-            self._delivery.nak(delay_seconds=delay_seconds)
-
-    def term(self, reason: str) -> None:
-        if not self._holder.cut_off:
-            self._delivery.term(reason)
-
-    def in_progress(self) -> None:
-        if not self._holder.cut_off:
-            self._delivery.in_progress()
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 class _Code:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import aviso_workers
@@ -73,3 +74,26 @@ def test_constructors_of_the_engine_change_nothing_but_what_they_make() -> None:
                     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "set":
                         changes.append(f"{path.name}:{node.lineno} calls {ast.unparse(node.func)}")
     assert changes == []
+
+
+def misplaced(path: Path) -> Iterator[str]:
+    """Yield the texts of a module that document no attribute: they stand behind something else than an assignment."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        body = getattr(node, "body", None)
+        for before, text in pairwise(body if isinstance(body, list) else ()):
+            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                is_behind = isinstance(before, ast.Assign | ast.AnnAssign) and before.end_lineno == text.lineno - 1
+                if isinstance(text.value.value, str) and not is_behind:
+                    yield f"{path.name}:{text.lineno}"
+
+
+def test_a_text_stands_behind_the_attribute_of_which_it_speaks() -> None:
+    package = ENGINE.parent
+    modules = [*package.rglob("*.py"), *(package.parent / "agents").glob("*.py")]
+    assert [each for path in sorted(modules) if "template" not in path.parts for each in misplaced(path)] == []
+
+
+def test_a_text_that_documents_nothing_is_told(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text('one = 1\n"""Of one."""\ntwo = 2\n\n"""Apart."""\nprint()\n"""Of a call."""\n')
+
+    assert list(misplaced(tmp_path / "module.py")) == ["module.py:5", "module.py:7"]

@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
+from typing_extensions import get_protocol_members
 
 from aviso_workers import (
     Ack,
@@ -28,7 +29,8 @@ from aviso_workers import (
     Tick,
     config,
 )
-from aviso_workers.backends import ConsumerInfo
+from aviso_workers.aviso.codec import Message
+from aviso_workers.backends import Admin, ConsumerInfo, Outgoing
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.errors import (
@@ -42,11 +44,14 @@ from aviso_workers.errors import (
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.server import NatsServer
 from aviso_workers.state import dead_letter_records
-from aviso_workers.testing import Harness, harness
+from aviso_workers.testing import READING, Harness, harness
 from tests.waits import LONG_SECONDS, PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
+OWN_VERBS = {"create_stream", "key_value", "publish", "publish_many", "publish_together"}
+"""The verbs that the harness takes part in, each of which is refused when it is called."""
+MESSAGE = Message(subject="mars.od.1", data=b"")
 CONFIG = """
 notification_backend:
   kind: jetstream
@@ -280,6 +285,30 @@ class TestWorkers:
         assert t.outcomes(index) == ["acked"]  # what the dead one did is not known
         assert [fact.num_delivered for fact in t.settled(index)] == [2]
         assert began[1] - began[0] >= 0.9, "it came back before ack_wait was over"
+
+    async def test_that_crash_write_nothing_more_by_any_verb(self, app: App, server: str | None) -> None:
+        """A verb of the backend that is new is refused until it is known as one that reads."""
+        verbs = get_protocol_members(Admin)
+        async with harness(app, server=server) as t:
+            crashed = t._workers[0].session.backend
+            bucket = await crashed.key_value("counts")
+            await t.crash()
+            assert verbs > READING
+            assert [verb for verb in READING if not hasattr(crashed, verb)] == []
+            for verb in [*verbs - READING - OWN_VERBS, "write_in_a_new_way"]:
+                with pytest.raises(UnavailableError):
+                    getattr(crashed, verb)
+            for write in (
+                lambda: crashed.publish(MESSAGE, message_id="", stream="MARS", timeout_seconds=1.0),
+                lambda: crashed.publish_together([Outgoing(MESSAGE, "", "MARS")], timeout_seconds=1.0),
+                lambda: crashed.create_stream(StreamSpec(name="MADE", subjects=("made.>",))),
+                lambda: crashed.key_value("made"),
+                lambda: bucket.put("key", b""),
+            ):
+                with pytest.raises(UnavailableError):
+                    await write()
+            (refused,) = await crashed.publish_many([Outgoing(MESSAGE, "", "MARS")], timeout_seconds=1.0)
+            assert isinstance(refused, UnavailableError)
 
     async def test_that_stop_finish_what_they_have_begun(self, app: App, server: str | None, seen: list[int]) -> None:
         running = anyio.Event()

@@ -61,7 +61,7 @@ MOST_KNOWN = 10_000
 LONGEST_KNOWN = 100
 """The most characters of a value that is remembered. Publishers choose the values, and may choose long ones."""
 LEFT_OUT = frozenset({"", "*"})
-"""What a subject has in place of a field that the publisher left out."""
+"""Tokens of a subject in place of a field that the publisher left out."""
 ABSENT = (b"null", b"")
 """Bodies of notifications without a payload."""
 SURELY_SHORT = 900
@@ -113,7 +113,7 @@ def lacks_body(message: Message) -> bool:
 
 
 UNREADABLE_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that somebody else may have written."""
+"""Errors of msgspec for bytes that somebody else may have written."""
 
 
 def read_json(data: bytes, type: type[T]) -> T:
@@ -283,7 +283,7 @@ class NotificationReader:
     def matches(self, message: Message) -> bool:
         """Return whether the filter lets the message through, whatever its payload, and also where it `is_marker`."""
         try:
-            return self._lets_through(self._tokens(message.subject), message)
+            return self._matches(self._tokens(message.subject), message)
         except UndecodableError:
             return False
 
@@ -297,7 +297,7 @@ class NotificationReader:
         identifier = None if self._selective else plain_identifier(message.subject, self._base, self._keys)
         if identifier is None:
             tokens = self._tokens(message.subject)
-            if self._selective and not self._lets_through(tokens, message):
+            if self._selective and not self._matches(tokens, message):
                 return None
             identifier = self._identifier(tokens, message.subject)
         for field, known, add_known in self._checks:
@@ -336,7 +336,7 @@ class NotificationReader:
         values = zip(self._keys, tokens[1:], strict=True)
         return {field: value for field, value in values if value not in LEFT_OUT}
 
-    def _lets_through(self, tokens: Sequence[str], message: Message) -> bool:
+    def _matches(self, tokens: Sequence[str], message: Message) -> bool:
         return self._where.matches(tokens, _footprint(message) if self._where.place else None)
 
 

@@ -21,6 +21,7 @@ from numbers import Real
 from typing import Self
 
 __all__ = [
+    "SECOND",
     "AnyDuration",
     "Duration",
     "Size",
@@ -37,10 +38,11 @@ __all__ = [
     "time_text",
 ]
 
+SECOND = 1_000_000_000
+"""A second in nanoseconds, the unit of JetStream's durations."""
 _FLOAT = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _LARGEST_U64 = 2**64 - 1
 _LARGEST_I64 = 2**63 - 1
-_NANOSECONDS = 10**9
 _ALL_DIGITS = 800
 """Enough for the exact value of any float."""
 
@@ -69,8 +71,8 @@ class Duration(int):
         """
         number, unit = _split(text, _SECONDS, "duration")
         seconds = number * _factor(unit.lower(), _SECONDS, "duration")
-        if seconds * _NANOSECONDS > _LARGEST_I64:
-            raise ValueError(f"duration overflow: {text!r} is longer than {_LARGEST_I64 // _NANOSECONDS}s")
+        if seconds * SECOND > _LARGEST_I64:
+            raise ValueError(f"duration overflow: {text!r} is longer than {_LARGEST_I64 // SECOND}s")
         return cls(seconds)
 
     def literal(self) -> str:
@@ -243,7 +245,7 @@ def time_text(time: datetime) -> str:
 
 def rfc3339(timestamp_ns: int) -> str:
     """Return nanoseconds since 1970 as a server writes them: RFC 3339 in UTC, without zeros at the end."""
-    seconds, fraction = divmod(timestamp_ns, _NANOSECONDS)
+    seconds, fraction = divmod(timestamp_ns, SECOND)
     text = f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}"
     return f"{text}.{fraction:09d}".rstrip("0").rstrip(".") + "Z"
 

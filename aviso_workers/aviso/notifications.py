@@ -76,11 +76,11 @@ class Notification(Struct, Generic[T, K], frozen=True, kw_only=True):
             "time": rfc3339(self.time_ns) if self.time_ns else self.time.isoformat().replace("+00:00", "Z"),
             "datacontenttype": "application/json",
             "dataschema": f"{base_url}/schema/{self.event_type}",
-            "data": {"identifier": identifier, **_told(self.payload)},
+            "data": {"identifier": identifier, **_data_of(self.payload)},
         }
 
 
-def _told(payload: Any) -> dict[str, Any]:
+def _data_of(payload: Any) -> dict[str, Any]:
     """Return what the data of a CloudEvent says of a payload."""
     value = payloads.value_of(payload) if isinstance(payload, bytes) else payload
     if isinstance(value, bytes):

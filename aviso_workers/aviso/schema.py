@@ -101,11 +101,11 @@ class Span(msgspec.Struct, frozen=True):
 
 
 Condition = frozenset[str] | Span
-"""What one field of a filter accepts, asked with `in` and a canonical value."""
+"""The values that one field of a filter accepts, asked with `in` and a canonical value."""
 
 
 class IdentifierRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """What one identifier field may hold.
+    """The rule for the values of one identifier field.
 
     `required` concerns watches and replays of an aviso-server only; a notification has every field.
     """

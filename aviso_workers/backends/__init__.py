@@ -102,7 +102,7 @@ class PubAck(Struct, frozen=True, kw_only=True):
     duplicate: bool = False
     """It was stored before; False where `sequence` is not known either."""
     total: int | None = None
-    """What a counter's subject stands at now; None where the stream counts nothing, or the message is a duplicate."""
+    """The value of a counter's subject now; None where the stream counts nothing, or the message is a duplicate."""
 
 
 class Chunk(Struct, frozen=True, kw_only=True):
@@ -158,7 +158,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
 
 class Administration(Protocol):
-    """What only a nats-server is asked for. Operators' tools use it, workers do not.
+    """The administration of a nats-server, by requests that only it answers. Operators' tools use it, workers do not.
 
     Its requests raise `UnavailableError` where nobody answers in time, and `RefusedError` where the server denies us
     the subject or refuses what it was asked for.
@@ -232,7 +232,7 @@ class Administration(Protocol):
 
 
 class Noted(Struct, kw_only=True, eq=False):
-    """What the engine notes of a delivery for as long as it holds it."""
+    """The notes of the engine on a delivery, for as long as it holds it."""
 
     waiting_since: float = 0.0
     """When it arrived, or when its retry is due, on the agent's clock."""
@@ -241,7 +241,7 @@ class Noted(Struct, kw_only=True, eq=False):
     begin: Callable[[], Awaitable[None]] | None = None
     """Awaited before its handling begins."""
     record: Any = None
-    """What is known of earlier deliveries and attempts (`verdicts.Record`); None where nothing was read, and none has
+    """The record of earlier deliveries and attempts (`verdicts.Record`); None where nothing was read, and none has
     failed here."""
     bodiless: bool = False
     """Whether the body of its message was dropped, or left out by the server (`headers_only`)."""
@@ -415,7 +415,7 @@ class Streams(Protocol):
 
 
 class Backend(Streams, Protocol):
-    """What the engine needs of the place where notifications are stored: publish, consume, read, and ensure that a
+    """The verbs that the engine needs where notifications are stored: publish, consume, read, and ensure that a
     stream or a consumer exists. Opened by `open_backend`, closed by leaving it.
 
     Four methods publish, because their answers differ: the acknowledgement of one message, of each of many, how many of
@@ -549,7 +549,7 @@ class Management(Streams, Protocol):
 
     @property
     def api_prefix(self) -> str:
-        """What the subjects of this API begin with: `$JS.API`, or that of a domain. Empty without a server."""
+        """The prefix of the subjects of this API: `$JS.API`, or that of a domain. Empty without a server."""
 
     async def stream_names(self, *, subject: str = "") -> list[str]:
         """Return the names of all streams, or of those that take a subject.
@@ -618,7 +618,7 @@ class Management(Streams, Protocol):
 
 
 class Admin(Backend, Management, Protocol):
-    """What operators need: the backend of the engine, which also manages the streams and consumers that it sees."""
+    """The backend of operators: that of the engine, which also manages the streams and consumers that it sees."""
 
     def at(self, prefix: str) -> Management:
         """Return the streams and consumers at another prefix, such as `$JS.hub.API` of a domain; empty: our own.

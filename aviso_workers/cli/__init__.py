@@ -172,11 +172,11 @@ def main() -> None:
     first_process.end_on_sigterm()
     code = _run()
     if threads_run_on():
-        _leave(code)
+        _end_process(code)
     sys.exit(code)
 
 
-def _leave(code: int) -> NoReturn:
+def _end_process(code: int) -> NoReturn:
     """End this process, whatever still runs in it."""
     with suppress(OSError):
         sys.stdout.flush()
@@ -188,21 +188,21 @@ def _run() -> int:
         command_line = _command_line()
         command_line(prog_name=NAME)  # else `python -m` would be called by another name in its own help
     except LoopEnded as ended:
-        _leave(ended.code)
+        _end_process(ended.code)
     except SystemExit as end:
         return int(end.code or 0)
     except REFUSED as error:
-        _complain(error)
+        _print_error(error)
         return 1 if _is_port_in_use(error) else 2
     except AvisoWorkersError as error:
-        _complain(error)
+        _print_error(error)
         return 1
     except KeyboardInterrupt:
         return 130
     except OSError as error:
         if not _is_of_stdout():
             raise
-        _complain(
+        _print_error(
             AvisoWorkersError(f"cannot write to standard output: {error.strerror}; what was done before, is done")
         )
         return 1
@@ -234,7 +234,7 @@ def _command_line() -> Callable[..., object]:
     return typer.main.get_command(command)
 
 
-def _complain(error: AvisoWorkersError) -> None:
+def _print_error(error: AvisoWorkersError) -> None:
     from rich.console import Console  # no help needs it
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)

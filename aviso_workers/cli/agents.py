@@ -77,7 +77,7 @@ def list_agents(
         if found is not None:
             return await agent_report.of_app(server.admin, server.config, found)
         everyones = await agent_report.of_deployment(server.admin, server.config)
-        return _of_named(everyones, given) if given else everyones
+        return _of_app(everyones, given) if given else everyones
 
     of_all = found is None and not given
     app_name = found.name if found else given
@@ -87,14 +87,14 @@ def list_agents(
         await anyio.sleep(seconds)
         now = await report(server)
         rows = await _rows(server, now, before, seconds=anyio.current_time() - began, app=app_name)
-        if of_all and (elsewhere := await _elsewhere(server)):
+        if of_all and (elsewhere := await _unlisted(server)):
             if not now:
                 raise NotFoundError(elsewhere)
             echo(elsewhere, err=True)
         return rows
 
     async def watch_all(server: Opened) -> None:
-        if of_all and (elsewhere := await _elsewhere(server)):
+        if of_all and (elsewhere := await _unlisted(server)):
             echo(elsewhere, err=True)
         await _watch(server, report, seconds, app=app_name)
 
@@ -116,7 +116,7 @@ async def _rows(
     return agent_report.rows(now, before, seconds=seconds) + agent_report.failing(recorded, app)
 
 
-async def _elsewhere(server: Opened) -> str:
+async def _unlisted(server: Opened) -> str:
     """Return which agents cannot be listed, and what to do, as text; empty where there are none."""
     found = await deployment.elsewhere(server.admin, server.config)
     if not found:
@@ -134,7 +134,7 @@ def one_app(argument: str | None, option: str | None) -> str | None:
     return argument or option
 
 
-def _of_named(found: list[Progress], app: str) -> list[Progress]:
+def _of_app(found: list[Progress], app: str) -> list[Progress]:
     named = [progress for progress in found if progress.app == app]
     if not named:
         apps = ", ".join(sorted({progress.app for progress in found})) or "none"
@@ -169,7 +169,7 @@ def show(
 
 async def _show_recorded(server: Opened, *, app: str, as_json: bool) -> None:
     recorded = (await declarations.stored(server.admin)).get(app)
-    for progress in _of_named(await agent_report.of_deployment(server.admin, server.config), app):
+    for progress in _of_app(await agent_report.of_deployment(server.admin, server.config), app):
         policy = recorded.policies.get(progress.agent) if recorded else None
         pairs = {"app": app, "agent": progress.agent, **(policy or {"policy": "no worker has recorded it"})}
         _print_pairs(pairs | _progress(progress), as_json=as_json)
@@ -263,7 +263,7 @@ def retrying(
     async def report(server: Opened) -> list[Progress]:
         return await agent_report.of_deployment(server.admin, server.config)
 
-    found = [each for each in _of_named(connected(config, report, declared=True), app) if each.agent == agent]
+    found = [each for each in _of_app(connected(config, report, declared=True), app) if each.agent == agent]
     if not found:
         raise NotFoundError(f"app {app} has no agent {agent} that reads one of the configured streams")
     waiting = [each for progress in found for each in progress.retrying]

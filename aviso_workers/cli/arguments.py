@@ -23,11 +23,11 @@ __all__ = ["Line", "LinesFile", "finite", "lines_file", "parse_duration", "parse
 
 Number = TypeVar("Number", float, float | None)
 TYPE = "int.ecmwf.aviso."
-"""What the types of Aviso's CloudEvents begin with, before the event type."""
+"""The prefix of the types of Aviso's CloudEvents, before the event type."""
 CLOUD_EVENT = "specversion"
-"""What each CloudEvent has, and no line of ours."""
+"""The key of each CloudEvent that no line of ours has."""
 NEXT_PAIR = re.compile(r",\s*\w+=")
-"""What a value has when fields were separated by commas, as in listener files."""
+"""The part of a value in which fields were separated by commas, as in listener files."""
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ import typer
 from rich.filesize import decimal
 
 from aviso_workers.aviso.literals import Duration
-from aviso_workers.backends import Admin, open_backend
+from aviso_workers.backends import open_backend
 from aviso_workers.cli import backup_sets, completion
 from aviso_workers.cli.backup_cleanse import cleanse
 from aviso_workers.cli.details import time_text
@@ -24,7 +24,7 @@ from aviso_workers.cli.targets import ConfigOption, Opened, connected, load
 from aviso_workers.config import Config
 from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationError
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, Identities, Keep, NewBackup, Progress, Schedule, Spool
+from aviso_workers.ops.backups import Backup, Identities, Keep, Making, Schedule, Spool
 from aviso_workers.telemetry import logs
 
 __all__ = ["Storage", "backup", "bar"]
@@ -124,7 +124,7 @@ def create(
     """
     if bool(names) == everything:
         raise DeclarationError("say what to back up: event types or streams, or --all")
-    make = _maker(to, since, full_every, encrypt_to, identity)
+    making = _making(to, since, full_every, encrypt_to, identity)
     if every:
         if encrypt_to and (since or full_every) and not identity:
             raise DeclarationError("increments after encrypted backups need --identity, to compare with them")
@@ -135,13 +135,13 @@ def create(
             keep=Keep(newest, days),
             encrypted=bool(encrypt_to),
         )
-        _keep_backing_up(schedule, load(config), make)
+        _keep_backing_up(schedule, load(config), making)
         return
 
     async def run(server: Opened) -> list[AvisoWorkersError]:
         async def back_up(stream: str, earlier: Spool | None = None) -> Backup:
             with bar(stream) as progress:
-                made = await make(server.admin, stream, progress, earlier)
+                made = await making.make(server.admin, stream, earlier, progress=progress)
             if made.full_because:
                 typer.echo(f"{stream}: a full backup, because {made.full_because}", err=True)
             typer.echo(_described(made.backup))
@@ -152,14 +152,8 @@ def create(
 
         if everything:
             return await backup_sets.create(server.admin, to, back_up, prune, encrypted=bool(encrypt_to))
-        failures: list[AvisoWorkersError] = []
-        for stream in await backups.named_streams(server.admin, server.config, names or ()):
-            try:
-                await back_up(stream)
-                failures += await prune(stream)
-            except AvisoWorkersError as error:  # the others are backed up all the same
-                failures.append(error)
-        return failures
+        streams = await backups.named_streams(server.admin, server.config, names or ())
+        return await backups.create_each(streams, back_up, prune)
 
     _end(connected(config, run))
 
@@ -340,53 +334,28 @@ def merge(
     typer.echo(_described(made))
 
 
-def _keep_backing_up(schedule: Schedule, config: Config, make: Callable[..., Awaitable[NewBackup]]) -> None:
+def _keep_backing_up(schedule: Schedule, config: Config, making: Making) -> None:
     logs.configure(config.workers.logging)
 
-    async def make_silently(admin: Admin, stream: str, earlier: Spool | None) -> NewBackup:
-        return await make(admin, stream, lambda size: None, earlier)
-
     async def work() -> None:
-        await backups.keep_backing_up(schedule, config, lambda: open_backend(config), make_silently)
+        await backups.keep_backing_up(schedule, config, lambda: open_backend(config), making.make)
 
     anyio.run(until_signal, work)
 
 
-def _maker(
+def _making(
     to: Path, since: str | None, full_every: str | None, encrypt_to: Sequence[str] | None, identity: Path | None
-) -> Callable[..., Awaitable[NewBackup]]:
-    """Return a function that makes one backup of a stream as the options say. Raises `DeclarationError`."""
+) -> Making:
+    """Return how backups are made as the options say. Raises `DeclarationError`."""
     if since and full_every:
         raise DeclarationError("say --since or --full-every: the second makes increments as well")
-    every = _parsed(full_every) if full_every else None
-    keys, identities = backups.read_recipients(encrypt_to or ()), identities_of(identity)
-
-    async def make(admin: Admin, stream: str, progress: Progress, earlier: Spool | None = None) -> NewBackup:
-        if since == "last" or every is not None:
-            return await backups.create_next(
-                admin,
-                stream,
-                to,
-                full_every_seconds=every,
-                encrypt_to=keys,
-                identities=identities,
-                earlier=earlier,
-                progress=progress,
-            )
-        before = backups.load(Path(since)) if since else None
-        made = await backups.create(
-            admin,
-            stream,
-            to,
-            since=before,
-            encrypt_to=keys,
-            identities=identities,
-            earlier=earlier,
-            progress=progress,
-        )
-        return NewBackup(backup=made)
-
-    return make
+    return Making(
+        to=to,
+        since="last" if full_every or since == "last" else Path(since) if since else None,
+        full_every_seconds=_parsed(full_every) if full_every else None,
+        encrypt_to=backups.read_recipients(encrypt_to or ()),
+        identities=identities_of(identity),
+    )
 
 
 def _parsed(duration: str) -> Duration:

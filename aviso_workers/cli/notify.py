@@ -107,7 +107,7 @@ async def _notify_one(wanted: Notify, config: ConfigSource | None) -> None:
 
 
 class _Checked(Struct, frozen=True):
-    """What is known of a file whose lines can all be published."""
+    """The facts about a file whose lines can all be published."""
 
     total: int
     has_ids: bool

@@ -128,7 +128,7 @@ def add_source_options(command: Any) -> None:
         try:
             return run(config=source, **others)
         except NotFoundError as error:
-            meant = _meant(others.get("stream"), source) if error.code == STREAM_NOT_FOUND else ""
+            meant = _suggested_stream(others.get("stream"), source) if error.code == STREAM_NOT_FOUND else ""
             if not meant:
                 raise
             raise NotFoundError(f"{error}; {meant}", code=error.code) from error
@@ -136,7 +136,7 @@ def add_source_options(command: Any) -> None:
     command.callback = run_with_source
 
 
-def _meant(stream: str | None, source: ConfigSource | None) -> str:
+def _suggested_stream(stream: str | None, source: ConfigSource | None) -> str:
     """Return which stream was meant by the name of an event type, or by a stream's in small letters; else nothing."""
     for name, event_type in event_streams(load(source).notification_schema).items():
         if stream is not None and stream != name and stream.lower() in (name.lower(), event_type.lower()):
@@ -303,7 +303,7 @@ def _import(target: str) -> App:
     except Exception as error:  # of any kind, because it is the author's code that is run here
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             raise DeclarationError(f"no module {module_name!r} here or installed; say MODULE:APP") from error
-        raise DeclarationError(f"{module_name!r} cannot be imported:\n{_told(error)}") from error
+        raise DeclarationError(f"{module_name!r} cannot be imported:\n{_import_traceback(error)}") from error
     found = getattr(module, name or "app", None)
     if not isinstance(found, App):
         names = ", ".join(each for each, value in vars(module).items() if isinstance(value, App)) or "none"
@@ -311,7 +311,7 @@ def _import(target: str) -> App:
     return found
 
 
-def _told(error: Exception) -> str:
+def _import_traceback(error: Exception) -> str:
     """Return the traceback of what was raised while a module was imported, without the frames before and behind those
     of its author.
     """

@@ -176,7 +176,7 @@ def _line(event: yaml.Event) -> int:
 
 
 class UnreadableError(Exception):
-    """What follows cannot be made sense of; the mistake is noted."""
+    """The rest of the document cannot be made sense of; the mistake is noted."""
 
 
 class _Builder:

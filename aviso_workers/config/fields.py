@@ -1,4 +1,4 @@
-"""What fields of settings are made of: bounded numbers, text that says something, and a word on each.
+"""The types of fields of settings: bounded numbers, text that says something, and a word on each.
 
 `settings` and `nats_server` declare with these; `conversion` knows what they mean.
 """

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from os.path import isfile
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ OF_PROJECT = (Path("aviso.yaml"), Path("config/aviso.yaml"))
 """The places for the configuration of a project. The first that exists is read, and no other file."""
 HERE = Path("configuration/config.yaml")
 PREFIX = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")
+
+ENVIRONMENT = IN_PYTHON + 1
+"""The rank of variables of the environment, which win over files and Python."""
 
 _SCHEMA = "notification_schema"
 _JETSTREAM = "notification_backend.jetstream"
@@ -98,38 +102,29 @@ def examine(
         root = structs.replace(root, value={"notification_backend": kind})
     root, clashes = schema_entries.laid_over(root, event_types)
     wanted = _document_type()
-    environment = IN_PYTHON + 1
-    root, wrong = overrides(root, environ, wanted=wanted, rank=environment)
-    reader = Reader(unused=_unused(root))
-    connection = _connection(root)
-    uses_context = context is not None or (bool(named) and not connection and _kind(root) in ("", "jetstream"))
+    root, wrong = overrides(root, environ, wanted=wanted, rank=ENVIRONMENT)
+    reader = Reader(unused=_UNUSED.get(_kind(root), ""))
+    uses_context = _uses_context(root, context, named, reader)
     if uses_context:
-        section, refused = nats_context.read(named or "", environ, rank=environment)
+        section, refused = nats_context.read(named or "", environ, rank=ENVIRONMENT)
         root, wrong = _connected(root, section), wrong + refused
-    elif named and connection:
-        key, node = connection
-        text = f"is used, and {nats_context.VARIABLE} is not: --context goes before the configuration"
-        reader.warn(node.place, f"{_JETSTREAM}.{key}", text)
     values = reader.fields(root, wanted, "")
     if (backend := values.get("notification_backend")) and backend.kind == "jetstream":
         if not uses_context and (token := _token(backend.jetstream, environ)):
-            values["notification_backend"] = _with_token(backend, token)
-            reader.places[f"{_JETSTREAM}.token"] = Place(rank=environment, line=0, source=TOKEN)
+            values["notification_backend"] = _with_token(backend, token, reader)
             if path is None and not {WORKERS_FILE, SERVER_FILE} & environ.keys():
                 _refuse_found_servers(reader)
         _refuse_all(reader, _jetstream_mistakes(backend.jetstream, reader))
     elif context is not None and backend:
         reader.refuse("notification_backend.kind", "must be jetstream for a context of the nats command line")
-    _refuse_all(reader, iter(clashes))
-    _refuse_all(reader, _schema_mistakes(values, reader))
-    _refuse_all(reader, _stream_mistakes(values, reader))
+    _refuse_all(reader, chain(clashes, _schema_mistakes(values, reader), _stream_mistakes(values, reader)))
     _warn_of_fields(values, reader)
-    variables = {place.source for place in reader.places.values() if place.rank == environment}
+    variables = {place.source for place in reader.places.values() if place.rank == ENVIRONMENT}
     config = Config(
         **{"notification_backend": NotificationBackend(kind="in_memory"), **values},
         sources=(*map(str, files), *sorted(variables)),
         warnings=tuple(_sentences(reader.warnings)),
-        origins={key: str(place) for key, place in reader.places.items() if key},
+        origins=_origins(reader),
     )
     return Examined(
         config=config,
@@ -146,18 +141,12 @@ def completed(config: Config, event_types: EventTypes = ()) -> Examined:
     """
     reader = Reader(unused="")
     reader.places[""] = Place(rank=IN_PYTHON, line=0, source="Config(...)")
-    paths = {name: f"{_SCHEMA}.{name}" for name in (*config.notification_schema, *(name for name, _ in event_types))}
-    loaded = {name: known for name, known in config.notification_schema.items() if paths[name] in config.origins}
-    new = [
-        *((name, _node_of(name, known)) for name, known in config.notification_schema.items() if name not in loaded),
-        *((name, entry) for name, entry in event_types if config.origins.get(paths[name]) != str(entry.place)),
-    ]
+    loaded, taken, new = _by_origin(config, event_types)
     if not new:
         return Examined(config=config, mistakes=(), unclear=frozenset())
-    taken = {name: entry for name, entry in event_types if config.origins.get(paths[name]) == str(entry.place)}
     whole = dict(loaded)
     for name, entry in new:
-        path = paths[name]
+        path = f"{_SCHEMA}.{name}"
         if name not in whole:
             event_type = reader.read(entry, schema_entries.entry_type(), path)
             if not reader.is_wrong(path):
@@ -167,19 +156,36 @@ def completed(config: Config, event_types: EventTypes = ()) -> Examined:
             reader.places.setdefault(path, Place(rank=0, line=0, source=config.origins.get(path, "")))
             reader.refuse(path, schema_entries.clash(name, taken.get(name, whole[name]), entry))
     values = {"notification_backend": config.notification_backend, _SCHEMA: whole, "streams": config.streams}
-    _refuse_all(reader, _schema_mistakes(values, reader))
-    _refuse_all(reader, _stream_mistakes(values, reader))
+    _refuse_all(reader, chain(_schema_mistakes(values, reader), _stream_mistakes(values, reader)))
     _warn_of_fields({_SCHEMA: {name: known for name, known in whole.items() if name not in loaded}}, reader)
+    names = {*config.notification_schema, *(name for name, _ in event_types)}
     return Examined(
         config=structs.replace(
             config,
             notification_schema=whole,
             warnings=(*config.warnings, *_sentences(reader.warnings)),
-            origins={**{path: str(place) for path, place in reader.places.items() if path}, **config.origins},
+            origins={**_origins(reader), **config.origins},
         ),
         mistakes=tuple(_sentences(reader.mistakes)),
-        unclear=frozenset(name for name, path in paths.items() if reader.is_wrong(path)),
+        unclear=frozenset(name for name in names if reader.is_wrong(f"{_SCHEMA}.{name}")),
     )
+
+
+def _by_origin(
+    config: Config, event_types: EventTypes
+) -> tuple[Mapping[str, EventType], Mapping[str, Node], EventTypes]:
+    """Return the event types of the configuration that were loaded, the declarations that are among these, and the
+    others of both as entries that are still to be read."""
+    known, origins = config.notification_schema, config.origins
+    loaded = {name: known[name] for name in known if f"{_SCHEMA}.{name}" in origins}
+    new = [(name, _node_of(name, known[name])) for name in known if name not in loaded]
+    taken = {}
+    for name, entry in event_types:
+        if origins.get(f"{_SCHEMA}.{name}") == str(entry.place):
+            taken[name] = entry
+        else:
+            new.append((name, entry))
+    return loaded, taken, new
 
 
 def _node_of(name: str, event_type: EventType) -> Node:
@@ -274,11 +280,6 @@ def _read_one(file: Path, start: Place) -> tuple[Node | None, list[tuple[Place, 
         return None, [(structs.replace(start, line=line), "is not UTF-8 text")]
 
 
-def _unused(root: Node) -> str:
-    """Return the key path of the backend that is not used."""
-    return _UNUSED.get(_kind(root), "")
-
-
 def _kind(root: Node) -> str:
     node = _at(root, "notification_backend", "kind")
     return node.value if node and isinstance(node.value, str) else ""
@@ -289,6 +290,18 @@ def _connection(root: Node) -> tuple[str, Node] | None:
     section = _at(root, *_JETSTREAM.split("."))
     given = section.value if section and isinstance(section.value, dict) else {}
     return next(((key, node) for key, node in given.items() if key in nats_context.CONNECTION), None)
+
+
+def _uses_context(root: Node, context: str | None, named: str | None, reader: Reader) -> bool:
+    """Return whether a context says where to connect to: a configured connection goes before the one of a variable."""
+    if context is not None or not named:
+        return context is not None
+    if (connection := _connection(root)) is None:
+        return _kind(root) in ("", "jetstream")
+    key, node = connection
+    text = f"is used, and {nats_context.VARIABLE} is not: --context goes before the configuration"
+    reader.warn(node.place, f"{_JETSTREAM}.{key}", text)
+    return False
 
 
 def _connected(root: Node, section: Node) -> Node:
@@ -339,13 +352,24 @@ def _refuse_found_servers(reader: Reader) -> None:
         )
 
 
-def _with_token(backend: NotificationBackend, token: str) -> NotificationBackend:
+def _with_token(backend: NotificationBackend, token: str, reader: Reader) -> NotificationBackend:
+    reader.places[f"{_JETSTREAM}.token"] = Place(rank=ENVIRONMENT, line=0, source=TOKEN)
     return structs.replace(backend, jetstream=structs.replace(backend.jetstream, token=Secret(token)))
 
 
 def _jetstream_mistakes(jetstream: JetStream, reader: Reader) -> Iterator[tuple[str, str]]:
     if jetstream.retention_time == 0:
         yield f"{_JETSTREAM}.retention_time", "must be > 0"
+    yield from _authentication_mistakes(jetstream, reader)
+    if jetstream.domain and jetstream.api_prefix:
+        yield f"{_JETSTREAM}.api_prefix", "must not be combined with domain: keep one of them"
+    for key in ("api_prefix", "inbox_prefix"):
+        if (prefix := getattr(jetstream, key)) and not PREFIX.fullmatch(prefix):
+            yield f"{_JETSTREAM}.{key}", "must be the begin of a subject, without wildcards, blanks and a last '.'"
+    yield from _file_mistakes(jetstream, reader)
+
+
+def _authentication_mistakes(jetstream: JetStream, reader: Reader) -> Iterator[tuple[str, str]]:
     first, *more = _ways_to_authenticate(jetstream) or [""]
     for way in more:
         yield f"{_JETSTREAM}.{way}", f"must not be combined with {first}: keep one way to authenticate"
@@ -354,12 +378,10 @@ def _jetstream_mistakes(jetstream: JetStream, reader: Reader) -> Iterator[tuple[
         yield f"{_JETSTREAM}.user", "needs a password, which may stand in the environment"
     if has_password and not has_user:
         yield f"{_JETSTREAM}.password", "needs a user"
+
+
+def _file_mistakes(jetstream: JetStream, reader: Reader) -> Iterator[tuple[str, str]]:
     tls = jetstream.tls
-    if jetstream.domain and jetstream.api_prefix:
-        yield f"{_JETSTREAM}.api_prefix", "must not be combined with domain: keep one of them"
-    for key in ("api_prefix", "inbox_prefix"):
-        if (prefix := getattr(jetstream, key)) and not PREFIX.fullmatch(prefix):
-            yield f"{_JETSTREAM}.{key}", "must be the begin of a subject, without wildcards, blanks and a last '.'"
     if tls and tls.key_file and f"{_JETSTREAM}.tls.cert_file" not in reader.places:
         yield f"{_JETSTREAM}.tls.key_file", "needs a cert_file"
     files = {key: getattr(jetstream, key) for key in ("nkey_seed_file", "credentials_file")}
@@ -425,6 +447,10 @@ def _stream_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tupl
         return
     whole = {name: stream for name, stream in streams.items() if not reader.is_wrong(f"streams.{name}")}
     yield from declared_streams.mistakes(whole, values.get(_SCHEMA, {}), backend.jetstream)
+
+
+def _origins(reader: Reader) -> dict[str, str]:
+    return {path: str(place) for path, place in reader.places.items() if path}
 
 
 def _refuse_all(reader: Reader, mistakes: Iterator[tuple[str, str]]) -> None:

@@ -1,1 +1,1 @@
-"""What authors declare, and what their handlers can say: agents, timers, tables, windows, retry policies."""
+"""Declarations of authors, and the answers of their handlers: agents, timers, tables, windows, retry policies."""

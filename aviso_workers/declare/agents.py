@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
@@ -65,6 +65,12 @@ A = TypeVar(
 )
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+SINGLETON_HANDLES_IN_ORDER = (
+    "singleton= is for a function of a Notification without concurrency= and order_by=: "
+    "it handles one at a time, in order"
+)
+TIMEOUT_NEEDS_AN_END = "timeout= is for a function of a Notification or a Batch; a Stream has no end"
+RETURNS_INSTRUCTION_CLASS = "annotated to return the class Retry or Reject: return Retry() or Reject(reason) instead"
 
 
 class Policy(Struct, frozen=True, kw_only=True):
@@ -141,14 +147,14 @@ class Agent(Generic[P, R]):
         self.form, self.argument_type, self.key_type = _call_form(self.name, function)
         self.payload_type = self.argument_type
         self.decode = decode
-        """What makes payloads of bodies, where the payload type does not say it."""
+        """The function that makes payloads of bodies, where the payload type does not say it."""
         first = next(iter(inspect.signature(function).parameters))
         self.needs: Mapping[str, Any] = resources.needs_of(f"agent {self.name!r}", function, without=(first,))
         """By argument after the first, the type of the resource that gives it."""
         self.around: Sequence[Resource] = ()
-        """What is opened around each call, the outermost first; `App.agents_at_work` says it."""
-        self._refuse_other_types()
-        self._refuse_nonsense()
+        """The resources that are opened around each call, the outermost first; `App.agents_at_work` says it."""
+        self._refuse(self._wrong_types())
+        self._refuse(self._contradictions())
         if policy.window is not None:
             self.payload_type, self.key_type = _folded_types(self.name, policy.window, self.argument_type)
         _refuse_unreadable_key(self.name, self.key_type)
@@ -211,40 +217,35 @@ class Agent(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<Agent {self.name} on {self.event_type}>"
 
-    def _refuse_other_types(self) -> None:
+    def _refuse(self, mistakes: Iterable[str]) -> None:
+        if lines := [f"agent {self.name!r}: {mistake}" for mistake in mistakes]:
+            raise DeclarationError("\n".join(lines))
+
+    def _wrong_types(self) -> Iterator[str]:
         for name, (kind, what) in POLICY_TYPES.items():
             found = getattr(self.policy, name)
             if not isinstance(found, kind) or isinstance(found, bool):
-                raise DeclarationError(f"agent {self.name!r}: {name}= takes {what}, found {found!r:.100}")
+                yield f"{name}= takes {what}, found {found!r:.100}"
 
-    def _refuse_nonsense(self) -> None:
-        policy, problem = self.policy, ""
+    def _contradictions(self) -> Iterator[str]:
+        policy, form = self.policy, self.form
         for name, most in MOST.items():
             if (found := getattr(policy, name)) is not None and not 0 < found <= most:
-                problem = f"{name} must be above 0 and at most {most}, found {found}"
-        if policy.batch != Batching() and self.form is not Batch:
-            problem = "batch= is for a function of a Batch"
-        if policy.window is not None and self.form is not Window:
-            problem = "window= is for a function of a Window"
-        if policy.window is None and self.form is Window:
-            problem = "a function of a Window needs window=Windowing(...)"
-        if policy.order_by and self.form is not Notification:
-            problem = "order_by= is for a function of a Notification"
-        if policy.singleton and (self.form is not Notification or policy.concurrency > 1 or policy.order_by):
-            problem = (
-                "singleton= is for a function of a Notification without concurrency= and order_by=: "
-                "it handles one at a time, in order"
-            )
-        if policy.timeout and self.form is Stream:
-            problem = "timeout= is for a function of a Notification or a Batch; a Stream has no end"
-        if self.in_thread and self.form is Stream:
-            problem = "a function of a Stream must be async"
-        if inspect.isgeneratorfunction(self.function):
-            problem = "a function that yields must be async; a plain one may return a list"
-        if _holds_instruction_class(_hint(self.name, self.function, "return")):
-            problem = "annotated to return the class Retry or Reject: return Retry() or Reject(reason) instead"
-        if problem:
-            raise DeclarationError(f"agent {self.name!r}: {problem}")
+                yield f"{name} must be above 0 and at most {most}, found {found}"
+        in_turn = form is Notification and policy.concurrency <= 1 and not policy.order_by
+        returned = _hint(self.name, self.function, "return")
+        rules = [
+            (policy.batch != Batching() and form is not Batch, "batch= is for a function of a Batch"),
+            (policy.window is not None and form is not Window, "window= is for a function of a Window"),
+            (policy.window is None and form is Window, "a function of a Window needs window=Windowing(...)"),
+            (policy.order_by and form is not Notification, "order_by= is for a function of a Notification"),
+            (policy.singleton and not in_turn, SINGLETON_HANDLES_IN_ORDER),
+            (policy.timeout and form is Stream, TIMEOUT_NEEDS_AN_END),
+            (self.in_thread and form is Stream, "a function of a Stream must be async"),
+            (isgeneratorfunction(self.function), "a function that yields must be async; a plain one may return a list"),
+            (_holds_instruction_class(returned), RETURNS_INSTRUCTION_CLASS),
+        ]
+        yield from (mistake for is_made, mistake in rules if is_made)
 
 
 class Task:
@@ -272,7 +273,7 @@ class Declared(Protocol):
 
 D = TypeVar("D", bound=Declared)
 Declaration = Agent[Any, Any] | Timer[Any, Any] | Task | Resource | tuple[str, Table[Any] | Counter] | tuple[str, Node]
-"""What a router has: some have a name that is not their own."""
+"""A declaration of a router: some have a name that is not their own."""
 
 
 class Taker(Protocol):
@@ -289,7 +290,7 @@ class Router(Generic[S]):
     """
 
     _kind = "router"
-    """What an error calls it."""
+    """The name of the kind in errors."""
 
     def __init__(self, name: str, *, settings: type[S] | None = None) -> None:
         self.name = check_name(self._kind, name)

@@ -1,4 +1,4 @@
-"""What authors declare to run around each call of their agents: before it, after it, and where it fails.
+"""Functions that authors declare to run around each call of their agents: before it, after it, and where it fails.
 
 Pure. `engine.call_scope` runs it, beside the resources that are opened for each call.
 """
@@ -41,7 +41,7 @@ class Around(Resource, frozen=True, kw_only=True):
     """An async generator function that runs around the calls of agents: each call is made where it yields."""
 
     form: type
-    """What its first argument is: a Notification, a Batch or a Window. It runs around agents that take the same."""
+    """The type of its first argument: a Notification, a Batch or a Window. It runs around agents that take the same."""
     argument_type: Any
     """The `T` of `Notification[T]`; `Any` fits every agent."""
     agents: tuple[str, ...] | None

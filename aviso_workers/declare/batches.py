@@ -63,7 +63,7 @@ class Batch(Generic[T, K]):
     def __init__(self, notifications: Sequence[Notification[T, K]]) -> None:
         self.notifications = tuple(notifications)
         self.outcomes: dict[int, object] = {}
-        """What was said of single notifications, by sequence."""
+        """The answers for single notifications, by sequence."""
 
     def __iter__(self) -> Iterator[Notification[T, K]]:
         return iter(self.notifications)

@@ -27,7 +27,7 @@ NOTHING = (type(None), Ack, Receipt)
 """Types of which nothing is published where a function returns one by itself."""
 ACCEPTED = (Notify, *NOTHING, Retry, Reject, BaseException)
 IN_SEVERAL = (Notify, Receipt, BaseException)
-"""What may be among several. None may not: there it is more often a forgotten `return` than meant."""
+"""The types that may be among several values. None may not: there it is more often a forgotten `return` than meant."""
 NO_SEVERAL = (str, bytes, bytearray, memoryview, Mapping, Set)
 """Iterables that are not taken for several notifications: these have no order, or are a payload."""
 CURE = "return a Notify, several in a list, or None"
@@ -186,12 +186,15 @@ def _is_accepted(annotation: Any, accepted: tuple[type, ...]) -> bool:
         return True
     if not issubclass(kind, Iterable) or issubclass(kind, (*NO_SEVERAL, AsyncIterator, Awaitable)):
         return False
+    return all(_is_accepted(each, IN_SEVERAL) for each in _elements(kind, annotation))
+
+
+def _elements(kind: type, annotation: Any) -> list[Any]:
+    """Return the types of the values that an iterable gives; a generator's are those that it yields and returns."""
     within = [each for each in typing.get_args(annotation) if each is not Ellipsis]
-    if issubclass(kind, Generator) and len(within) == 3 and within[2] not in (None, type(None)):
-        within = [within[0], within[2]]
-    elif issubclass(kind, Generator):
-        within = within[:1]
-    return all(_is_accepted(each, IN_SEVERAL) for each in within)
+    if not issubclass(kind, Generator):
+        return within
+    return [within[0], *(each for each in within[2:] if each not in (None, type(None)))] if within else []
 
 
 def _parts(annotation: Any) -> Iterator[Any]:

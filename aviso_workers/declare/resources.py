@@ -57,7 +57,7 @@ BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ON
 
 
 class Resource(Struct, frozen=True, kw_only=True):
-    """What gives the values of one type."""
+    """The function that gives the values of one type."""
 
     name: str
     gives: Any
@@ -69,7 +69,7 @@ class Resource(Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """What errors call it."""
+        """Return its name in errors."""
         return f"resource {self.name!r}"
 
 
@@ -79,12 +79,12 @@ class Needing(Protocol):
     function: Any
     needs: Mapping[str, Any]
     around: Sequence[Resource]
-    """What is opened around each call of it, the outermost first."""
+    """The resources that are opened around each call of it, the outermost first."""
 
 
 N = TypeVar("N", bound=Needing)
 ITERATES = (AsyncIterator, AsyncGenerator, Iterator, Generator)
-"""What a function is annotated to return that yields."""
+"""The types that a function is annotated to return that yields."""
 
 
 def declare(function: Callable[..., Any], scope: Scope = "worker") -> Resource:

@@ -99,14 +99,14 @@ class Change(Struct, Generic[T], frozen=True, kw_only=True):
 
 
 class Applied(Protocol):
-    """What a connected table asks about updates that are made once for a notification."""
+    """The record of updates that are made once for a notification, which a connected table asks."""
 
     def once(self, key: str, notification: Notification[Any]) -> AbstractContextManager[None]: ...
     async def added(self, key: str, header: str, notification: Notification[Any]) -> str | None: ...
 
 
 class _Connected(NamedTuple, Generic[C]):
-    """What a table or counter works with in one app, and where."""
+    """The connection of a table or counter in one app, and its event loop."""
 
     to: C
     portal: BlockingPortal
@@ -115,7 +115,7 @@ class _Connected(NamedTuple, Generic[C]):
 
 
 class _Connections(Generic[C]):
-    """What a table or counter is connected to, by `PROCESS`."""
+    """The connections of a table or counter, by `PROCESS`."""
 
     def __init__(self, kind: str, name: str) -> None:
         self._kind = kind
@@ -132,8 +132,8 @@ class _Connections(Generic[C]):
 
     @property
     def here(self) -> C:
-        """What is connected. Raises `DeclarationError` where nothing is, or in another event loop, to which no answer
-        would come.
+        """Return the connection. Raises `DeclarationError` where there is none, or in another event loop, to which no
+        answer would come.
         """
         connected = self._here()
         if event_loops.running_loop() not in (None, connected.loop):
@@ -160,7 +160,7 @@ class _Connections(Generic[C]):
 
 
 class _Bucket(NamedTuple):
-    """What a table works with while it is connected."""
+    """The bucket of a table while it is connected."""
 
     bucket: KeyValue
     applied: Applied
@@ -478,7 +478,7 @@ class Table(Generic[T]):
 
 
 class CounterStore(Protocol):
-    """What a connected counter adds to."""
+    """The store that a connected counter adds to."""
 
     async def add(self, key: str, amount: int, *, message_id: str | None) -> int: ...
     async def get(self, key: str) -> int: ...

@@ -38,7 +38,7 @@ def unawaited_calls(function: Callable[..., Any]) -> list[str]:
     names = _names(function)
     awaits = isinstance(tree.body[0], ast.AsyncFunctionDef)
     found = []
-    for node in _own(tree.body[0]):
+    for node in _own_nodes(tree.body[0]):
         for call in _dropped(node):
             if inspect.iscoroutinefunction(_called(call.func, names)):
                 text = ast.unparse(call.func)
@@ -84,12 +84,12 @@ def _names(function: FunctionType) -> Mapping[str, Any]:
     return {name: value for name, value in {**function.__globals__, **around}.items() if name not in local}
 
 
-def _own(node: ast.AST) -> Iterator[ast.AST]:
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Yield what is in a function, without the functions and classes in it."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, NESTED):
             yield child
-            yield from _own(child)
+            yield from _own_nodes(child)
 
 
 def _called(node: ast.expr, names: Mapping[str, Any]) -> object:

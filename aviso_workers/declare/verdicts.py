@@ -1,4 +1,4 @@
-"""What becomes of a notification that was not handled: the one place that decides.
+"""Verdicts on notifications that were not handled: the one place that decides.
 
 Pure, and two steps. The engine runs the author's function and makes a `Failure` of what went wrong, where it went
 wrong; `classify` asks the author what the exception means, and `decide` returns the verdict, which
@@ -124,7 +124,7 @@ RunsAs = Literal["beside_others", "alone"]
 
 
 class Record(Struct, frozen=True, kw_only=True):
-    """What is known of a notification that was delivered or tried before."""
+    """The record of a notification that was delivered or tried before."""
 
     failures: int = 0
     ended: int = 0
@@ -146,7 +146,7 @@ UNFINISHED: Mapping[type, str] = {
     Awaitable: "await it",
     AsyncIterator: "loop over it with `async for`, and yield what it yields",
 }
-"""What a handler may return by mistake, as its work is not done, and what to do instead."""
+"""The types that a handler may return by mistake, as its work is not done, and the cure."""
 Classifier = Callable[[Exception], Retry | Reject | Ack | None]
 """A function of `on_error`, which answers an exception with one of these; None is not an answer."""
 FinalReason = Literal["undecodable", "invalid_notification", "late", "max_deliveries"]
@@ -158,7 +158,7 @@ class Failure(Struct, frozen=True):
 
     error: BaseException
     instruction: Instruction | None = None
-    """What the author has said of it."""
+    """The author's answer."""
     final: FinalReason | None = None
     """Set by the step of ours that found it, never by the type of the error: what a handler raises may be about
     something else than its notification."""
@@ -284,7 +284,7 @@ def _answer(classifier: Classifier, error: Exception) -> Ack | BaseException | N
 def _explained(failure: Failure, answer: BaseException) -> Failure:
     if isinstance(answer, Instruction):
         try:
-            return Failure(failure.error, instruction=_as_made(answer))
+            return Failure(failure.error, instruction=_with_checked_delay(answer))
         except BaseException as raised:
             return Failure(raised)
     if answer is failure.error:  # raised again
@@ -294,7 +294,7 @@ def _explained(failure: Failure, answer: BaseException) -> Failure:
     return Failure(answer)
 
 
-def _as_made(instruction: Instruction) -> Instruction:
+def _with_checked_delay(instruction: Instruction) -> Instruction:
     """Return the instruction with an `after` that can be relied on, which its author may have set later.
 
     Raises `DeclarationError` where it is not a number of seconds.

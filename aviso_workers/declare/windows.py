@@ -218,7 +218,7 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
 
 
 class State(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True):
-    """What is known of a key."""
+    """The stored state of a key."""
 
     open: dict[int, A] = {}
     """The values of the windows that are not done, by start."""
@@ -259,7 +259,7 @@ class Settled(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is known for all keys."""
+    """The stored state of all keys together."""
 
     closed: int = NEVER
     """As `State.closed`."""
@@ -422,7 +422,7 @@ def add(
     taking = [start for start in containing if end(state, start) > closed]
     if not taking:
         last = max(end(state, start) for start in containing)
-        raise late(f"all of its windows have closed, the last at {_text(last)}")
+        raise late(f"all of its windows have closed, the last at {datetime.fromtimestamp(last, UTC).isoformat()}")
     values = dict(state.open)
     for start in taking:
         before: Any = values[start] if start in values else copy.deepcopy(windowing.initial)
@@ -572,7 +572,3 @@ def _content(constant: object) -> str:
 @functools.cache
 def _seconds(duration: AnyDuration) -> int:
     return int(literals.seconds_of(duration))
-
-
-def _text(time: int) -> str:
-    return datetime.fromtimestamp(time, UTC).isoformat()

@@ -1,1 +1,1 @@
-"""What happens to notifications. The engine knows the contract of the backends and never a backend by name."""
+"""The path of notifications in a worker. The engine knows the contract of the backends and never a backend by name."""

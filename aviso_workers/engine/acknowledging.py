@@ -52,7 +52,7 @@ STORE_AGAIN = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
 FAILURE_COSTS = 12
 """How many times as much processor time as a success a failure costs, besides what its handler does."""
 FAILURE_SECONDS = 0.01
-"""The most that is assumed for it, as on a machine that has other work."""
+"""A failure takes at most its call's time, or this where that is shorter, as on a machine that has other work."""
 
 
 class _Outcome(NamedTuple):
@@ -74,7 +74,7 @@ OTHER_VERSION = Backoff(first=0.05, factor=1.3, max=5.0, jitter=0.5)
 in the first ten seconds, because a server gives it to any worker. At equal intervals, it could be the same worker each
 time."""
 FRESH = Record()
-"""What is known of a notification that has never failed."""
+"""The record of a notification that has never failed."""
 
 
 def settle(delivery: Delivery, settlement: Settlement) -> None:
@@ -144,7 +144,7 @@ class Settler:
         self._hear_each = events.listeners(Settled)
         self._hear_acked = events.listeners(Acked)
         self._acked: list[tuple[float, float, Delivery]] = []
-        """What was acked in this turn of the event loop, with how long it was handled and how long it waited."""
+        """The deliveries acked in this turn of the loop, with how long each was handled and how long it waited."""
         self._retry_share = RetryShare()
         self._failed_at = clock.monotonic()
         self._finished = 0

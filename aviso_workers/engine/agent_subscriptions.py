@@ -38,7 +38,7 @@ from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shared_filters import SharedFilter
 from aviso_workers.engine.shields import Shield
-from aviso_workers.engine.singletons import WhileHeld
+from aviso_workers.engine.singletons import SingletonCalls
 from aviso_workers.engine.subscription import Handler, Run, Subscription, consumer_spec
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import NotFoundError, UndecodableError
@@ -53,10 +53,10 @@ from aviso_workers.state.versions import Versions
 __all__ = ["AgentSubscriptions"]
 
 ORDERED_PREFETCH = 1000
-"""What may wait with an ordered agent: more than its concurrency, because what waits behind
+"""Deliveries that may wait with an ordered agent: more than its concurrency, because what waits behind
 another one of its key is held too."""
 STREAM_PREFETCH = 16
-"""What may wait for each call of a function of a Stream, which can take many before the first of them is done."""
+"""Deliveries that may wait for each call of a function of a Stream, which can take many before the first is done."""
 SINGLETON_HEARTBEAT_SECONDS = 3.0
 """A singleton that has lost what it handles is ended within a third of this."""
 HANDLERS: dict[type, Callable[[HandlerContext], Handler]] = {Notification: OneByOne, Batch: InBatches, Stream: AsStream}
@@ -96,7 +96,7 @@ class AgentSubscriptions:
         where = schema.parse_where(agent.event_type, event_type, agent.where)
         stream = streams.event_stream(agent.event_type, event_type, self._config)
         clock, policy = self._backend.clock, agent.policy
-        while_held = WhileHeld() if policy.singleton else None
+        singleton_calls = SingletonCalls() if policy.singleton else None
         flow = Flow(
             clock,
             workers=policy.concurrency,
@@ -105,7 +105,7 @@ class AgentSubscriptions:
             most=1 if policy.singleton else MOST_PREFETCH,
             key=topics.key_of(where.topic, policy.order_by) if policy.order_by else None,
             isolation=self._isolation,
-            on_lost=while_held.end if while_held and agent.can_be_cancelled else None,
+            on_lost=singleton_calls.end if singleton_calls and agent.can_be_cancelled else None,
         )
         buffer = flow.buffer
         shield = Shield(clock)
@@ -141,7 +141,7 @@ class AgentSubscriptions:
             settler=settler,
             timeouts=timeouts,
             clock=clock,
-            while_held=while_held,
+            singleton_calls=singleton_calls,
         )
         windows = self._windows(context, stream.name)
         run = Run(

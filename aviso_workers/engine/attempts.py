@@ -64,9 +64,9 @@ class Failures:
         self._values: BulkKeyValue | None = None
         self._counted = GroupedWrites(self._write_counts, shield=shield)
         self._unstored: dict[Key, Record] = {}
-        """What could not be stored, by key."""
+        """Records that could not be stored, by key."""
         self._given_back: dict[Key, tuple[Record, int]] = {}
-        """What is stored, with the `num_delivered` of the delivery that failed, by key. Where the next delivery comes
+        """Stored records, with the `num_delivered` of the delivery that failed, by key. Where the next delivery comes
         to this process too, no other worker had it in between, and the count need not be read."""
         self._begun: set[Key] = set()
         """Keys of which the bucket says that a handler has begun."""

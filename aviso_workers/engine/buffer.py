@@ -210,8 +210,8 @@ class Buffer:
         if held is not None:
             if held.message.timestamp_ns == message.timestamp_ns:
                 return  # delivered again while it is held: settling the older delivery settles both
-            self._note_waiting(held)
-            self._let_go(held)
+            self._note_not_running(held)
+            self._subtract_bytes(held)
         self._held[message.sequence] = delivery
         delivery.waiting_since = self._clock.monotonic()
         delivery.waited = delivery.begin = delivery.record = None
@@ -351,8 +351,8 @@ class Buffer:
                 self.running -= 1  # and its size is counted no more
                 self._bodiless -= delivery.bodiless
             else:
-                self._note_waiting(delivery)
-                self._let_go(delivery)
+                self._note_not_running(delivery)
+                self._subtract_bytes(delivery)
             del self._held[delivery.message.sequence]
         if self._keys is not None and (following := self._keys.leave(delivery)):
             self._offer(following)
@@ -366,7 +366,7 @@ class Buffer:
         """Keep a delivery at the head of its key, and offer it again after the delay."""
         due = self._clock.monotonic() + after_seconds
         if self.holds(delivery):
-            self._note_waiting(delivery)
+            self._note_not_running(delivery)
             delivery.waiting_since = due
             if self._keys is not None:
                 self._keys.stop(delivery, stopped=True)
@@ -462,7 +462,7 @@ class Buffer:
             self._ready.remove(delivery)
         return True
 
-    def _note_waiting(self, delivery: Delivery) -> None:
+    def _note_not_running(self, delivery: Delivery) -> None:
         """Note that a delivery does not run, or not any more."""
         if delivery.waited is not None:
             self.running -= 1
@@ -532,14 +532,14 @@ class Buffer:
         withdrawn = []
         for sequence in sorted(sequences):  # in order, so that they come back in order
             delivery = self._held.pop(sequence)
-            self._note_waiting(delivery)
-            self._let_go(delivery)
+            self._note_not_running(delivery)
+            self._subtract_bytes(delivery)
             withdrawn.append(delivery)
         if self._keys is not None:
             self._keys.keep(self.holds)
         return withdrawn
 
-    def _let_go(self, delivery: Delivery) -> None:
+    def _subtract_bytes(self, delivery: Delivery) -> None:
         """Note that a delivery, which does not run, is not held any more."""
         self.waiting_bytes -= len(delivery.message.data)
         self._bodiless -= delivery.bodiless

@@ -1,5 +1,5 @@
-"""What is opened around one call of an agent or one tick of a timer: what `@app.around` declares, and the resources of
-scope `call`.
+"""The generators that are opened around one call of an agent or one tick of a timer: those of `@app.around`, and the
+resources of scope `call`.
 
 Each is an async generator that yields once. An exception that ends the call is raised at the `yield` of each, from the
 innermost to the outermost. A function of `@app.around` may catch it and end; then the call has succeeded for all that

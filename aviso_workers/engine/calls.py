@@ -117,7 +117,7 @@ async def _attempt(
         return Failure(found.error, other_version=True)
     except asyncio.CancelledError as error:
         await _raise_cancellation()
-        return Failure(_from_within(error))
+        return Failure(_cancelled_from_within(error))
     except BaseException as error:
         if forks.generation != generation:
             forks.end_child(error)
@@ -141,7 +141,7 @@ async def _raise_cancellation() -> None:
         task.uncancel()
 
 
-def _from_within(error: BaseException) -> Exception:
+def _cancelled_from_within(error: BaseException) -> Exception:
     failure = RuntimeError("cancelled from within: something that it awaited was cancelled")
     failure.__cause__ = error
     return failure.with_traceback(error.__traceback__)

@@ -1,4 +1,4 @@
-"""What was to be stored later and is due: read by one consumer for all workers of all apps, and published.
+"""Delayed notifications that are due: read by one consumer for all workers of all apps, and published.
 
 See `delayed_messages` for how it waits. A notification is published under the message id that it was given at first,
 and acknowledged after that. Where a worker dies in between, another one does it again: within the duplicate window the

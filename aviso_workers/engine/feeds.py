@@ -1,4 +1,4 @@
-"""What a subscription reads, and what a delivery goes through between its consumer and the buffer.
+"""Consumers that a subscription reads, and the steps of a delivery between its consumer and the buffer.
 
 Most go straight into the buffer. What never gets there is what another version of the agent wants (`shared_filters`),
 what was settled before and comes again, and a dead letter that is tried again whose sequence is taken.
@@ -54,7 +54,7 @@ class Feed(Struct, frozen=True, kw_only=True):
     interrupted: Callable[[], Coroutine[Any, Any, None]] | None = None
     """Returns when reading has to stop until `ensure` lets it begin again."""
     repeats: Repeats | None = None
-    """What was settled lately of the stream; None where what comes again is always handled again."""
+    """The notifications of the stream that were settled lately; None where what comes again is always handled again."""
 
 
 Deliver = Callable[[Sequence[Delivery]], None]
@@ -66,8 +66,8 @@ def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGro
     What cannot be done at once is done by a task of `joining`.
     """
     unwrap, leaves, refuses = feed.unwrap, feed.leaves, feed.refuses
-    put = buffer.put_all if feed.repeats is None else _passing_over(feed.repeats, buffer, joining)
-    take = put if leaves is None else _leaving(leaves, put)
+    put = buffer.put_all if feed.repeats is None else _unrepeated(feed.repeats, buffer, joining)
+    take = put if leaves is None else _wanted_only(leaves, put)
 
     def take_unwrapped(delivery: Delivery) -> None:
         """Take an unwrapped delivery, unless the buffer holds the agent's own message of the same sequence.
@@ -108,7 +108,7 @@ def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGro
     return deliver
 
 
-def _leaving(leaves: Callable[[Delivery], bool], put: Deliver) -> Deliver:
+def _wanted_only(leaves: Callable[[Delivery], bool], put: Deliver) -> Deliver:
     """Return what puts the deliveries that the agent is to have."""
 
     def put_wanted(deliveries: Sequence[Delivery]) -> None:
@@ -117,7 +117,7 @@ def _leaving(leaves: Callable[[Delivery], bool], put: Deliver) -> Deliver:
     return put_wanted
 
 
-def _passing_over(repeats: Repeats, buffer: Buffer, joining: TaskGroup) -> Deliver:
+def _unrepeated(repeats: Repeats, buffer: Buffer, joining: TaskGroup) -> Deliver:
     """Return what puts deliveries into the buffer and leaves out what was settled here before; see `repeats`."""
 
     async def settle() -> None:

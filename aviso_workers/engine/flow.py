@@ -1,5 +1,5 @@
-"""What is in flight of one agent: what its consumers are asked for ahead of what its workers handle, and the buffer of
-what has come. It is the backpressure towards the server.
+"""The deliveries in flight of one agent: those that its consumers are asked for ahead of its workers, and the buffer of
+those that have come. It is the backpressure towards the server.
 
 A consumer asks for the `capacity`; whenever a handler begins, consumers that may be asked for more are.
 """

@@ -21,7 +21,7 @@ DIGEST_BYTES = 12
 
 
 class IdempotencyKeys:
-    """What one call of an agent handles; what is published inside of the `with` block is given ids that follow from it.
+    """The notifications of one call of an agent; those that it publishes in the `with` block get ids made from these.
 
     An agent has as many as it makes calls at a time, each around the calls of one task.
     """

@@ -50,7 +50,7 @@ ACK_TIMEOUT_SECONDS = 5.0
 LONGEST_DELAY_SECONDS = 1.0
 """Attempts do not get rarer than this: an election ends within seconds, and nobody should wait much longer than it."""
 MAY_PASS = (UnavailableError, OutcomeUnknownError, FullError)
-"""What may be cured by the next attempt. A full stream may have room again: publishers wait for it."""
+"""Errors that the next attempt may cure. A full stream may have room again: publishers wait for it."""
 CHUNK = 500
 """Notifications that are sent together when many are to be stored."""
 CHUNK_BYTES = 1024 * 1024
@@ -117,9 +117,9 @@ class _Prepared(Struct, gc=False):
     spec: StreamSpec
     outgoing: Outgoing
     later: Notify | None = None
-    """What says when it is to be delivered, until it is known whether it has to wait."""
+    """The notification with its time of delivery, until it is known whether it has to wait."""
     schedule: Outgoing | None = None
-    """What is sent in its place, if it has to wait."""
+    """The message that is sent in its place, if it has to wait."""
     due: datetime | None = None
 
 
@@ -326,7 +326,7 @@ class Publisher:
 
     @property
     def most_bytes(self) -> int:
-        """What payload and headers of a notification may take."""
+        """The most bytes that payload and headers of a notification may take."""
         max_payload = self._backend.connection.max_payload
         return max_payload - min(HEADER_ALLOWANCE, max_payload // 2)
 

@@ -1,4 +1,4 @@
-"""What becomes, before its handler is run, of a delivery that is not its notification's first, or has no body here.
+"""The way of a delivery to its handler where it is not its notification's first, or has no body here.
 
 A notification whose handler ends its process (a crash in a library, memory used up) takes along whatever the process
 held, and the server delivers all of it again. How often it was delivered does not tell it from what was given back by

@@ -39,7 +39,7 @@ MOST_TIMES_BEHIND = 3
 MOST_FAILURES = 60
 """Failures in a row, with a connection, after which a replay raises the last one."""
 MOST_UNANSWERED = 8
-"""The same, where nothing receives a request, and nothing was read before. A server that starts takes less time."""
+"""The same, where nobody receives a request and nothing was read before. A server that starts takes less time."""
 FAILURES_BEFORE_WARNING = 3
 """Failures in a row before a warning. A new leader is usually elected sooner."""
 
@@ -48,7 +48,7 @@ async def when_created(backend: Backend, stream: str, *, known: datetime | None)
     """Return when the stream was created. Raises `NotFoundError` where it is gone, or not the one that is known."""
     found = (await backend.stream_info(stream)).created
     if known is not None and found != known:
-        raise _made_again(stream)
+        raise _recreated(stream)
     return found
 
 
@@ -105,7 +105,7 @@ class Replayer:
         try:
             info = await self._reaching(start)
         except NotFoundError:
-            info = await self._found_again()
+            info = await self._stream_again()
             start = Position(time=start.time) if start.time else Position(sequence=1)
         if start == Position():
             start = Position(sequence=info.last_sequence + 1)
@@ -124,7 +124,7 @@ class Replayer:
                         if (notification := self._matching(message)) is not None:
                             yield notification
             except NotFoundError:
-                info = await self._found_again()
+                info = await self._stream_again()
                 if not reading.is_of(info):
                     self._report_made_again(info, reading.next_sequence)
                     reading = _Reading(Position(time=start.time), created=info.created)
@@ -193,7 +193,7 @@ class Replayer:
         reading.times_behind += 1
         if info.created == reading.created and reading.times_behind <= MOST_TIMES_BEHIND:
             raise UnavailableError(f"stream {self._stream} has come to {info.last_sequence}, and was further")
-        raise _made_again(self._stream)
+        raise _recreated(self._stream)
 
     async def _reaching(self, start: Position) -> StreamInfo:
         """Return what the stream is, asked again a few times where it has not come to the sequence of the start: its
@@ -207,7 +207,7 @@ class Replayer:
             info = await self._backend.stream_info(self._stream)
         return info
 
-    async def _found_again(self) -> StreamInfo:
+    async def _stream_again(self) -> StreamInfo:
         """Return what the stream is, as soon as there is one. Raises `BackendError` as `Backend.failed` does."""
         reported = False
         while True:
@@ -252,7 +252,7 @@ class _Reading:
     def __init__(self, start: Position, *, created: datetime | None) -> None:
         self.created = created
         self.since = start.time
-        """What was stored before is left out."""
+        """The time before which notifications are left out."""
         self.from_time = start.time
         """Where to begin, as long as nothing was seen."""
         self.next_sequence = start.sequence or 1
@@ -271,7 +271,7 @@ def _is_within(start: Position, info: StreamInfo) -> bool:
     return start.sequence is None or start.sequence <= info.last_sequence + 1
 
 
-def _made_again(stream: str) -> NotFoundError:
+def _recreated(stream: str) -> NotFoundError:
     return NotFoundError(f"stream {stream} was deleted and recreated while it was read: begin again")
 
 

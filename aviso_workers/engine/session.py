@@ -74,7 +74,7 @@ def is_stopping() -> bool:
 
 
 class Session:
-    """What an app can do while it is connected."""
+    """The connection of an app, and its work while it is connected."""
 
     def __init__(self, backend: Admin, *, app: str, config: Config, events: Events) -> None:
         self.backend: Backend = backend

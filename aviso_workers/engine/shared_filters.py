@@ -155,7 +155,7 @@ class SharedFilter:
         if found is None and self._known_agents and not self._states_start and not await self._recorder.is_known():
             await self._known_agents.require_new(self._agent, self._stream, self._own.filter_subjects)
         known = await self._register(found)
-        info, registered = await (self._alone(found) if known is None else self._beside(found, *known))
+        info, registered = await (self._ensure_alone(found) if known is None else self._ensure_beside(found, *known))
         await self._recorder.record(info)
         if self._known_agents:
             for stream in await self._known_agents.note(self._agent, self._stream, self._own.filter_subjects):
@@ -204,12 +204,12 @@ class SharedFilter:
                 await self._recorder.record(found)
             await self._retries.refresh()
 
-    async def _alone(self, found: ConsumerInfo | None) -> tuple[ConsumerInfo, tuple[Registered, ...]]:
+    async def _ensure_alone(self, found: ConsumerInfo | None) -> tuple[ConsumerInfo, tuple[Registered, ...]]:
         """Create the consumer, or bring it in line, where no version can be registered."""
         own = versions.including((), self._own)
         return await self._recorder.ensure(self._shared(own), found), own
 
-    async def _beside(
+    async def _ensure_beside(
         self, found: ConsumerInfo | None, before: tuple[Registered, ...], registered: tuple[Registered, ...]
     ) -> tuple[ConsumerInfo, tuple[Registered, ...]]:
         """Create the consumer, or bring it in line, so that it lets through what each registered version wants."""
@@ -341,7 +341,7 @@ class SharedFilter:
             return
         wanted = specs.beginning_after(self._shared(registered), found.settled)
         edited = _edited(wanted, found)
-        if edited or not _is_as(wanted, found) or found.config.max_ack_pending < self._granted:
+        if edited or not _is_in_line(wanted, found) or found.config.max_ack_pending < self._granted:
             found = await self._backend.ensure_consumer(self._stream, wanted)
             self._follow(found)
             if edited:
@@ -460,6 +460,6 @@ def _edited(wanted: ConsumerSpec, found: ConsumerInfo) -> tuple[str, ...]:
     return tuple(str(each) for each in differences if each.field in ALIKE)
 
 
-def _is_as(wanted: ConsumerSpec, found: ConsumerInfo) -> bool:
+def _is_in_line(wanted: ConsumerSpec, found: ConsumerInfo) -> bool:
     filters = tuple(sorted(found.config.filters))
     return filters == wanted.filter_subjects and found.config.ack_wait == wanted.ack_wait

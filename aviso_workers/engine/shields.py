@@ -1,4 +1,4 @@
-"""What a cancellation does not cut off at once: settlements that have begun.
+"""Shields of work that a cancellation does not cut off at once: settlements that have begun.
 
 A worker is cancelled when its drain timeout is over, or by a second signal. A dead letter that is being stored is
 stored to its end, and a failure is counted; but a server or a bucket that does not answer must not keep the process

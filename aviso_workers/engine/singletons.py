@@ -1,4 +1,4 @@
-"""What a singleton's handler may still do: only what nobody else can do instead.
+"""Limits of a singleton's handler: it may do only what nobody else can do instead.
 
 `handlers.one` makes its calls through here, `publisher` and `table_store` ask before they write. A worker that was
 paused or cut off, or whose consumer has another leader, has lost what it handled: another one may be at it. The call is
@@ -20,12 +20,12 @@ from aviso_workers.engine import calls
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.errors import TakenOverError
 
-__all__ = ["WhileHeld", "check"]
+__all__ = ["SingletonCalls", "check"]
 
 _HANDLED: ContextVar[Delivery | None] = ContextVar("handled", default=None)
 
 
-class WhileHeld:
+class SingletonCalls:
     """Calls a singleton's function, one call at a time, and ends it when what it handles is lost."""
 
     def __init__(self) -> None:

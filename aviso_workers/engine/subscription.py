@@ -60,7 +60,7 @@ QUIET_SECONDS = 1.0
 
 
 class Handler(Protocol):
-    """What takes deliveries from a buffer and settles them: a call form of authors' functions, or `internal`."""
+    """Takes deliveries from a buffer and settles them: a call form of authors' functions, or `internal`."""
 
     async def work(self) -> None:
         """Take from the buffer and settle, until the buffer is closed."""
@@ -238,7 +238,7 @@ class Run:
 
 
 class Subscription(Struct, frozen=True, kw_only=True):
-    """What reads durable consumers and handles what comes: an agent, or one of our own."""
+    """The reader of durable consumers and the handler of their deliveries: an agent, or one of our own."""
 
     name: str
     feeds: Sequence[Feed]
@@ -330,7 +330,7 @@ class _Reader:
                 try:
                     await self._read(joining)
                     self._gave_back = True
-                    await _until(self._stop, self._run.until_not_stuck)
+                    await _run_until(self._stop, self._run.until_not_stuck)
                 except BackendError as error:
                     await self._wait_after(error)
             joining.cancel_scope.cancel()
@@ -345,7 +345,7 @@ class _Reader:
     async def _read(self, joining: TaskGroup) -> None:
         """Open the consumer and read it until it is lost, the agent is stuck, or it is to stop."""
         feed, run, consumer = self._feed, self._run, self._feed.consumer.durable_name
-        if (made := await self._made()) is None:
+        if (made := await self._ensured()) is None:
             return
         info, passed = made
         gathers = feed.in_order and info.num_ack_pending > 0 and (self._gave_back or not len(run.buffer))
@@ -371,7 +371,7 @@ class _Reader:
             finally:
                 run.detach(self._stream)
 
-    async def _made(self) -> tuple[ConsumerInfo, Passed | None] | None:
+    async def _ensured(self) -> tuple[ConsumerInfo, Passed | None] | None:
         """Create the consumer if it is missing; return it and the position it had reached.
 
         Return None if the worker stops first: it does not wait for a server that does not answer.
@@ -386,12 +386,12 @@ class _Reader:
             # Where the agent does not want everything, the consumer lets through more while its versions differ.
             made = info, None if feed.leaves else await _passed(self._backend, feed.stream, info)
 
-        await _until(self._stop, make)
+        await _run_until(self._stop, make)
         return made
 
     async def _read_on(self, opened: Consumer) -> None:
         interrupted = [self._feed.interrupted] if self._feed.interrupted else []
-        await _until(self._stop, opened.lost, self._run.until_stuck, self._run.until_lapsed, *interrupted)
+        await _run_until(self._stop, opened.lost, self._run.until_stuck, self._run.until_lapsed, *interrupted)
         lapsed = self._run.buffer.lapsed.is_set()
         await opened.stop()
         if self._stop.is_set():
@@ -444,7 +444,7 @@ async def supervise_task(task: Task, *, clock: Clock, events: Events, stop: anyi
     while not stop.is_set():
         restarts.note_start(clock.monotonic())
         ended = None
-        await _until(stop, run)
+        await _run_until(stop, run)
         if not isinstance(ended, Failure):
             return
         delay = restarts.next_wait(clock.monotonic())
@@ -453,7 +453,7 @@ async def supervise_task(task: Task, *, clock: Clock, events: Events, stop: anyi
         await clocks.sleep_until(clock, delay, stop)
 
 
-async def _until(stop: anyio.Event, *functions: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def _run_until(stop: anyio.Event, *functions: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run the functions until one of them ends; `stop` cancels them."""
     error: Exception | None = None
 

@@ -97,7 +97,7 @@ async def run_timers(
 
 @asynccontextmanager
 async def drained(stop: anyio.Event, *, clock: Clock, timeout_seconds: float) -> AsyncIterator[None]:
-    """What runs in here may go on for so long after `stop`."""
+    """Cancel the block so long after `stop`."""
 
     async def end(scope: anyio.CancelScope) -> None:
         await stop.wait()
@@ -115,7 +115,7 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
     clock = backend.clock
     bucket = timer_records.buckets_of(app)[1]
     claims = RetryingKeyValue(backend, bucket, patience_seconds=PATIENCE_SECONDS, own=True)
-    hindrance = Hindrance(bucket, clock=clock, events=events)
+    outage = Outage(bucket, clock=clock, events=events)
     lease = Lease(backend, app, events=events)
     in_doubt: defaultdict[str, dict[str, datetime]] = defaultdict(dict)
     while await lease.take(stop):
@@ -126,13 +126,13 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
                     timer.name,
                     claims,
                     lease,
-                    hindrance,
+                    outage,
                     schedule=timer.schedule.text,
                     in_doubt=in_doubt[timer.name],
                     events=events,
                 )
                 running.start_soon(_keep_ticking, timer, clock, events, stop, of_timer)
-        hindrance.end()  # only a leader claims ticks
+        outage.end()  # only a leader claims ticks
         events.emit(LeadershipChanged(leads=False, token=lease.token))
 
 
@@ -141,7 +141,7 @@ async def run_now(timer: Timer[Any, Any], *, clock: Clock, events: Events) -> No
     await _run(timer, Tick(timer=timer.name, time=_now(clock)), clock, events)
 
 
-class Hindrance:
+class Outage:
     """Whether a bucket can be used: where it could not for as long as a lease lasts, that is stated once."""
 
     def __init__(self, bucket: str, *, clock: Clock, events: Events) -> None:
@@ -149,7 +149,7 @@ class Hindrance:
         self._clock = clock
         self._events = events
         self._since = self._last = -math.inf
-        """When what hinders now began, and when it was last noticed."""
+        """When the outage began, and when it was last noticed."""
         self._reported = False
 
     def begin(self, error: BackendError) -> None:
@@ -182,7 +182,7 @@ class Lease:
         self._bucket = RetryingKeyValue(
             backend, bucket, ttl_seconds=LEASE_SECONDS, patience_seconds=RENEW_SECONDS, own=True
         )
-        self._hindrance = Hindrance(bucket, clock=backend.clock, events=events)
+        self._outage = Outage(bucket, clock=backend.clock, events=events)
         self._key = of
         self._holder = f"{socket.gethostname()}:{os.getpid()}".encode()
         self._revision = 0
@@ -229,7 +229,7 @@ class Lease:
 
     @asynccontextmanager
     async def renewed(self) -> AsyncIterator[None]:
-        """What runs in here is cancelled when the lease may be over. Afterwards the lease is given back."""
+        """Cancel the block when the lease may be over. Afterwards the lease is given back."""
         async with anyio.create_task_group() as holding:
             holding.start_soon(self.hold, holding.cancel_scope)
             yield
@@ -265,12 +265,12 @@ class Lease:
         except BackendError as error:
             if isinstance(error, OutcomeUnknownError):
                 self._in_doubt.add(message_id)
-            self._hindrance.begin(error)
+            self._outage.begin(error)
             return  # held as long as it was
         else:
             self._in_doubt.clear()
             self._until = sent + LEASE_SECONDS
-        self._hindrance.end()
+        self._outage.end()
 
     async def _put_after_conflict(self, tries: int) -> None:
         """Put it on the revision of our own put that was in doubt, if that is the newest one; or on that of a foreign
@@ -279,14 +279,14 @@ class Lease:
         try:
             entry = await self._bucket.newest(self._key)
         except BackendError as error:
-            self._hindrance.begin(error)
+            self._outage.begin(error)
             return
         in_doubt, self._in_doubt = self._in_doubt, set()
         if entry is not None and (entry.message_id in in_doubt or (entry.foreign and self.held)):
             await self._put(entry.revision, tries=tries)
         else:
             self._until = 0.0  # it is another worker's
-            self._hindrance.end()
+            self._outage.end()
 
 
 class Claims:
@@ -297,7 +297,7 @@ class Claims:
         timer: str,
         bucket: RetryingKeyValue,
         lease: Lease,
-        hindrance: Hindrance,
+        outage: Outage,
         *,
         schedule: str,
         in_doubt: dict[str, datetime],
@@ -310,7 +310,7 @@ class Claims:
         self._schedule = schedule
         self._bucket = bucket
         self._lease = lease
-        self._hindrance = hindrance
+        self._outage = outage
         self._events = events
         self._revision = 0
         self._last: datetime | None = None
@@ -383,13 +383,13 @@ class Claims:
             raise
         self._in_doubt.clear()  # none of the earlier ones can be stored any more, on the revision before this one
         self._last = tick
-        self._hindrance.end()
+        self._outage.end()
         return True
 
     def note_failure(self, error: BackendError) -> None:
-        """Note that the claims could not be read or written; that another leader was faster is not a hindrance."""
+        """Note that the claims could not be read or written; that another leader was faster is no outage."""
         if not isinstance(error, ConflictError):
-            self._hindrance.begin(error)
+            self._outage.begin(error)
 
 
 async def _keep_ticking(

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta, Struct, structs
 
-from aviso_workers.aviso.literals import Duration, Size, SizeLimit
+from aviso_workers.aviso.literals import SECOND, Duration, Size, SizeLimit
 
 __all__ = [
     "CONSUMER",
@@ -44,12 +44,10 @@ __all__ = [
     "something",
 ]
 
-SECOND = 1_000_000_000
-"""JetStream's durations are nanoseconds."""
 DAY = 86_400 * SECOND
 NAMES = frozenset({"name", "durable_name"})
 OF_SERVERS = "_nats."
-"""What metadata begins with that servers write."""
+"""The prefix of metadata that servers write."""
 DEFAULT_DUPLICATE_WINDOW = 120 * SECOND
 
 Change = Literal["always", "when created", "only on"]
@@ -58,12 +56,12 @@ Kind = Literal["limit", "duration", "list", "time", "word", "flag", "other"]
 
 
 class Field(Struct, frozen=True, kw_only=True):
-    """What JetStream does with one field."""
+    """The rules of JetStream for one field."""
 
     name: str
     kind: Kind
     zero: Any = None
-    """What a server means that leaves the field out, or reports null; None where nothing is meant by that."""
+    """The value that a server means that leaves the field out, or reports null; None where nothing is meant by that."""
     nothing: str = ""
     """How people write the zero value."""
     in_bytes: bool = False
@@ -576,7 +574,7 @@ def _field(name: str, stated: Any, meta: Meta) -> Field:
 STREAM = _table(DeclaredStream)
 CONSUMER = _table(DeclaredConsumer)
 _EITHER = CONSUMER | STREAM
-"""What both have, means the same."""
+"""A field that both have means the same."""
 
 
 def normalised(name: str, value: Any) -> Any:

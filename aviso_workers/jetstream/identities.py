@@ -24,7 +24,7 @@ MARK = "aviso-workers-id"
 
 
 class Identity(Struct, frozen=True):
-    """What a consumer is recognised by."""
+    """The facts by which a consumer is recognised."""
 
     created: str
     mark: str

@@ -1,4 +1,4 @@
-"""What a server answers about streams, consumers and the account: a class for each answer, and one place that reads it.
+"""Answers of a server about streams, consumers and the account: a class for each answer, and one place that reads it.
 
 The backends make these from JetStream's JSON, or from what they hold themselves. A configuration stays whole, so that a
 field which is newer than this code survives a read and an update; who looks at one of its fields reads an attribute,
@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from aviso_workers.jetstream import fields
-from aviso_workers.jetstream.fields import Field
+from aviso_workers.jetstream.fields import SECOND, Field
 
 __all__ = [
     "Account",
@@ -47,7 +47,6 @@ NEVER = -1
 """`active` of a mirror or source that has not heard of its origin since it was made."""
 SILENT_NANOSECONDS = 5_000_000_000
 """A leader hears of the other replicas every second, and takes one that has died for current until much later."""
-SECOND = 1_000_000_000
 
 
 class _Config(dict[str, Any]):
@@ -137,7 +136,7 @@ class StreamConfig(_Config):
 
     @property
     def origins(self) -> list[SourceConfig]:
-        """What it follows, as a mirror or by sources."""
+        """Return the streams that it follows, as a mirror or by sources."""
         return [self.mirror, *self.sources] if self.mirror else self.sources
 
 
@@ -206,7 +205,7 @@ class Cluster(Struct, frozen=True, kw_only=True):
 
 
 class Source(_Origin, frozen=True, kw_only=True):
-    """What a mirror or a source has of its origin."""
+    """How far a mirror or a source has followed its origin."""
 
     lag: int = 0
     active: int = NEVER
@@ -400,7 +399,7 @@ class ConsumerInfo(Struct, frozen=True, kw_only=True):
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """What an account may use; -1 means no limit."""
+    """The limits of an account; -1 means no limit."""
 
     max_memory: int = -1
     max_storage: int = -1
@@ -410,7 +409,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 
 
 class Use(Struct, frozen=True, kw_only=True):
-    """What an account uses, altogether or in one tier."""
+    """The use of an account, altogether or in one tier."""
 
     memory: int = 0
     storage: int = 0

@@ -26,7 +26,7 @@ class Entry(Struct, frozen=True, kw_only=True):
 
     key: str
     data: bytes
-    """What is stored; read it as `value`."""
+    """The stored bytes; read them as `value`."""
     revision: int
     """Of all keys of the bucket: the greater is the newer."""
     time: datetime

@@ -1,4 +1,4 @@
-"""What we note in the metadata of streams and consumers, for whoever looks at them next.
+"""Our notes in the metadata of streams and consumers, for whoever looks at them next.
 
 A consumer's says where it was declared to begin, how often it was reset, and which versions of an agent read it; a
 stream's, that it is fenced or not whole.
@@ -55,11 +55,11 @@ FENCED = "aviso-workers-fenced"
 UNFINISHED = "aviso-workers-unfinished"
 """The metadata of a stream that is not whole, because a restore of it is under way or was killed."""
 OF_SET = "of set "
-"""What the metadata's value has where a set of streams is restored as one; the set's id follows."""
+"""The part of the metadata's value where a set of streams is restored as one; the set's id follows."""
 
 
 class Version(Struct, frozen=True, order=True):
-    """What one version of an agent wants of the consumer that it shares with others."""
+    """The settings that one version of an agent wants of the consumer that it shares with others."""
 
     filter_subjects: tuple[Annotated[str, Meta(pattern=FILTER_SUBJECT)], ...]
     """Sorted; none means everything."""

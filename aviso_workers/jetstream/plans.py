@@ -35,7 +35,7 @@ __all__ = [
 LIMITS = tuple(name for name, each in STREAM.items() if each.kind == "limit" or name == "max_age")
 PRIORITY = frozenset({"priority_policy", "priority_groups", "priority_timeout"})
 STARTING = frozenset({"deliver_policy", "opt_start_seq", "opt_start_time", "metadata"})
-"""What says where a consumer begins: told apart by what was declared, not by what became of that."""
+"""The fields that say where a consumer begins: told apart by what was declared, not by what became of that."""
 UPDATABLE = frozenset(
     name for name in ConsumerSpec.__struct_fields__ if name in CONSUMER and CONSUMER[name].change == "always"
 )
@@ -43,7 +43,7 @@ UPDATABLE = frozenset(
 
 
 class Stored(Struct, frozen=True, kw_only=True):
-    """What a stream stores, as far as it tells what a change of its limits would remove."""
+    """The messages that a stream stores, as far as it tells what a change of its limits would remove."""
 
     messages: int = 0
     bytes: int = 0
@@ -75,7 +75,7 @@ class Difference(Struct, frozen=True, kw_only=True):
     cure: str = ""
     """Why a server does not change the field, and what to do about it; empty where it does."""
     removal: Removal | None = None
-    """What of the stored messages the change would remove."""
+    """The stored messages that the change would remove."""
 
     def __str__(self) -> str:
         change = (
@@ -89,15 +89,15 @@ class Difference(Struct, frozen=True, kw_only=True):
 
 
 class _Step(Struct, frozen=True, kw_only=True):
-    """What has to be done: create, update to `config`, or nothing where there is no difference."""
+    """The step that has to be done: create, update to `config`, or nothing where there is no difference."""
 
     exists: bool
     config: Mapping[str, Any]
     """The whole configuration to send; unknown fields of the server's are in it unchanged."""
     differences: tuple[Difference, ...] = ()
-    """What an update changes."""
+    """The fields that an update changes."""
     fixed: tuple[Difference, ...] = ()
-    """What no update changes. Where there is some before it exists, it cannot be created."""
+    """The fields that no update changes. Where there is some before it exists, it cannot be created."""
 
     @property
     def needed(self) -> bool:
@@ -105,11 +105,11 @@ class _Step(Struct, frozen=True, kw_only=True):
 
 
 class Plan(_Step, frozen=True, kw_only=True):
-    """What has to be done about a stream."""
+    """The plan for a stream."""
 
     wanted: StreamSpec
     removing: tuple[Difference, ...] = ()
-    """What would remove stored messages: `config` is without it, `with_removals` adds it."""
+    """The changes that would remove stored messages: `config` is without it, `with_removals` adds it."""
     unstated: tuple[str, ...] = ()
     """The limits that the stream has and the configuration does not state: it keeps them."""
     fenced: bool = False
@@ -132,7 +132,7 @@ class Plan(_Step, frozen=True, kw_only=True):
 
 
 class ConsumerPlan(_Step, frozen=True, kw_only=True):
-    """What has to be done about a declared consumer."""
+    """The plan for a declared consumer."""
 
     stream: str
     consumer: str

@@ -1,4 +1,4 @@
-"""What we want of a stream or a consumer, in JetStream's own field names, units (nanoseconds) and values.
+"""The fields that we state of a stream or a consumer, in JetStream's own field names, units (nanoseconds) and values.
 
 A field that is `UNSET`, or not among those stated, is not ours to say: it is left out when a stream is created, never
 compared, and never changed. `config.streams` makes the specs of event types, `engine` those of our own state.
@@ -39,7 +39,7 @@ GROUP = "workers"
 
 
 class StreamSpec(Struct, frozen=True, kw_only=True):
-    """What we state about a stream."""
+    """The fields that we state about a stream."""
 
     name: str
     subjects: tuple[str, ...] | UnsetType = UNSET
@@ -64,7 +64,7 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
     allow_msg_counter: bool | UnsetType = UNSET
     allow_msg_schedules: bool | UnsetType = UNSET
     further: Mapping[str, Any] = {}
-    """What operators declare beyond that, in JetStream's own JSON."""
+    """Fields that operators declare beyond that, in JetStream's own JSON."""
     takes_batches: bool = True
     """Whether it takes batches, of those that its server knows, when it is created and nothing else is stated."""
     monitored: bool = False
@@ -74,7 +74,7 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
 
 
 class ConsumerSpec(Struct, frozen=True, kw_only=True):
-    """What we state about a durable pull consumer."""
+    """The fields that we state about a durable pull consumer."""
 
     durable_name: str
     filter_subjects: tuple[str, ...]
@@ -86,7 +86,7 @@ class ConsumerSpec(Struct, frozen=True, kw_only=True):
     backoff: tuple[int, ...] = ()
     """Nanoseconds after which a server delivers again, in place of `ack_wait`."""
     max_batch: int = 0
-    """What one request may ask for, as the following two; 0: no limit."""
+    """The most messages that one request may ask for; 0: no limit, as in the following two."""
     max_bytes: int = 0
     max_expires: int = 0
     ack_policy: str = "explicit"

@@ -6,7 +6,7 @@ consumer says whose it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime, timedelta
 
@@ -14,7 +14,7 @@ from msgspec import Struct, structs
 
 from aviso_workers.aviso.literals import quoted
 from aviso_workers.aviso.positions import Position
-from aviso_workers.backends import Admin
+from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Router
@@ -113,7 +113,8 @@ async def find(admin: Admin, config: Config, owner: str, agent: str, *, several:
     consumer = agents.durable_name(owner, agent)
     records = await consumer_records.stored(admin)
     recorded = [stream for app, name, stream in records if (app, name) == (owner, agent) and stream != RETRIES]
-    found = [stream for stream in dict.fromkeys([*event_streams, *recorded]) if await _exists(admin, stream, consumer)]
+    streams = dict.fromkeys([*event_streams, *recorded])
+    found = [stream for stream in streams if await _exists(admin.consumer_info(stream, consumer))]
     if not found:  # it was deleted, or removed
         found = [stream for stream in event_streams if stream in recorded]
     if not found:
@@ -210,7 +211,7 @@ async def reset(admin: Admin, plan: Reset) -> int:
     )
     if info is not None:
         return info.num_pending + info.num_ack_pending  # a worker that waits is given some at once
-    if await _exists(admin, agent.stream, agent.consumer):
+    if await _exists(admin.consumer_info(agent.stream, agent.consumer)):
         raise RefusedError(f"a worker has created consumer {agent.consumer} meanwhile: repeat the command")
     return await admin.count(agent.stream, filter_subjects=plan.filter_subjects, start_sequence=plan.sequence)
 
@@ -225,6 +226,23 @@ async def plan_rename(admin: Admin, owner: str, agent: str, to: str, *, workers_
     agents.check_name("agent", to)
     if to == agent:
         raise DeclarationError(f"agent {agent} has that name already: give the name that the code gives it now")
+    records = await _records_to_rename(admin, owner, agent, to)
+    unsettled = again = 0
+    for stream in (*records, RETRIES):
+        with suppress(NotFoundError):
+            info = await admin.consumer_info(stream, agents.durable_name(owner, agent))
+            consumer = AgentConsumer(app=owner, agent=agent, stream=stream)
+            _require_renamable(info, consumer, to, workers_stopped=workers_stopped)
+            if stream in records:
+                records[stream] = structs.replace(records[stream], ack_floor=info.settled)
+                ahead = await admin.count(stream, filter_subjects=info.config.filters, start_sequence=info.settled + 1)
+                unsettled += info.num_ack_pending
+                again += max(0, ahead - info.num_pending - info.num_ack_pending)
+    return Rename(app=owner, agent=agent, to=to, records=records, unsettled=unsettled, again=again)
+
+
+async def _records_to_rename(admin: Admin, owner: str, agent: str, to: str) -> dict[str, ConsumerRecord]:
+    """Return by stream the records of an agent. Raises as `plan_rename` does."""
     stored = await consumer_records.stored(admin)
     records = {
         stream: record
@@ -233,13 +251,13 @@ async def plan_rename(admin: Admin, owner: str, agent: str, to: str, *, workers_
     }
     if not records:
         raise NotFoundError(f"no worker of app {owner} has recorded an agent {agent}")
-    if await _exists_bucket(admin, window_records.bucket_of(owner, agent)):
+    if await _exists(admin.stream_info(f"KV_{window_records.bucket_of(owner, agent)}")):
         raise RefusedError(
             f"agent {agent} keeps windows under its name: let them close, then run `aviso-workers agents rm "
             f"{quoted(owner)} --agent {quoted(agent)}`, and declare {to} with start='new'"
         )
     for stream in records:  # of its retries, an agent has a consumer before it may begin
-        if await _exists(admin, stream, agents.durable_name(owner, to)):
+        if await _exists(admin.consumer_info(stream, agents.durable_name(owner, to))):
             raise RefusedError(f"agent {to} of app {owner} has run: it has a consumer on stream {stream}")
     for stream, record in records.items():
         known = stored.get((owner, to, stream))
@@ -251,29 +269,21 @@ async def plan_rename(admin: Admin, owner: str, agent: str, to: str, *, workers_
                 f"to forget that, run `aviso-workers agents rm {quoted(owner)} --agent {quoted(to)}`"
             )
         records[stream] = known  # by a rename that was broken off, which knew the consumer
-    unsettled = again = 0
-    for stream in (*records, RETRIES):
-        with suppress(NotFoundError):
-            info = await admin.consumer_info(stream, agents.durable_name(owner, agent))
-            if info.paused:
-                raise RefusedError(
-                    f"agent {agent} is paused, and {to} would not be: stop its workers, and run `aviso-workers agents "
-                    f"resume {quoted(agent)} --app {quoted(owner)}` first"
-                )
-            why = "workers ask for its notifications" if info.num_waiting else retirement.why_active(info)
-            if info.num_waiting or (why and not workers_stopped):
-                raise RefusedError(
-                    f"{why}: stop the workers of {agent} first"
-                    + ("" if info.num_waiting else ", and say --workers-stopped")
-                )
-            if stream == RETRIES and info.num_pending + info.num_ack_pending:
-                raise RefusedError(f"agent {agent} has dead letters that are tried again: let its workers finish them")
-            if stream in records:
-                records[stream] = structs.replace(records[stream], ack_floor=info.settled)
-                ahead = await admin.count(stream, filter_subjects=info.config.filters, start_sequence=info.settled + 1)
-                unsettled += info.num_ack_pending
-                again += max(0, ahead - info.num_pending - info.num_ack_pending)
-    return Rename(app=owner, agent=agent, to=to, records=records, unsettled=unsettled, again=again)
+    return records
+
+
+def _require_renamable(info: ConsumerInfo, of: AgentConsumer, to: str, *, workers_stopped: bool) -> None:
+    if info.paused:
+        raise RefusedError(
+            f"agent {of.agent} is paused, and {to} would not be: stop its workers, and run `aviso-workers agents "
+            f"resume {quoted(of.agent)} --app {quoted(of.app)}` first"
+        )
+    if info.num_waiting:
+        raise RefusedError(f"workers ask for its notifications: stop the workers of {of.agent} first")
+    if not workers_stopped and (why := retirement.why_active(info)):
+        raise RefusedError(f"{why}: stop the workers of {of.agent} first, and say --workers-stopped")
+    if of.stream == RETRIES and info.num_pending + info.num_ack_pending:
+        raise RefusedError(f"agent {of.agent} has dead letters that are tried again: let its workers finish them")
 
 
 async def rename(admin: Admin, plan: Rename) -> None:
@@ -292,17 +302,9 @@ async def rename(admin: Admin, plan: Rename) -> None:
     await failure_records.remove(admin, app=plan.app, agent=plan.agent)
 
 
-async def _exists_bucket(admin: Admin, bucket: str) -> bool:
+async def _exists(info: Awaitable[object]) -> bool:
     try:
-        await admin.stream_info(f"KV_{bucket}")
-    except NotFoundError:
-        return False
-    return True
-
-
-async def _exists(admin: Admin, stream: str, consumer: str) -> bool:
-    try:
-        await admin.consumer_info(stream, consumer)
+        await info
     except NotFoundError:
         return False
     return True

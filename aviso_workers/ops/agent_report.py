@@ -163,7 +163,7 @@ class AgentRow(Struct, frozen=True, kw_only=True):
     why_none: str = ""
     failing: str = ""
     state: str
-    """What the agent does, or what is wrong with it: `trouble` and `failing`, `paused until`, `ok`, or `idle` without a
+    """The state of the agent: `trouble` and `failing`, `paused until`, `ok`, or `idle` without a
     lag."""
 
 

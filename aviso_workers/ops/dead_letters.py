@@ -35,7 +35,7 @@ TIMEOUT_SECONDS = 10.0
 PORTION = 500
 """Dead letters that are retried or dropped at a time, at most."""
 PORTION_BYTES = 8 * 2**20
-"""What their bodies may take in memory; a single one may take more."""
+"""The most bytes that their bodies may take in memory; a single one may take more."""
 DELETES_AT_ONCE = 64
 """Requests to delete a message that are under way at the same time."""
 
@@ -58,7 +58,7 @@ class Selection(Struct, frozen=True, kw_only=True):
     until: datetime | None = None
     """Dead-lettered at this time or before."""
     error: str | None = None
-    """What the error contains, in any case."""
+    """A part of the error's text, in any case."""
 
     def takes(self, dead_letter: DeadLetter) -> bool:
         return all(

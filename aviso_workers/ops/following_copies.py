@@ -48,12 +48,12 @@ MOST_TRIES = 10
 FILLER = "aviso_workers_filler"
 """The last part of the subject of what is stored for a sequence that the original does not have."""
 HOW_TO_STORE = ("Nats-Expected-", "Nats-Batch-")
-"""What the headers begin with that said how a message was to be stored."""
+"""The prefixes of headers that said how a message was to be stored."""
 MESSAGE_ID = "Nats-Msg-Id"
 LAST_SEQUENCE = "Nats-Expected-Last-Sequence"
 SCHEDULE = "allow_msg_schedules"
 UNFIT = ("mirror", "sources", "subject_transform", "republish", "allow_msg_counter", SCHEDULE)
-"""What a stream does with messages that cannot be appended as they are."""
+"""Settings of a stream whose messages cannot be appended as they are."""
 
 
 class Followed(Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class Followed(Struct, frozen=True, kw_only=True):
     appended: int
     """How many of these this run has appended."""
     deleted: int
-    """What the original had deleted since it was copied, and was deleted in the copy."""
+    """Messages that the original had deleted since it was copied, and that were deleted in the copy."""
     last_sequence: int
     subjects: tuple[str, ...]
     consumers: int

@@ -45,7 +45,7 @@ class Promotion(Struct, frozen=True, kw_only=True):
     seconds: float
     """Seconds from the fence, or from the beginning, until the mirror took publishes."""
     consumers: tuple[Carried, ...] | None
-    """What became of the origin's consumers; None where the origin could not be asked."""
+    """The origin's consumers as they were carried over; None where the origin could not be asked."""
 
     @property
     def proven(self) -> bool:

@@ -30,7 +30,7 @@ __all__ = ["Recovered", "Recovery", "opened"]
 RECOVERED = "Aviso-Workers-Recovered"
 """The header of what was published again: when its stream was created, and its sequence there."""
 LEFT_OUT = ("Nats-Expected-", "Nats-Batch-", "Nats-Rollup", RECOVERED)
-"""What the headers begin with that said how a message was to be stored where it comes from."""
+"""The prefixes of headers that said how a message was to be stored where it comes from."""
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 BATCH = 500
@@ -56,7 +56,7 @@ class _Origin(Struct, frozen=True, kw_only=True):
     """The fenced origin of a promoted mirror."""
 
     admin: Admin
-    """Which is connected there."""
+    """The admin that is connected there."""
     stream: str
     created: str
     last: int

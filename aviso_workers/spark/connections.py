@@ -100,12 +100,12 @@ def load_config(path: str | None) -> Config:
     are what ends a task. Raises `ConfigError`.
     """
     named = path or os.environ.get(WORKERS_FILE)
-    if named is not None and not exists(named) and exists(brought := _brought(named)):
+    if named is not None and not exists(named) and exists(brought := _path_of(named)):
         named = brought
     return _load(named, os.stat(named).st_mtime_ns if named is not None and exists(named) else 0)
 
 
-def _brought(name: str) -> str:
+def _path_of(name: str) -> str:
     """Return where Spark has put a file that was given with `--files`; the name itself where no session is open yet."""
     try:
         return SparkFiles.get(name)

@@ -35,7 +35,7 @@ MOST_HEADER_BYTES = 65_535
 """JetStream stores no message with more."""
 SUBJECT_END = ".part"
 ADDED_BYTES = 1024
-"""What publishing adds to the headers, and the headers' own frame."""
+"""Bytes that publishing adds to the headers, and those of the headers' own frame."""
 
 Publish = Callable[[Message, str], Awaitable[PubAck]]
 """Stores a message under a message id."""

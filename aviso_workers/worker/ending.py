@@ -42,7 +42,7 @@ NOT_OF_AUTHORS = (
     *(f"{Path(file).parents[up]}{os.sep}" for file, up in ((__file__, 1), (asyncio.__file__, 0), (anyio.__file__, 0))),
     f"{Path(anyio.__file__).parents[1] / 'nats'}{os.sep}",
 )
-"""What the names of the files begin with that run tasks of their own, or await an author's code."""
+"""The prefixes of the files that run tasks of their own, or await an author's code."""
 LOG_SECONDS = 1.0
 """How long the last line may take: who reads the log may have stopped, or a thread may hold what writes it."""
 

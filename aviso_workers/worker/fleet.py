@@ -60,7 +60,7 @@ CONFIG_FILES = (".yaml", ".yml")
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """What a fleet is made of."""
+    """The command and the number of the processes of a fleet."""
 
     command: tuple[str, ...]
     """Runs one worker, with `--member NAME:DESCRIPTOR` behind it."""
@@ -110,7 +110,7 @@ class _Place:
         self.ends, self.hurries = anyio.Event(), anyio.Event()
         """Set when the process is about to end, and when it is told so a second time."""
         self.said = b""
-        """What the process has told on its line, a line each: its status port, and that it ends in order."""
+        """The lines that the process has sent: its status port, and that it ends in order."""
 
     @property
     def status(self) -> str:
@@ -221,13 +221,13 @@ class Fleet:
                 watching.start_soon(self._follow, self._sources.changes(done))
             async with anyio.create_task_group() as keeping:
                 for place in self._places:
-                    keeping.start_soon(self._keep, place)
+                    keeping.start_soon(self._keep_running, place)
             done.set()
             watching.cancel_scope.cancel()
         if self._failure is not None:
             raise self._failure
 
-    async def _keep(self, place: _Place) -> None:
+    async def _keep_running(self, place: _Place) -> None:
         """Have a process in this place, one after another, until the fleet stops."""
         restarts = Restarts(RESTARTS, healthy_seconds=HEALTHY_SECONDS)
         while not self._stopping:

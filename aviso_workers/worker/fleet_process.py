@@ -1,4 +1,4 @@
-"""What a worker process does as one of a fleet (`fleet`): the line to its supervisor, and when it is recycled.
+"""The work of a process as one of a fleet (`fleet`): the line to its supervisor, and when it is recycled.
 
 The line is a socket that the process was started with. It writes two lines to it, where its status port is and, when it
 begins to drain, that it ends in order. It reads nothing: the line's end is the supervisor's end, after which nobody
@@ -57,7 +57,7 @@ class Member:
         self._left = math.inf
         if limits.max_notifications is not None:
             self._left = limits.max_notifications * random.uniform(1, 1 + SPREAD)
-        threading.Thread(target=self._outlive_nobody, name="fleet-line", daemon=True).start()
+        threading.Thread(target=self._end_with_supervisor, name="fleet-line", daemon=True).start()
 
     def announce(self, status_url: str) -> None:
         """Tell the supervisor where the status port is."""
@@ -81,7 +81,7 @@ class Member:
             if self._max_rss is not None and (now := _resident()) > self._max_rss:
                 return f"{now >> 20}Mi are resident, and --max-rss allows {self._max_rss}"
 
-    def _outlive_nobody(self) -> None:
+    def _end_with_supervisor(self) -> None:
         with suppress(ConnectionError):
             self._line.recv(1)
         os.kill(os.getpid(), signal.SIGTERM)

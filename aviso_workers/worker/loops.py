@@ -29,7 +29,7 @@ WITH_A_MEANING = frozenset({0, 2, NOT_ENDED})
 down."""
 
 NOT_OF_AUTHORS = ("uvloop/", *(f"{Path(file).parent}{os.sep}" for file in (__file__, asyncio.__file__, anyio.__file__)))
-"""What the names of the files begin with that run a task. uvloop's are not absolute."""
+"""The prefixes of the files that run a task. uvloop's are not absolute."""
 
 
 class _AllCancelledError(BaseException):

@@ -27,7 +27,7 @@ TOLD_TO_END: dict[signal.Signals, Any] = {
 
 
 class _Forks(threading.local):
-    """What a thread that forks has blocked before."""
+    """The signals that a thread that forks had blocked before."""
 
     blocked: frozenset[int] = frozenset()
 

@@ -25,7 +25,7 @@ SHOWN = r"od\x1b[2J\x9b31m\r\u202egnp\x00"
 
 
 def test_an_error_line(capsys: pytest.CaptureFixture[str]) -> None:
-    cli._complain(RefusedError(f"publish mars.{STEERS}:\nno"))
+    cli._print_error(RefusedError(f"publish mars.{STEERS}:\nno"))
     assert capsys.readouterr().err == f"aviso-workers: publish mars.{SHOWN}:\nno\n"
 
 

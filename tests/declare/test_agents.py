@@ -556,6 +556,17 @@ def test_a_start_that_is_none_is_refused(router: Router, start: Any) -> None:
         router.agent("mars", start=start)(index)
 
 
+def test_all_mistakes_are_told_at_once(router: Router) -> None:
+    with pytest.raises(DeclarationError) as raised:
+        router.agent("mars", concurrency=0, timeout=-1.0, batch=Batching(size=5))(index)
+
+    assert str(raised.value).splitlines() == [
+        "agent 'index': concurrency must be above 0 and at most 10000, found 0",
+        "agent 'index': timeout must be above 0 and at most 31622400, found -1",
+        "agent 'index': batch= is for a function of a Batch",
+    ]
+
+
 @pytest.mark.parametrize("stated", [{"concurrency": 2}, {"order_by": ["date"]}])
 def test_a_singleton_handles_one_at_a_time(router: Router, stated: dict[str, Any]) -> None:
     assert router.agent("mars", singleton=True, name="one")(index).policy.singleton

@@ -17,7 +17,7 @@ from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.engine.key_value import RetryingKeyValue
-from aviso_workers.engine.timer_loops import CHECK_SECONDS, RENEW_SECONDS, Claims, Hindrance, Lease, run_timers
+from aviso_workers.engine.timer_loops import CHECK_SECONDS, RENEW_SECONDS, Claims, Lease, Outage, run_timers
 from aviso_workers.errors import ConflictError, OutcomeUnknownError, UnavailableError
 from aviso_workers.events import Event, Events, LeadershipChanged, LeadershipHindered, LeadershipUnhindered, Ticked
 from aviso_workers.state.timer_records import LEADER, LEASE_SECONDS, Claim
@@ -98,8 +98,8 @@ class Fleet:
 
 def claims_of(timer: str, backend: InMemoryBackend, lease: Lease) -> Claims:
     bucket = RetryingKeyValue(backend, "app_timers", patience_seconds=1)
-    hindrance = Hindrance("app_timers", clock=backend.clock, events=Events())
-    return Claims(timer, bucket, lease, hindrance, schedule="every 60s", in_doubt={}, events=Events())
+    outage = Outage("app_timers", clock=backend.clock, events=Events())
+    return Claims(timer, bucket, lease, outage, schedule="every 60s", in_doubt={}, events=Events())
 
 
 def seconds_of(time: datetime) -> float:

@@ -1,4 +1,4 @@
-"""What a stream knows of one durable consumer: which messages wait, which are out, which are due again.
+"""The state of one durable consumer of a stream: which messages wait, which are out, which are due again.
 
 Pure: the stream tells it of every message that comes and goes, `consumer` takes messages from it and tells
 it what became of them. Who gets them, and when, is decided there. The rules are JetStream's for explicit
@@ -20,15 +20,13 @@ from aviso_workers.aviso.codec import SIZE_HEADER, Message, store_time
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.errors import RefusedError
 from aviso_workers.jetstream import error_codes, metadata, plans
+from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.jetstream.plans import UPDATABLE
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.jetstream.subjects import pattern
 
 __all__ = ["Durable"]
-
-SECOND = 1_000_000_000
-
 
 POLICIES = ("all", "new", "by_start_sequence", "by_start_time")
 

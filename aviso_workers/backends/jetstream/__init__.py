@@ -50,7 +50,7 @@ from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 __all__ = ["JetStreamBackend"]
 
 LIMIT = re.compile(r"limit of (\d+)")
-"""What the description of MAX_ACK_PENDING_EXCEEDED says is allowed."""
+"""The limit in the description of MAX_ACK_PENDING_EXCEEDED."""
 LEAVE_SECONDS = 2.0
 
 

@@ -1,4 +1,4 @@
-"""What only a server is asked for: its version, what its account uses, advisories, snapshots, and any request.
+"""Requests that only a server answers: its version, what its account uses, advisories, snapshots, and any request.
 
 `Admin.administration` gives one. The verbs for streams and consumers are in `management`, the exchange of a snapshot's
 chunks in `snapshots`.
@@ -26,7 +26,7 @@ __all__ = ["Administration"]
 
 
 class Administration:
-    """What operators need of a nats-server, through its JetStream API; see `backends.Administration`."""
+    """The requests of operators to a nats-server, through its JetStream API; see `backends.Administration`."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

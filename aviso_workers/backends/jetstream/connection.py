@@ -59,7 +59,7 @@ KINDS = {"$js.ack": 4, "$kv": 2, "$js.api": 5, "_inbox": 1}
 FLUSH_AGAIN_SECONDS = 0.1
 CLOSE_SECONDS = 3.0
 READING = re.compile(r"((STREAM|CONSUMER|META)\.)?(INFO|NAMES|LIST|MSG\.GET|SNAPSHOT)(\.|$)|CONSUMER\.CREATE\.[^.]+$")
-"""What follows `$JS.API.` of requests that only read. A reader makes a consumer without a name for itself."""
+"""The subjects behind `$JS.API.` of requests that only read. A reader makes a consumer without a name for itself."""
 
 
 class Connection:
@@ -74,7 +74,7 @@ class Connection:
         self._listener = on_connection
         self.api_prefix = settings.api
         self.inbox_prefix = inboxes.SHARED
-        """What the subjects begin with on which we listen to answers."""
+        """The prefix of the subjects on which we listen to answers."""
         self._inboxes: set[Inbox] = set()
         self._moved = False
         """Whether the prefix has changed since the connection was made."""
@@ -87,7 +87,7 @@ class Connection:
         self._denials: dict[str, float] = {}
         """By what the server said, when it last denied us a subject; the oldest first."""
         self._reported: set[str] = set()
-        """What was denied, by kind."""
+        """Denied subjects, by kind."""
         self._pongs: set[asyncio.Future[bool]] = set()
         self._server_version = (0, 0)
         self._lost = anyio.Event()

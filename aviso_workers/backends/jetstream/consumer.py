@@ -34,6 +34,7 @@ from aviso_workers.backends.jetstream.pull_requests import HEARTBEAT_SECONDS, Pu
 from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 from aviso_workers.jetstream import identities, metadata
+from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.identities import Identity
 from aviso_workers.jetstream.specs import GROUP, PINNED
 
@@ -43,7 +44,6 @@ CONFIRM_SECONDS = 0.5
 """A settlement that is to be confirmed is sent again after this: whose consumer has no leader just now, is lost."""
 ACK = b"+ACK"
 IN_PROGRESS = b"+WPI"
-SECOND = 1_000_000_000
 
 
 class _Unconfirmed(NamedTuple):
@@ -68,7 +68,7 @@ class Outbox:
         self._arrived = 0
         """How many of those that were sent the server has for certain."""
         self._in_progress: dict[bytes, Callable[[], None]] = {}
-        """What to do when an `in progress` is confirmed, by the same."""
+        """By the same, the function to call when an `in progress` is confirmed."""
         self._inbox: Inbox
 
     async def open(self) -> None:

@@ -1,4 +1,4 @@
-"""What a server's or nats-py's error means to us, decided by JetStream's `err_code` (`jetstream.error_codes`).
+"""Errors of a server or of nats-py as errors of ours, decided by JetStream's `err_code` (`jetstream.error_codes`).
 
 nats-py's classes follow the HTTP-like code, and that says little.
 """

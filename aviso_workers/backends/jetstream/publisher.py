@@ -57,7 +57,7 @@ class Publisher:
         """Publish each message with an answer of its own, as `backends.Backend.publish_many` does."""
         if not self._connection.ready:
             # It would be kept and sent after the reconnect, when nobody waits for the answer any more.
-            return [UnavailableError(f"{_what(each)}: not connected") for each in outgoing]
+            return [UnavailableError(f"{_described(each)}: not connected") for each in outgoing]
         loop = asyncio.get_running_loop()
         sent_at = loop.time()
         batch = _Batch(outgoing)
@@ -81,7 +81,7 @@ class Publisher:
     async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
         """See `backends.Backend.publish_together`: an atomic batch (ADR-50), which the last message commits."""
         if not self._connection.ready:
-            raise UnavailableError(f"{_what(outgoing[0])}: not connected")
+            raise UnavailableError(f"{_described(outgoing[0])}: not connected")
         *others, last = _batch(outgoing, batch_id=secrets.token_hex(12))
         most = self._connection.nc.max_payload
         *encoded, _ = [encode(each, most=most) for each in (*others, last)]  # all of them, before any is sent
@@ -112,7 +112,7 @@ class Publisher:
             self._connection.check_allowed(outgoing.message.subject, since=sent_at, answers=False)
         except RefusedError as refused:
             return refused
-        return faults.outcome_unknown(_what(outgoing))
+        return faults.outcome_unknown(_described(outgoing))
 
     def _on_answers(self, arrivals: Sequence[Arrival]) -> None:
         for subject, _, headers, data in arrivals:
@@ -128,7 +128,9 @@ class Publisher:
     def _result(self, outgoing: Outgoing, headers: bytes, data: bytes) -> PubAck | BackendError | None:
         """Return what an answer says of a message; None where it is the answer to another one."""
         if headers and status(headers)[0] == "503":
-            return UnavailableError(f"{_what(outgoing)}: no stream takes this subject, or its leader is being elected")
+            return UnavailableError(
+                f"{_described(outgoing)}: no stream takes this subject, or its leader is being elected"
+            )
         try:
             answer = _decode_answer(data)
         except msgspec.MsgspecError:
@@ -140,7 +142,7 @@ class Publisher:
                 return None
             if setting := error_codes.OF_SETTING.get(code):
                 error["description"] = f"stream {outgoing.stream} does not take it, switch on its {setting}"
-            return faults.from_api(_what(outgoing), error)
+            return faults.from_api(_described(outgoing), error)
         if not is_own:
             return None
         total = int(answer.val) if answer.val is not None and answer.val.lstrip("-").isdecimal() else None
@@ -196,12 +198,12 @@ def encode(outgoing: Outgoing, *, most: int) -> tuple[bytes, bytes]:
     headers = header_block({**message.headers, **fields} if message.headers else fields)
     size = len(headers) + len(message.data)
     if size > most:
-        raise RefusedError(f"{_what(outgoing)}: {size} bytes, the server takes {most}")
+        raise RefusedError(f"{_described(outgoing)}: {size} bytes, the server takes {most}")
     if not subjects.is_one_word(message.subject):
-        raise RefusedError(f"{_what(outgoing)}: {message.subject!r} is not a subject")
+        raise RefusedError(f"{_described(outgoing)}: {message.subject!r} is not a subject")
     subject = message.subject.encode()
     if len(subject) > LONGEST_SUBJECT:
-        raise RefusedError(f"{_what(outgoing)}: a subject of more than {LONGEST_SUBJECT} bytes")
+        raise RefusedError(f"{_described(outgoing)}: a subject of more than {LONGEST_SUBJECT} bytes")
     return subject, headers
 
 
@@ -223,5 +225,5 @@ def _are_plain(texts: Sequence[str]) -> bool:
     return all(texts) and joined.isprintable() and " " not in joined
 
 
-def _what(outgoing: Outgoing) -> str:
+def _described(outgoing: Outgoing) -> str:
     return f"publish {outgoing.message.subject}"

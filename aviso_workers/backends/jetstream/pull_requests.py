@@ -27,6 +27,7 @@ from aviso_workers.backends.jetstream.connection import Connection
 from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.wire import Headers, status
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnansweredError, UnavailableError
+from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
 
 __all__ = ["HEARTBEAT_SECONDS", "PullSubscription"]
@@ -39,7 +40,7 @@ ELECTION_SECONDS = 3.5
 """Less than the four seconds that followers wait, at least, before they elect another leader of a consumer."""
 HEARTBEAT_SECONDS = 5.0
 MOST_BYTES = 16 * 1024 * 1024
-"""What one request may bring. A server cuts off who leaves 64 MiB unread, as a loop does that an author keeps busy."""
+"""The most bytes of one request. A server cuts off who leaves 64 MiB unread, as a loop does that an author blocks."""
 UNKNOWN_SECONDS = 1.0
 """For so long the server that we are connected to may say that nobody answers for a consumer which another server of
 its cluster has just created."""
@@ -50,7 +51,6 @@ delivered for the request yet, the message is larger than any request may be."""
 LEADER_GONE = ("Leadership Change", "Server Shutdown")
 ASK_AGAIN = (*LEADER_GONE, "Batch Completed", TOO_LARGE)
 """Reasons of a 409 that only end the request."""
-SECOND = 1_000_000_000
 FROM_STREAM = b"$JS.ACK."
 """How the reply subject of a stored message begins."""
 

@@ -34,6 +34,7 @@ from aviso_workers.backends.jetstream.pull_requests import (
 )
 from aviso_workers.backends.jetstream.wire import HeaderBlocks
 from aviso_workers.errors import BackendError, UnansweredError, UnavailableError
+from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerInfo
 
 __all__ = ["count", "read", "read_chunks", "replica_count"]
@@ -55,7 +56,6 @@ LASTING_SECONDS = 3.0
 """A message that one replica has deleted and another has not: so long after, it is either deleted or a difference."""
 ELECTION_SECONDS = 8.0
 """Longer than the servers take to elect another leader for one that has died."""
-SECOND = 1_000_000_000
 
 
 async def read(

@@ -44,7 +44,7 @@ END_SECONDS = 600.0
 """Archives of servers before 2.15 are unpacked and read when they have come whole."""
 GIVE_UP_SECONDS = 10.0
 DROPPED = ("sources", "republish", "subject_transform")
-"""What must not be at work in a stream that is not whole. A mirror cannot be added later, and so it stays."""
+"""Settings that must not be at work in a stream that is not whole. A mirror cannot be added later, and so it stays."""
 
 Read = Callable[[int], Awaitable[bytes]]
 
@@ -103,7 +103,7 @@ async def _remove(connection: Connection, stream: str) -> None:
 
 
 class _Answers:
-    """What comes to an inbox, over one connection: what is lost while there is none is not sent again."""
+    """The messages to an inbox, over one connection: one that is lost while there is none is not sent again."""
 
     def __init__(self, connection: Connection, received: MemoryObjectReceiveStream[Received], what: str) -> None:
         self.what = what

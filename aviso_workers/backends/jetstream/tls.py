@@ -31,11 +31,11 @@ HOOKS = ("_process_connect_init", "_process_info", "_connect_command", "_close",
 OLDEST_SERVER = "2.11.0"
 """The version that is assumed of a server that does not repeat its greeting within TLS: 2.12 and newer do."""
 SMALLEST_LIMIT, LARGEST_LIMIT = 1 << 20, 64 << 20
-"""What the limit for a payload may be, in bytes, of such a server: at least the default of NATS."""
+"""The smallest and the largest limit for a payload, in bytes, of such a server: at least the default of NATS."""
 
 
 class _Greeting(Struct):
-    """What is taken from the greeting of a server that does not repeat it within TLS."""
+    """The fields from the greeting of a server that does not repeat it within TLS."""
 
     max_payload: int = SMALLEST_LIMIT
     connect_urls: list[str] | None = None
@@ -59,7 +59,7 @@ class CarefulClient(Client):
         super().__init__()
         self._tls_wanted = tls_wanted
         self._greeting: _Greeting | None = None
-        """What the server said in plain text, as long as it has not said it within TLS."""
+        """The greeting in plain text, as long as the server has not repeated it within TLS."""
         self._any_name_is_trusted = not (settings.tls and (settings.tls.ca_file or settings.tls.server_hostname))
         """The system's authorities sign for everybody, each for the name that is his."""
 

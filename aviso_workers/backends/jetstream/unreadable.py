@@ -33,7 +33,7 @@ CURE = (
 
 
 class Streams(Protocol):
-    """What is asked of `Management`, which cannot be imported here because it asks before it creates a stream."""
+    """The verbs of `Management` for this, which cannot be imported here: it asks before it creates a stream."""
 
     async def stream_info(self, stream: str, *, timeout_seconds: float) -> StreamInfo: ...
 

@@ -28,7 +28,7 @@ from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.handlers.outputs import Outputs
 from aviso_workers.engine.idempotency import IdempotencyKeys
 from aviso_workers.engine.rate_limit import Pace
-from aviso_workers.engine.singletons import WhileHeld
+from aviso_workers.engine.singletons import SingletonCalls
 from aviso_workers.engine.threads import in_thread
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import UndecodableError
@@ -37,14 +37,14 @@ __all__ = ["HandlerContext", "OneByOne"]
 
 Call = Callable[[Any], Awaitable[object]]
 Step = Callable[[Any], Awaitable[Failure | None]]
-"""What is done with what an author's function takes: None for success."""
+"""Handles the argument of an author's function. Returns None for success."""
 TIMEOUTS_OF_ALL = 2
 """A call has as many times the agent's `timeout`, with all that is around the function: when the function's own time is
 over, what is around it is left as much again to roll back."""
 
 
 class HandlerContext:
-    """What a call form works with: where deliveries come from, how they are read, handled and settled."""
+    """The parts that a call form works with: where deliveries come from, how they are read, handled and settled."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class HandlerContext:
         settler: Settler,
         timeouts: Timeouts,
         clock: Clock,
-        while_held: WhileHeld | None = None,
+        singleton_calls: SingletonCalls | None = None,
     ) -> None:
-        """`while_held` is a singleton's."""
+        """`singleton_calls` is a singleton's."""
         self.agent = agent
         self.buffer = buffer
         self.reader = reader
@@ -71,7 +71,7 @@ class HandlerContext:
         self.function = _awaitable(agent, outputs=outputs)
         """The author's function."""
         timeout = agent.policy.timeout
-        self.plain = timeout is None and not agent.around and while_held is None
+        self.plain = timeout is None and not agent.around and singleton_calls is None
         """Whether nothing stands between the author's function and its caller, so that `function` may be called in
         place of `step`, and what it returns be published afterwards."""
         self.step: Step = partial(self._call_and_publish, timeouts.limit(self.function, timeout))
@@ -79,8 +79,8 @@ class HandlerContext:
         if agent.around:
             of_all = timeout * TIMEOUTS_OF_ALL if timeout and agent.can_be_cancelled else None
             self.step = timeouts.limit(self._call_in_scope, of_all)
-        if while_held is not None:
-            self.step = partial(while_held.call, self.step, buffer)
+        if singleton_calls is not None:
+            self.step = partial(singleton_calls.call, self.step, buffer)
 
     async def wait_for_rate(self, *deliveries: Delivery, lapsed: Event) -> bool:
         """Wait until the agent's `rate_limit` lets deliveries that were taken begin, and return whether they still may.

@@ -1,4 +1,4 @@
-"""What an agent's function returns or yields, published before that from which it comes is settled.
+"""The outputs that an agent's function returns or yields, published before that from which it comes is settled.
 
 The call forms use it. A publish that fails is a failure of the handling, as if the function had raised it. A
 notification that is not valid was certainly made by the handler, so that trying again cannot help. The same holds for

@@ -42,7 +42,7 @@ class AsStream:
 
 
 class _Source:
-    """What one run of the function takes from the buffer, beginning with a delivery that was taken already."""
+    """The deliveries of one run of the function: one that was taken already, then those in the buffer."""
 
     def __init__(self, first: Delivery, *, context: HandlerContext, keys: IdempotencyKeys) -> None:
         self._next_up: Delivery | None = first

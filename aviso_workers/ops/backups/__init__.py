@@ -11,7 +11,7 @@ from __future__ import annotations
 from aviso_workers.ops.backups.archive import Takes
 from aviso_workers.ops.backups.chains import chain, newest, restorable, size
 from aviso_workers.ops.backups.cleansing import CleansePlan, cleanse, plan_cleanse
-from aviso_workers.ops.backups.creation import NewBackup, create, create_next, named_streams
+from aviso_workers.ops.backups.creation import Making, NewBackup, create, create_each, create_next, named_streams
 from aviso_workers.ops.backups.encryption import Identities, read_recipients
 from aviso_workers.ops.backups.erasures import Forgotten, forget, of_identifier, of_subject, one_of_each_chain
 from aviso_workers.ops.backups.merging import merge
@@ -38,6 +38,7 @@ __all__ = [
     "Identities",
     "Keep",
     "MadeSet",
+    "Making",
     "NewBackup",
     "Progress",
     "Pruned",
@@ -50,6 +51,7 @@ __all__ = [
     "chain",
     "cleanse",
     "create",
+    "create_each",
     "create_next",
     "create_set",
     "drill",

@@ -15,6 +15,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import SnapshotState
 from aviso_workers.ops.backups import s2
 from aviso_workers.ops.backups.s2 import MalformedError, Readable
@@ -41,7 +42,6 @@ STATE = b"state.json"
 CONSUMERS = b"consumers/"
 """How the name of a consumer's entry begins."""
 TAR_END = bytes(1024)
-SECOND = 1_000_000_000
 FIELDS = 5
 FIELD_BITS = 63
 """Where the last byte of a number of 64 bits begins."""

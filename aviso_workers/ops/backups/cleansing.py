@@ -65,7 +65,7 @@ def plan_cleanse(
     removed: set[tuple[int, int]] = set()
     for each in family:
         with chains.opened_own_entries(each, identities, progress=progress) as entries:
-            removed.update(_which(entry) for entry in entries if entry.sequence and takes(entry))
+            removed.update(_identity(entry) for entry in entries if entry.sequence and takes(entry))
     changes, kept = [], 0
     for each in family:
         state, changed = _state_without(each, removed, identities)
@@ -114,11 +114,11 @@ def _kept(entries: Iterator[Entry], state: Mapping[str, Any], removed: Set[tuple
     said = archive.encode(head.name, msgspec.json.encode(state), timestamp_ns=head.timestamp_ns)
     yield msgspec.structs.replace(head, raw=said)
     for entry in entries:
-        if not entry.sequence or _which(entry) not in removed:
+        if not entry.sequence or _identity(entry) not in removed:
             yield entry
 
 
-def _which(entry: Entry) -> tuple[int, int]:
+def _identity(entry: Entry) -> tuple[int, int]:
     return entry.sequence, entry.timestamp_ns
 
 
@@ -135,10 +135,10 @@ def _state_without(
         for entry in entries:
             if not entry.sequence:
                 continue
-            if _which(entry) in removed:
+            if _identity(entry) in removed:
                 changed = True
                 continue
-            first = first or _which(entry)
+            first = first or _identity(entry)
             kept += 1
             size += archive.stored_bytes(entry, in_memory=in_memory)
     return archive.state_of(state, messages=kept, size=size, first=first), changed

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any, Literal
 
 import anyio.to_thread
 from msgspec import Struct
@@ -14,6 +16,7 @@ from msgspec import Struct
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.errors import (
+    AvisoWorkersError,
     BackupError,
     NotFoundError,
     StreamReplacedError,
@@ -27,9 +30,9 @@ from aviso_workers.ops.backups.archive import Entry
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces
 from aviso_workers.ops.backups.spools import Spool
-from aviso_workers.ops.backups.storage import Backup, Draft, Progress, find, ignore, locked_backups, place_of
+from aviso_workers.ops.backups.storage import Backup, Draft, Progress, find, ignore, load, locked_backups, place_of
 
-__all__ = ["NewBackup", "create", "create_next", "named_streams"]
+__all__ = ["Making", "NewBackup", "create", "create_each", "create_next", "named_streams"]
 
 
 class NewBackup(Struct, frozen=True, kw_only=True):
@@ -38,6 +41,45 @@ class NewBackup(Struct, frozen=True, kw_only=True):
     backup: Backup
     full_because: str = ""
     """Why a full backup was made where an increment was asked for; empty otherwise."""
+
+
+class Making(Struct, frozen=True, kw_only=True):
+    """How backups are made: to which directory, after which ones, and for whom they are encrypted."""
+
+    to: Path
+    since: Path | Literal["last"] | None = None
+    """The backup that increments are made after; `last` is the newest one of each stream."""
+    full_every_seconds: float | None = None
+    """With `last`, the age of the last full backup at which another full one is made."""
+    encrypt_to: Sequence[str] = ()
+    identities: Identities | None = None
+
+    async def make(
+        self, admin: Admin, stream: str, earlier: Spool | None = None, *, progress: Progress = ignore
+    ) -> NewBackup:
+        """Make one backup of a stream. Raises as `create` does."""
+        stated: dict[str, Any] = {"encrypt_to": self.encrypt_to, "identities": self.identities}
+        stated |= {"earlier": earlier, "progress": progress}
+        if self.since == "last":
+            return await create_next(admin, stream, self.to, full_every_seconds=self.full_every_seconds, **stated)
+        since = load(self.since) if self.since else None
+        return NewBackup(backup=await create(admin, stream, self.to, since=since, **stated))
+
+
+async def create_each(
+    streams: Sequence[str],
+    back_up: Callable[[str], Awaitable[Backup]],
+    prune: Callable[[str], Awaitable[Sequence[AvisoWorkersError]]],
+) -> list[AvisoWorkersError]:
+    """Back up streams one after another, remove old backups of each, and return the failures."""
+    failures: list[AvisoWorkersError] = []
+    for stream in streams:
+        try:
+            await back_up(stream)
+            failures += await prune(stream)
+        except AvisoWorkersError as error:  # the others are backed up all the same
+            failures.append(error)
+    return failures
 
 
 async def create(
@@ -144,25 +186,15 @@ async def create_next(
     two were compared. Raises as `create` does otherwise.
     """
     since, why = await anyio.to_thread.run_sync(_newest_to_continue, to, stream, full_every_seconds)
+    make = partial(
+        create, admin, stream, to, encrypt_to=encrypt_to, identities=identities, earlier=earlier, progress=progress
+    )
     if since:
         try:
-            backup = await create(
-                admin,
-                stream,
-                to,
-                since=since,
-                encrypt_to=encrypt_to,
-                identities=identities,
-                earlier=earlier,
-                progress=progress,
-            )
-            return NewBackup(backup=backup)
+            return NewBackup(backup=await make(since=since))
         except (StreamReplacedError, UnavailableError) as error:
             why = str(error)
-    backup = await create(
-        admin, stream, to, encrypt_to=encrypt_to, identities=identities, earlier=earlier, progress=progress
-    )
-    return NewBackup(backup=backup, full_because=why)
+    return NewBackup(backup=await make(), full_because=why)
 
 
 def _newest_to_continue(to: Path, stream: str, full_every_seconds: float | None) -> tuple[Backup | None, str]:

@@ -69,8 +69,10 @@ class Forgotten:
         """Return whether a message of that stream is a copy, judged by the message alone."""
         if self._wanted and self._wanted.is_copy(stream, message):
             return True
-        original = copies.original_in(stream, message)
-        return original is not None and (original[0], _which(original[1])) in self._originals
+        if (original := copies.original_in(stream, message)) is None:
+            return False
+        origin, found = original
+        return (origin, (found.sequence, found.timestamp_ns)) in self._originals
 
     def doubts(self, backups: Iterable[Backup]) -> list[str]:
         """Return sentences on messages of these backups of which it is not known whether they are copies."""
@@ -183,10 +185,6 @@ def _transformed(origin: str, links: Iterable[SourceConfig], configs: _Configs) 
         if way is not None:
             found = bool(found or way or link.subject_transforms)
     return found
-
-
-def _which(message: Message) -> tuple[int, int]:
-    return message.sequence, message.timestamp_ns
 
 
 def _is_repetition(record: Record, *, of: Record) -> bool:

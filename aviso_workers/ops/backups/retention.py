@@ -78,16 +78,16 @@ def _prune(directory: Path, stream: str, keep: Keep, now: datetime) -> Pruned:
     ours = [found for found in found_here if found.made <= now + SKEW]
     of_future = found_here[len(ours) :]
     not_counted = [f"{backup.directory} has a time in the future, from a wrong clock" for backup in of_future]
-    since = now - timedelta(days=keep.days or 0)
+    since = datetime.max.replace(tzinfo=UTC) if keep.days is None else now - timedelta(days=keep.days)
     most = max(1, keep.newest or 1)
-    if not any(keep.days is None or backup.made < since for backup in ours[:-most]):
+    if not any(backup.made < since for backup in ours[:-most]):
         return Pruned(not_counted=not_counted)
     damage_of = cache(_damage)
     whole: list[Backup] = []
     unwanted: list[Backup] = []
     damaged: list[tuple[Backup, str]] = []
     for backup in reversed(ours):
-        if len(whole) >= most and (keep.days is None or backup.made < since):
+        if len(whole) >= most and backup.made < since:
             unwanted.append(backup)
         elif found := _damage_of_chain(backup, damage_of):
             damaged.append((backup, found))

@@ -112,10 +112,11 @@ class _SetRestoration:
         this set.
         """
         infos = {stream: await self._info(stream) for stream in self._configs}
-        whole = [stream for stream, info in infos.items() if info and self._mark(info) == self._whole]
-        strange = [stream for stream, info in infos.items() if info and not metadata.is_unfinished(info.config)]
-        unmade = [stream for stream, info in infos.items() if not info or self._mark(info) not in ("", self._whole)]
-        if strange and (unmade or not whole):
+        present = {stream: info for stream, info in infos.items() if info}
+        missing = [stream for stream in infos if stream not in present]
+        marks = {self._mark(info) for info in present.values()}
+        strange = [stream for stream, info in present.items() if not metadata.is_unfinished(info.config)]
+        if strange and (missing or self._whole not in marks or marks - {"", self._whole}):
             all_are = " (all streams of the set, so it may be restored already)" if strange == [*infos] else ""
             raise BackupError(
                 f"{', '.join(strange)} exist, so nothing is restored{all_are}: delete these streams first, or restore "
@@ -124,12 +125,9 @@ class _SetRestoration:
         for stream, config in self._configs.items():
             if found := await taken(self._admin, StreamConfig(config).subjects, besides=self._configs):
                 raise BackupError(f"{found} of {stream}: delete it first")
-        await self._require_standstill(
-            [info for info in infos.values() if info and metadata.is_unfinished(info.config)]
-        )
-        for stream, info in infos.items():
-            if info is None:
-                await self._reserve(stream)
+        await self._require_standstill([info for info in present.values() if metadata.is_unfinished(info.config)])
+        for stream in missing:
+            await self._reserve(stream)
 
     async def is_whole(self, stream: str) -> bool:
         """Return whether all of a stream was sent."""

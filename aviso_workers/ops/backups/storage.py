@@ -435,7 +435,7 @@ def sweep(parent: Path) -> None:
     for replaced in parent.glob(f"*{REPLACED}"):
         place = replaced.with_name(replaced.name.removesuffix(REPLACED))
         with suppress(BackupError):  # a directory of another program
-            if _which(load(place)) == _which(load(replaced)):
+            if _stream_and_time(load(place)) == _stream_and_time(load(replaced)):
                 shutil.rmtree(replaced, ignore_errors=True)
     for left in parent.glob(f"{UNFINISHED}*"):
         with suppress(OSError):  # it is locked, or another command was faster
@@ -446,7 +446,7 @@ def sweep(parent: Path) -> None:
                 os.close(lock)
 
 
-def _which(backup: Backup) -> tuple[str, datetime]:
+def _stream_and_time(backup: Backup) -> tuple[str, datetime]:
     return backup.stream, backup.made
 
 

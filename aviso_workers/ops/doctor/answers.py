@@ -86,7 +86,7 @@ class JetStreamConfig(Struct, frozen=True, kw_only=True):
 
 
 class OwnState(Struct, frozen=True, kw_only=True):
-    """What is in a server's own replica of a stream."""
+    """The state of a server's own replica of a stream."""
 
     messages: int = 0
     first_seq: int = 0

@@ -1,4 +1,4 @@
-"""What each server says of its own replicas of streams, and which replicas have diverged from their leader's.
+"""The state of each server's own replicas of streams, and which replicas have diverged from their leader's.
 
 JetStream's API answers for the leader only, and the leader calls a replica current that has received its log, whatever
 is left of the messages in its store. The monitoring port of each server counts the server's own replica. `facts` looks
@@ -23,7 +23,7 @@ LATER_SECONDS = 3.0
 leave a replica by the clock of its server."""
 
 Look = Mapping[str, Mapping[str, OwnReplica]]
-"""What each server says of its own replicas, by the server's name and the stream's."""
+"""The state of each server's own replicas, by the server's name and the stream's."""
 
 
 class Looks(Struct, frozen=True, kw_only=True):

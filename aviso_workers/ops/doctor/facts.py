@@ -46,7 +46,7 @@ __all__ = ["Facts", "Need", "Sample", "Scope", "gather"]
 T = TypeVar("T")
 
 Need = Literal["account", "agents", "backups", "consumers", "dead_letters", "monitoring", "records", "streams"]
-"""What a check can need, and what may be missing."""
+"""A kind of facts that a check can need, and that may be missing."""
 
 EVENTS = "$JS.EVENT."
 ANSWER_SECONDS = 4.0
@@ -118,7 +118,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     dead_letters: Mapping[tuple[str, ...], int]
     """Dead letters that are kept, by app and agent."""
     records: Mapping[tuple[str, str], ConsumerRecord]
-    """What workers recorded of agents' consumers, by stream and consumer."""
+    """The records of workers on agents' consumers, by stream and consumer."""
     functions: Mapping[tuple[str, str], tuple[str, ...]]
     """The functions of agents whose workers run several, by stream and consumer."""
     failures: Mapping[tuple[str, str, str], LastFailure]
@@ -131,14 +131,14 @@ class Facts(Struct, frozen=True, kw_only=True):
     unreachable: Mapping[str, str]
     """Monitoring ports that were named and do not answer, with the reason."""
     looks: Looks | None
-    """What the servers say of their own replicas; None where the server does not tell which account is ours."""
+    """The states of the servers' own replicas; None where the server does not tell which account is ours."""
     backups: Mapping[str, Backup]
     """The newest of each stream."""
     links: tuple[Link, ...]
     """Streams that follow others, or did until they were promoted, and their origins as far as these answer."""
     unknown: Mapping[Need, str]
     denied: Mapping[Need, str]
-    """What of it the server denies to our user, in its words."""
+    """The facts that the server denies to our user, in its words."""
     is_strict: bool | None = None
     """Whether JetStream's API refuses requests with unknown fields; None where that is not known."""
     server_certificate: bytes | None = None

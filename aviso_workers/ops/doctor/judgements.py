@@ -75,9 +75,9 @@ class Check(Struct, frozen=True, kw_only=True):
     """The state of a finding that has none of its own."""
     why: str
     cure: str
-    """What to do, with `{stream}`, `{consumer}`, `{place}`, `{app}` and `{agent}` for those of the finding."""
+    """The cure, with `{stream}`, `{consumer}`, `{place}`, `{app}` and `{agent}` for those of the finding."""
     cure_of_others: str
-    """What to do instead about a stream that is not an event type's; empty where that is the same."""
+    """The cure for a stream that is not an event type's; empty where that is the same."""
     judge: Judge
     needs: tuple[Need, ...]
     production: bool = False
@@ -144,7 +144,8 @@ def _result(check: Check, facts: Facts) -> Result:
         return Result(check=check, findings=(Finding(found=NOT_IN_PRODUCTION, state=State.SKIP),))
     missing = [Finding(found=facts.unknown[need], state=State.SKIP) for need in check.needs if need in facts.unknown]
     findings = [_whole(check, finding, facts) for finding in (*check.judge(facts), *missing)]
-    return Result(check=check, findings=tuple(sorted(findings, key=_worst_first)))
+    findings.sort(key=lambda each: (-(each.state or State.PASS), each.where))
+    return Result(check=check, findings=tuple(findings))
 
 
 def _whole(check: Check, finding: Finding, facts: Facts) -> Finding:
@@ -182,10 +183,6 @@ def _filled_in(cure: str, names: Mapping[str, str]) -> str:
     words = {key: quoted(name) for key, name in names.items()}
     parts = cure.split("`")
     return "`".join(part.format_map(words if part.startswith(COMMANDS) else names) for part in parts)
-
-
-def _worst_first(finding: Finding) -> tuple[int, str]:
-    return -(finding.state or State.PASS), finding.where
 
 
 def worst(results: Sequence[Result]) -> State:

@@ -73,7 +73,7 @@ class Monitored(Struct, frozen=True, kw_only=True):
 
     without_jetstream: bool = False
     unserved: str = ""
-    """What is in its store and not served, where its store is on this machine and can be read."""
+    """The streams in its store that are not served, where its store is on this machine and can be read."""
     cut_off: tuple[Closed, ...] = ()
     """Clients that it has disconnected because they were too slow, of those that it remembers, the last one first."""
 

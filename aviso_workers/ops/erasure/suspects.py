@@ -32,7 +32,7 @@ BUCKET, OF_KEYS = "KV_", "$KV."
 PIECE = re.compile(r"[^\W_]+|[\W_]")
 """A word of letters and digits, or one character between words."""
 POSITIONS = {"counted", "missed", "left_out", "sequence", "stored", "closed", "time"}
-"""What the state of a window has beside the values of windows: sequences and times."""
+"""The fields of the state of a window beside the values of windows: sequences and times."""
 
 POSITIONS_ONLY = ("timers", "failures")
 """Kinds of buckets that hold only sequences, counts and times."""

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from aviso_workers.backends.jetstream import snapshots
-from aviso_workers.errors import BackupError, StreamReplacedError, UnavailableError
+from aviso_workers.errors import AvisoWorkersError, BackupError, NotFoundError, StreamReplacedError, UnavailableError
 from aviso_workers.ops import backups, stream_pairs
 from aviso_workers.ops.backups import archive, chains, completion, increments, prefetch, s2, storage
 from aviso_workers.ops.backups.prefetch import Prefetch
@@ -213,3 +213,34 @@ async def test_the_backups_before_an_increment_stay_while_it_is_made(site: Site,
     await backups.create(site.app.session.admin, "MARS", tmp_path, since=first, progress=look)
     assert held
     assert all(held)
+
+
+async def test_backups_are_made_as_planned(site: Site, tmp_path: Path) -> None:
+    await site.fill(10)
+    admin = site.app.session.admin
+    plain, after_last = backups.Making(to=tmp_path), backups.Making(to=tmp_path, since="last")
+    full = (await plain.make(admin, "MARS")).backup
+    second = (await after_last.make(admin, "MARS")).backup
+    third = (await backups.Making(to=tmp_path, since=second.directory).make(admin, "MARS")).backup
+    again = await backups.Making(to=tmp_path, since="last", full_every_seconds=0).make(admin, "MARS")
+
+    after = [made.previous.directory if made.previous else None for made in (full, second, third, again.backup)]
+    assert after == [None, full.directory.name, second.directory.name, None]
+    assert again.full_because.startswith("the last full one is of")
+
+
+async def test_a_stream_that_cannot_be_backed_up_does_not_stop_the_others(site: Site, tmp_path: Path) -> None:
+    await site.fill(10)
+    pruned: list[str] = []
+
+    async def back_up(stream: str) -> backups.Backup:
+        return await backups.create(site.app.session.admin, stream, tmp_path)
+
+    async def prune(stream: str) -> list[AvisoWorkersError]:
+        pruned.append(stream)
+        return [BackupError("damaged")]
+
+    failures = await backups.create_each(["NONE", "MARS"], back_up, prune)
+
+    assert pruned == ["MARS"]
+    assert [type(failure) for failure in failures] == [NotFoundError, BackupError]

@@ -84,7 +84,7 @@ def falling_behind(facts: Facts) -> Iterator[Finding]:
 
     [Fleets](../fleets.md) says how many workers you need.
     """
-    for before, after in _both(facts):
+    for before, after in _samples(facts):
         growth = after.num_pending - before.num_pending
         if growth > 0 and not after.paused and not _is_idle(before, after):  # else JS030 says it
             rate = growth / facts.elapsed_seconds
@@ -109,7 +109,7 @@ def redelivered(facts: Facts) -> Iterator[Finding]:
     """The check warns when more than 5 % of the deliveries, and at least 20, are unsettled redeliveries, or when there
     were 20 more between the samples. Agents always report progress.
     """
-    for before, after in _both(facts):
+    for before, after in _samples(facts):
         if _delivers_due(after):
             continue  # JS076 says it
         delivered = after.deliveries
@@ -167,7 +167,7 @@ def no_worker(facts: Facts) -> Iterator[Finding]:
     request. The result is WARN when nine tenths of `max_waiting` pull requests are in use, because the server will
     refuse the next ones.
     """
-    for before, after in _both(facts):
+    for before, after in _samples(facts):
         if not after.pulled or after.paused:
             continue
         if _is_idle(before, after):
@@ -201,7 +201,7 @@ def stalled(facts: Facts) -> Iterator[Finding]:
     Messages of a dead client come back after `ack_wait`. If all of them wait for their retry, a shorter `retry` makes
     dead letters sooner.
     """
-    for before, after in _both(facts):
+    for before, after in _samples(facts):
         most = after.config.max_ack_pending
         has_settled = (before.ack_floor, before.last_settled) != (after.ack_floor, after.last_settled)
         # With a limit of 1, as of a singleton, a handler that runs reaches it. JS058 says whether it runs too long.
@@ -448,7 +448,7 @@ def _of_work_queue(stream: StreamInfo) -> str:
     return f"; {stream.name} is a work queue, which allows one consumer for each subject, starting at the first message"
 
 
-def _both(facts: Facts) -> Iterator[tuple[ConsumerInfo, ConsumerInfo]]:
+def _samples(facts: Facts) -> Iterator[tuple[ConsumerInfo, ConsumerInfo]]:
     """Yield each consumer as it was in the first and in the second sample; a new one is taken to be unchanged."""
     for key, after in facts.consumers.items():
         yield facts.before.consumers.get(key, after), after
