@@ -58,6 +58,8 @@ class Terminal:
             check=True,
         )
         self._write(file, settings.format(prompt=shlex.quote(PROMPT), completion=shown.stdout))
+        # Without this directory a new user's fish reads all man pages in the background, and goes on when it has ended.
+        (home / ".local/share/fish/generated_completions").mkdir(parents=True)
         self.process = pexpect.spawn(
             programs.find(name, package=name),
             ["-i"],
