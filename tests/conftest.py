@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -61,6 +62,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "spark, the pipelines" if nodeid.startswith("tests/spark/test_pipelines.py") else "spark, the rest"
 
     return Scheduling(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage pass over the ten thousand tests and the modules, which stay for the whole run."""
+    gc.collect()
+    gc.freeze()
 
 
 Start = Callable[..., Command]

@@ -55,6 +55,8 @@ PAYLOAD_CHARACTERS = 2000
 """So that a task has more to pass on than fits into all buffers on the way: about 10 MB."""
 MASTER = re.compile(r"Starting Spark master at (spark://\S+)")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

@@ -135,6 +135,7 @@ def command(
     return command
 
 
+@pytest.mark.slow
 def test_the_page(
     spark: SparkSession, reader: Reader, command: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -198,6 +198,7 @@ class TestArchive:
 
         assert self.archived(place) == list(range(9))
 
+    @pytest.mark.slow
     def test_a_driver_that_is_killed_loses_and_doubles_nothing(
         self, place: Pipelines, start_driver: Callable[..., Any]
     ) -> None:
@@ -211,6 +212,7 @@ class TestArchive:
 
         assert self.archived(place) == list(range(1000))
 
+    @pytest.mark.slow
     def test_small_files_are_merged_and_readers_see_every_row_once(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -228,6 +230,7 @@ class TestArchive:
         with pytest.raises(Py4JJavaError, match="FileNotFoundException"):
             reader.count()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("owner", "deed"), [(archives._Archive, "_take_in"), (Files, "write_new")])
     def test_what_a_run_left_that_was_killed_is_removed_by_the_next(
         self,
@@ -256,6 +259,7 @@ class TestArchive:
         foreign.unlink()
         assert self.archived(place) == self.listed(place) == [0, 1, 2, 3]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["move", "write_new"])
     def test_a_run_that_begins_beside_another_loses_nothing_of_it(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch, name: str
@@ -356,6 +360,7 @@ class TestArchive:
             self.archive(place)
         assert self.listed(place) == [0]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("restored", "said"),
         [

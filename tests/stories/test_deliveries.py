@@ -323,6 +323,7 @@ async def test_a_worker_whose_threads_are_stuck_is_not_ready_says_so_once_and_st
     assert await worker.ended() == NOT_ENDED
 
 
+@pytest.mark.slow
 async def test_a_key_with_more_than_a_worker_prefetches_stays_in_order_in_each_worker_although_they_are_killed(
     run_worker: RunWorker, publish: Publish, record: Record, server: Server
 ) -> None:
