@@ -44,18 +44,22 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+TOGETHER = ("tests/interop/", "tests/ops/", "tests/server/", "tests/test_archives.py", "tests/test_vocabulary.py")
+"""Modules of which one process runs all tests."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How `pytest -n 6` spreads the tests: each goes where there is room. Those of a module that share servers or
-    archives keep together, and those of Spark, which share a JVM: in two parts that are begun at once, because they
-    take longest, and of which one, that of the pipelines, takes about as long as the other.
+    """How `pytest -n 6` spreads the tests: each goes where there is room. Those of a module that share servers,
+    archives or what they read of all files keep together, and those of Spark, which share a JVM: in two parts that are
+    begun at once, because they take longest, and of which one, that of the pipelines, takes about as long as the other.
     (`--dist loadgroup` is for that, and does nothing with pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(("tests/interop/", "tests/ops/", "tests/server/", "tests/test_archives.py")):
+            if nodeid.startswith(TOGETHER):
                 return nodeid.partition("::")[0]
             if not nodeid.startswith("tests/spark/"):
                 return nodeid

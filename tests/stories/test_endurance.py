@@ -72,6 +72,7 @@ def test_plan_follows_from_its_seed_and_leaves_nothing_out() -> None:
     assert all(stroke.at < 300 for stroke in strokes)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("001-39", "003-05")
 def test_chaos_loses_nothing(start: Callable[..., Script]) -> None:
     # A seed of which each kind of stroke comes early.
@@ -137,6 +138,7 @@ def test_replays_of_any_filter_are_complete_on_a_cluster_that_is_behind(start: C
     assert script.left_behind() == []
 
 
+@pytest.mark.slow
 def test_operators_commands_that_are_killed_and_repeated_lose_and_double_nothing(start: Callable[..., Script]) -> None:
     script = start("kills", "--seed", "8", "--times", "2", "--count", "500")
 
