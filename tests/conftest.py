@@ -44,7 +44,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-TOGETHER = ("tests/interop/", "tests/ops/", "tests/server/", "tests/test_archives.py", "tests/test_vocabulary.py")
+TOGETHER = (
+    *("tests/interop/", "tests/ops/", "tests/server/", "tests/test_archives.py"),
+    *("tests/test_jetstream_coverage.py", "tests/test_vocabulary.py"),
+)
 """Modules of which one process runs all tests."""
 
 

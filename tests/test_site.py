@@ -30,6 +30,7 @@ def in_navigation(entries: list[dict[str, Any]]) -> Iterator[str]:
             yield from in_navigation(target) if isinstance(target, list) else [target]
 
 
+@pytest.mark.slow
 def test_the_script_builds_a_site_that_lacks_nothing_and_asks_no_other_host(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "_docs", "--to", tmp_path],

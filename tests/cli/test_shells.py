@@ -88,7 +88,7 @@ class Terminal:
         return any(path.name.startswith("RUN") for path in self.home.iterdir())
 
 
-@pytest.fixture(params=SHELLS)
+@pytest.fixture(params=["bash", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zsh", "fish"))])
 def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Terminal]:
     made = Terminal(request.param, tmp_path)
     yield made

@@ -242,9 +242,16 @@ async def test_attempts_are_counted_over_restarts_of_the_worker_and_crashes_are_
     ("deed", "ended_by", "exit_code"),
     [
         ({"kills": True}, [], 137),
-        ({"ends_loop": "exit"}, ["SystemExit(0), raised in a task or a callback"], 1),
-        ({"ends_loop": "interrupt"}, ["KeyboardInterrupt(), raised in a task or a callback"], 1),
-        ({"ends_loop": "stop"}, ["loop.stop()"], 1),
+        pytest.param(
+            {"ends_loop": "exit"}, ["SystemExit(0), raised in a task or a callback"], 1, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"ends_loop": "interrupt"},
+            ["KeyboardInterrupt(), raised in a task or a callback"],
+            1,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"ends_loop": "stop"}, ["loop.stop()"], 1, marks=pytest.mark.slow),
         ({"ends_loop": "cancel"}, ["the cancellation of all tasks"], 1),
     ],
     ids=lambda value: str(*value.values()) if isinstance(value, dict) else "",

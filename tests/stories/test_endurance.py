@@ -87,6 +87,7 @@ def test_chaos_loses_nothing(start: Callable[..., Script]) -> None:
     assert script.left_behind() == []
 
 
+@pytest.mark.slow
 def test_interrupted_chaos_leaves_nothing_behind(start: Callable[..., Script]) -> None:
     script = start("chaos", "--duration", "600")
     script.wait_for("worker")
@@ -99,6 +100,7 @@ def test_interrupted_chaos_leaves_nothing_behind(start: Callable[..., Script]) -
     assert script.left_behind() == []
 
 
+@pytest.mark.slow
 def test_outage_of_half_a_minute_is_waited_out(start: Callable[..., Script]) -> None:
     script = start("outage", "--minutes", "0.5")
 
@@ -109,6 +111,7 @@ def test_outage_of_half_a_minute_is_waited_out(start: Callable[..., Script]) -> 
     assert script.left_behind() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [
@@ -128,6 +131,7 @@ def test_backlog_on_a_cluster_of_three_is_drained(start: Callable[..., Script], 
     assert script.left_behind() == []
 
 
+@pytest.mark.slow
 def test_replays_of_any_filter_are_complete_on_a_cluster_that_is_behind(start: Callable[..., Script]) -> None:
     script = start("replays", "--count", "30000", "--servers", "3", "--filters", "8")
 

@@ -190,6 +190,7 @@ def test_a_missing_stream_is_named_and_not_made(server: dict[str, str], tmp_path
         assert "`aviso-workers streams apply` creates them: stream MARS does not exist" in result.stdout
 
 
+@pytest.mark.slow
 def test_compression_is_expected_in_any_of_its_spellings(configured: Installation) -> None:
     codes = {
         spelling: smoke(**configured.environ, EXPECT_COMPRESSION=spelling).returncode

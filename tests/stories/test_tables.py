@@ -52,6 +52,7 @@ def count_in_processes(url: str) -> None:
         assert [process.wait(timeout=PATIENCE_SECONDS) for process in processes] == [0] * PROCESSES
 
 
+@pytest.mark.slow
 async def test_two_thousand_updates_from_four_processes_add_up(server: Server) -> None:
     count_in_processes(server.url)
     app = app_of(server.url)
