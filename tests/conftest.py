@@ -49,6 +49,14 @@ TOGETHER = (
     *("tests/test_jetstream_coverage.py", "tests/test_vocabulary.py"),
 )
 """Modules of which one process runs all tests."""
+ALONE = "tests/interop/test_server_versions.py::test_the_contract_holds["
+"""A test in one of them whose cases take minutes each: they run side by side."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the slow tests that go where there is room, so that none is left when all others have ended."""
+    kept = ("tests/spark/", *TOGETHER)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None or item.nodeid.startswith(kept))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -62,7 +70,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(TOGETHER):
+            if nodeid.startswith(TOGETHER) and not nodeid.startswith(ALONE):
                 return nodeid.partition("::")[0]
             if not nodeid.startswith("tests/spark/"):
                 return nodeid
