@@ -282,6 +282,7 @@ class TestArchive:
 
         assert self.archived(place) == self.listed(place) == [0, 1]
 
+    @pytest.mark.slow
     def test_a_run_that_slept_while_another_archived_its_batch_changes_nothing(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -339,6 +340,7 @@ class TestArchive:
         assert dataset(str(directory), format="parquet", partitioning="hive").to_table().num_rows == 2
         assert self.files(place) == ["0-0", "1-0"]
 
+    @pytest.mark.slow
     def test_an_archive_that_was_moved_is_read_and_gone_on_with_where_it_is(self, place: Pipelines) -> None:
         place.publish(0)
         self.archive(place)
@@ -444,6 +446,7 @@ class TestArchive:
         deeds = [deed for path in synced for deed in DEEDS if re.fullmatch(DEEDS[deed], path)]
         assert list(dict.fromkeys(deeds)) == list(DEEDS)
 
+    @pytest.mark.slow
     def test_a_run_with_another_filter_than_the_archive_has_is_refused(self, place: Pipelines) -> None:
         place.publish(1, 2)
 
@@ -464,6 +467,7 @@ class TestArchive:
             self.archive(place)
         assert self.archived(place) == [1]
 
+    @pytest.mark.slow
     def test_fields_and_headers_that_come_later_are_read_also_after_files_were_merged(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -487,6 +491,7 @@ class TestArchive:
         assert done == Backfilled(published=1, present=0, refused=2), "two have no step"
         assert place.steps("copy") == [5]
 
+    @pytest.mark.slow
     def test_a_damaged_file_is_not_merged_and_removed_where_spark_is_told_to_pass_over_it(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
     ) -> None:
