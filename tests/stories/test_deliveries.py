@@ -252,7 +252,7 @@ async def test_attempts_are_counted_over_restarts_of_the_worker_and_crashes_are_
             marks=pytest.mark.slow,
         ),
         pytest.param({"ends_loop": "stop"}, ["loop.stop()"], 1, marks=pytest.mark.slow),
-        ({"ends_loop": "cancel"}, ["the cancellation of all tasks"], 1),
+        pytest.param({"ends_loop": "cancel"}, ["the cancellation of all tasks"], 1, marks=pytest.mark.slow),
     ],
     ids=lambda value: str(*value.values()) if isinstance(value, dict) else "",
 )

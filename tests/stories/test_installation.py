@@ -151,6 +151,7 @@ def test_the_smoke_test_holds_on_the_server_that_init_nats_starts(configured: In
         assert "skip" not in result.stdout
 
 
+@pytest.mark.slow
 def test_one_wrong_expectation_fails_the_smoke_test(configured: Installation) -> None:
     for name in (name for name in EXPECTATIONS if name.startswith("EXPECT_")):
         wrong = "s2" if name == "EXPECT_COMPRESSION" else "5"

@@ -62,6 +62,7 @@ async def test_two_thousand_updates_from_four_processes_add_up(server: Server) -
         assert await counts.get("all") == PROCESSES * TIMES
 
 
+@pytest.mark.slow
 async def test_workers_that_are_killed_while_they_count_count_each_notification_once(
     server: Server, run_worker: RunWorker, publish: Publish, record: Record
 ) -> None:
