@@ -89,7 +89,8 @@ _set_death_signal = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 def _prepare() -> None:
-    # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
+    # A shell starts what it runs in the background with SIGINT ignored, nohup with SIGHUP, and children inherit that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if _set_death_signal:
         _set_death_signal(1, signal.SIGKILL)  # a test run that is killed leaves nothing behind

@@ -26,7 +26,7 @@ CONFIG = PROJECT / "config"
 RELATIVE_LINK = re.compile(r"\]\((?!\w+:)[^)]*\)")
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["pure", "compiled"])
+@pytest.fixture(scope="module", params=[pytest.param(True, marks=pytest.mark.slow), False], ids=["pure", "compiled"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Archives:
     return archives.build(PROJECT, tmp_path_factory.mktemp("built"), pure=request.param)
 

@@ -35,6 +35,7 @@ def test_a_function_has_its_own_instructions_and_not_those_that_it_calls() -> No
     assert callgrind.parse(COUNTED) == {"read": 1001, "write": 30}
 
 
+@pytest.mark.slow
 def test_a_count_is_of_what_lies_between_begin_and_end(tmp_path: Path) -> None:
     find("valgrind", package="valgrind")
     find("cc", package="gcc")

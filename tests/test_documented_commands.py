@@ -185,6 +185,7 @@ def test_a_replay_that_is_published_elsewhere(reader: Reader, other_server: Nats
     assert "1 notifications stored" in reader.types(texts("docs/aviso.md", "bash")[0])
 
 
+@pytest.mark.slow
 class TestBackups:
     def test_of_one_stream(self, with_users: Reader) -> None:
         create, ls, verify, drill, increment, restore = lines("docs/backup.md", 0)
@@ -245,6 +246,7 @@ class TestBackups:
         assert "0 messages" in with_users.types("aviso-workers backup verify /backups")
 
 
+@pytest.mark.slow
 class TestCopies:
     @pytest.fixture(autouse=True)
     def elsewhere(self, with_users: Reader, other_server: NatsServer) -> None:
@@ -274,6 +276,7 @@ class TestCopies:
         assert "3 messages" in with_users.types(copy)
 
 
+@pytest.mark.slow
 class TestFailover:
     """Of MARS from the hub, where it is published, to the other site, which has the mirror that the page declares."""
 
@@ -327,6 +330,7 @@ class TestOperating:
         with NatsServer.start(store_dir=tmp_path_factory.mktemp("monitored"), config="http: 127.0.0.1:-1") as server:
             yield server
 
+    @pytest.mark.slow
     def test_the_doctor(self, reader: Reader, monitored: NatsServer) -> None:
         """It finds that a server for tests is none for production, and says so by its exit code."""
         reader.write("mine.py", texts("docs/tutorial.md", "python")[0])
@@ -348,6 +352,7 @@ class TestOperating:
         assert "aviso_doctor_check" in (reader.folder / "doctor.prom").read_text()
         assert "CRITICAL" in nagios
 
+    @pytest.mark.slow
     def test_what_shows_how_it_is(self, reader: Reader) -> None:
         top, *others = lines("docs/operations/lag.md", 0)
         reader.types(PUBLISH)
@@ -383,6 +388,7 @@ class TestOperating:
         reader.types(production)
         assert '"n2"' in rendered.read_text()
 
+    @pytest.mark.slow
     def test_a_cluster(self, reader: Reader) -> None:
         reader.write("aviso.yaml", CONFIGURATION + ANYWHERE)
         start, status, _, reload, stop = lines("docs/server.md", 0)
@@ -393,6 +399,7 @@ class TestOperating:
         finally:
             assert reader.types(stop).count("ended") == 3
 
+    @pytest.mark.slow
     def test_a_server_that_gets_another_key(self, reader: Reader, free_port: int) -> None:
         (rotate,) = lines("docs/server.md", 3)
         start, *_, stop = lines("docs/server.md", 0)
@@ -447,6 +454,7 @@ class TestExamples:
 
         return developer
 
+    @pytest.mark.slow
     def test_completeness(self, developer: Callable[[str], Reader]) -> None:
         reader = developer("completeness")
         (dev, publish), (complete, late) = (lines("docs/examples/completeness.md", number) for number in (0, 1))

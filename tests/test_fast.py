@@ -174,6 +174,7 @@ def test_the_version_says_which_are_used(environment: dict[str, str], said: str)
     assert said in done.stdout
 
 
+@pytest.mark.slow
 def test_what_reads_messages_does_so_without_the_functions_in_c() -> None:
     files = [
         *("fuzz/test_messages.py", "aviso/test_codec.py", "contract/test_wire.py", "contract/test_outcomes.py"),

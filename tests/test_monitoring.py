@@ -351,6 +351,7 @@ def test_a_worker_of_another_job_that_is_down_is_told(tmp_path: Path) -> None:
     fires_alone("AvisoWorkerDown", HEALTHY | series, tmp_path, at="1h")
 
 
+@pytest.mark.slow
 def test_a_warning_of_the_doctors_is_told_after_a_day(tmp_path: Path) -> None:
     days = {
         "aviso_doctor_last_run_timestamp_seconds": "0+60x1500",

@@ -156,6 +156,7 @@ def test_its_own_tests_pass(project: Path) -> None:
     assert "4 passed" in run(project, "python", "-m", "pytest", "-p", "no:asyncio", "-p", "no:cacheprovider")
 
 
+@pytest.mark.slow
 def test_its_types_are_right_by_its_own_settings(project: Path) -> None:
     """What mypy finds in installed packages it does not tell, and here it takes ours for a part of the project."""
     assert "no issues found in 3 source files" in run(project, "mypy", "--follow-imports=silent", MYPYPATH=str(ROOT))

@@ -54,11 +54,13 @@ def html(site: Path, page: str) -> str:
     return (site / llms_txt.twin(PurePath(page)).with_suffix("")).read_text()
 
 
+@pytest.mark.slow
 def test_the_script_builds_a_site_that_lacks_nothing_and_asks_no_other_host(built: Path) -> None:
     assert (built / "search.json").exists()
     assert 'href="../site.css"' in html(built, "metrics.md")
 
 
+@pytest.mark.slow
 def test_every_page_leads_to_the_ones_before_and_after_it(built: Path) -> None:
     order = [*in_navigation(NAVIGATION)]
     for before, after in pairwise(order):
@@ -68,10 +70,12 @@ def test_every_page_leads_to_the_ones_before_and_after_it(built: Path) -> None:
             assert os.path.normpath(here / target) == str(llms_txt.twin(PurePath(other)).parent), (page, direction)
 
 
+@pytest.mark.slow
 def test_every_page_names_the_version(built: Path) -> None:
     assert [page for page in in_navigation(NAVIGATION) if f"Version {__version__}\n" not in html(built, page)] == []
 
 
+@pytest.mark.slow
 def test_every_page_is_there_as_markdown_whose_links_lead_somewhere(built: Path) -> None:
     for page in in_navigation(NAVIGATION):
         markdown = built / llms_txt.twin(PurePath(page))
@@ -80,6 +84,7 @@ def test_every_page_is_there_as_markdown_whose_links_lead_somewhere(built: Path)
         assert [link for link in linked if not (markdown.parent / link).exists()] == [], page
 
 
+@pytest.mark.slow
 def test_llms_txt_lists_the_markdown_of_every_page(built: Path) -> None:
     head, *parts = (built / "llms.txt").read_text().split("\n## ")
     title, summary, version = head.strip().split("\n\n")

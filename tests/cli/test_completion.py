@@ -52,6 +52,7 @@ def test_event_types_of_the_configuration(complete: Complete, config: Path) -> N
     assert complete("watch", "--config", config, "x") == []
 
 
+@pytest.mark.slow
 def test_what_a_server_has(complete: Complete, config: Path, start: Start, tmp_path: Path) -> None:
     (tmp_path / "completed.py").write_text(AGENT)
     worker = start("worker", "completed:app", "--config", config)

@@ -58,6 +58,8 @@ class Terminal:
             check=True,
         )
         self._write(file, settings.format(prompt=shlex.quote(PROMPT), completion=shown.stdout))
+        # Without this directory a new user's fish reads all man pages in the background, and goes on when it has ended.
+        (home / ".local/share/fish/generated_completions").mkdir(parents=True)
         self.process = pexpect.spawn(
             programs.find(name, package=name),
             ["-i"],
@@ -86,7 +88,7 @@ class Terminal:
         return any(path.name.startswith("RUN") for path in self.home.iterdir())
 
 
-@pytest.fixture(params=SHELLS)
+@pytest.fixture(params=["bash", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zsh", "fish"))])
 def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Terminal]:
     made = Terminal(request.param, tmp_path)
     yield made

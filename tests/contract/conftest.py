@@ -48,8 +48,9 @@ LONG_WAY = {"test_consuming", "test_publishing", "test_reading"}
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kind" in metafunc.fixturenames:
-        long_way = ["jetstream, the long way"] if metafunc.module.__name__.rpartition(".")[2] in LONG_WAY else []
-        metafunc.parametrize("kind", ["in_memory", "jetstream", *long_way])
+        long_way = pytest.param("jetstream, the long way", marks=pytest.mark.slow)
+        has_it = metafunc.module.__name__.rpartition(".")[2] in LONG_WAY
+        metafunc.parametrize("kind", ["in_memory", "jetstream", *[long_way] * has_it])
 
 
 TOO_OLD = re.compile(r"nats-server [0-9.]+ or newer is needed; this one is [0-9.]+")

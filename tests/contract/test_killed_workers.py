@@ -125,7 +125,9 @@ def dead_letters(t: Harness) -> list[tuple[str, str, int]]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("deadly", [(5,), (3, 25)], ids=["one deadly", "two deadly"])
+@pytest.mark.parametrize(
+    "deadly", [(5,), pytest.param((3, 25), marks=pytest.mark.slow)], ids=["one deadly", "two deadly"]
+)
 async def test_only_what_kills_its_worker_becomes_a_dead_letter(
     form: str, deadly: tuple[int, ...], app: App, url: str | None
 ) -> None:

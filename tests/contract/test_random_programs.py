@@ -354,6 +354,7 @@ def run_random(kind: str, *, number: int, count: int) -> None:
     check()
 
 
+@pytest.mark.slow
 def test_random_programs_lose_nothing_and_count_nothing_twice(kind: str, pytestconfig: pytest.Config) -> None:
     ends = time.monotonic() + 60 * pytestconfig.getoption("--minutes")
     if kind == "in_memory":

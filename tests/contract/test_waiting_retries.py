@@ -17,6 +17,7 @@ pytestmark = pytest.mark.anyio
 FAILING, GOOD = 10_500, 500
 
 
+@pytest.mark.slow
 async def test_the_good_ones_are_handled_however_many_wait_for_their_retry(app: App, url: str | None) -> None:
     failed = handled = 0
 

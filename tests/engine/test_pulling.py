@@ -540,6 +540,7 @@ class TestAWorkerThatWasAway:
         assert [event.num_delivered for event in settled] == [1, 1]
         assert facts.of(AgentDisturbed) == []
 
+    @pytest.mark.slow
     async def test_and_is_connected_begins_what_waits_however_long(
         self, router: Router, notify: NotifyStep, working: Working, facts: Facts
     ) -> None:

@@ -292,6 +292,7 @@ async def test_what_was_given_back_while_it_ran_is_not_settled_as_well(
     assert facts.of(Settled) == []
 
 
+@pytest.mark.slow
 async def test_the_failures_of_however_many_that_wait_in_order_are_remembered(
     facts: Facts, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +310,7 @@ async def test_the_failures_of_however_many_that_wait_in_order_are_remembered(
     assert {settled.attempt for settled in facts.of(Settled)[-100:]} == {2}
 
 
+@pytest.mark.slow
 async def test_the_failures_of_however_many_that_are_in_one_batch_are_remembered(
     backend: SlowBackend, facts: Facts, worker: Callable[..., Worker]
 ) -> None:

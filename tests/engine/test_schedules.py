@@ -28,7 +28,8 @@ from tests.engine.conftest import MARS, config_with
 
 pytestmark = pytest.mark.anyio
 
-SCHEDULES = 100
+SCHEDULES, EVERYDAY = 100, 20
+"""How many there are, and how many of them are not marked `slow`."""
 STEPS = 40
 ATTEMPTS = 3
 RETRY = Backoff(first=1, factor=3, attempts=ATTEMPTS)
@@ -312,7 +313,10 @@ def book(monkeypatch: pytest.MonkeyPatch) -> Book:
     return book
 
 
-@pytest.mark.parametrize("seed", range(SCHEDULES))
+@pytest.mark.parametrize(
+    "seed",
+    [*range(EVERYDAY), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(EVERYDAY, SCHEDULES))],
+)
 async def test_the_contract_is_kept(seed: int, book: Book, settings: Config) -> None:
     schedule = schedule_of(seed)
     random.seed(seed)  # for the jitter of retries

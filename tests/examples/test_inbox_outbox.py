@@ -89,6 +89,7 @@ async def test_total_that_was_published_and_not_noted_is_not_published_again_how
         assert await announced(t) == TOTALS
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("postgres_server")
 def test_table_equals_the_stream_although_workers_are_killed(tmp_path: Path) -> None:
     done = subprocess.run(

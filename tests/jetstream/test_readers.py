@@ -29,7 +29,7 @@ from tests.waits import PATIENCE_SECONDS
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(params=["the short way", "the long way"])
+@pytest.fixture(params=["the short way", pytest.param("the long way", marks=pytest.mark.slow)])
 async def backend(
     nats_server: NatsServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncGenerator[JetStreamBackend, None]:

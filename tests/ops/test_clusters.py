@@ -208,6 +208,7 @@ async def test_a_worker_that_begins_gives_its_own_streams_the_copies_that_are_co
         assert await copies(app) == dict.fromkeys(OWN, 3)  # another app may have asked for them
 
 
+@pytest.mark.slow
 @pytest.mark.covers("001-14")
 def test_five_copies_stand_the_loss_of_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_config: Callable[..., Path], run: Run

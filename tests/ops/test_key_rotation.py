@@ -237,6 +237,7 @@ def test_whoever_is_killed_leaves_the_old_store_and_begins_anew(run: Run, config
     assert asyncio.run(work(node, held)) == before
 
 
+@pytest.mark.slow
 def test_a_cluster_gets_another_key_with_all_replicas(run: Run, configure: Configure) -> None:
     async def fill_cluster(node: Node) -> None:
         async with connected(node) as client:

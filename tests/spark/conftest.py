@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from aviso_agents import spark_events
 from aviso_workers import App
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import register
+from tests.spark.jvms import keep_classes, quick_jvm, storing_classes
 from tests.spark.place import Place
 from tests.waits import PATIENCE_SECONDS
 
@@ -38,7 +40,7 @@ if __name__ == "__main__":
 it forks, because some modules start threads: of these, NumPy does, unless OPENBLAS_NUM_THREADS is 1.
 """
 QUICK_START = {
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.driver.extraJavaOptions": quick_jvm(),
     "spark.python.daemon.module": "loaded_daemon",
     "spark.python.authenticate.socketTimeout": f"{PATIENCE_SECONDS:.0f}s",  # for a Python worker to start
     "spark.sql.shuffle.partitions": "2",
@@ -72,7 +74,8 @@ def start_spark(python: Path) -> Iterator[Callable[..., SparkSession]]:
         event_logs.mkdir(exist_ok=True)
         builder = SparkSession.builder.master("local[2]").appName("aviso-workers tests")
         logging = {"spark.eventLog.enabled": "true", "spark.eventLog.dir": event_logs.as_uri()}
-        for key, value in {**QUICK_START, **logging, **settings}.items():
+        storing = {"spark.driver.extraJavaOptions": storing_classes()}
+        for key, value in {**QUICK_START, **storing, **logging, **settings}.items():
             builder = builder.config(key, value)
         return builder.getOrCreate()
 
@@ -87,11 +90,13 @@ def start_spark(python: Path) -> Iterator[Callable[..., SparkSession]]:
 def start_driver(tmp_path: Path, python: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """`start_driver(program, *arguments)`: a Spark driver of its own, whose event log is in `tmp_path / "logs"`."""
     (tmp_path / "logs").mkdir(exist_ok=True)
-    (tmp_path / "spark").mkdir()
     logging = {"spark.eventLog.enabled": "true", "spark.eventLog.dir": (tmp_path / "logs").as_uri()}
     settings = "".join(f"{key} {value}\n" for key, value in {**QUICK_START, **logging}.items())
-    (tmp_path / "spark" / "spark-defaults.conf").write_text(settings)
-    ours = {"SPARK_CONF_DIR": str(tmp_path / "spark"), "PYSPARK_PYTHON": str(python), "SPARK_LOCAL_IP": "127.0.0.1"}
+    (tmp_path / "spark.conf").write_text(settings)
+    # A directory of configuration would be part of the class path, and a JVM only takes classes that it stored for
+    # the same one.
+    options = f"--properties-file {shlex.quote(str(tmp_path / 'spark.conf'))} pyspark-shell"
+    ours = {"PYSPARK_SUBMIT_ARGS": options, "PYSPARK_PYTHON": str(python), "SPARK_LOCAL_IP": "127.0.0.1"}
     with ExitStack() as running:
 
         def start_driver(program: str, *arguments: str | Path) -> subprocess.Popen[str]:
@@ -168,4 +173,5 @@ def _end_jvm() -> None:
         gateway.shutdown()
         gateway.proc.stdin.close()  # by which the JVM knows that it is to end
         gateway.proc.wait(PATIENCE_SECONDS)
+        keep_classes()
         SparkContext._gateway = SparkContext._jvm = None

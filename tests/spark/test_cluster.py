@@ -28,6 +28,7 @@ from aviso_workers.errors import NotFoundError
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import register
 from tests.presence import present
+from tests.spark.jvms import quick_jvm
 from tests.spark.place import Place
 from tests.stories.processes import cluster, until_jetstream
 from tests.waits import PATIENCE_SECONDS
@@ -35,10 +36,9 @@ from tests.waits import PATIENCE_SECONDS
 QUERY_SECONDS = 3 * PATIENCE_SECONDS
 """A query whose executor is killed waits until Spark has noticed and started another one."""
 SPARK_CLASS = Path(pyspark.__file__).parent / "bin" / "spark-class"
-QUICK_START = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 SETTINGS = {
     "spark.executor.memory": "512m",
-    "spark.executor.extraJavaOptions": QUICK_START,
+    "spark.executor.extraJavaOptions": quick_jvm(),
     "spark.sql.execution.arrow.maxRecordsPerBatch": "500",
     "spark.sql.session.timeZone": "UTC",
 }
@@ -55,6 +55,8 @@ PAYLOAD_CHARACTERS = 2000
 """So that a task has more to pass on than fits into all buffers on the way: about 10 MB."""
 MASTER = re.compile(r"Starting Spark master at (spark://\S+)")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -65,7 +67,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
         def start(name: str, kind: str, *arguments: str, host: str = "127.0.0.1") -> Path:
             log = directory / f"{name}.log"
-            environment = os.environ | {"SPARK_LOCAL_IP": "127.0.0.1", "SPARK_DAEMON_JAVA_OPTS": QUICK_START}
+            environment = os.environ | {"SPARK_LOCAL_IP": "127.0.0.1", "SPARK_DAEMON_JAVA_OPTS": quick_jvm()}
             with log.open("wb") as stderr:
                 process = subprocess.Popen(
                     [SPARK_CLASS, f"org.apache.spark.deploy.{kind}", "--host", host, *ports, *arguments],

@@ -138,6 +138,7 @@ def command(
     return command
 
 
+@pytest.mark.slow
 def test_the_pages(
     spark: SparkSession, reader: Reader, command: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:

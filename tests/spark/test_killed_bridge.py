@@ -30,6 +30,7 @@ KILLS = int(os.environ.get("AVISO_BRIDGE_KILLS", "20"))
 SEED = int(os.environ.get("AVISO_BRIDGE_SEED", "6"))
 
 
+@pytest.mark.slow
 async def test_killed_at_random_moments_it_stores_each_event_once_and_in_order(
     app: App,
     config: Path,

@@ -158,6 +158,7 @@ spark.range(3).count()
     assert kinds["job.start"] == kinds["job.end"] > 0, kinds
 
 
+@pytest.mark.slow
 async def test_in_spark_connect_streaming_queries_are_told(
     app: App, config: Path, start_driver: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:

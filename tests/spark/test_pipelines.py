@@ -198,6 +198,7 @@ class TestArchive:
 
         assert self.archived(place) == list(range(9))
 
+    @pytest.mark.slow
     def test_a_driver_that_is_killed_loses_and_doubles_nothing(
         self, place: Pipelines, start_driver: Callable[..., Any]
     ) -> None:
@@ -211,6 +212,7 @@ class TestArchive:
 
         assert self.archived(place) == list(range(1000))
 
+    @pytest.mark.slow
     def test_small_files_are_merged_and_readers_see_every_row_once(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -228,6 +230,7 @@ class TestArchive:
         with pytest.raises(Py4JJavaError, match="FileNotFoundException"):
             reader.count()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("owner", "deed"), [(archives._Archive, "_take_in"), (Files, "write_new")])
     def test_what_a_run_left_that_was_killed_is_removed_by_the_next(
         self,
@@ -256,6 +259,7 @@ class TestArchive:
         foreign.unlink()
         assert self.archived(place) == self.listed(place) == [0, 1, 2, 3]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["move", "write_new"])
     def test_a_run_that_begins_beside_another_loses_nothing_of_it(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch, name: str
@@ -278,6 +282,7 @@ class TestArchive:
 
         assert self.archived(place) == self.listed(place) == [0, 1]
 
+    @pytest.mark.slow
     def test_a_run_that_slept_while_another_archived_its_batch_changes_nothing(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -335,6 +340,7 @@ class TestArchive:
         assert dataset(str(directory), format="parquet", partitioning="hive").to_table().num_rows == 2
         assert self.files(place) == ["0-0", "1-0"]
 
+    @pytest.mark.slow
     def test_an_archive_that_was_moved_is_read_and_gone_on_with_where_it_is(self, place: Pipelines) -> None:
         place.publish(0)
         self.archive(place)
@@ -356,6 +362,7 @@ class TestArchive:
             self.archive(place)
         assert self.listed(place) == [0]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("restored", "said"),
         [
@@ -439,6 +446,7 @@ class TestArchive:
         deeds = [deed for path in synced for deed in DEEDS if re.fullmatch(DEEDS[deed], path)]
         assert list(dict.fromkeys(deeds)) == list(DEEDS)
 
+    @pytest.mark.slow
     def test_a_run_with_another_filter_than_the_archive_has_is_refused(self, place: Pipelines) -> None:
         place.publish(1, 2)
 
@@ -459,6 +467,7 @@ class TestArchive:
             self.archive(place)
         assert self.archived(place) == [1]
 
+    @pytest.mark.slow
     def test_fields_and_headers_that_come_later_are_read_also_after_files_were_merged(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -482,6 +491,7 @@ class TestArchive:
         assert done == Backfilled(published=1, present=0, refused=2), "two have no step"
         assert place.steps("copy") == [5]
 
+    @pytest.mark.slow
     def test_a_damaged_file_is_not_merged_and_removed_where_spark_is_told_to_pass_over_it(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
     ) -> None:

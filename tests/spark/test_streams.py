@@ -187,6 +187,7 @@ def test_a_source_that_is_deleted_fails_the_query_by_name(place: Place, copying:
         copying.run()
 
 
+@pytest.mark.slow
 class TestATargetThatIsDeleted:
     """Earlier batches are gone with it, and no later one stores them again."""
 

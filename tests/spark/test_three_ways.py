@@ -77,6 +77,7 @@ def start_history(free_port: int, tmp_path: Path) -> Iterator[Callable[[], str]]
         process.wait()
 
 
+@pytest.mark.slow
 async def test_counts_agree_three_ways(
     app: App,
     config: Path,

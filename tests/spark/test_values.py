@@ -136,6 +136,7 @@ class Values(Place):
         return [(one.identifier, one.topic.removeprefix(event)) for one in self.stored(event)]
 
 
+@pytest.mark.slow
 def test_the_edges_of_each_rule_come_through_an_archive_a_backfill_a_copy_and_a_report(
     spark: SparkSession, nats_server: NatsServer, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def numbered(place: Place, count: int) -> DataFrame:
 
 class TestAChangedRepeat:
     @pytest.mark.usefixtures("in_tens")
+    @pytest.mark.slow
     def test_of_a_batch_loses_nothing(self, place: Place) -> None:
         """It fails in the middle, the source loses messages, and the program is repaired and goes on."""
         place.publish_numbered(20)

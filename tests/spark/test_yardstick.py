@@ -24,6 +24,7 @@ def _shipped() -> Iterator[None]:
     cloudpickle.unregister_pickle_by_value(raw_source)  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.slow
 def test_it_reads_and_writes_what_the_data_source_does(place: Place) -> None:
     place.write(place.rows(COUNT))
     place.publish(0, event="copy")

@@ -55,6 +55,7 @@ def prometheus(tmp_path: Path, status_ports: list[int], free_port: int) -> Itera
         yield Told(started)
 
 
+@pytest.mark.slow
 async def test_alerts_fire_and_are_over(
     run_worker: Callable[..., Worker],
     publish: Callable[..., Any],

@@ -57,6 +57,7 @@ def scheduled(config: Path, directory: Path, name: str, *what: str | Path) -> It
         process.wait()
 
 
+@pytest.mark.slow
 async def test_backups_are_made_through_an_outage_until_sigterm(
     server: Server, publish: Callable[..., Any], write_config: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ def config(nats_server: NatsServer, write_config: Callable[..., Path]) -> Path:
     return write_config(nats_server.url)
 
 
+@pytest.mark.slow
 async def test_a_retry_that_is_killed_again_and_again_loses_and_doubles_nothing(
     config: Path, start: Callable[..., Command]
 ) -> None:

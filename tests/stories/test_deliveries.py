@@ -242,10 +242,17 @@ async def test_attempts_are_counted_over_restarts_of_the_worker_and_crashes_are_
     ("deed", "ended_by", "exit_code"),
     [
         ({"kills": True}, [], 137),
-        ({"ends_loop": "exit"}, ["SystemExit(0), raised in a task or a callback"], 1),
-        ({"ends_loop": "interrupt"}, ["KeyboardInterrupt(), raised in a task or a callback"], 1),
-        ({"ends_loop": "stop"}, ["loop.stop()"], 1),
-        ({"ends_loop": "cancel"}, ["the cancellation of all tasks"], 1),
+        pytest.param(
+            {"ends_loop": "exit"}, ["SystemExit(0), raised in a task or a callback"], 1, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"ends_loop": "interrupt"},
+            ["KeyboardInterrupt(), raised in a task or a callback"],
+            1,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"ends_loop": "stop"}, ["loop.stop()"], 1, marks=pytest.mark.slow),
+        pytest.param({"ends_loop": "cancel"}, ["the cancellation of all tasks"], 1, marks=pytest.mark.slow),
     ],
     ids=lambda value: str(*value.values()) if isinstance(value, dict) else "",
 )
@@ -323,6 +330,7 @@ async def test_a_worker_whose_threads_are_stuck_is_not_ready_says_so_once_and_st
     assert await worker.ended() == NOT_ENDED
 
 
+@pytest.mark.slow
 async def test_a_key_with_more_than_a_worker_prefetches_stays_in_order_in_each_worker_although_they_are_killed(
     run_worker: RunWorker, publish: Publish, record: Record, server: Server
 ) -> None:

@@ -114,6 +114,7 @@ def start(demos: list[Demo], directory: Path, **environment: str) -> Demo:
     return demos[-1]
 
 
+@pytest.mark.slow
 def test_demo_ends_well_and_leaves_nothing_behind(start_demo: list[Demo], tmp_path: Path) -> None:
     demo = start(start_demo, tmp_path)
 
@@ -124,6 +125,7 @@ def test_demo_ends_well_and_leaves_nothing_behind(start_demo: list[Demo], tmp_pa
     assert demo.left_behind() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_demo_leaves_nothing_behind(
     start_demo: list[Demo], tmp_path: Path, number: signal.Signals, code: int
@@ -164,6 +166,7 @@ def test_interruption_while_a_process_is_started_ends_that_process(
     assert [process.poll() for process in started] == [-signal.SIGTERM]
 
 
+@pytest.mark.slow
 def test_step_that_fails_is_named_and_leaves_nothing_behind(start_demo: list[Demo], tmp_path: Path) -> None:
     demo = start(start_demo, tmp_path, JAVA_HOME="/nowhere")
 

@@ -80,6 +80,7 @@ class TestTheServer:
         assert "is lost for good: [Errno 111] Connect call failed" in worker.log
         server.start()
 
+    @pytest.mark.slow
     async def test_that_is_silent_is_left_and_found_again(
         self, run_worker: RunWorker, publish: Publish, record: Record, server: Server, proxy: Proxy
     ) -> None:

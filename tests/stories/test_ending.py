@@ -195,6 +195,7 @@ def test_a_second_signal_ends_a_worker_long_before_its_drain_timeout(start: Star
     assert code == (0 if form in ENDS_IN_ORDER else NOT_ENDED), (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
 def test_a_fleet_replaces_each_process_that_has_to_end(start: Start, tmp_path: Path) -> None:
     fleet = start("--processes", "3", "--max-notifications", "1", form=None, drain=DRAIN_SECONDS)
     deadline = time.monotonic() + PATIENCE_SECONDS

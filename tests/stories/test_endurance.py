@@ -72,6 +72,7 @@ def test_plan_follows_from_its_seed_and_leaves_nothing_out() -> None:
     assert all(stroke.at < 300 for stroke in strokes)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("001-39", "003-05")
 def test_chaos_loses_nothing(start: Callable[..., Script]) -> None:
     # A seed of which each kind of stroke comes early.
@@ -86,6 +87,7 @@ def test_chaos_loses_nothing(start: Callable[..., Script]) -> None:
     assert script.left_behind() == []
 
 
+@pytest.mark.slow
 def test_interrupted_chaos_leaves_nothing_behind(start: Callable[..., Script]) -> None:
     script = start("chaos", "--duration", "600")
     script.wait_for("worker")
@@ -98,6 +100,7 @@ def test_interrupted_chaos_leaves_nothing_behind(start: Callable[..., Script]) -
     assert script.left_behind() == []
 
 
+@pytest.mark.slow
 def test_outage_of_half_a_minute_is_waited_out(start: Callable[..., Script]) -> None:
     script = start("outage", "--minutes", "0.5")
 
@@ -108,6 +111,7 @@ def test_outage_of_half_a_minute_is_waited_out(start: Callable[..., Script]) -> 
     assert script.left_behind() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [
@@ -127,6 +131,7 @@ def test_backlog_on_a_cluster_of_three_is_drained(start: Callable[..., Script], 
     assert script.left_behind() == []
 
 
+@pytest.mark.slow
 def test_replays_of_any_filter_are_complete_on_a_cluster_that_is_behind(start: Callable[..., Script]) -> None:
     script = start("replays", "--count", "30000", "--servers", "3", "--filters", "8")
 
@@ -137,6 +142,7 @@ def test_replays_of_any_filter_are_complete_on_a_cluster_that_is_behind(start: C
     assert script.left_behind() == []
 
 
+@pytest.mark.slow
 def test_operators_commands_that_are_killed_and_repeated_lose_and_double_nothing(start: Callable[..., Script]) -> None:
     script = start("kills", "--seed", "8", "--times", "2", "--count", "500")
 

@@ -35,6 +35,7 @@ def is_there(pid: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 async def test_nothing_is_lost_though_a_process_is_killed_every_two_seconds(
     run_worker: Callable[..., Worker], publish: Callable[..., Any], record: Record
 ) -> None:

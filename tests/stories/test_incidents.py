@@ -19,6 +19,7 @@ def test_the_page_has_the_situations_of_the_book() -> None:
     assert rows[1:] == [situation.title for situation in SITUATIONS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_an_operator_sees_what_the_book_says(name: str, tmp_path: Path) -> None:
     (situation,) = [each for each in SITUATIONS if each.name == name]

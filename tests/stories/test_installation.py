@@ -151,6 +151,7 @@ def test_the_smoke_test_holds_on_the_server_that_init_nats_starts(configured: In
         assert "skip" not in result.stdout
 
 
+@pytest.mark.slow
 def test_one_wrong_expectation_fails_the_smoke_test(configured: Installation) -> None:
     for name in (name for name in EXPECTATIONS if name.startswith("EXPECT_")):
         wrong = "s2" if name == "EXPECT_COMPRESSION" else "5"
@@ -190,6 +191,7 @@ def test_a_missing_stream_is_named_and_not_made(server: dict[str, str], tmp_path
         assert "`aviso-workers streams apply` creates them: stream MARS does not exist" in result.stdout
 
 
+@pytest.mark.slow
 def test_compression_is_expected_in_any_of_its_spellings(configured: Installation) -> None:
     codes = {
         spelling: smoke(**configured.environ, EXPECT_COMPRESSION=spelling).returncode

@@ -84,6 +84,7 @@ async def until_settled(outside: App, stream: str, consumer: str) -> int:
             await anyio.sleep(LOOK_SECONDS)
 
 
+@pytest.mark.slow
 async def test_every_pair_is_published_once_although_workers_are_killed(place: Path, server: Server) -> None:
     settings = config.load(place / "aviso.yaml", environ={URL: server.url})
     numbers: list[int] = []

@@ -164,6 +164,7 @@ async def test_a_server_that_is_killed_finds_the_order_kept(
     assert await written(record, 10) == list(range(10))
 
 
+@pytest.mark.slow
 async def test_a_consumer_that_changes_its_leader_again_and_again_keeps_the_order(
     tmp_path: Path, record: Record, run_worker: Callable[..., Worker], publish: Callable[..., Any]
 ) -> None:

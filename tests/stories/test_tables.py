@@ -52,6 +52,7 @@ def count_in_processes(url: str) -> None:
         assert [process.wait(timeout=PATIENCE_SECONDS) for process in processes] == [0] * PROCESSES
 
 
+@pytest.mark.slow
 async def test_two_thousand_updates_from_four_processes_add_up(server: Server) -> None:
     count_in_processes(server.url)
     app = app_of(server.url)
@@ -61,6 +62,7 @@ async def test_two_thousand_updates_from_four_processes_add_up(server: Server) -
         assert await counts.get("all") == PROCESSES * TIMES
 
 
+@pytest.mark.slow
 async def test_workers_that_are_killed_while_they_count_count_each_notification_once(
     server: Server, run_worker: RunWorker, publish: Publish, record: Record
 ) -> None:

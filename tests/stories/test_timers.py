@@ -13,6 +13,7 @@ from tests.stories.processes import Record, Server, Worker, until
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.slow
 async def test_no_tick_is_run_twice_whatever_becomes_of_the_leader(
     server: Server, record: Record, run_worker: Callable[..., Worker]
 ) -> None:

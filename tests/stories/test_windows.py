@@ -20,6 +20,7 @@ NUMBERS = range(STARTS.stop + LATENESS_SECONDS + 1)
 """The last one closes the last window."""
 
 
+@pytest.mark.slow
 async def test_every_sum_is_exact_and_published_once_although_workers_are_killed(
     server: Server, run_worker: Callable[..., Worker], record: Record
 ) -> None:
