@@ -9,7 +9,39 @@ import pytest
 
 import _figures
 
-BUDGETS: dict[str, int] = {}
+BUDGETS = {
+    "lines": 65_475,
+    "lines of the core": 35_743,
+    "lines of agents": 808,
+    "lines of aviso": 2_708,
+    "lines of aviso_workers": 4_040,
+    "lines of backends": 6_777,
+    "lines of cli": 6_223,
+    "lines of config": 2_712,
+    "lines of declare": 3_697,
+    "lines of engine": 8_858,
+    "lines of jetstream": 2_415,
+    "lines of ops": 14_161,
+    "lines of projects": 77,
+    "lines of server": 2_163,
+    "lines of spark": 6_300,
+    "lines of state": 1_844,
+    "lines of telemetry": 1_680,
+    "lines of worker": 1_012,
+    "modules that a plain worker loads": 156,
+    "lines that a plain worker loads": 32_208,
+    "modules of the reading list": 33,
+    "lines of the reading list": 9_515,
+    "files that use tables": 14,
+    "files that use windows": 12,
+    "files that use timers": 10,
+    "files that use delayed delivery": 13,
+    "files that use singletons": 5,
+    "files that use dead letters": 21,
+    "files that use order": 3,
+    "class names that stand twice": 66,
+    "functions above a complexity of 10": 16,
+}
 SLACK = 0.98
 """A figure below this part of its budget lowers the budget in the same commit."""
 
