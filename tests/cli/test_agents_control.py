@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
@@ -21,6 +22,7 @@ from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control
 from tests.cli.conftest import Ran
 from tests.conftest import Start
+from tests.waits import PATIENCE_SECONDS
 
 Run = Callable[..., Ran]
 
@@ -392,11 +394,20 @@ def test_an_app_whose_workers_run_is_not_retired(
     worked(1)
     worker = start("worker", agents, "--config", config)
     worker.until("agent.started")
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not waiting(run, config):  # a server counts a pull request a moment after it has come
+        assert time.monotonic() < deadline
     for said in ((), ("--workers-stopped",)):
         ran = run("agents", "rm", "field", *said, "--yes", "--config", config)
         assert ran.code == 1
         assert "workers ask for notifications of" in ran.err
     assert worker.end(signal.SIGTERM) == 0
+
+
+def waiting(run: Run, config: Path) -> int:
+    """How many pull requests the consumer of an agent has."""
+    shown = run("consumers", "show", "MARS", "field__index", "--json", "--config", config)
+    return int(json.loads(shown.out)["num_waiting"])
 
 
 def test_an_app_that_was_active_lately_is_not_retired_by_itself(
