@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import anyio
 import pytest
@@ -11,6 +12,17 @@ import pytest
 from aviso_workers.cli.signals import until_signal
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def python_s_own() -> Iterator[None]:
+    """The handlers that Python begins with: Spark, in another test of this process, sets others."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class TestUntilSignal:
