@@ -457,8 +457,10 @@ async def test_what_is_not_trusted_any_more_is_left_to_others(clock: VirtualCloc
         await anyio.wait_all_tasks_blocked()
         assert len(buffer) == 1, "it was on its way while nobody could say how old it was"
         tasks.cancel_scope.cancel()
-    fresh = Held(4, "a")
-    buffer.put(fresh)
+    buffer.put(late)
     buffer.trust_until(20.0)
     assert not buffer.lapsed.is_set()
+    assert len(buffer) == 1
+    fresh = Held(4, "a")
+    buffer.put(fresh)
     assert await buffer.take() is fresh

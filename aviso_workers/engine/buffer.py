@@ -75,6 +75,8 @@ class Buffer:
         """
         self.lapsed = anyio.Event()
         """Set when what waited was left to others, because the server may have given it to them."""
+        self.lapses = 0
+        """How often that was."""
         self._trusted_until = math.inf
         self.closed = False
         """Whether no delivery is handed out any more."""
@@ -399,12 +401,14 @@ class Buffer:
     def trust_until(self, time: float) -> None:
         """Hand out deliveries up to this time of the agent's clock."""
         if self.lapsed.is_set():
+            self.withdraw()
             self.lapsed = anyio.Event()
         self._trusted_until = time
 
     def lapse(self) -> None:
         """Remove what waits without settling it: the server may have given it to others."""
         self.withdraw()
+        self.lapses += 1
         self.lapsed.set()
 
     async def heartbeat(self) -> None:

@@ -113,22 +113,23 @@ class Run:
         self._ack_wait_seconds = ack_wait_seconds
         self._beat_again.set()
 
-    def attach(self, stream: str, consumer: Consumer, *, opened_at: float) -> None:
-        """Add a consumer that is read since `opened_at`, of the clock; it is called when there is capacity."""
+    def begin_reading(self) -> int:
+        """Trust what a consumer delivers that is opened now, and return how often what was held was left to others: its
+        deliveries count only as long as that is so.
+        """
         if not self._flow.consumers and not self._keeps_reading:
-            self.buffer.trust_until(opened_at + self._ack_wait_seconds)
+            self.buffer.trust_until(self._clock.monotonic() + self._ack_wait_seconds)
+        return self.buffer.lapses
+
+    def attach(self, stream: str, consumer: Consumer) -> None:
+        """Add a consumer that is read from now on; it is called when there is capacity."""
         self._flow.attach(stream, consumer)
 
     def detach(self, stream: str) -> None:
-        """Remove a consumer that is not read any more. With the last one, a stuck agent gives back what waits, and one
-        that was away leaves what has come since then to others."""
+        """Remove a consumer that is not read any more. A stuck agent gives back what waits with its last one."""
         self._flow.detach(stream)
-        if self._flow.consumers or self._stopping:
-            return
-        if self._is_stuck:
+        if self._is_stuck and not self._flow.consumers and not self._stopping:
             acknowledging.give_back(self.buffer.withdraw())
-        elif self.buffer.lapsed.is_set():
-            self.buffer.withdraw()
 
     async def until_stuck(self) -> None:
         """Wait until nothing can be handled, however long."""
@@ -322,6 +323,8 @@ class _Reader:
         self._restarts = Restarts(REOPENED, healthy_seconds=HEALTHY_SECONDS)
         self._gave_back = False
         """Whether what waited was given back, because the agent was stuck."""
+        self._lapses = 0
+        """How often what was held had been left to others when this began to read."""
 
     async def keep_reading(self) -> None:
         """Read until it is to stop; what is lost is opened again after a wait."""
@@ -348,7 +351,8 @@ class _Reader:
         if (made := await self._ensured()) is None:
             return
         info, passed = made
-        gathers = feed.in_order and info.num_ack_pending > 0 and (self._gave_back or not len(run.buffer))
+        left = self._gave_back or run.buffer.lapses != self._lapses or not len(run.buffer)
+        gathers = feed.in_order and info.num_ack_pending > 0 and left
         self._gave_back = False
         if gathers:
             await clocks.sleep_until(self._clock, info.config.ack_wait / SECOND + EXPIRY_SECONDS, self._stop)
@@ -356,12 +360,17 @@ class _Reader:
 
         if feed.repeats is not None:
             feed.repeats.opened(info)
-        opened_at = self._clock.monotonic()
-        deliver = feeds.delivering(feed, run.buffer, backend=self._backend, joining=joining)
+        lapses = self._lapses = run.begin_reading()
+        put = feeds.delivering(feed, run.buffer, backend=self._backend, joining=joining)
+
+        def deliver(deliveries: Sequence[Delivery]) -> None:
+            if run.buffer.lapses == lapses:  # else they may have come before this process was away
+                put(deliveries)
+
         async with self._backend.consume(
             self._stream, consumer, deliver=deliver, capacity=feed.capacity or run.capacity, priority=feed.priority
         ) as opened:
-            run.attach(self._stream, opened, opened_at=opened_at)
+            run.attach(self._stream, opened)
             self._events.emit(AgentStarted(agent=self._name, stream=self._stream, consumer=consumer, passed=passed))
             self._restarts.note_start(self._clock.monotonic())
             if gathers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -142,7 +142,7 @@ async def test_its_consumer_is_told_when_there_is_room_again() -> None:
         async def stop(self) -> None: ...
 
     run = run_of(Discarding)
-    run.attach("MARS", Consumer(), opened_at=run._clock.monotonic())  # type: ignore[arg-type]
+    run.attach("MARS", Consumer())  # type: ignore[arg-type]
     stop = anyio.Event()
     run.buffer.put(Delivery(1))
     run.buffer.put(Delivery(2))
@@ -173,7 +173,7 @@ async def test_consumer_of_an_agent_that_holds_one_at_a_time_is_asked_again_when
 
     clock = LoopClock()
     run = run_with(Counting, clock, Flow(clock, workers=1, least=1, most=1))
-    run.attach("MARS", Consumer(), opened_at=run._clock.monotonic())  # type: ignore[arg-type]
+    run.attach("MARS", Consumer())  # type: ignore[arg-type]
     stop = anyio.Event()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=1.0))
@@ -311,7 +311,7 @@ class TestStopping:
                 run.buffer.put(delivery)
 
         run = run_of(Refusing)
-        run.attach("MARS", Consumer(), opened_at=run._clock.monotonic())  # type: ignore[arg-type]
+        run.attach("MARS", Consumer())  # type: ignore[arg-type]
         stop = anyio.Event()
         stop.set()
         await run.work(stop=stop, drain_timeout_seconds=1.0)
@@ -638,7 +638,8 @@ async def test_what_waits_is_trusted_from_when_its_report_was_sent_and_not_from_
             await anyio.sleep_forever()
 
     run, stop = run_of(Waiting), anyio.Event()  # an ack_wait of 20 s, and so a report every 20 / 3
-    run.attach("MARS", Consumer(), opened_at=run._clock.monotonic())  # type: ignore[arg-type]
+    run.begin_reading()
+    run.attach("MARS", Consumer())  # type: ignore[arg-type]
     run.buffer.put(Reported())
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=0.0))
@@ -649,28 +650,52 @@ async def test_what_waits_is_trusted_from_when_its_report_was_sent_and_not_from_
         stop.set()
 
 
-async def test_what_came_while_a_worker_was_away_is_left_to_others_and_what_comes_afterwards_is_its_own() -> None:
-    class Reported(Delivery):
-        def in_progress(self) -> None: ...
-
+async def test_what_comes_while_a_consumer_is_opened_again_is_handled_although_the_worker_was_away() -> None:
     consumer = SimpleNamespace(refill=lambda: None)
     clock = LoopClock()
     run = run_with(Discarding, clock, Flow(clock, workers=1, least=2))
-    run.attach("MARS", consumer, opened_at=clock.monotonic())
-    run.buffer.lapse()
-    run.buffer.put(Reported(1))  # was on its way
-    run.detach("MARS")
-    opened_at = clock.monotonic()
-    run.buffer.put(Reported(2))  # before the new consumer is attached
-    run.attach("MARS", consumer, opened_at=opened_at)
-    assert [run.buffer.delivery_of(sequence) is not None for sequence in (1, 2)] == [False, True]
-    assert run.buffer.trusted
-
-
-async def test_a_worker_that_was_away_while_it_opened_a_consumer_begins_nothing() -> None:
-    clock = LoopClock()
-    run = run_with(Discarding, clock, Flow(clock, workers=1, least=2))
-    opened_at = clock.monotonic()
+    run.begin_reading()
+    run.attach("MARS", consumer)
     await anyio.sleep(20.0)
-    run.attach("MARS", SimpleNamespace(refill=lambda: None), opened_at=opened_at)
-    assert not run.buffer.trusted
+    run.buffer.put(Delivery(1))
+    with anyio.move_on_after(1.0):
+        await run.buffer.take()
+    assert run.buffer.lapses == 1
+    run.detach("MARS")
+    run.begin_reading()
+    run.buffer.put(Delivery(2))  # before the consumer is attached
+    delivery = await run.buffer.take()
+    assert delivery is not None
+    assert delivery.message.sequence == 2
+
+
+async def test_what_comes_from_before_a_worker_was_away_is_left_to_others(
+    session: Session,
+    router: Router,
+    notify: NotifyStep,
+    working: Working,
+    facts: Facts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    delivers: list[Callable[[Sequence[Any]], None]] = []
+    consume = session.backend.consume
+
+    def noting(*of: Any, **stated: Any) -> Any:
+        delivers.append(stated["deliver"])
+        return consume(*of, **stated)
+
+    monkeypatch.setattr(session.backend, "consume", noting)
+    await notify(0)
+    async with working(index):
+        await facts.wait_for(Settled)
+        buffer = session.runs["index"].buffer
+        buffer.lapse()
+        for deliver in tuple(delivers):
+            deliver([Delivery(7)])
+        assert buffer.delivery_of(7) is None
+        await notify(1)
+        await facts.wait_for(Settled, 2)
+    assert len(delivers) > 2, "its consumers were opened again"
