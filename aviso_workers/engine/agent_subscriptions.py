@@ -257,7 +257,7 @@ class AgentSubscriptions:
                 stream=stream,
                 consumer=shared.consumer,
                 ensure=ensure,
-                interrupted=windows.until_refused if windows is not None else None,
+                interrupted=(shared.until_limited, *([windows.until_refused] if windows is not None else [])),
                 leaves=leaves,
                 repeats=repeats,
                 provisioner=self._provisioner,

@@ -84,10 +84,10 @@ class ConsumerRecorder:
 
     async def remove_limited(self, found: ConsumerInfo) -> bool:
         """Remove a consumer to which somebody has given a `max_deliver`, and return whether it was removed. The server
-        may have given notifications up, so they are delivered again: what was settled since the last record, too.
-        Raises `BackendError`.
+        may have given notifications up, so they are delivered again: what was settled since the last record, too. A
+        paused one stays, because it would not be paused any more, and is given nothing. Raises `BackendError`.
         """
-        if found.config.max_deliver <= 0 or not await self.is_known():
+        if found.config.max_deliver <= 0 or found.paused or not await self.is_known():
             return False
         await self.remove(why="max_deliver")
         self._events.emit(
@@ -118,6 +118,8 @@ class ConsumerRecorder:
             return found
         if found is not None and await self.remove_limited(found):
             found = None
+        elif found is not None and found.paused and found.config.max_deliver > 0:
+            return found  # until it is resumed
         settled = await self._settled() if found is None else found.settled
         recorded = self._last is not None
         if found is None and settled is not None:

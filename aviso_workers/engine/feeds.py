@@ -51,8 +51,8 @@ class Feed(Struct, frozen=True, kw_only=True):
     """Creates the consumer or brings it in line; None where `consumer` says all that is wanted of it."""
     leaves: Callable[[Delivery], bool] | None = None
     """Takes a delivery that the agent is not to have, and returns whether it did. None: the agent has all."""
-    interrupted: Callable[[], Coroutine[Any, Any, None]] | None = None
-    """Returns when reading has to stop until `ensure` lets it begin again."""
+    interrupted: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+    """Each returns when reading has to stop until `ensure` lets it begin again."""
     repeats: Repeats | None = None
     """The notifications of the stream that were settled lately; None where what comes again is always handled again."""
 

@@ -134,6 +134,7 @@ class SharedFilter:
         """The functions of the other versions."""
         self._seen: dict[Version, _Seen] = {}
         self._checked_at = 0.0
+        self._limited = anyio.Event()
         self._check_soon = anyio.Event()
         self._undecided: list[Delivery] = []
         """Deliveries that this version does not want, until it is known whether another one does."""
@@ -161,6 +162,7 @@ class SharedFilter:
             for stream in await self._known_agents.note(self._agent, self._stream, self._own.filter_subjects):
                 await self._report_moved(stream)
         self._granted = info.config.max_ack_pending
+        self._limited = anyio.Event()
         self._follow(info)
         self._note(registered)
         if len(registered) > 1:
@@ -189,6 +191,10 @@ class SharedFilter:
         self._undecided.append(delivery)
         self._decide_soon.set()
         return True
+
+    async def until_limited(self) -> None:
+        """Wait until the consumer has a `max_deliver` and cannot be removed: what reads it would lose notifications."""
+        await self._limited.wait()
 
     async def keep(self) -> None:
         """Look at the consumer and the versions again and again, and settle what this version leaves."""
@@ -322,6 +328,17 @@ class SharedFilter:
         await self._recorder.remove()
         return True
 
+    async def _removed_limited(self, found: ConsumerInfo) -> bool:
+        """Remove the consumer where somebody has given it a `max_deliver`, and return whether it has one: a paused one
+        stays until it is resumed.
+        """
+        try:
+            removed = await self._recorder.remove_limited(found)
+        except BackendError:
+            self._limited.set()
+            raise
+        return removed or (found.paused and found.config.max_deliver > 0)
+
     async def _keep_checking(self) -> None:
         while True:
             with clocks.move_on_after(self._backend.clock, CHECK_SECONDS):
@@ -330,14 +347,14 @@ class SharedFilter:
             self._check_soon = anyio.Event()
             with suppress(BackendError):
                 await self._check()
+            with suppress(BackendError):
+                await self._retries.refresh()
 
     async def _check(self) -> None:
         found = await self._backend.consumer_info(self._stream, self.consumer.durable_name)
         self._follow(found)
         before, registered = await self._registry.change(self._still_there)
-        if await self._recorder.remove_limited(found) or await self._removed(
-            found, (each for each in before if each.reads)
-        ):
+        if await self._removed_limited(found) or await self._removed(found, (each for each in before if each.reads)):
             return
         wanted = specs.beginning_after(self._shared(registered), found.settled)
         edited = _edited(wanted, found)
@@ -360,8 +377,6 @@ class SharedFilter:
             await self._note_reading(registered)
             await self._recorder.record(found)
         self._note(registered)
-        with suppress(BackendError):
-            await self._retries.refresh()
 
     def _still_there(self, known: tuple[Registered, ...]) -> tuple[Registered, ...]:
         """Return the versions that live, this one among them, and count up its number where there are several."""

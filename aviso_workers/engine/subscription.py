@@ -399,8 +399,8 @@ class _Reader:
         return made
 
     async def _read_on(self, opened: Consumer) -> None:
-        interrupted = [self._feed.interrupted] if self._feed.interrupted else []
-        await _run_until(self._stop, opened.lost, self._run.until_stuck, self._run.until_lapsed, *interrupted)
+        ends = (opened.lost, self._run.until_stuck, self._run.until_lapsed, *self._feed.interrupted)
+        await _run_until(self._stop, *ends)
         lapsed = self._run.buffer.lapsed.is_set()
         await opened.stop()
         if self._stop.is_set():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import anyio
@@ -12,7 +13,9 @@ from msgspec import structs
 from aviso_workers import App, Backoff, Notification
 from aviso_workers.backends import Backend
 from aviso_workers.engine import shared_filters
-from aviso_workers.events import ConsumerEdited, ConsumerResumed
+from aviso_workers.engine.consumer_recorder import ConsumerRecorder
+from aviso_workers.errors import DeniedError
+from aviso_workers.events import AgentDisturbed, ConsumerEdited, ConsumerResumed
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.state import delayed_messages
 from aviso_workers.state.dead_letter_records import RETRIES
@@ -140,6 +143,52 @@ async def test_a_worker_that_starts_begins_before_what_the_server_gave_up(worker
     await worker.start()
     await worker.settle()
     assert calls == [("0", {"n": 0}), ("1", {"n": 1})]
+
+
+async def test_a_paused_consumer_with_a_max_deliver_stays_paused(worker: Harness, calls: Handled) -> None:
+    resumed: list[ConsumerResumed] = []
+    worker.app.events.listen(resumed.append, ConsumerResumed)
+    backend = worker.app.session.admin
+    await backend.pause_consumer("MARS", "contract__index", until=datetime.now(UTC) + timedelta(days=1))
+    await edit(backend, "MARS", "contract__index", max_deliver=1)
+    await worker.notify("mars", mars(step=0), {"n": 0})
+    await worker.advance(2.0)  # several checks
+    await worker.stop()
+    await worker.start()
+    await worker.advance(2.0)
+    assert (await backend.consumer_info("MARS", "contract__index")).paused
+    assert calls == []
+    await backend.pause_consumer("MARS", "contract__index", until=None)
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while not resumed:
+            await worker.advance(0.1)
+    await worker.settle()
+    assert calls[0] == ("0", {"n": 0})
+
+
+async def test_a_consumer_with_a_max_deliver_that_may_not_be_removed_is_not_read(
+    worker: Harness, calls: Handled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would lose notifications."""
+    backend = worker.app.session.backend
+    disturbed: list[AgentDisturbed] = []
+    worker.app.events.listen(disturbed.append, AgentDisturbed)
+
+    async def deny(*_: Any, **__: Any) -> None:
+        raise DeniedError("$JS.API.CONSUMER.DELETE.MARS.contract__index")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ConsumerRecorder, "remove", deny)
+        await edit(backend, "MARS", "contract__index", max_deliver=1)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not disturbed:
+                await worker.advance(0.1)
+        await worker.notify("mars", mars(step=0), {"n": 0})
+        await worker.advance(1.0)
+        assert calls == []
+    assert "CONSUMER.DELETE" in str(disturbed[0].error)
+    await worker.settle()
+    assert calls == [("0", {"n": 0})]
 
 
 LIMITS = [

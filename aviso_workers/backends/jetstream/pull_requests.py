@@ -74,7 +74,6 @@ class PullSubscription:
         self._connection = connection
         self._subject = f"CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._name = f"consumer {consumer} of stream {stream}"
-        self._consumer = [stream.encode(), consumer.encode()]
         self._on_messages = on_messages
         self._on_change = on_change
         self._closing = anyio.Lock()
@@ -91,7 +90,8 @@ class PullSubscription:
         self._received_at = self._now()
         self._heartbeat_seconds = HEARTBEAT_SECONDS
         self._inbox = Inbox(self._on_arrivals, ending="")
-        self.settled_by = f"$JS.ACK.{stream}.{consumer}.".encode()
+        self._consumer = (stream, consumer)
+        self.settled_by = connection.settled_by.get(self._consumer) or f"$JS.ACK.{stream}.{consumer}.".encode()
         """How the subjects begin by which the consumer's messages are settled, as far as that is known; what else comes
         is a status, or none of ours."""
         self._most_messages = sys.maxsize
@@ -198,8 +198,8 @@ class PullSubscription:
         if words[:2] != [b"$JS", b"ACK"]:
             return False
         for end in (6, 4):
-            if len(words) > end + 3 and words[end - 2 : end] == self._consumer:
-                self.settled_by = b".".join(words[:end]) + b"."
+            if len(words) > end + 3 and words[end - 2 : end] == [name.encode() for name in self._consumer]:
+                self.settled_by = self._connection.settled_by[self._consumer] = b".".join(words[:end]) + b"."
                 return True
         return False
 
