@@ -10,7 +10,7 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 65_508,
+    "lines": 65_510,
     "lines of the core": 35_776,
     "lines of agents": 808,
     "lines of aviso": 2_708,
@@ -21,7 +21,7 @@ BUDGETS = {
     "lines of declare": 3_697,
     "lines of engine": 8_888,
     "lines of jetstream": 2_415,
-    "lines of ops": 14_161,
+    "lines of ops": 14_163,
     "lines of projects": 77,
     "lines of server": 2_163,
     "lines of spark": 6_300,

@@ -266,6 +266,8 @@ def differing(config: Config, agent: Agent[Any, Any], consumer: ConsumerConfig) 
     found = []
     if consumer.ack_wait != int(agent.policy.ack_wait * SECOND):
         found.append(f"ack wait {consumer.ack_wait / SECOND:g} s, the code says {agent.policy.ack_wait:g} s")
+    if consumer.max_deliver > 0:
+        found.append(f"max_deliver {consumer.max_deliver}, which agents do not have")
     event_type = config.notification_schema[agent.event_type]
     wanted, everything = (
         topics.filter_subjects(schema.parse_where(agent.event_type, event_type, where)) for where in (agent.where, {})
