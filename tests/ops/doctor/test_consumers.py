@@ -141,7 +141,8 @@ def test_an_agent_that_may_hold_less_than_it_handles(broken: Seen) -> None:
 
 def test_an_agent_whose_consumer_is_not_as_its_code_says(broken: Seen) -> None:
     assert broken.found("JS064")["MARS > field__index"] == (
-        "ack wait 30 s, the code says 20 s; max_deliver 26, which agents do not have; filters none, the code says mars.>"
+        "ack wait 30 s, the code says 20 s; max_deliver 26, which agents do not have; "
+        "filters none, the code says mars.>"
     )
 
 
