@@ -23,7 +23,6 @@ from aviso_workers.state.dead_letter_records import RETRIED, STREAM, SUBJECT
 from aviso_workers.state.parts import message_at
 
 __all__ = [
-    "STREAM",
     "DeadLetterStore",
     "Requeued",
 ]

@@ -28,8 +28,6 @@ from aviso_workers.state import table_records
 from aviso_workers.state.table_records import COUNTERS, COUNTERS_SUBJECT
 
 __all__ = [
-    "COUNTERS",
-    "COUNTERS_SUBJECT",
     "Counters",
     "Tables",
 ]

@@ -52,7 +52,6 @@ from aviso_workers.state import timer_records
 from aviso_workers.state.timer_records import LEADER, LEASE_SECONDS, Claim
 
 __all__ = [
-    "LEASE_SECONDS",
     "OVERDUE_SECONDS",
     "Lease",
     "drained",

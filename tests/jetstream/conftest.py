@@ -17,7 +17,7 @@ class PlayedConnection:
         self.nc = self
         self.wire = self
         self.ready = True
-        self.settled_by: dict[tuple[str, str], bytes] = {}
+        self.settled_below = b"$JS.ACK."
         self.acks = 0
         self.api_prefix = "$JS.API"
         self.max_payload = 1024 * 1024

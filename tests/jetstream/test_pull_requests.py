@@ -250,17 +250,11 @@ async def test_a_pin_is_in_doubt_when_nothing_is_heard_for_as_long_as_an_electio
 
 async def test_a_server_may_change_the_form_of_its_replies(played: PlayedConnection) -> None:
     read: list[int] = []
-    pulls = PullSubscription(
-        played.connection,
-        stream="MARS",
-        consumer="agent",
-        on_messages=lambda messages: read.extend(message[SEQUENCE] for message in messages),
-        on_change=lambda: None,
-    )
+    pulls = pulling(played, read)
     await pulls.open()
     for sequence, own in enumerate((SHORT, LONG, SHORT), start=1):
         played.heard([(b"mars.od", own + b"1.%d.1.1.0" % sequence, b"", b"{}")])
-        assert pulls.settled_by == own
+        assert pulls.settled_by == pulling(played, []).settled_by == own, "the next consumer begins with the form"
     assert read == [1, 2, 3]
 
 
@@ -269,15 +263,24 @@ async def test_what_is_no_status_of_a_server_ends_nothing(
 ) -> None:
     foreign: list[bytes] = []
     monkeypatch.setattr(played, "tell_foreign", lambda about, data: foreign.append(data), raising=False)
-    pulls = PullSubscription(
-        played.connection, stream="MARS", consumer="agent", on_messages=lambda _: None, on_change=lambda: None
-    )
+    pulls = pulling(played, [])
     await pulls.open()
     pulls.ask(10)
     played.heard([(b"_INBOX.test", b"", b"NATS/1.0\r\nname: value\r\n\r\n", b"of another user")])
     assert (foreign, pulls.error, pulls.outstanding) == ([b"of another user"], None, 10)
     played.say(status="409 Message Size Exceeds MaxBytes")
     assert pulls.error is None
+
+
+def pulling(played: PlayedConnection, read: list[int]) -> PullSubscription:
+    """Pull requests on one consumer. The sequences of its messages go to `read`."""
+    return PullSubscription(
+        played.connection,
+        stream="MARS",
+        consumer="agent",
+        on_messages=lambda messages: read.extend(message[SEQUENCE] for message in messages),
+        on_change=lambda: None,
+    )
 
 
 SHORT, LONG = b"$JS.ACK.MARS.agent.", b"$JS.ACK.hub.hash.MARS.agent."
@@ -292,13 +295,7 @@ async def test_what_comes_in_one_read_is_a_message_a_status_or_foreign(
     foreign: list[bytes] = []
     monkeypatch.setattr(played, "tell_foreign", lambda about, data: foreign.append(data), raising=False)
     read: list[int] = []
-    pulls = PullSubscription(
-        played.connection,
-        stream="MARS",
-        consumer="agent",
-        on_messages=lambda messages: read.extend(message[SEQUENCE] for message in messages),
-        on_change=lambda: None,
-    )
+    pulls = pulling(played, read)
     await pulls.open()
     pulls.ask(10)
 

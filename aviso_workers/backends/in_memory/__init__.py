@@ -314,10 +314,7 @@ class InMemoryBackend:
         """Return the one of that name, whose stream and consumer may be new ones."""
         dispatcher = self._dispatchers.get((stream, consumer))
         if dispatcher is None:
-            dispatcher = Dispatcher(
-                f"consumer {consumer} of stream {stream}",
-                clock=self.clock,
-            )
+            dispatcher = Dispatcher(f"consumer {consumer} of stream {stream}", clock=self.clock)
         dispatcher.serve(self._account.stream(stream), self._account.durable(stream, consumer))
         self._dispatchers[stream, consumer] = dispatcher
         return dispatcher

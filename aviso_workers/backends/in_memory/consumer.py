@@ -129,12 +129,7 @@ class InMemoryDelivery(Noted, eq=False):
 class Dispatcher:
     """The readers of one durable consumer. They take turns, as far as they have capacity and its policy lets them."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, name: str, *, clock: Clock) -> None:
         self.name = name
         self.serving = False
         self.pinned: InMemoryConsumer | None = None

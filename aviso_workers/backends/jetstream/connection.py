@@ -76,9 +76,8 @@ class Connection:
         self.inbox_prefix = inboxes.SHARED
         """The prefix of the subjects on which we listen to answers."""
         self._inboxes: set[Inbox] = set()
-        self.settled_by: dict[tuple[str, str], bytes] = {}
-        """How the subjects begin by which the messages of a consumer are settled, where that is known, by stream and
-        consumer; a server may use a longer form."""
+        self.settled_below = b"$JS.ACK."
+        """How the subjects began by which messages were settled that came last: a server may use a longer form."""
         self._moved = False
         """Whether the prefix has changed since the connection was made."""
         self._user = ""

@@ -90,8 +90,8 @@ class PullSubscription:
         self._received_at = self._now()
         self._heartbeat_seconds = HEARTBEAT_SECONDS
         self._inbox = Inbox(self._on_arrivals, ending="")
-        self._consumer = (stream, consumer)
-        self.settled_by = connection.settled_by.get(self._consumer) or f"$JS.ACK.{stream}.{consumer}.".encode()
+        self._consumer = f"{stream}.{consumer}.".encode()
+        self.settled_by = connection.settled_below + self._consumer
         """How the subjects begin by which the consumer's messages are settled, as far as that is known; what else comes
         is a status, or none of ours."""
         self._most_messages = sys.maxsize
@@ -198,8 +198,9 @@ class PullSubscription:
         if words[:2] != [b"$JS", b"ACK"]:
             return False
         for end in (6, 4):
-            if len(words) > end + 3 and words[end - 2 : end] == [name.encode() for name in self._consumer]:
-                self.settled_by = self._connection.settled_by[self._consumer] = b".".join(words[:end]) + b"."
+            below = b".".join(words[: end - 2]) + b"."
+            if len(words) > end + 3 and reply.startswith(below + self._consumer):
+                self._connection.settled_below, self.settled_by = below, below + self._consumer
                 return True
         return False
 

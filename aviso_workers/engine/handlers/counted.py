@@ -29,11 +29,7 @@ from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import window_records
 from aviso_workers.state.window_records import PAGES, PROGRESS
 
-__all__ = [
-    "PROGRESS",
-    "Counted",
-    "newest_stream",
-]
+__all__ = ["Counted", "newest_stream"]
 
 
 class Counted:

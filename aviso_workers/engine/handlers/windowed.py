@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -218,7 +219,11 @@ class AsWindows:
             self._gives_way = True
             self._refused.set()
             raise OtherVersionError(UndecodableError(self._states.other_type))
-        return progress if progress.sizings else await self._advance(self._with_sizings)
+        return (
+            progress
+            if progress.sizings
+            else await self._advance(partial(window_records.sized, windowing=self._windowing))
+        )
 
     def _read_own(self, entry: Entry) -> State[Any]:
         """Return the state of an entry. Raises `OtherVersionError` where its values are of another type, and
@@ -236,9 +241,6 @@ class AsWindows:
         if entry is None or not entry.foreign:
             self._progress_known = window_records.read_progress(entry)
         return self._progress_known
-
-    def _with_sizings(self, progress: Progress) -> Progress:
-        return window_records.sized(progress, self._windowing)
 
     async def _advance(self, change: Callable[[Progress], Progress]) -> Progress:
         """Change what is known for all keys, as `_change` does."""
