@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
@@ -34,7 +33,7 @@ def list_timers(app: OfApp, as_json: AsJson = False, config: ConfigOption = None
     found = find_app(app, agent=None, config=config)
 
     async def report(server: Opened) -> list[TimerRow]:
-        return await timer_report.of_app(server.admin, found.name, found.timers, now=datetime.now(UTC))
+        return await timer_report.of_app(server.admin, found.name, found.timers)
 
     rows = connected(found.config, report)
     print_rows(TIMERS, map(_row, rows), rows, none=f"{found.name} has no timers", as_json=as_json)

@@ -6,7 +6,7 @@ Called by the command `timers ls`. The schedules are the code's; the rest is wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from msgspec import Struct
@@ -36,11 +36,12 @@ class TimerRow(Struct, frozen=True, kw_only=True):
     """`ok`, or since when and how it fails."""
 
 
-async def of_app(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]], *, now: datetime) -> list[TimerRow]:
+async def of_app(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]]) -> list[TimerRow]:
     """Return a row for each timer. Raises `BackendError`."""
     leader = await timer_records.leader(admin, app) or "none"
     claimed = await timer_records.claimed(admin, app)
     failures = await failure_records.stored(admin)
+    now = datetime.now(UTC)  # after that: the last tick is none of the next ones
     rows = []
     for timer in timers:
         ticks = [now]
