@@ -22,6 +22,7 @@ from aviso_workers import App, Router
 from aviso_workers.errors import BackendError
 from aviso_workers.ops import deployment, stuck
 from aviso_workers.ops.deployment import ConsumerInfo, ConsumerRecord
+from aviso_workers.state.own_streams import DEAD_LETTERS
 
 __all__ = ["Observer", "observe", "router"]
 
@@ -130,7 +131,7 @@ class _Rounds:
         counts = await deployment.dead_letters(self._app.session.admin)
         none: dict[tuple[str, ...], float] = {agent: 0.0 for agents in self._agents.values() for agent in agents}
         self._show("dead_letters", "Dead letters that are stored now.", labels=AGENT, values={**none, **counts})
-        await self._ask_for_use(deployment.DEAD_LETTERS)
+        await self._ask_for_use(DEAD_LETTERS)
 
     def _show_agents(self) -> None:
         seen = {(*agent, stream): each for stream, agents in self._agents.items() for agent, each in agents.items()}

@@ -49,9 +49,7 @@ from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.unawaited_calls import unawaited_calls
 from aviso_workers.declare.windows import Window
-from aviso_workers.engine import portal
 from aviso_workers.engine.publisher import encode
-from aviso_workers.engine.session import Session, is_stopping, open_session
 from aviso_workers.engine.subscription import Run
 from aviso_workers.errors import (
     AvisoWorkersError,
@@ -62,6 +60,7 @@ from aviso_workers.errors import (
     UnknownEventTypeError,
 )
 from aviso_workers.events import Events, Measured
+from aviso_workers.sessions.session import Session, is_stopping, open_session
 
 if TYPE_CHECKING:
     from aviso_workers.telemetry.listeners import Listeners
@@ -399,6 +398,8 @@ class App(Router[Any]):
         if (running := event_loops.running_loop()) is not None:
             instead = "app.notify(...)" if self._loop in (None, running) else "asyncio.to_thread(app.notify_sync, ...)"
             raise DeclarationError(f"notify_sync would stop the event loop that runs here: `await {instead}` instead")
+        from aviso_workers.sessions import portal  # only here: most workers need none
+
         wanted = Notify(event_type, identifier, payload, message_id, ttl, deliver_at, deliver_after, headers)
         config, opening, session, ours = self.config, self._opening, self._session, self._portal
         if session is not None and ours is not None and ours[1] == os.getpid():

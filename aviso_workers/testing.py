@@ -73,7 +73,6 @@ from aviso_workers.declare.windows import Window
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.call_scope import Opened
 from aviso_workers.engine.key_value import CachedKeyValue
-from aviso_workers.engine.session import Session, open_session
 from aviso_workers.engine.threads import in_thread
 from aviso_workers.errors import (
     AvisoWorkersError,
@@ -91,8 +90,10 @@ from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import agent_control
 from aviso_workers.ops.agent_control import AgentConsumer
 from aviso_workers.ops.dead_letters import StoredDeadLetters
-from aviso_workers.state import dead_letter_records, delayed_messages, parts, window_records
+from aviso_workers.sessions.session import Session, open_session
+from aviso_workers.state import delayed_messages, parts, window_records
 from aviso_workers.state.dead_letter_records import DeadLetter
+from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
 
 __all__ = ["DeadLetter", "Harness", "harness"]
 
@@ -484,7 +485,7 @@ class Harness:
     @asynccontextmanager
     async def _own_streams_removed(self) -> AsyncIterator[None]:
         before = set(await self._watch.stream_names())
-        ours = {dead_letter_records.STREAM, dead_letter_records.RETRIES, delayed_messages.STREAM}
+        ours = {DEAD_LETTERS, RETRIES, DELAYED}
         if taken := before & {*self._readers, *ours}:
             raise AvisoWorkersError(
                 f"{self._server} has the streams {', '.join(sorted(taken))} already: a test makes and removes "
@@ -499,7 +500,7 @@ class Harness:
 
     def _note(self, message: Message, ack: PubAck) -> None:
         stored = structs.replace(message, sequence=ack.sequence, timestamp_ns=self.clock.time_ns())
-        if ack.stream == dead_letter_records.STREAM:
+        if ack.stream == DEAD_LETTERS:
             # A repeat is noted as well where the acknowledgement of the first try was lost.
             if not (ack.duplicate and ack.sequence in self._dead_lettered):
                 self._dead_lettered.add(ack.sequence)
@@ -607,7 +608,7 @@ class Harness:
         """Wait until the agent's consumers are made, which its worker does soon after its start."""
         deadline = self.clock.monotonic() + REAL_PATIENCE_SECONDS
         with self._moving():
-            for stream in (consumer.stream, dead_letter_records.RETRIES):
+            for stream in (consumer.stream, RETRIES):
                 while missing := await self._not_read(stream, consumer.consumer):
                     self._raise_failure()
                     if not self._workers or not await self._let_time_pass(deadline):
@@ -684,16 +685,14 @@ class Harness:
                     continue  # two versions share its consumer
                 asked.add((stream, durable))
                 buffers = self._buffers(agent)
-                facts = [await self._left_of(read, durable) for read in (stream, dead_letter_records.RETRIES)]
+                facts = [await self._left_of(read, durable) for read in (stream, RETRIES)]
                 if held := sum(map(len, buffers)):
                     facts.append(f"{held} held by workers, {sum(buffer.running for buffer in buffers)} of them running")
                 if over := await self._windows_over(agent, app):
                     facts.append(f"{over} windows over and not done")
                 if any(facts):
                     left.append(f"{agent.name}: {'; '.join([*filter(None, facts), *self._reasons(agent.name)])}")
-        if delayed_messages.STREAM in self._made and (
-            due := await self._left_of(delayed_messages.STREAM, delayed_messages.DURABLE)
-        ):
+        if DELAYED in self._made and (due := await self._left_of(DELAYED, delayed_messages.DURABLE)):
             left.append(f"delayed notifications: {'; '.join([due, *map(_reason, self._overdue.values())])}")
         return left
 

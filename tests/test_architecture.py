@@ -8,9 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import aviso_workers
+from _docs import modules
 from aviso_workers.backends import Backend
 
-ENGINE = Path(aviso_workers.__file__).parent / "engine"
+PACKAGE = Path(aviso_workers.__file__).parent
+ENGINE = sorted(path for name in ("engine", "features", "sessions") for path in (PACKAGE / name).rglob("*.py"))
+"""The modules that a delivery goes through: those of the engine, of the features, and what puts them together."""
 SETTLEMENTS = {"ack", "nak", "term", "dead_letter"}
 
 
@@ -29,8 +32,15 @@ def test_what_a_backend_must_have_is_what_the_engine_and_spark_ask_it_for() -> N
     """
     asked = {
         node.attr
-        for pattern in ("engine/**/*.py", "spark/*.py", "state/*.py", "backends/*.py")
-        for path in sorted(ENGINE.parent.glob(pattern))
+        for pattern in (
+            "engine/**/*.py",
+            "features/**/*.py",
+            "sessions/*.py",
+            "spark/*.py",
+            "state/*.py",
+            "backends/*.py",
+        )
+        for path in sorted(PACKAGE.glob(pattern))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("backend")
     }
@@ -39,11 +49,16 @@ def test_what_a_backend_must_have_is_what_the_engine_and_spark_ask_it_for() -> N
     assert promised - asked == set()
 
 
+def test_the_list_of_modules_is_written_from_the_code() -> None:
+    """`PYTHONPATH=scripts .venv/bin/python -m _docs.modules` writes it."""
+    assert modules.PAGE.read_text() == modules.page()
+
+
 def test_one_module_of_the_engine_acks_naks_terminates_and_dead_letters() -> None:
     """A delivery that is made of another one hands its own settlement on."""
     others = [
         f"{path.name}:{line} calls {method}"
-        for path in sorted(ENGINE.glob("**/*.py"))
+        for path in ENGINE
         if path.name != "acknowledging.py"
         for function, line, method in calls(path)
         if method in SETTLEMENTS and function != method
@@ -52,14 +67,14 @@ def test_one_module_of_the_engine_acks_naks_terminates_and_dead_letters() -> Non
 
 
 def test_one_module_of_the_engine_decides_what_becomes_of_a_failure() -> None:
-    deciding = {path.name for path in ENGINE.glob("**/*.py") for _, _, method in calls(path) if method == "decide"}
+    deciding = {path.name for path in ENGINE for _, _, method in calls(path) if method == "decide"}
     assert deciding == {"acknowledging.py"}
 
 
 def test_constructors_of_the_engine_change_nothing_but_what_they_make() -> None:
     """No callback is put into a collaborator, and no ContextVar is set: what is called comes as an argument."""
     changes = []
-    for path in sorted(ENGINE.glob("**/*.py")):
+    for path in ENGINE:
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef) and function.name == "__init__":
                 for node in ast.walk(function):
@@ -88,7 +103,7 @@ def misplaced(path: Path) -> Iterator[str]:
 
 
 def test_a_text_stands_behind_the_attribute_of_which_it_speaks() -> None:
-    package = ENGINE.parent
+    package = PACKAGE
     modules = [*package.rglob("*.py"), *(package.parent / "agents").glob("*.py")]
     assert [each for path in sorted(modules) if "template" not in path.parts for each in misplaced(path)] == []
 

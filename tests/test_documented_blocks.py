@@ -92,6 +92,7 @@ SHOWN = "shows what there is, or what is printed, and nothing to run"
 NOT_RUN = {
     ("README.md", "pip install "): "needs a package registry; scripts/newcomer installs the wheel",
     ("README.md", "./scripts/demo "): "is the demo, which tests/stories/test_demo.py runs, and the whole test run",
+    ("docs/architecture.md", "  TOOLS "): SHOWN,
     ("docs/architecture.md", "  backends/jetstream/wire.py "): SHOWN,
     ("docs/architecture.md", "  engine/handlers/one.py "): SHOWN,
     ("docs/aviso.md", "scripts/init_nats.sh"): "tests/stories/test_installation.py runs it where it finds its server",

@@ -16,7 +16,6 @@ import anyio.to_thread
 import pytest
 
 from aviso_workers import App, Notification, Receipt, event_loops
-from aviso_workers.engine.portal import Portal
 from aviso_workers.errors import (
     ConfigError,
     DeclarationError,
@@ -25,6 +24,7 @@ from aviso_workers.errors import (
     UnavailableError,
 )
 from aviso_workers.server import NatsServer
+from aviso_workers.sessions.portal import Portal
 from aviso_workers.testing import harness
 from tests.conftest import write_mars_config
 from tests.waits import PATIENCE_SECONDS

@@ -8,13 +8,8 @@ from pathlib import Path
 from _docs import state
 from aviso_workers import App, Notification, Window, Windowing
 from aviso_workers.config import load
-from aviso_workers.state import (
-    consumer_records,
-    dead_letter_records,
-    delayed_messages,
-    own_buckets,
-    table_records,
-)
+from aviso_workers.state import consumer_records, dead_letter_records, delayed_messages, own_buckets
+from aviso_workers.state.own_streams import COUNTERS
 from tests.contract import settings
 
 BUCKETS = {each.bucket for _, each in state.kept()} - {""}
@@ -58,7 +53,7 @@ def test_each_stream_of_our_own_is_listed_with_its_subjects() -> None:
         dead_letter_records.retries_spec(config),
         delayed_messages.stream_spec(config),
     ]
-    assert {spec.name for spec in specs} | {table_records.COUNTERS} == STREAMS.keys()
+    assert {spec.name for spec in specs} | {COUNTERS} == STREAMS.keys()
     for spec in specs:
         (subject,) = spec.subjects or ()
         assert STREAMS[spec.name].startswith(subject.removesuffix(">"))

@@ -43,7 +43,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.server import NatsServer
-from aviso_workers.state import dead_letter_records
+from aviso_workers.state.own_streams import DEAD_LETTERS
 from aviso_workers.testing import READING, Harness, harness
 from tests.waits import LONG_SECONDS, PATIENCE_SECONDS
 
@@ -1039,7 +1039,7 @@ class TestDeadLetters:
             assert t.dead_letters == []
             await t.settle()
             assert t.outcomes(index) == ["dead_lettered", "dead_lettered", "acked", "acked"]
-            assert await stored(t, dead_letter_records.STREAM) == 0
+            assert await stored(t, DEAD_LETTERS) == 0
 
     async def test_those_that_the_test_chooses_are_handed_back(self, app: App, server: str | None) -> None:
         @app.agent("mars", retry=Backoff(attempts=1))
@@ -1054,7 +1054,7 @@ class TestDeadLetters:
             await t.settle()
             assert t.dead_letters == [first]
             assert t.settled(index)[-1].outcome == "acked"
-            assert await stored(t, dead_letter_records.STREAM) == 1
+            assert await stored(t, DEAD_LETTERS) == 1
             with pytest.raises(ValueError, match="is not the sequence of one of the dead letters"):
                 await t.retry_dead_letters(second)
 

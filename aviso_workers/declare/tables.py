@@ -1,7 +1,7 @@
 """Tables and counters: state that all workers of an app share, kept on the server.
 
 Declared on an app or a router, at work inside `async with app:`. Here is what an author calls: keys of any text, typed
-values, and compare-and-set. Where it is kept, tried again and cached is `engine.table_store`.
+values, and compare-and-set. Where it is kept, tried again and cached is `features.tables.store`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import builtins
 import inspect
 import os
 import random
-import re
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AbstractContextManager, aclosing
 from contextvars import ContextVar
@@ -34,12 +33,11 @@ from aviso_workers.declare import durations
 from aviso_workers.errors import (
     ConflictError,
     DeclarationError,
-    InvalidKeyError,
     OutcomeUnknownError,
     UnavailableError,
     UndecodableError,
 )
-from aviso_workers.jetstream.key_value import Entry, KeyValue
+from aviso_workers.jetstream.key_value import Entry, KeyValue, decode_key, encode_key
 
 __all__ = [
     "DELETE",
@@ -49,8 +47,6 @@ __all__ = [
     "CounterStore",
     "Delete",
     "Table",
-    "decode_key",
-    "encode_key",
 ]
 
 T = TypeVar("T")
@@ -59,8 +55,6 @@ C = TypeVar("C")
 
 PROCESS: ContextVar[object] = ContextVar("process", default=None)
 """Which worker this code runs in, where a test plays several of them in one process: each is connected by itself."""
-LONGEST_KEY = 512
-"""Bytes, as a bucket spells it."""
 MOST_HISTORY = 64
 PAGES = "=applied."
 """How entries of a table's bucket begin that are not keys of an author's: none is spelled so."""
@@ -546,27 +540,3 @@ async def _left_of_ttl(kept: KeyValue, entry: Entry | None) -> float | None:
         return None
     age = (await kept.time() - entry.time).total_seconds()
     return max(SHORTEST_TTL_SECONDS, ttl - age)
-
-
-def encode_key(key: str) -> str:
-    """Return any text as a bucket's key: what it cannot contain is written as `=` and the hexadecimal of its bytes.
-
-    Raises `InvalidKeyError`.
-    """
-    if not isinstance(key, str):
-        raise InvalidKeyError(f"key {key!r:.100}: it must be a text, found {type(key).__name__}: such as str(key)")
-    try:
-        raw = key.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidKeyError(f"key {key!r} is not text: {error}") from error
-    # A dot separates the tokens of a subject, none of which may be empty.
-    spelled = re.sub(rb"[^-/_.a-zA-Z0-9]|(?<![^.])\.|\.(?![^.])", lambda found: b"=%02X" % found[0][0], raw).decode()
-    if not 0 < len(spelled) <= LONGEST_KEY:
-        raise InvalidKeyError(f"key {key!r}: it must have 1 to {LONGEST_KEY} bytes, found {len(spelled)} as spelled")
-    return spelled
-
-
-def decode_key(spelled: str) -> str:
-    """Return the text that `encode_key` spelled so."""
-    raw = re.sub(rb"=([0-9A-F]{2})", lambda found: bytes([int(found[1], 16)]), spelled.encode())
-    return raw.decode("utf-8", "replace")

@@ -1,7 +1,7 @@
 """Timers: functions that are run at certain times, and which times these are.
 
 Pure. A timer's ticks follow from its schedule and nothing else, so that every worker of a fleet knows of the same ones
-without asking; who runs them is `engine.timer_loops`.
+without asking; who runs them is `features.timers`.
 """
 
 from __future__ import annotations

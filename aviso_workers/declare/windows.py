@@ -8,7 +8,7 @@ How long windows are, and how often they begin, is stored with them as `Sizings`
 code states another size counts and closes by what is stored. A new size is stored with the time from which on it holds,
 at which windows of the old and of the new size begin. So each window has one size from its beginning to its end, and
 each notification of tumbling windows is in one window.
-`engine.handlers.windowed` keeps all of these where all workers find them, and says when a window closes. Times are
+`features.windows.closing` keeps all of these where all workers find them, and says when a window closes. Times are
 seconds since 1970 UTC.
 """
 
@@ -33,6 +33,7 @@ from aviso_workers.aviso.notifications import Notification
 from aviso_workers.declare import durations
 from aviso_workers.declare.verdicts import FinalError
 from aviso_workers.errors import DeclarationError, InvalidKeyError, LateError
+from aviso_workers.jetstream.sequences import has_bit, last_of_page, with_bits
 
 __all__ = [
     "Page",
@@ -56,7 +57,6 @@ __all__ = [
     "leave_out",
     "newest",
     "oldest",
-    "page_number",
     "prune",
     "resized",
     "sized",
@@ -74,8 +74,6 @@ NEVER = -(2**53)
 """Before every time: the least whole number that JSON carries everywhere."""
 LISTED = 256
 """So many notifications a state may list as counted; then the older half of them is left out."""
-PAGE_SEQUENCES = 16_384
-"""How many sequences of the stream a page is for: 2 KiB."""
 LAST_SINCE = 253_370_764_800
 """The beginning of the year 9999, later than any notification: a size that would hold from then on never does."""
 LONGEST_SECONDS = 9_223_372_036
@@ -273,7 +271,7 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Page(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"counted": "bits", "missed": "missed_bits"}):
-    """Which of `PAGE_SEQUENCES` sequences were counted, whatever their keys: a bit each, the first one lowest.
+    """Which sequences of one page (`jetstream.sequences`) were counted, whatever their keys.
 
     Its fields are not called as those of `State`, because versions before pages read it as one, which is empty then.
     """
@@ -288,24 +286,24 @@ class Page(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"count
 
     def has(self, sequence: int, stored: float) -> bool:
         """Return whether the message of this sequence and store time was counted."""
-        return self.created <= stored <= self.newest and _bit(self.counted, sequence)
+        return self.created <= stored <= self.newest and has_bit(self.counted, sequence)
 
     def has_missed(self, sequence: int) -> bool:
         """Return whether one that it `has` came too late for one of its windows."""
-        return _bit(self.missed, sequence)
+        return has_bit(self.missed, sequence)
 
     def plus(self, counted: Mapping[int, float], missed: Iterable[int]) -> Page:
         """Return the page with these as well: store times by sequence, and which of them were late for a window."""
         return structs.replace(
             self,
             newest=max([self.newest, *counted.values()]),
-            counted=_with_bits(self.counted, counted),
-            missed=_with_bits(self.missed, missed),
+            counted=with_bits(self.counted, counted),
+            missed=with_bits(self.missed, missed),
         )
 
     def is_settled(self, number: int, settled: Settled) -> bool:
         """Return whether all that was counted on the page of this number is settled."""
-        return settled.covers((number + 1) * PAGE_SEQUENCES - 1, self.newest)
+        return settled.covers(last_of_page(number), self.newest)
 
 
 def resized(sizings: Sizings, wanted: Sizing, *, counted: float, closed: int) -> Sizings:
@@ -534,24 +532,6 @@ def without(state: State[A], start: int) -> State[A]:
 
 def _is_counted(state: State[Any], sequence: int, stored: float, retry: str) -> bool:
     return state.counted.get(sequence) == stored or (retry != "" and retry in state.retried)
-
-
-def page_number(sequence: int) -> int:
-    """Return the number of the page that a sequence is on."""
-    return sequence // PAGE_SEQUENCES
-
-
-def _bit(bits: bytes, sequence: int) -> bool:
-    byte, bit = divmod(sequence % PAGE_SEQUENCES, 8)
-    return byte < len(bits) and bool(bits[byte] >> bit & 1)
-
-
-def _with_bits(bits: bytes, sequences: Iterable[int]) -> bytes:
-    changed = bytearray(bits.ljust(PAGE_SEQUENCES // 8, b"\0"))
-    for sequence in sequences:
-        byte, bit = divmod(sequence % PAGE_SEQUENCES, 8)
-        changed[byte] |= 1 << bit
-    return bytes(changed).rstrip(b"\0")
 
 
 def _fingerprint(function: Callable[..., Any] | None) -> str:

@@ -19,7 +19,8 @@ from aviso_workers.config import Config
 from aviso_workers.errors import RefusedError, UnavailableError, describe
 from aviso_workers.jetstream import error_codes
 from aviso_workers.state import dead_letter_records, parts
-from aviso_workers.state.dead_letter_records import RETRIED, STREAM, SUBJECT
+from aviso_workers.state.dead_letter_records import RETRIED, SUBJECT
+from aviso_workers.state.own_streams import DEAD_LETTERS
 from aviso_workers.state.parts import message_at
 
 __all__ = [
@@ -85,7 +86,7 @@ class DeadLetterStore:
 
     async def _store_once(self, dead_letter: Message, message_id: str) -> PubAck:
         ack = await self._store(dead_letter, message_id)
-        while ack.duplicate and await message_at(self._backend, STREAM, ack.sequence) is None:
+        while ack.duplicate and await message_at(self._backend, DEAD_LETTERS, ack.sequence) is None:
             message_id = f"{message_id}.{ack.sequence}"  # that one was dropped meanwhile: this is another one as well
             ack = await self._store(dead_letter, message_id)
         return ack
@@ -93,16 +94,16 @@ class DeadLetterStore:
     async def _store(self, dead_letter: Message, message_id: str) -> PubAck:
         try:
             return await self._backend.publish(
-                dead_letter, message_id=message_id, stream=STREAM, timeout_seconds=TIMEOUT_SECONDS
+                dead_letter, message_id=message_id, stream=DEAD_LETTERS, timeout_seconds=TIMEOUT_SECONDS
             )
         except UnavailableError:
-            self._provisioner.forget(STREAM)  # it may have been deleted
+            self._provisioner.forget(DEAD_LETTERS)  # it may have been deleted
             raise
         except RefusedError as error:
             if error.code != error_codes.STREAM_FULL:
                 raise
             raise RefusedError(
-                f"stream {STREAM} is full: retry or drop dead letters, or raise workers.dead_letters.max_bytes",
+                f"stream {DEAD_LETTERS} is full: retry or drop dead letters, or raise workers.dead_letters.max_bytes",
                 code=error_codes.STREAM_FULL,
             ) from error
 

@@ -19,7 +19,8 @@ from aviso_workers.declare.agents import durable_name
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
-from aviso_workers.state import consumer_records, dead_letter_records, delayed_messages
+from aviso_workers.state import consumer_records, delayed_messages
+from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
 
 __all__ = ["require_same"]
 
@@ -78,7 +79,7 @@ async def _used(backend: Backend, stream: str) -> str:
     """Return who uses the recorded order of an empty stream, for people; empty where nobody does."""
     with suppress(NotFoundError):
         waiting = delayed_messages.all_waiting(stream)
-        if count := await backend.count(delayed_messages.STREAM, filter_subjects=waiting):
+        if count := await backend.count(DELAYED, filter_subjects=waiting):
             return f"{count} delayed notifications wait for stream {stream} with"
     if await _has_dead_letters(backend, stream):
         return f"dead letters, which may be retried, are of stream {stream} with"
@@ -89,7 +90,7 @@ async def _used(backend: Backend, stream: str) -> str:
             if (await backend.consumer_info(stream, durable_name(app, agent))).num_waiting:
                 return f"workers of agent {agent} of app {app} read stream {stream} with"
         with suppress(NotFoundError):
-            retries = await backend.consumer_info(dead_letter_records.RETRIES, durable_name(app, agent))
+            retries = await backend.consumer_info(RETRIES, durable_name(app, agent))
             if retries.num_pending or retries.num_ack_pending:
                 return f"retried dead letters of agent {agent} of app {app} are of stream {stream} with"
     return ""
@@ -97,12 +98,12 @@ async def _used(backend: Backend, stream: str) -> str:
 
 async def _has_dead_letters(backend: Backend, stream: str) -> bool:
     try:
-        info = await backend.stream_info(dead_letter_records.STREAM)
+        info = await backend.stream_info(DEAD_LETTERS)
     except NotFoundError:
         return False
     if not info.messages:
         return False
-    reading = backend.read(dead_letter_records.STREAM, filter_subjects=(), last_sequence=info.last_sequence)
+    reading = backend.read(DEAD_LETTERS, filter_subjects=(), last_sequence=info.last_sequence)
     async with aclosing(reading):
         async for message in reading:
             if (message.headers or {}).get("Aviso-Stream") == stream:

@@ -1,6 +1,6 @@
 """Limits of a singleton's handler: it may do only what nobody else can do instead.
 
-`handlers.one` makes its calls through here, `publisher` and `table_store` ask before they write. A worker that was
+`handlers.one` makes its calls through here; `publisher`, tables and buckets ask before they write. A worker that was
 paused or cut off, or whose consumer has another leader, has lost what it handled: another one may be at it. The call is
 cancelled as soon as that is noticed, and what it publishes meanwhile is refused. The settlement is refused by the
 backend.

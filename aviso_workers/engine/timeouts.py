@@ -21,7 +21,6 @@ import anyio
 
 from aviso_workers.clocks import Clock, Timer
 from aviso_workers.declare.agents import Agent
-from aviso_workers.declare.windows import Window
 from aviso_workers.engine import calls
 from aviso_workers.events import CallOverdue, CallsAbandoned, CallsFreed, CallsStuck, Events
 
@@ -39,7 +38,7 @@ class Timeouts:
 
     def __init__(self, agent: Agent[Any, Any], *, clock: Clock, events: Events) -> None:
         self._agent = agent
-        self._most = 1 if agent.form is Window else agent.policy.concurrency
+        self._most = 1 if agent.policy.window else agent.policy.concurrency
         """How many calls run at a time at most; a worker runs the function for one window after another."""
         self._clock = clock
         self._events = events

@@ -10,14 +10,16 @@ from typing import Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from aviso_workers.errors import ConflictError, UndecodableError
+from aviso_workers.errors import ConflictError, InvalidKeyError, UndecodableError
 
-__all__ = ["TTL", "BulkKeyValue", "Entry", "KeyValue", "compare_and_set", "ttl_text"]
+__all__ = ["TTL", "BulkKeyValue", "Entry", "KeyValue", "compare_and_set", "decode_key", "encode_key", "ttl_text"]
 
 T = TypeVar("T")
 
 TTL = "Nats-TTL"
 """The header with the time after which the server forgets a message."""
+LONGEST_KEY = 512
+"""Bytes, as a bucket spells it."""
 _UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 
 
@@ -159,3 +161,27 @@ async def compare_and_set(
 def ttl_text(seconds: float) -> str:
     """Return the header of a key that is to be forgotten after so many seconds."""
     return f"{round(seconds * 1000)}ms"
+
+
+def encode_key(key: str) -> str:
+    """Return any text as a bucket's key: what it cannot contain is written as `=` and the hexadecimal of its bytes.
+
+    Raises `InvalidKeyError`.
+    """
+    if not isinstance(key, str):
+        raise InvalidKeyError(f"key {key!r:.100}: it must be a text, found {type(key).__name__}: such as str(key)")
+    try:
+        raw = key.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidKeyError(f"key {key!r} is not text: {error}") from error
+    # A dot separates the tokens of a subject, none of which may be empty.
+    spelled = re.sub(rb"[^-/_.a-zA-Z0-9]|(?<![^.])\.|\.(?![^.])", lambda found: b"=%02X" % found[0][0], raw).decode()
+    if not 0 < len(spelled) <= LONGEST_KEY:
+        raise InvalidKeyError(f"key {key!r}: it must have 1 to {LONGEST_KEY} bytes, found {len(spelled)} as spelled")
+    return spelled
+
+
+def decode_key(spelled: str) -> str:
+    """Return the text that `encode_key` spelled so."""
+    raw = re.sub(rb"=([0-9A-F]{2})", lambda found: bytes([int(found[1], 16)]), spelled.encode())
+    return raw.decode("utf-8", "replace")

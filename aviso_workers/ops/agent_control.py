@@ -22,8 +22,8 @@ from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoun
 from aviso_workers.ops import aviso_admin, deployment, retirement
 from aviso_workers.state import consumer_records, failure_records, window_records
 from aviso_workers.state.consumer_records import ConsumerRecord
-from aviso_workers.state.dead_letter_records import RETRIES
 from aviso_workers.state.known_agents import KnownAgents
+from aviso_workers.state.own_streams import RETRIES
 
 __all__ = [
     "UNTIL_RESUMED",

@@ -24,8 +24,8 @@ from aviso_workers.ops import aviso_admin, deployment, stuck
 from aviso_workers.ops.agent_control import UNTIL_RESUMED
 from aviso_workers.ops.deployment import Recorded
 from aviso_workers.state.consumer_records import ConsumerRecord
-from aviso_workers.state.dead_letter_records import RETRIES
 from aviso_workers.state.failure_records import WRITE_SECONDS, LastFailure, Retrying
+from aviso_workers.state.own_streams import RETRIES
 
 __all__ = ["AgentRow", "Progress", "differing", "failing", "failing_text", "of_app", "of_deployment", "rows"]
 

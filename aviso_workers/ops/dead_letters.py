@@ -27,7 +27,8 @@ from aviso_workers.errors import BackendError, NotFoundError, RefusedError, Unde
 from aviso_workers.events import Events, Skipped
 from aviso_workers.ops import deployment
 from aviso_workers.state import dead_letter_records, parts, window_records
-from aviso_workers.state.dead_letter_records import RETRIES, STREAM, DeadLetter
+from aviso_workers.state.dead_letter_records import DeadLetter
+from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
 __all__ = ["DeadLetter", "Group", "Selection", "StoredDeadLetters", "document", "grouped", "portions"]
 
@@ -127,11 +128,11 @@ class StoredDeadLetters:
         `Skipped`.
         """
         try:
-            last = (await self._admin.stream_info(STREAM)).last_sequence
+            last = (await self._admin.stream_info(DEAD_LETTERS)).last_sequence
         except NotFoundError:
             return  # made with the first dead letter
         reading = self._admin.read(
-            STREAM,
+            DEAD_LETTERS,
             filter_subjects=(),
             start_sequence=min(wanted.sequences, default=1),
             last_sequence=min(last, max(wanted.sequences, default=last)),
@@ -141,9 +142,9 @@ class StoredDeadLetters:
                 if parts.is_first_part(message):
                     continue
                 try:
-                    dead_letter = DeadLetter.read(await parts.whole(self._admin, STREAM, message))
+                    dead_letter = DeadLetter.read(await parts.whole(self._admin, DEAD_LETTERS, message))
                 except UndecodableError as error:
-                    self._events.emit(Skipped(event_type=STREAM, sequence=message.sequence, error=error))
+                    self._events.emit(Skipped(event_type=DEAD_LETTERS, sequence=message.sequence, error=error))
                     continue
                 if wanted.takes(dead_letter):
                     yield dead_letter
@@ -253,7 +254,7 @@ class StoredDeadLetters:
                 try:
                     for sequence in filter(None, (dead_letter.sequence, parts.first_part_of(dead_letter.stored))):
                         with suppress(NotFoundError):  # another operator was faster
-                            await self._admin.delete_message(STREAM, sequence, overwrite=overwrite)
+                            await self._admin.delete_message(DEAD_LETTERS, sequence, overwrite=overwrite)
                 except BackendError as error:
                     failures.append(error)
                     return

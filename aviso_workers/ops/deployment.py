@@ -26,9 +26,9 @@ from aviso_workers.state import (
 )
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import LastFailure
+from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
 
 __all__ = [
-    "DEAD_LETTERS",
     "ConsumerInfo",
     "ConsumerRecord",
     "Recorded",
@@ -45,10 +45,6 @@ __all__ = [
     "streams_of",
     "why_none",
 ]
-
-
-DEAD_LETTERS = dead_letter_records.STREAM
-"""The stream of the dead letters of all apps."""
 
 
 class RunAlone(Struct, frozen=True, kw_only=True):
@@ -81,7 +77,7 @@ def streams_of(config: Config) -> list[str]:
     """Return the streams that agents need: those of the configured event types, and our own."""
     event_types = config.notification_schema.items()
     of_events = [streams.event_stream(name, event_type, config).name for name, event_type in event_types]
-    return [*of_events, dead_letter_records.RETRIES, delayed_messages.STREAM]
+    return [*of_events, RETRIES, DELAYED]
 
 
 async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInfo]:
@@ -136,7 +132,7 @@ async def due(admin: Admin) -> dict[str, int]:
     """Return how many delayed notifications are due and not stored yet, by the stream that they are for. Raises
     `BackendError`.
     """
-    counts = await _subject_counts(admin, delayed_messages.STREAM, f"{delayed_messages.DUE}.>")
+    counts = await _subject_counts(admin, DELAYED, f"{delayed_messages.DUE}.>")
     return {subject.removeprefix(f"{delayed_messages.DUE}."): count for subject, count in counts.items()}
 
 
@@ -209,7 +205,7 @@ async def part_used(admin: Admin, stream: str) -> float | None:
 
 async def dead_letters(admin: Admin) -> dict[tuple[str, ...], int]:
     """Return the number of dead letters that are kept, by app and agent. Raises `BackendError`."""
-    counts = await _subject_counts(admin, dead_letter_records.STREAM)
+    counts = await _subject_counts(admin, DEAD_LETTERS)
     return {
         (words[-2], words[-1]): count
         for subject, count in counts.items()

@@ -22,6 +22,7 @@ from aviso_workers.declare.tables import Counter
 from aviso_workers.jetstream.specs import UNREADABLE
 from aviso_workers.spark import query_records
 from aviso_workers.state import dead_letter_records, delayed_messages, own_buckets, table_records
+from aviso_workers.state.own_streams import COUNTERS, DEAD_LETTERS, DELAYED, RETRIES
 
 __all__ = ["BRIDGE", "Role", "beyond", "of_operator", "of_publisher", "of_spark", "of_worker"]
 
@@ -70,7 +71,7 @@ BEYOND = {
     ".CONSUMER.CREATE.": "a user who may replay a stream can have the server deliver it to any subject of the account, "
     "and change the consumers of others on it; put apps that must not do so to each other into accounts of their own",
     f"{delayed_messages.SUBJECT}.wait.": "a user who may have messages delivered later can remove those of other event "
-    f"types; take out the lines with {delayed_messages.SUBJECT} and {delayed_messages.STREAM} where no message "
+    f"types; take out the lines with {delayed_messages.SUBJECT} and {DELAYED} where no message "
     "is delayed",
 }
 """By a part of a subject: what a server lets its publishers do beyond that subject."""
@@ -155,8 +156,8 @@ def _publishing(api: _Api) -> Iterator[str]:
     yield from _storing(api)
     for stream in _event_streams(api.config):
         yield f"{delayed_messages.SUBJECT}.wait.{stream}.*"
-    yield from api.use(delayed_messages.STREAM)
-    yield f"{api.prefix}.STREAM.PURGE.{delayed_messages.STREAM}"  # `cancel`
+    yield from api.use(DELAYED)
+    yield f"{api.prefix}.STREAM.PURGE.{DELAYED}"  # `cancel`
 
 
 def _working(api: _Api, app: Router, buckets: Iterable[str]) -> Iterator[str]:
@@ -167,9 +168,9 @@ def _working(api: _Api, app: Router, buckets: Iterable[str]) -> Iterator[str]:
         yield from _agent(api, app, agent)
     if app.agents:
         yield from _dead_letters(api, app)
-    yield from api.read(delayed_messages.STREAM)
-    yield f"{api.prefix}.STREAM.MSG.DELETE.{delayed_messages.STREAM}"
-    yield from api.consume(delayed_messages.STREAM, delayed_messages.DURABLE, reads=True)
+    yield from api.read(DELAYED)
+    yield f"{api.prefix}.STREAM.MSG.DELETE.{DELAYED}"
+    yield from api.consume(DELAYED, delayed_messages.DURABLE, reads=True)
     own = own_buckets.of_app(app.name, agents=app.agents, timers=app.timers, tables=app.tables)
     for bucket in (*own.by_key, *own.listed):
         yield from _bucket(api, bucket)
@@ -181,23 +182,23 @@ def _working(api: _Api, app: Router, buckets: Iterable[str]) -> Iterator[str]:
     for name, table in app.tables.items():
         if isinstance(table, Counter):
             yield f"{table_records.COUNTERS_SUBJECT}.{app.name}.{name}.>"
-            yield from api.use(table_records.COUNTERS)
-            yield from api.read(table_records.COUNTERS)
+            yield from api.use(COUNTERS)
+            yield from api.read(COUNTERS)
 
 
 def _agent(api: _Api, app: Router, agent: Agent[Any, Any]) -> Iterator[str]:
     stream = streams.event_stream(agent.event_type, api.config.notification_schema[agent.event_type], api.config).name
     durable, singleton = agent.durable_name(app.name), agent.policy.singleton
     yield from api.consume(stream, durable, reads=True, singleton=singleton)
-    yield from api.consume(dead_letter_records.RETRIES, durable, reads=True, singleton=singleton)
+    yield from api.consume(RETRIES, durable, reads=True, singleton=singleton)
 
 
 def _dead_letters(api: _Api, app: Router) -> Iterator[str]:
     yield f"{dead_letter_records.SUBJECT}.{app.name}.>"
-    yield from api.use(dead_letter_records.STREAM)
-    yield from api.read(dead_letter_records.STREAM)
-    yield from api.use(dead_letter_records.RETRIES)
-    yield from api.read(dead_letter_records.RETRIES)
+    yield from api.use(DEAD_LETTERS)
+    yield from api.read(DEAD_LETTERS)
+    yield from api.use(RETRIES)
+    yield from api.read(RETRIES)
 
 
 def _bucket(api: _Api, bucket: str, *, updates: bool = True) -> Iterator[str]:

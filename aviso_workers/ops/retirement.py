@@ -27,6 +27,7 @@ from aviso_workers.state import (
     own_buckets,
     table_records,
 )
+from aviso_workers.state.own_streams import COUNTERS, RETRIES
 
 __all__ = ["Retirement", "plan", "retire", "why_active"]
 
@@ -142,9 +143,9 @@ async def _subjects(admin: Admin, owner: str, agent: str) -> dict[tuple[str, str
     """Return the number of messages to purge by stream and subject: the retries, and the counters of the app or the
     failure counts of the agent.
     """
-    wanted = [(dead_letter_records.RETRIES, dead_letter_records.retry_subject(owner, agent or "*"))]
+    wanted = [(RETRIES, dead_letter_records.retry_subject(owner, agent or "*"))]
     if not agent:
-        wanted.append((table_records.COUNTERS, f"{table_records.COUNTERS_SUBJECT}.{owner}.>"))
+        wanted.append((COUNTERS, f"{table_records.COUNTERS_SUBJECT}.{owner}.>"))
     if agent:
         wanted.append(
             (f"KV_{owner}{failure_counts.BUCKET_SUFFIX}", f"$KV.{owner}{failure_counts.BUCKET_SUFFIX}.{agent}.>")

@@ -18,6 +18,7 @@ from aviso_workers.config.nats_server import Account, AccountJetStream, Permissi
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.jetstream.subjects import inbox_prefix
 from aviso_workers.state import delayed_messages
+from aviso_workers.state.own_streams import DELAYED
 
 __all__ = ["Connected", "Service", "connected", "mistakes"]
 
@@ -123,8 +124,8 @@ def _services(account: Account, config: Config) -> Iterator[Service]:
             subject = f"{delayed_messages.SUBJECT}.wait.{stream.name}.*"
             yield Service(subject=subject, imported=subject)
     if account.delays:
-        yield _request(f"STREAM.INFO.{delayed_messages.STREAM}", config)
-        yield _request(f"STREAM.PURGE.{delayed_messages.STREAM}", config)  # `cancel`
+        yield _request(f"STREAM.INFO.{DELAYED}", config)
+        yield _request(f"STREAM.PURGE.{DELAYED}", config)  # `cancel`
 
 
 def _request(request: str, config: Config) -> Service:

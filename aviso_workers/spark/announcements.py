@@ -15,9 +15,9 @@ from anyio.from_thread import start_blocking_portal
 from aviso_workers.aviso.notifications import Notify
 from aviso_workers.aviso.positions import Position
 from aviso_workers.config import Config
-from aviso_workers.engine.session import Session, open_session
 from aviso_workers.errors import NotFoundError
 from aviso_workers.events import Events
+from aviso_workers.sessions.session import Session, open_session
 
 __all__ = ["KINDS", "announce"]
 

@@ -33,7 +33,6 @@ from msgspec import Struct
 
 from aviso_workers.aviso.notifications import Notify
 from aviso_workers.config import Config, load
-from aviso_workers.engine.session import Session, open_session
 from aviso_workers.errors import (
     BackendError,
     InvalidNotificationError,
@@ -42,6 +41,7 @@ from aviso_workers.errors import (
     UnknownEventTypeError,
 )
 from aviso_workers.events import Events
+from aviso_workers.sessions.session import Session, open_session
 from aviso_workers.spark import job_events
 from aviso_workers.spark.duplicate_window import DuplicateWindow
 from aviso_workers.spark.job_events import EVENT_TYPE, Application, JobEvent

@@ -22,12 +22,11 @@ from aviso_workers.jetstream.fields import DAY, SECOND
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.state import parts
 from aviso_workers.state.kept import Kept
+from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
 __all__ = [
     "KEPT",
     "RETRIED",
-    "RETRIES",
-    "STREAM",
     "SUBJECT",
     "DeadLetter",
     "retries_spec",
@@ -38,16 +37,14 @@ __all__ = [
     "without",
 ]
 
-STREAM = "aviso_workers_dead_letters"
 SUBJECT = "aviso_workers.dead_letters"
-RETRIES = "aviso_workers_retries"
 RETRIES_SUBJECT = "aviso_workers.retries"
 RETRIES_KEPT_DAYS = 30
 RETRIES_ONCE_SECONDS = 3600
 """A retry that is broken off and repeated within this time is stored once."""
 KEPT = (
     Kept(
-        stream=STREAM,
+        stream=DEAD_LETTERS,
         key=f"{SUBJECT}.<app>.<agent>",
         holds="a dead letter: the original's body, and in headers what is known of it",
         until="until it is retried or dropped",
@@ -88,8 +85,8 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
         headers = dict(message.headers or {})
         if why := answers.why_foreign(message):
             raise UndecodableError(
-                f"message {message.sequence} of {STREAM} is not a dead letter: {why}; to remove it: "
-                f"nats stream rmm {quoted(STREAM)} {quoted(str(message.sequence))}"
+                f"message {message.sequence} of {DEAD_LETTERS} is not a dead letter: {why}; to remove it: "
+                f"nats stream rmm {quoted(DEAD_LETTERS)} {quoted(str(message.sequence))}"
             )
         try:
             return cls(
@@ -106,14 +103,16 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
                 stored=message,
             )
         except (KeyError, UndecodableError) as error:
-            raise UndecodableError(f"message {message.sequence} of {STREAM} is not a dead letter: {error}") from error
+            raise UndecodableError(
+                f"message {message.sequence} of {DEAD_LETTERS} is not a dead letter: {error}"
+            ) from error
 
 
 def stream_spec(config: Config) -> StreamSpec:
     """Return the stream of the dead letters."""
     max_bytes = config.workers.dead_letters.max_bytes
     return streams.own_stream(
-        STREAM, f"{SUBJECT}.>", config, discard="new", max_bytes=int(max_bytes) if max_bytes else -1
+        DEAD_LETTERS, f"{SUBJECT}.>", config, discard="new", max_bytes=int(max_bytes) if max_bytes else -1
     )
 
 
@@ -148,7 +147,10 @@ def unwrap(retry: Message) -> tuple[Message, str]:
     try:
         return _original(retry, headers), headers["Aviso-Stream"]
     except (KeyError, UndecodableError):
-        return retry, RETRIES  # not written by us: it will not decode, and become a dead letter with its bytes
+        return (
+            retry,
+            RETRIES,
+        )  # not written by us: it will not decode, and become a dead letter with its bytes
 
 
 def without(headers: Mapping[str, str] | None, *prefixes: str) -> dict[str, str]:

@@ -28,11 +28,11 @@ from aviso_workers.errors import (
 )
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.state.kept import Kept
+from aviso_workers.state.own_streams import DELAYED
 
 __all__ = [
     "DUE",
     "KEPT",
-    "STREAM",
     "all_waiting",
     "due_of",
     "is_later",
@@ -44,19 +44,18 @@ __all__ = [
     "waiting",
 ]
 
-STREAM = "aviso_workers_schedule"
 SUBJECT = "aviso_workers.schedule"
 DUE = f"{SUBJECT}.due"
 """Beneath it, by stream, is what `delayed_delivery` reads."""
 KEPT = (
     Kept(
-        stream=STREAM,
+        stream=DELAYED,
         key=f"{SUBJECT}.wait.<stream>.<digest of the message id>",
         holds="a notification that is to be published later",
         until="until it is due",
     ),
     Kept(
-        stream=STREAM,
+        stream=DELAYED,
         key=f"{DUE}.<stream>",
         holds="a notification that is due",
         until="until a worker has published it",
@@ -154,7 +153,7 @@ def schedule(outgoing: Outgoing, due: datetime, *, event_type: str, message_id: 
     if TTL in headers:
         headers[KEPT_TTL] = headers.pop(TTL)
     subject = waiting(outgoing.stream, outgoing.message_id)
-    return Outgoing(Message(subject=subject, data=message.data, headers=headers), message_id, STREAM)
+    return Outgoing(Message(subject=subject, data=message.data, headers=headers), message_id, DELAYED)
 
 
 def original(message: Message) -> Outgoing:
@@ -170,16 +169,16 @@ def original(message: Message) -> Outgoing:
         subject, stream = headers["Aviso-Subject"], headers["Aviso-Stream"]
         message_id, waited = headers["Aviso-Message-Id"], headers.get(SCHEDULED_BY, message.subject)
     except KeyError as error:
-        raise UndecodableError(f"message {message.sequence} of {STREAM} has no header {error}") from error
+        raise UndecodableError(f"message {message.sequence} of {DELAYED} has no header {error}") from error
     if waited != waiting(stream, message_id):
         # Else whoever may write here could have us write what it may not: to buckets, or to the server's own subjects.
-        raise UndecodableError(f"message {message.sequence} of {STREAM} waited as {waited}, which is not for {stream}")
+        raise UndecodableError(f"message {message.sequence} of {DELAYED} waited as {waited}, which is not for {stream}")
     topics.check_subject(subject)
     if topics.stream_name(subject.partition(".")[0]) != stream:
-        raise UndecodableError(f"message {message.sequence} of {STREAM} is for {subject}, no notification of {stream}")
+        raise UndecodableError(f"message {message.sequence} of {DELAYED} is for {subject}, no notification of {stream}")
     return Outgoing(Message(subject=subject, data=message.data, headers=kept), message_id, stream)
 
 
 def stream_spec(config: Config) -> StreamSpec:
     """Return the stream of what waits, and of what is due until it is published."""
-    return streams.own_stream(STREAM, f"{SUBJECT}.>", config, allow_msg_schedules=True)
+    return streams.own_stream(DELAYED, f"{SUBJECT}.>", config, allow_msg_schedules=True)

@@ -1,8 +1,8 @@
 """In which buckets an app keeps its own state: the one list of them, by what the app declares, and by their names.
 
-`engine.replicas` gives them the configured replicas, `ops.permissions` gives workers the right to use them, and the
+`sessions.replicas` gives them the configured replicas, `ops.permissions` gives workers the right to use them, and the
 other tools of operators tell by their names what they are. Counters are in a stream of their own
-(`table_records.COUNTERS`).
+(`COUNTERS`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from msgspec import Struct
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
-from aviso_workers.declare.windows import Window
 from aviso_workers.state import consumer_records, failure_counts, table_records, timer_records, window_records
 
 __all__ = ["Kind", "OwnBuckets", "is_of", "kind_of", "of_app"]
@@ -42,7 +41,7 @@ def of_app(
 ) -> OwnBuckets:
     """Return the buckets of an app of this name that declares these."""
     agents = tuple(agents)
-    windows = [agent.name for agent in agents if agent.form is Window]
+    windows = [agent.name for agent in agents if agent.policy.window]
     led = any(timer.leader for timer in timers)
     leases, claims = timer_records.buckets_of(app)
     by_key: list[str] = []

@@ -1,4 +1,4 @@
-"""The buckets of tables, and the stream of counters; `engine.table_store` keeps both.
+"""The buckets of tables, and the stream of counters; `features.tables.store` keeps both.
 
 A counter's key is a subject, `aviso_workers.counters.<app>.<counter>.<key>`, whose last message has its value.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from aviso_workers.declare.tables import PAGES
 from aviso_workers.state.kept import Kept
+from aviso_workers.state.own_streams import COUNTERS
 
-__all__ = ["COUNTERS", "COUNTERS_SUBJECT", "KEPT", "bucket_of"]
+__all__ = ["COUNTERS_SUBJECT", "KEPT", "bucket_of"]
 
-COUNTERS = "aviso_workers_counters"
 COUNTERS_SUBJECT = "aviso_workers.counters"
 KEPT = (
     Kept(
@@ -26,7 +26,10 @@ KEPT = (
         until="31 days after the last",
     ),
     Kept(
-        stream=COUNTERS, key=f"{COUNTERS_SUBJECT}.<app>.<counter>.<key>", holds="a counter", until="until it is deleted"
+        stream=COUNTERS,
+        key=f"{COUNTERS_SUBJECT}.<app>.<counter>.<key>",
+        holds="a counter",
+        until="until it is deleted",
     ),
 )
 

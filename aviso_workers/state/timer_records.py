@@ -1,4 +1,6 @@
-"""The leases of an app's leader, and the ticks that its timers have claimed; `engine.timer_loops` writes both."""
+"""The leases of an app's leader, and the ticks that its timers have claimed. `engine.leases` and `features.timers`
+write them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The states of windows as their bucket keeps them, and the windows of dead letters; `engine.handlers.windowed` counts.
+"""The states of windows as their bucket keeps them, and the windows of dead letters; `features.windows.closing` counts.
 
 A key of the author's has one entry, its `declare.windows.State`. What is known for all keys is below `PROGRESS`, and
 what no state lists any more below `PAGES`.
@@ -18,7 +18,6 @@ from aviso_workers.backends import Backend
 from aviso_workers.backends.buckets import open_existing
 from aviso_workers.declare import windows
 from aviso_workers.declare.agents import Agent
-from aviso_workers.declare.tables import decode_key, encode_key
 from aviso_workers.declare.windows import Progress, State, Window, Windowing
 from aviso_workers.errors import (
     ConflictError,
@@ -26,7 +25,7 @@ from aviso_workers.errors import (
     RefusedError,
     UndecodableError,
 )
-from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.jetstream.key_value import Entry, decode_key, encode_key
 from aviso_workers.state.kept import Kept
 
 __all__ = [

@@ -18,9 +18,9 @@ import anyio
 from aviso_workers.clocks import Clock
 from aviso_workers.config.settings import Status
 from aviso_workers.declare.agents import Agent
-from aviso_workers.engine.session import Session
 from aviso_workers.errors import BackendError, text_of
 from aviso_workers.events import Events
+from aviso_workers.sessions.session import Session
 from aviso_workers.telemetry import blocked_loop, failure_logs, logs, metrics, readiness
 from aviso_workers.telemetry.failure_logs import FailureLog
 from aviso_workers.telemetry.logs import log

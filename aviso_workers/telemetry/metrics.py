@@ -21,7 +21,6 @@ from aviso_workers.backends import ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.declare.agents import Agent, Task
 from aviso_workers.declare.timers import Timer
-from aviso_workers.declare.windows import Window
 from aviso_workers.engine.subscription import Run
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.events import (
@@ -523,7 +522,7 @@ class Metrics:
         self._agents = {agent.name: _Agent(_run_of(app, agent.name)) for agent in app.agents}
         self._timers = {timer.name: _Timer() for timer in app.timers}
         self._tasks = {task.name: _Counts(("failed",)) for task in app.tasks}
-        self._windows = {agent.name: _Counts(RUN_OUTCOMES) for agent in app.agents if agent.form is Window}
+        self._windows = {agent.name: _Counts(RUN_OUTCOMES) for agent in app.agents if agent.policy.window}
         self._rows: dict[tuple[str, ...], dict[tuple[str, ...], Any]] = {
             ("version",): {(__version__,): None},
             ("app",): {(app.name,): self},

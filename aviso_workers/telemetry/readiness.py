@@ -7,7 +7,7 @@ from typing import Any
 
 from aviso_workers.declare.agents import Agent
 from aviso_workers.events import CONNECTION, WORKER, AgentDisturbed, AgentStarted, Event, all_kinds
-from aviso_workers.state.dead_letter_records import RETRIES
+from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.telemetry.status import Health
 
 __all__ = ["OBSERVED", "Readiness"]

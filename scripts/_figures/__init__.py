@@ -22,10 +22,10 @@ PACKAGE = PROJECT / "aviso_workers"
 TOOLS = ("cli", "ops", "projects", "server", "spark")
 """The parts that are no core: nothing of the core imports them."""
 FEATURES = {
-    "tables": ("declare.tables", "engine.applied", "engine.table_store", "state.table_records"),
-    "windows": ("declare.windows", "engine.handlers.counted", "engine.handlers.windowed", "state.window_records"),
-    "timers": ("declare.timers", "engine.timer_loops", "state.timer_records"),
-    "delayed delivery": ("engine.delayed_delivery", "state.delayed_messages"),
+    "tables": ("declare.tables", "features.tables.applied", "features.tables.store", "state.table_records"),
+    "windows": ("declare.windows", "features.windows.counted", "features.windows.closing", "state.window_records"),
+    "timers": ("declare.timers", "features.timers", "state.timer_records"),
+    "delayed delivery": ("features.delayed_delivery", "state.delayed_messages"),
     "singletons": ("engine.singletons",),
     "dead letters": ("engine.dead_letter_store", "ops.dead_letters", "state.dead_letter_records", "state.parts"),
     "order": ("engine.key_orders", "engine.ordering_keys"),

@@ -19,7 +19,7 @@ import pytest
 from aviso_workers import App, Backoff, Notification, Reject
 from aviso_workers.cli import dead_letters as cli
 from aviso_workers.events import Event, Settled
-from aviso_workers.state.dead_letter_records import RETRIES, STREAM
+from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 from tests.cli.conftest import Ran
 from tests.waits import PATIENCE_SECONDS
 
@@ -27,6 +27,7 @@ Run = Callable[..., Ran]
 
 
 FIELDS = """
+from aviso_workers.state import own_streams
 from aviso_workers import App, Notification
 
 app = App("fields")
@@ -331,12 +332,14 @@ def test_what_is_no_dead_letter_is_left_out_and_told(run: Run, config: Path, dea
 
         async with App("tests", config=config) as app:
             message = Message(subject="aviso_workers.dead_letters.a.b", data=b"?")
-            await app.session.backend.publish(message, message_id="x", stream=STREAM, timeout_seconds=PATIENCE_SECONDS)
+            await app.session.backend.publish(
+                message, message_id="x", stream=DEAD_LETTERS, timeout_seconds=PATIENCE_SECONDS
+            )
 
     anyio.run(store)
     ran = run("dead-letters", "ls", "--config", config)
     assert (ran.code, len(ran.lines)) == (0, 1 + 3), "the names of the columns, and what can be read"
-    assert ran.err == f"{STREAM}@4 is left out: message 4 of {STREAM} is not a dead letter: 'Aviso-App'\n"
+    assert ran.err == f"{DEAD_LETTERS}@4 is left out: message 4 of {DEAD_LETTERS} is not a dead letter: 'Aviso-App'\n"
 
 
 def test_a_date_that_is_none_is_refused_before_anything_is_connected(run: Run, unreachable: Path) -> None:

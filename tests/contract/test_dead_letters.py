@@ -20,7 +20,7 @@ from aviso_workers.engine import acknowledging
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.ops import agent_control, deployment
 from aviso_workers.ops.dead_letters import DeadLetter, Selection, StoredDeadLetters
-from aviso_workers.state.dead_letter_records import STREAM
+from aviso_workers.state.own_streams import DEAD_LETTERS
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 from tests.presence import present
@@ -154,7 +154,7 @@ async def test_the_stream_of_the_dead_letters_is_made_anew_where_it_was_deleted(
     async with testing() as (t, stored):
         await t.notify("mars", mars(step=1), "first")
         await t.settle()
-        await app.session.admin.delete_stream(STREAM)
+        await app.session.admin.delete_stream(DEAD_LETTERS)
         await t.notify("mars", mars(step=2), "second")
         await t.settle()
         assert [dead_letter.error for dead_letter in await all_of(stored)] == ["Reject: second"]
@@ -505,7 +505,7 @@ async def test_originals_wait_for_as_long_as_their_dead_letters_are_refused(
         info = await app.session.consumer_info(app.agents[0])
         assert (info.num_pending + info.num_ack_pending, info.config["max_deliver"]) == (2, -1)
 
-        stream = await app.session.backend.stream_info(STREAM)
+        stream = await app.session.backend.stream_info(DEAD_LETTERS)
         await app.session.backend.update_stream({**stream.config, "max_bytes": -1})
         await t.settle()
 
@@ -550,7 +550,7 @@ async def test_what_is_as_large_as_the_server_takes_and_cannot_be_read_holds_not
             await t.settle()
             (dead_letter,) = await all_of(stored)
         await stored.drop(dead_letter)
-        assert (await backend.stream_info(STREAM)).messages == 0
+        assert (await backend.stream_info(DEAD_LETTERS)).messages == 0
 
 
 async def test_a_body_as_large_as_the_server_takes_is_kept_shown_and_tried_again(app: App, testing: Testing) -> None:
@@ -591,4 +591,4 @@ async def test_a_body_as_large_as_the_server_takes_is_kept_shown_and_tried_again
         await stored.retry(again)
         await t.settle()
         assert handled == [backend.connection.max_payload - 150]
-        assert (await backend.stream_info(STREAM)).messages == 0
+        assert (await backend.stream_info(DEAD_LETTERS)).messages == 0

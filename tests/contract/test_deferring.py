@@ -18,6 +18,7 @@ from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.errors import InvalidNotificationError, RefusedError, UnavailableError, UnknownEventTypeError
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.state import delayed_messages
+from aviso_workers.state.own_streams import DELAYED
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
@@ -81,7 +82,7 @@ async def test_the_time_of_the_server_counts_and_not_that_of_the_publisher(
 
 async def test_it_waits_also_where_the_stream_of_what_waits_was_deleted_meanwhile(app: App, t: Harness) -> None:
     await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=3600)
-    await app.session.admin.delete_stream(delayed_messages.STREAM)
+    await app.session.admin.delete_stream(DELAYED)
     again = await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=3600, message_id="mine")
     assert again.due is not None
     assert await app.cancel("plain", "mine")
@@ -117,7 +118,7 @@ async def test_under_its_message_id_it_takes_its_own_place(app: App, t: Harness)
     await t.advance(3)
     assert delivered(t) == ["2"]
     assert len(t.published) == 2, "the same id in another stream is another notification"
-    assert await app.session.admin.subject_counts(delayed_messages.STREAM) == {}, "what was brought is removed"
+    assert await app.session.admin.subject_counts(DELAYED) == {}, "what was brought is removed"
 
 
 async def test_one_that_is_cancelled_is_never_stored(app: App, t: Harness) -> None:
@@ -269,9 +270,7 @@ async def test_what_somebody_else_has_put_there_is_not_obeyed(app: App, t: Harne
     await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=0.5)
     headers = {"Aviso-Subject": subject, "Aviso-Stream": stream, "Aviso-Message-Id": "1", "Aviso-Event-Type": "plain"}
     foreign = Message(subject=f"{delayed_messages.DUE}.PLAIN", data=b"", headers=headers if stream else {})
-    await app.session.backend.publish(
-        foreign, message_id="1", stream=delayed_messages.STREAM, timeout_seconds=PATIENCE_SECONDS
-    )
+    await app.session.backend.publish(foreign, message_id="1", stream=DELAYED, timeout_seconds=PATIENCE_SECONDS)
     await t.advance(1.5)
     assert delivered(t) == ["1"]
 
@@ -317,4 +316,4 @@ async def test_an_older_server_is_named_and_its_workers_run_without_it(
             ):
                 await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=1)
             stop.set()
-        assert delayed_messages.STREAM not in await app.session.admin.stream_names()
+        assert DELAYED not in await app.session.admin.stream_names()

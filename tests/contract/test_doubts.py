@@ -14,8 +14,7 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.errors import OutcomeUnknownError
 from aviso_workers.ops import mirrors
-from aviso_workers.state.delayed_messages import STREAM as SCHEDULES
-from aviso_workers.state.table_records import COUNTERS
+from aviso_workers.state.own_streams import COUNTERS, DELAYED
 from aviso_workers.testing import harness
 from tests.contract.settings import app_config, mars
 
@@ -90,7 +89,7 @@ def lose_the_answer(monkeypatch: pytest.MonkeyPatch) -> LoseTheAnswer:
         ("PLAIN", 2, lambda app, *_: app.notify_together([plain(1), plain(2)])),
         ("PLAIN", COUNT, lambda app, *_: app.session.publisher.store_chunk("plain", chunk())),
         ("PLAIN", COUNT, lambda app, *_: app.session.publisher.store_answered("plain", chunk())),
-        (SCHEDULES, 1, lambda app, *_: app.session.publisher.notify(plain(1, deliver_after=3600))),
+        (DELAYED, 1, lambda app, *_: app.session.publisher.notify(plain(1, deliver_after=3600))),
         (COUNTERS, 1, lambda app, seen, hits: hits.add("od")),
         ("KV_contract__seen", 1, lambda app, seen, hits: seen.put("od", 1)),
         ("KV_contract__seen", 1, lambda app, seen, hits: seen.update("od", lambda _: 1)),

@@ -14,11 +14,11 @@ from aviso_workers import App, Backoff, Notification
 from aviso_workers.backends import Backend
 from aviso_workers.engine import shared_filters
 from aviso_workers.engine.consumer_recorder import ConsumerRecorder
-from aviso_workers.errors import DeniedError
+from aviso_workers.errors import DeniedError, RefusedError
 from aviso_workers.events import AgentDisturbed, ConsumerEdited, ConsumerResumed
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.state import delayed_messages
-from aviso_workers.state.dead_letter_records import RETRIES
+from aviso_workers.state.own_streams import DELAYED, RETRIES
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -112,7 +112,7 @@ async def test_what_the_server_gave_up_for_a_max_deliver_is_delivered_again(
     await edit(backend, stream, "contract__index", max_deliver=1)
     calls.clear()
     if stream == RETRIES:
-        await worker.retry_dead_letters()
+        await retry_dead_letters(worker)
     else:
         await worker.notify("mars", mars(step=0), {"n": 0})
     with anyio.fail_after(PATIENCE_SECONDS):
@@ -126,6 +126,17 @@ async def test_what_the_server_gave_up_for_a_max_deliver_is_delivered_again(
     assert [(each.stream, each.differences) for each in edited] == [(stream, ("max_deliver: 1 -> unlimited",))]
     assert {(each.stream, each.why) for each in resumed} == {(stream, "max_deliver")}
     assert (await backend.consumer_info(stream, "contract__index")).config["max_deliver"] == -1
+
+
+async def retry_dead_letters(worker: Harness) -> None:
+    """Try them again, also where the worker has removed the consumer of the retries and not yet made it anew."""
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while True:
+            try:
+                await worker.retry_dead_letters()
+                return
+            except RefusedError:
+                await worker.advance(0.1)
 
 
 async def test_a_worker_that_starts_begins_before_what_the_server_gave_up(worker: Harness, calls: Handled) -> None:
@@ -234,7 +245,7 @@ async def test_a_dead_letter_is_tried_again_with_its_body(worker: Harness, calls
 async def test_a_delayed_notification_is_delivered_with_its_body(worker: Harness, calls: Handled) -> None:
     backend = worker.app.session.backend
     await worker.app.notify("mars", mars(step=0), {"n": 0}, deliver_after=1)
-    await edit(backend, delayed_messages.STREAM, delayed_messages.DURABLE, headers_only=True)
+    await edit(backend, DELAYED, delayed_messages.DURABLE, headers_only=True)
     with anyio.fail_after(PATIENCE_SECONDS):
         while not calls:
             await worker.advance(0.5)

@@ -19,6 +19,7 @@ from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.state import consumer_records, dead_letter_records, delayed_messages, window_records
 from aviso_workers.state.failure_counts import BUCKET_SUFFIX
+from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
 from aviso_workers.testing import Harness, harness
 from tests import forgeries
 from tests.contract.settings import mars
@@ -174,8 +175,8 @@ async def test_a_retry_that_nobody_has_asked_for_is_not_handled(
         await t.settle()
         assert handled == [1]
         assert [event.outcome for event in settled] == ["acked"]
-        assert [event.stream for event in unreadable] == [dead_letter_records.RETRIES]
-    found = await app.session.backend.consumer_info(dead_letter_records.RETRIES, "contract__index")
+        assert [event.stream for event in unreadable] == [RETRIES]
+    found = await app.session.backend.consumer_info(RETRIES, "contract__index")
     assert found.num_ack_pending == 0, "it does not come again"
 
 
@@ -190,7 +191,7 @@ async def test_a_dead_letter_that_was_forged_is_told_and_not_retried(app: App, t
     assert found == [1]
     assert [event.sequence for event in skipped] == [2]
     assert "has no headers and is the answer of a server" in str(skipped[0].error)
-    assert f"nats stream rmm {dead_letter_records.STREAM} 2" in str(skipped[0].error)
+    assert f"nats stream rmm {DEAD_LETTERS} 2" in str(skipped[0].error)
 
 
 @pytest.mark.needs_server(2, 12)
@@ -201,7 +202,7 @@ async def test_a_due_notification_that_was_forged_is_published_nowhere(app: App,
         await t.advance(2)
         await t.settle()
         assert [one.event_type for one in t.published] == ["plain"]
-        assert [event.stream for event in unreadable] == [delayed_messages.STREAM]
+        assert [event.stream for event in unreadable] == [DELAYED]
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -15,7 +15,7 @@ from aviso_workers.events import AgentStarted, ConsumerResumed
 from aviso_workers.ops import agent_control, maintenance
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.state import consumer_records
-from aviso_workers.state.dead_letter_records import RETRIES
+from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS

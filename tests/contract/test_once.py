@@ -11,9 +11,9 @@ import pytest
 
 from aviso_workers import DELETE, App, Backoff, Batch, Delete, Notification, Reject, Stream, Table
 from aviso_workers.declare.tables import PAGES
-from aviso_workers.engine import applied
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import ConflictError, DeclarationError, OutcomeUnknownError
+from aviso_workers.features.tables import applied
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars

@@ -22,8 +22,7 @@ from aviso_workers import App, Backoff, Batch, Batching, Notification, Reject, T
 from aviso_workers.config import Config
 from aviso_workers.declare import timers
 from aviso_workers.declare.verdicts import OtherVersionError
-from aviso_workers.engine import acknowledging, timer_loops
-from aviso_workers.engine.handlers import windowed
+from aviso_workers.engine import acknowledging, leases
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.errors import InvalidNotificationError, RefusedError, UndecodableError
 from aviso_workers.events import (
@@ -36,6 +35,7 @@ from aviso_workers.events import (
     WindowFunctionsChanged,
     WindowsResized,
 )
+from aviso_workers.features.windows import closing
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.state import window_records
 from aviso_workers.state.dead_letter_records import DeadLetter
@@ -157,8 +157,8 @@ class Deploy:
 async def deploy(
     request: pytest.FixtureRequest, app: App, url: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Deploy]:
-    monkeypatch.setattr(windowed, "CHECK_SECONDS", 0.1)
-    monkeypatch.setattr(timer_loops, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(closing, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "CHECK_SECONDS", 0.1)
     async with harness(app, server=url) as t:
         await t.notify("mars", mars(step=next(STEPS), **{"class": "xx"}), {"minute": -600})  # makes the stream
         async with anyio.create_task_group() as tasks:
@@ -330,7 +330,7 @@ async def test_a_type_that_has_all_values_takes_them_over(deploy: Deploy, monkey
 
 @row("the type of a window's values")
 async def test_the_version_that_stays_counts_in_the_end(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windowed, "GIVEN_WAY_SECONDS", 0.5)
+    monkeypatch.setattr(closing, "GIVEN_WAY_SECONDS", 0.5)
     found: dict[str, list[Any]] = {}
     stays, goes = of_values(found, CountAndLast, into_count_and_last), of_values(found, Count, into_count)
     await deploy.start(stays)

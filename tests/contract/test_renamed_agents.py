@@ -16,8 +16,8 @@ from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control
 from aviso_workers.ops import deployment as deployment_
 from aviso_workers.state import consumer_records
-from aviso_workers.state.dead_letter_records import RETRIES
 from aviso_workers.state.known_agents import KnownAgents
+from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS

@@ -12,13 +12,14 @@ import pytest
 from aviso_workers import Agent, App, Backoff, Notification, Router
 from aviso_workers.backends import Backend, ConsumerInfo, Message, PubAck
 from aviso_workers.engine import acknowledging, shared_filters
-from aviso_workers.engine.session import open_session
 from aviso_workers.errors import NotFoundError, RefusedError
 from aviso_workers.events import AckWaitDiffers, AgentStarted, FilterHides, FiltersDiffer
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec
+from aviso_workers.sessions.session import open_session
 from aviso_workers.state import parts
-from aviso_workers.state.dead_letter_records import RETRIES, retry_subject
+from aviso_workers.state.dead_letter_records import retry_subject
+from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.state.parts import message_at
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars

@@ -17,7 +17,7 @@ from aviso_workers.ops import agent_control, agent_report
 from aviso_workers.ops.agent_control import UNTIL_RESUMED, AgentConsumer
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.state import consumer_records
-from aviso_workers.state.dead_letter_records import RETRIES
+from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.testing import Harness
 from tests.contract.conftest import Create, Ensure
 from tests.contract.settings import mars

@@ -13,6 +13,7 @@ from aviso_workers.errors import RefusedError
 from aviso_workers.events import Overdue, Skipped
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.state import consumer_records, dead_letter_records, delayed_messages
+from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
 from aviso_workers.testing import Harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -64,10 +65,10 @@ async def test_retries_that_nobody_has_asked_for_harm_nothing(app: App, t: Harne
     }
     for name in ("Aviso_Sequence", "Aviso_Timestamp"):
         for value in (LONG_AGO, FAR_AWAY, MANY_DIGITS, "x", ""):
-            await put(app, dead_letter_records.RETRIES, subject, **{**whole, name: value})
+            await put(app, RETRIES, subject, **{**whole, name: value})
     for value in (FAR_AWAY, MANY_DIGITS, "x", "0", "٣"):
-        await put(app, dead_letter_records.RETRIES, subject, **whole, Aviso_First_Part=value)
-    await put(app, dead_letter_records.RETRIES, subject, b"\xff\xfe")
+        await put(app, RETRIES, subject, **whole, Aviso_First_Part=value)
+    await put(app, RETRIES, subject, b"\xff\xfe")
     await t.notify("mars", mars(step="1"), {})
     await t.settle()
 
@@ -86,7 +87,7 @@ async def test_dead_letters_that_are_none_are_left_out(app: App, t: Harness) -> 
     whole |= {"Aviso_Attempts": "1", "Aviso_Sequence": "1", "Aviso_Timestamp": "1"}
     for name in ("Aviso_Attempts", "Aviso_Sequence", "Aviso_Timestamp"):
         for value in (LONG_AGO, FAR_AWAY, MANY_DIGITS):
-            await put(app, dead_letter_records.STREAM, subject, **{**whole, name: value})
+            await put(app, DEAD_LETTERS, subject, **{**whole, name: value})
 
     dead_letters = [
         dead_letter
@@ -101,13 +102,13 @@ async def test_what_is_due_and_cannot_be_published_is_left_out(app: App, t: Harn
     whole = {"Aviso_Stream": "PLAIN", "Aviso_Event_Type": "plain", "Aviso_Message_Id": "forged"}
     subjects = ["plain." + "x" * 5000, "plain.a b", "plain.1.2\x01", "plain.1.", "plain", "plain.*.x", "plain.%zz.x"]
     for subject in subjects:
-        await put(app, delayed_messages.STREAM, f"{delayed_messages.DUE}.PLAIN", b"1", **whole, Aviso_Subject=subject)
-    await put(app, delayed_messages.STREAM, f"{delayed_messages.DUE}.PLAIN", b"\xff")
+        await put(app, DELAYED, f"{delayed_messages.DUE}.PLAIN", b"1", **whole, Aviso_Subject=subject)
+    await put(app, DELAYED, f"{delayed_messages.DUE}.PLAIN", b"\xff")
     await t.advance(2)
     await t.settle()
 
     assert [(one.event_type, one.identifier) for one in t.published] == [("plain", {"a": "1", "b": "x"})]
-    found = await app.session.backend.consumer_info(delayed_messages.STREAM, "aviso_workers__schedule-courier")
+    found = await app.session.backend.consumer_info(DELAYED, "aviso_workers__schedule-courier")
     assert found.num_ack_pending == 0, "none of them comes again"
     assert app.session.backend.connection.ready
 
@@ -144,11 +145,11 @@ async def test_who_may_schedule_for_one_stream_has_nothing_published_to_another(
     due = datetime.fromtimestamp(t.clock.time_ns() / 1e9, UTC) + timedelta(seconds=1)
     said = {"Aviso_Stream": stream, "Aviso_Subject": subject, "Aviso_Message_Id": "forged", "Aviso_Event_Type": "plain"}
     when = {"Nats_Schedule": f"@at {due.isoformat()}", "Nats_Schedule_Target": f"{delayed_messages.DUE}.{stream}"}
-    await put(app, delayed_messages.STREAM, delayed_messages.waiting("MARS", "forged"), b"1", **said, **when)
-    await put(app, delayed_messages.STREAM, f"{delayed_messages.DUE}.{stream}", b"1", **said)
+    await put(app, DELAYED, delayed_messages.waiting("MARS", "forged"), b"1", **said, **when)
+    await put(app, DELAYED, f"{delayed_messages.DUE}.{stream}", b"1", **said)
     said["Nats_Scheduler"] = delayed_messages.waiting(stream, "forged")
     with pytest.raises(RefusedError):
-        await put(app, delayed_messages.STREAM, f"{delayed_messages.DUE}.{stream}", **said)
+        await put(app, DELAYED, f"{delayed_messages.DUE}.{stream}", **said)
     await t.advance(3)
     await t.settle()
 
@@ -162,10 +163,10 @@ async def test_what_is_for_an_event_type_that_no_worker_knows_waits_for_one_that
     due = datetime.fromtimestamp(t.clock.time_ns() / 1e9, UTC)
     said = {"Aviso_Stream": "DISS", "Aviso_Subject": "diss.1", "Aviso_Message_Id": "theirs", "Aviso_Event_Type": "diss"}
     when = {"Nats_Schedule": f"@at {due.isoformat()}", "Nats_Schedule_Target": f"{delayed_messages.DUE}.DISS"}
-    await put(app, delayed_messages.STREAM, delayed_messages.waiting("DISS", "theirs"), b"1", **said, **when)
+    await put(app, DELAYED, delayed_messages.waiting("DISS", "theirs"), b"1", **said, **when)
     await t.advance(1)
 
     assert {(late.stream, late.message_id) for late in overdue} == {("DISS", "theirs")}
-    assert await app.session.admin.subject_counts(delayed_messages.STREAM, subject=f"{delayed_messages.DUE}.>") == {
+    assert await app.session.admin.subject_counts(DELAYED, subject=f"{delayed_messages.DUE}.>") == {
         f"{delayed_messages.DUE}.DISS": 1
     }

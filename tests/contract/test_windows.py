@@ -15,10 +15,11 @@ from aviso_workers import Ack, Agent, App, Backoff, Notification, Notify, Reject
 from aviso_workers.clocks import LoopClock
 from aviso_workers.declare import windows
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
-from aviso_workers.engine.handlers import windowed
-from aviso_workers.engine.handlers.windowed import AsWindows
 from aviso_workers.errors import DeclarationError, LateError, RefusedError, UndecodableError
 from aviso_workers.events import AgentDisturbed, Event, Published, Unreadable, WindowDone
+from aviso_workers.features.windows import closing
+from aviso_workers.features.windows.closing import AsWindows
+from aviso_workers.jetstream import sequences
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.state import window_records
 from aviso_workers.testing import Harness, harness
@@ -267,7 +268,7 @@ async def test_what_is_out_of_order_is_waited_for_by_the_lateness(
     async with harness(app, server=url) as t:
         await notify(t, 70, 10, 74, 59)
         await t.settle()
-        await t.advance(2 * windowed.CHECK_SECONDS)
+        await t.advance(2 * closing.CHECK_SECONDS)
         await notify(t, 58)
         await t.settle()
         assert sums(t) == {}
@@ -283,10 +284,10 @@ async def test_while_nothing_comes_nothing_is_stored(
     async with harness(app, server=url) as t:
         await notify(t, 10)
         await t.settle()
-        await t.advance(2 * windowed.CHECK_SECONDS)
+        await t.advance(2 * closing.CHECK_SECONDS)
         bucket = await app.key_value("contract_windows_sums")
         revision = await bucket.revision()
-        await t.advance(2 * windowed.CHECK_SECONDS)
+        await t.advance(2 * closing.CHECK_SECONDS)
         assert await bucket.revision() == revision
 
 
@@ -794,7 +795,7 @@ async def test_what_dies_after_publishing_is_published_once(app: App) -> None:
 def stuck(app: App, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An agent of hourly sums whose notification of size 7 is tried again and again, until `stuck.clear()`."""
     monkeypatch.setattr(windows, "LISTED", 16)
-    monkeypatch.setattr(windows, "PAGE_SEQUENCES", 64)
+    monkeypatch.setattr(sequences, "PAGE_SEQUENCES", 64)
     stuck = [True]
 
     def add_later(total: int, notification: Notification[Field]) -> int:
@@ -948,7 +949,7 @@ async def test_what_windows_of_two_keys_publish_alike_is_stored_for_each(app: Ap
 async def test_a_key_is_forgotten_after_its_last_window_and_not_before(
     app: App, url: str | None, declare: Callable[..., Agent[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windowed, "FORGOTTEN_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr(closing, "FORGOTTEN_AFTER_SECONDS", 1.0)
     declare(hourly(key=class_of))
     async with harness(app, server=url) as t:
         await notify(t, 10, of="od")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from aviso_workers import App, Router
 from aviso_workers.backends.buckets import KEY
-from aviso_workers.declare.tables import decode_key, encode_key
 from aviso_workers.errors import DeclarationError
+from aviso_workers.jetstream.key_value import decode_key, encode_key
 
 
 @given(st.text(min_size=1, max_size=50))

@@ -18,8 +18,9 @@ from msgspec import structs
 from aviso_workers import Notification, Windowing
 from aviso_workers.declare import windows
 from aviso_workers.declare.verdicts import FinalError
-from aviso_workers.declare.windows import PAGE_SEQUENCES, Page, Settled, State
+from aviso_workers.declare.windows import Page, Settled, State
 from aviso_workers.errors import DeclarationError, LateError
+from aviso_workers.jetstream.sequences import PAGE_SEQUENCES
 
 
 def add(total: int, notification: Notification[int]) -> int:
@@ -194,11 +195,11 @@ class TestAState:
 
 class TestAPage:
     @given(st.lists(st.integers(0, PAGE_SEQUENCES - 1)), st.lists(st.integers(0, PAGE_SEQUENCES - 1)))
-    def test_has_what_was_put_on_it(self, sequences: list[int], late: list[int]) -> None:
-        page = Page(created=0.0).plus({PAGE_SEQUENCES + each: 5.0 for each in [*sequences, *late]}, [])
+    def test_has_what_was_put_on_it(self, numbers: list[int], late: list[int]) -> None:
+        page = Page(created=0.0).plus({PAGE_SEQUENCES + each: 5.0 for each in [*numbers, *late]}, [])
         page = page.plus({}, [PAGE_SEQUENCES + each for each in late])
         found = {each for each in range(PAGE_SEQUENCES) if page.has(PAGE_SEQUENCES + each, 5.0)}
-        assert found == {*sequences, *late}
+        assert found == {*numbers, *late}
         assert {each for each in found if page.has_missed(PAGE_SEQUENCES + each)} == set(late)
 
     def test_has_nothing_of_a_stream_that_was_deleted_or_made_anew(self) -> None:

@@ -16,8 +16,8 @@ from aviso_workers.aviso.schema import EventType, IntHandler, StringHandler, Top
 from aviso_workers.backends import Message
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.config import Config, NotificationBackend, streams
-from aviso_workers.engine.session import Session
 from aviso_workers.events import AgentDisturbed, AgentStarted, Event, Events
+from aviso_workers.sessions.session import Session
 
 E = TypeVar("E", bound=Event)
 

@@ -13,11 +13,11 @@ from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.config import Config
 from aviso_workers.engine import acknowledging, attempts, shields
-from aviso_workers.engine.session import Session
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.events import Acked, FailuresNotStored, Settled
 from aviso_workers.jetstream import error_codes
-from aviso_workers.state.dead_letter_records import STREAM
+from aviso_workers.sessions.session import Session
+from aviso_workers.state.own_streams import DEAD_LETTERS
 from tests.engine.conftest import Facts, NotifyStep, Stored, Working, config_with
 from tests.presence import present
 
@@ -131,7 +131,7 @@ async def test_a_worker_that_is_cancelled_settles_for_seconds_and_no_longer(
     backend: Silent, session: Session, router: Router, notify: NotifyStep, facts: Facts
 ) -> None:
     """However many settlements wait for an answer, one after another."""
-    backend.silent = STREAM
+    backend.silent = DEAD_LETTERS
     agent = failing_batches(router, retry=Backoff(attempts=1))
     for step in range(COUNT):
         await notify(step)
@@ -155,7 +155,7 @@ async def test_a_worker_that_is_cancelled_settles_for_seconds_and_no_longer(
 async def test_a_worker_whose_drain_timeout_is_over_settles_for_seconds_and_no_longer(
     backend: Silent, session: Session, router: Router, notify: NotifyStep, working: Working
 ) -> None:
-    backend.silent = STREAM
+    backend.silent = DEAD_LETTERS
     for step in range(COUNT):
         await notify(step)
     async with working(failing_batches(router, retry=Backoff(attempts=1))) as stop:
@@ -214,7 +214,7 @@ async def test_one_that_is_too_large_for_a_dead_letter_keeps_no_other_from_becom
     publish = backend.publish
 
     async def publish_what_is_small(message: Message, *, stream: str, **stated: Any) -> PubAck:
-        if stream == STREAM and b"large" in message.data:
+        if stream == DEAD_LETTERS and b"large" in message.data:
             raise RefusedError("it does not fit", code=error_codes.MESSAGE_TOO_LARGE)
         return await publish(message, stream=stream, **stated)
 
@@ -253,5 +253,5 @@ async def test_an_error_is_told_in_few_words_where_a_server_takes_small_messages
     async with working(load):
         await facts.wait_for(Settled)
 
-    (dead_letter,) = await stored(STREAM)
+    (dead_letter,) = await stored(DEAD_LETTERS)
     assert len(present(dead_letter.headers)["Aviso-Error"]) == 500

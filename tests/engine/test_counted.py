@@ -11,8 +11,9 @@ import pytest
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.declare import windows
 from aviso_workers.declare.windows import Page, Settled, State
-from aviso_workers.engine.handlers.counted import Counted
 from aviso_workers.engine.key_value import RetryingKeyValue
+from aviso_workers.features.windows.counted import Counted
+from aviso_workers.jetstream import sequences
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.state.window_records import PAGES
@@ -95,7 +96,7 @@ async def test_a_page_that_another_worker_has_added_to_meanwhile_is_not_removed(
     page = Page(created=created).plus({1: created + 1}, ())
     read = await bucket.write(page)
     await bucket.write(page.plus({2: created + 9}, ()))
-    settled = Settled(sequence=windows.PAGE_SEQUENCES, time=created + 5)
+    settled = Settled(sequence=sequences.PAGE_SEQUENCES, time=created + 5)
     await counted.remove_settled([read], settled)
     assert (await bucket.page()).has(2, created + 9)
     await bucket.write(page)

@@ -13,11 +13,12 @@ from msgspec import structs
 from aviso_workers.aviso.codec import store_time
 from aviso_workers.backends import Message, Outgoing, PubAck
 from aviso_workers.clocks import SKEW
-from aviso_workers.engine import delayed_delivery
-from aviso_workers.engine.session import Session
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
 from aviso_workers.events import NotRemoved, Overdue, Published, Unreadable
+from aviso_workers.features import delayed_delivery
+from aviso_workers.sessions.session import Session
 from aviso_workers.state import delayed_messages
+from aviso_workers.state.own_streams import DELAYED
 from aviso_workers.state.parts import message_at
 from tests.engine.conftest import Facts, Stored, config_with
 from tests.engine.test_publisher import STEP_6, FlakyBackend
@@ -72,9 +73,9 @@ async def test_the_stream_of_what_waits_is_made_anew_where_it_was_deleted(
 ) -> None:
     publisher = Session(backend, app="tests", config=config_with(), events=facts.events).publisher
     await publisher.notify(structs.replace(STEP_6, deliver_after=60))
-    await backend.delete_stream(delayed_messages.STREAM)
+    await backend.delete_stream(DELAYED)
     await publisher.notify(structs.replace(STEP_6, deliver_after=60))
-    assert len(await stored(delayed_messages.STREAM)) == 1
+    assert len(await stored(DELAYED)) == 1
 
 
 async def test_one_whose_stream_is_away_is_tried_again_more_and_more_rarely(
@@ -101,13 +102,13 @@ async def test_one_that_may_not_be_removed_is_stored_once_and_the_missing_right_
         denied.setattr(backend, "delete_message", deny)
         await session.publisher.notify(structs.replace(STEP_6, deliver_after=60))
         [kept] = await facts.wait_for(NotRemoved)
-        assert (kept.stream, kept.message_id, kept.error) == (delayed_messages.STREAM, kept.message_id, DENIED)
+        assert (kept.stream, kept.message_id, kept.error) == (DELAYED, kept.message_id, DENIED)
         await anyio.sleep(1000)  # some duplicate windows
         assert len(await stored("MARS")) == 1
         assert len(facts.of(NotRemoved)) == 1
-        assert await backend.subject_counts(delayed_messages.STREAM) == {f"{delayed_messages.DUE}.MARS": 1}
+        assert await backend.subject_counts(DELAYED) == {f"{delayed_messages.DUE}.MARS": 1}
     await anyio.sleep(delayed_delivery.REMOVE_SECONDS)
-    assert await backend.subject_counts(delayed_messages.STREAM) == {}, "it may be removed now"
+    assert await backend.subject_counts(DELAYED) == {}, "it may be removed now"
     assert len(await stored("MARS")) == 1
 
 
@@ -129,10 +130,10 @@ async def test_what_somebody_else_has_put_there_is_kept_for_whoever_looks_for_it
 ) -> None:
     await session.publisher.notify(structs.replace(STEP_6, deliver_after=60))
     foreign = Message(subject=f"{delayed_messages.DUE}.MARS", data=b"")
-    await backend.publish(foreign, message_id="1", stream=delayed_messages.STREAM, timeout_seconds=1.0)
+    await backend.publish(foreign, message_id="1", stream=DELAYED, timeout_seconds=1.0)
     await facts.wait_for(Published, 2)
     await anyio.sleep(2 * delayed_delivery.REMOVE_SECONDS)
-    assert await backend.subject_counts(delayed_messages.STREAM) == {f"{delayed_messages.DUE}.MARS": 1}
+    assert await backend.subject_counts(DELAYED) == {f"{delayed_messages.DUE}.MARS": 1}
 
 
 async def test_the_stream_of_what_waits_is_made_anew_where_it_is_deleted_between_two_attempts(
@@ -142,13 +143,13 @@ async def test_the_stream_of_what_waits_is_made_anew_where_it_is_deleted_between
 
     async def publish_after_a_deletion(outgoing: Sequence[Outgoing], **stated: Any) -> list[PubAck | BackendError]:
         monkeypatch.setattr(backend, "publish_many", publish_many)
-        await backend.delete_stream(delayed_messages.STREAM)
+        await backend.delete_stream(DELAYED)
         return await publish_many(outgoing, **stated)
 
     monkeypatch.setattr(backend, "publish_many", publish_after_a_deletion)
     publisher = Session(backend, app="tests", config=config_with(), events=facts.events).publisher
     await publisher.notify(structs.replace(STEP_6, deliver_after=60))
-    assert len(await stored(delayed_messages.STREAM)) == 1
+    assert len(await stored(DELAYED)) == 1
 
 
 async def test_one_that_comes_for_the_first_time_is_not_looked_for(
@@ -200,4 +201,4 @@ async def test_others_are_removed_where_another_worker_was_faster_with_one(
     await facts.wait_for(NotRemoved, 3)
     denied.clear()
     await anyio.sleep(delayed_delivery.REMOVE_SECONDS)
-    assert await backend.subject_counts(delayed_messages.STREAM) == {}
+    assert await backend.subject_counts(DELAYED) == {}

@@ -20,13 +20,14 @@ from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.dead_letter_store import LONGEST_ERROR
 from aviso_workers.engine.handlers.one import HandlerContext
 from aviso_workers.engine.rate_limit import Pace
-from aviso_workers.engine.session import Session
 from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.subscription import LONGEST_WAIT_SECONDS
 from aviso_workers.errors import BackendError, OutcomeUnknownError, RefusedError, UnavailableError, UndecodableError
 from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, FailuresNotStored, Settled
+from aviso_workers.sessions.session import Session
 from aviso_workers.state import parts
-from aviso_workers.state.dead_letter_records import RETRIES, STREAM, DeadLetter, retry_of
+from aviso_workers.state.dead_letter_records import DeadLetter, retry_of
+from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 from tests.deliveries import UnsettledDelivery
 from tests.engine.conftest import Facts, NotifyStep, Store, Stored, Working
 from tests.presence import present
@@ -61,16 +62,16 @@ class DeadLetterGuard(InMemoryBackend):
     async def publish(self, message: Message, *, stream: str, **stated: Any) -> PubAck:
         if self.counts_refused and stream.endswith("_failures"):
             raise RefusedError("you may not publish there")
-        if self.closed is not None and stream == STREAM:
+        if self.closed is not None and stream == DEAD_LETTERS:
             raise self.closed
-        if stream == STREAM:
+        if stream == DEAD_LETTERS:
             await anyio.sleep(self.slow_seconds)
-        if self.closes_after_first_part and stream == STREAM:
+        if self.closes_after_first_part and stream == DEAD_LETTERS:
             self.closed = UnavailableError("no answer")
         return await super().publish(message, stream=stream, **stated)
 
     async def stream_info(self, stream: str, **stated: Any) -> StreamInfo:
-        self.looks += stream == STREAM
+        self.looks += stream == DEAD_LETTERS
         return await super().stream_info(stream, **stated)
 
 
@@ -166,7 +167,7 @@ async def test_the_last_failure_leaves_a_dead_letter_that_says_everything(
         ("retried", "ValueError"),
         ("dead_lettered", "attempts_exhausted"),
     ]
-    (dead_letter,) = await stored(STREAM)
+    (dead_letter,) = await stored(DEAD_LETTERS)
     (original,) = await stored("MARS")
     assert (dead_letter.subject, dead_letter.data) == (
         "aviso_workers.dead_letters.tests.index",
@@ -220,7 +221,7 @@ async def test_what_cannot_be_decoded_is_kept_with_its_bytes_and_the_agent_goes_
         bad, good = await facts.wait_for(Settled, 2)
     assert (bad.outcome, bad.reason, type(bad.error)) == ("dead_lettered", "undecodable", UndecodableError)
     assert (good.outcome, seen) == ("acked", ["12"])
-    (dead_letter,) = await stored(STREAM)
+    (dead_letter,) = await stored(DEAD_LETTERS)
     assert (dead_letter.data, present(dead_letter.headers)["Aviso-Subject"]) == (data, subject)
 
 
@@ -240,7 +241,7 @@ async def test_where_failures_cannot_be_stored_a_worker_says_so_once_and_counts_
     async with working(index):
         await facts.wait_for(Settled, 2 * int(PROMPT.attempts))
     assert (tries.count(1), tries.count(2)) == (PROMPT.attempts, PROMPT.attempts)
-    assert [present(dead_letter.headers)["Aviso-Reason"] for dead_letter in await stored(STREAM)] == [
+    assert [present(dead_letter.headers)["Aviso-Reason"] for dead_letter in await stored(DEAD_LETTERS)] == [
         "attempts_exhausted"
     ] * 2
     (said,) = facts.of(FailuresNotStored)
@@ -270,7 +271,7 @@ async def test_a_dead_letter_that_cannot_be_stored_keeps_its_original(
         _, second = await facts.wait_for(Settled, 2)
         assert round(anyio.current_time() - began) == 10
     assert (second.outcome, second.reason, second.num_delivered) == ("dead_lettered", "undecodable", 2)
-    assert [dead_letter.data for dead_letter in await stored(STREAM)] == [b"not a field"]
+    assert [dead_letter.data for dead_letter in await stored(DEAD_LETTERS)] == [b"not a field"]
 
 
 async def test_an_agent_whose_dead_letters_are_refused_tries_one_at_a_time_and_more_rarely(
@@ -291,7 +292,7 @@ async def test_an_agent_whose_dead_letters_are_refused_tries_one_at_a_time_and_m
         await facts.wait_for(Settled, len(facts.of(Settled)) + 15)
         await anyio.sleep(600)
     assert len(settled) == 1
-    assert len(await stored(STREAM)) == 20
+    assert len(await stored(DEAD_LETTERS)) == 20
 
 
 async def test_an_agent_says_that_all_is_well_when_nothing_is_refused_any_more(
@@ -325,12 +326,12 @@ async def test_a_large_dead_letter_of_which_one_part_is_stored_keeps_its_origina
         await store("mars.od.6", data)
         (first,) = await facts.wait_for(Settled)
         assert (first.outcome, first.reason) == ("retried", "dead_letter_failed")
-        assert [parts.is_first_part(message) for message in await stored(STREAM)] == [True]
+        assert [parts.is_first_part(message) for message in await stored(DEAD_LETTERS)] == [True]
         backend.closes_after_first_part = False
         backend.closed = None
         await facts.wait_for(Settled, 2)
-    dead_letters = [message for message in await stored(STREAM) if not parts.is_first_part(message)]
-    assert [(await parts.whole(backend, STREAM, dead_letter)).data for dead_letter in dead_letters] == [data]
+    dead_letters = [message for message in await stored(DEAD_LETTERS) if not parts.is_first_part(message)]
+    assert [(await parts.whole(backend, DEAD_LETTERS, dead_letter)).data for dead_letter in dead_letters] == [data]
 
 
 async def test_a_dead_letter_that_cannot_be_made_to_fit_keeps_no_other_from_being_stored(
@@ -353,7 +354,7 @@ async def test_a_dead_letter_that_cannot_be_made_to_fit_keeps_no_other_from_bein
         await store("mars.od.12", b"?")
         _, second = await facts.wait_for(Settled, 2)
     assert (second.outcome, second.sequence) == ("dead_lettered", 2)
-    assert [present(message.headers)["Aviso-Subject"] for message in await stored(STREAM)] == ["mars.od.12"]
+    assert [present(message.headers)["Aviso-Subject"] for message in await stored(DEAD_LETTERS)] == ["mars.od.12"]
 
 
 async def test_a_rest_whose_first_part_is_gone_is_no_dead_letter(
@@ -365,10 +366,10 @@ async def test_a_rest_whose_first_part_is_gone_is_no_dead_letter(
     async with working(index):
         await store("mars.od.6", b"x" * (backend.connection.max_payload - 150))
         await facts.wait_for(Settled)
-    first, rest = await stored(STREAM)
-    await backend.delete_message(STREAM, first.sequence)
+    first, rest = await stored(DEAD_LETTERS)
+    await backend.delete_message(DEAD_LETTERS, first.sequence)
     with pytest.raises(UndecodableError, match=f"lacks its first part, which was {first.sequence}"):
-        await parts.whole(backend, STREAM, rest)
+        await parts.whole(backend, DEAD_LETTERS, rest)
 
 
 async def test_a_large_dead_letter_that_is_tried_again_is_one_again_where_its_first_part_is_gone(
@@ -387,7 +388,7 @@ async def test_a_large_dead_letter_that_is_tried_again_is_one_again_where_its_fi
         with anyio.fail_after(60):
             _, again = await facts.wait_for(Settled, 2)
     assert (again.outcome, again.reason) == ("dead_lettered", "undecodable")
-    assert len([message for message in await stored(STREAM) if not parts.is_first_part(message)]) == 2
+    assert len([message for message in await stored(DEAD_LETTERS) if not parts.is_first_part(message)]) == 2
 
 
 async def test_a_large_dead_letter_that_is_tried_again_waits_until_its_first_part_can_be_read(
@@ -423,8 +424,8 @@ async def retry_large(backend: DeadLetterGuard, stored: Stored) -> PubAck:
         acks.append(await backend.publish(part, message_id=part_id, stream=RETRIES, timeout_seconds=1))
         return acks[-1]
 
-    _, rest = await stored(STREAM)
-    retry, message_id = retry_of(DeadLetter.read(await parts.whole(backend, STREAM, rest)))
+    _, rest = await stored(DEAD_LETTERS)
+    retry, message_id = retry_of(DeadLetter.read(await parts.whole(backend, DEAD_LETTERS, rest)))
     await parts.store(retry, message_id, publish, max_payload=backend.connection.max_payload)
     return acks[-1]
 
@@ -443,12 +444,12 @@ async def test_a_rest_takes_the_first_part_of_no_other_letter(
         for step in (2, 3):
             await store(f"mars.od.{step}", b"%d" % step * (backend.connection.max_payload - 150))
             await facts.wait_for(Settled, step)
-    small, first_of_another, _, _, rest = await stored(STREAM)
+    small, first_of_another, _, _, rest = await stored(DEAD_LETTERS)
     for other in (small, first_of_another, rest):
         wrong = structs.replace(rest, headers={**present(rest.headers), parts.FIRST_PART: str(other.sequence)})
         with pytest.raises(UndecodableError, match="lacks its first part"):
-            await parts.whole(backend, STREAM, wrong)
-    assert (await parts.whole(backend, STREAM, rest)).data == b"3" * (backend.connection.max_payload - 150)
+            await parts.whole(backend, DEAD_LETTERS, wrong)
+    assert (await parts.whole(backend, DEAD_LETTERS, rest)).data == b"3" * (backend.connection.max_payload - 150)
 
 
 @pytest.mark.parametrize("header", parts.HEADERS)
@@ -461,9 +462,9 @@ async def test_a_dead_letter_is_whole_although_its_original_says_that_it_is_a_pa
     await store("mars.od.6", b"?", {header: "7"})
     async with working(index):
         await facts.wait_for(Settled)
-    (dead_letter,) = await stored(STREAM)
+    (dead_letter,) = await stored(DEAD_LETTERS)
     assert not parts.is_first_part(dead_letter)
-    assert (await parts.whole(backend, STREAM, dead_letter)).data == b"?"
+    assert (await parts.whole(backend, DEAD_LETTERS, dead_letter)).data == b"?"
 
 
 async def test_what_hands_a_large_dead_letter_back_names_no_part_of_the_letter(
@@ -477,8 +478,8 @@ async def test_what_hands_a_large_dead_letter_back_names_no_part_of_the_letter(
     await store("mars.od.6", b"x" * (backend.connection.max_payload - 150))
     async with working(index):
         await facts.wait_for(Settled)
-    _, rest = await stored(STREAM)
-    retry, _ = retry_of(DeadLetter.read(await parts.whole(backend, STREAM, rest)))
+    _, rest = await stored(DEAD_LETTERS)
+    retry, _ = retry_of(DeadLetter.read(await parts.whole(backend, DEAD_LETTERS, rest)))
     assert set(parts.HEADERS) & set(retry.headers or {}) == set()
 
 
@@ -522,7 +523,7 @@ async def test_any_text_of_an_error_fits_into_a_header(
     await notify(6)
     async with working(index):
         await facts.wait_for(Settled)
-    (dead_letter,) = await stored(STREAM)
+    (dead_letter,) = await stored(DEAD_LETTERS)
     assert present(dead_letter.headers)["Aviso-Error"] == kept
     present(dead_letter.headers)["Aviso-Error"].encode()
 
@@ -614,7 +615,7 @@ async def test_a_dead_letter_that_is_being_stored_is_stored_also_when_the_worker
         await failed.wait()
         stop.set()
     assert [(event.outcome, event.reason) for event in facts.of(Settled)] == [("dead_lettered", "attempts_exhausted")]
-    assert len(await stored(STREAM)) == 1
+    assert len(await stored(DEAD_LETTERS)) == 1
     assert await unsettled(session, index) == (0, 0)
 
 
@@ -777,7 +778,7 @@ async def test_what_failed_for_good_in_its_lane_has_all_attempts_again_when_it_i
     await notify(0)
     async with working(index):
         await facts.wait_for(Settled, 2)
-        (dead_letter,) = await stored(STREAM)
+        (dead_letter,) = await stored(DEAD_LETTERS)
         retry, message_id = retry_of(DeadLetter.read(dead_letter))
         await backend.publish(retry, message_id=message_id, stream=RETRIES, timeout_seconds=1)
         await facts.wait_for(Settled, 4)
@@ -796,6 +797,6 @@ async def test_one_notification_has_a_dead_letter_of_each_agent_that_gives_it_up
     await store("mars.od.6", b"?", {"Aviso-Agent": "another", "Aviso-Reason": "none"})
     async with working(index), working(sums):
         await facts.wait_for(Settled, 2)
-    dead_letters = [present(dead_letter.headers) for dead_letter in await stored(STREAM)]
+    dead_letters = [present(dead_letter.headers) for dead_letter in await stored(DEAD_LETTERS)]
     assert sorted(headers["Aviso-Agent"] for headers in dead_letters) == ["index", "sums"]
     assert [headers["Aviso-Reason"] for headers in dead_letters] == ["undecodable", "undecodable"]

@@ -16,7 +16,6 @@ from aviso_workers.aviso.schema import EventType, PayloadRule, StringHandler, To
 from aviso_workers.backends import Message, Outgoing, OutgoingChunk, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.engine.publisher import CHUNK, CHUNKS_UNDER_WAY
-from aviso_workers.engine.session import Session
 from aviso_workers.errors import (
     BackendError,
     ConflictError,
@@ -30,6 +29,7 @@ from aviso_workers.errors import (
     UnknownEventTypeError,
 )
 from aviso_workers.events import Published
+from aviso_workers.sessions.session import Session
 from tests.engine.conftest import MARS, Facts, Stored, config_with
 from tests.presence import present
 

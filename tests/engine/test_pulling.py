@@ -20,10 +20,10 @@ from aviso_workers.config import Config
 from aviso_workers.engine import flow as in_flight
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.flow import MOST_PREFETCH, PREFETCH_SECONDS, Flow
-from aviso_workers.engine.session import Session
 from aviso_workers.engine.subscription import Run
 from aviso_workers.errors import UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStopped, Settled
+from aviso_workers.sessions.session import Session
 from tests.deliveries import UnsettledDelivery
 from tests.engine.conftest import Facts, NotifyStep, Working, config_with
 

@@ -19,9 +19,9 @@ from aviso_workers.backends import Message, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import LoopClock
 from aviso_workers.engine.replay import MOST_FAILURES, Replayer
-from aviso_workers.engine.session import Session
 from aviso_workers.errors import InvalidIdentifierError, NotFoundError, UnavailableError, UnknownEventTypeError
 from aviso_workers.events import Skipped, StreamMadeAgain, StreamNotRead
+from aviso_workers.sessions.session import Session
 from tests.engine.conftest import A_LONG_TIME, Facts, NotifyStep, Store
 
 pytestmark = pytest.mark.anyio

@@ -16,11 +16,11 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.in_memory.consumer import InMemoryConsumer
 from aviso_workers.clocks import LoopClock
 from aviso_workers.declare import resources
-from aviso_workers.engine.session import Session
 from aviso_workers.engine.subscription import HEALTHY_SECONDS, supervise_task
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Settled, TaskFailed
 from aviso_workers.jetstream.specs import ConsumerSpec
+from aviso_workers.sessions.session import Session
 from tests.engine.conftest import Facts, NotifyStep, Working
 
 pytestmark = pytest.mark.anyio

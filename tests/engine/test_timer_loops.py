@@ -17,9 +17,10 @@ from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.engine.key_value import RetryingKeyValue
-from aviso_workers.engine.timer_loops import CHECK_SECONDS, RENEW_SECONDS, Claims, Lease, Outage, run_timers
+from aviso_workers.engine.leases import CHECK_SECONDS, RENEW_SECONDS, Lease, Outage
 from aviso_workers.errors import ConflictError, OutcomeUnknownError, UnavailableError
 from aviso_workers.events import Event, Events, LeadershipChanged, LeadershipHindered, LeadershipUnhindered, Ticked
+from aviso_workers.features.timers import Claims, run_timers
 from aviso_workers.state.timer_records import LEADER, LEASE_SECONDS, Claim
 from tests import forgeries
 

@@ -19,8 +19,8 @@ from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.aviso.spatial import Footprint
 from aviso_workers.backends.jetstream.wire import Headers, header_block
 from aviso_workers.declare import windows
-from aviso_workers.engine.handlers import counted
 from aviso_workers.errors import UndecodableError
+from aviso_workers.features.windows import counted
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import (
     consumer_records,

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from aviso_workers import App, Notification, Reject
 from aviso_workers.errors import InvalidPositionError, NotFoundError
-from aviso_workers.state.dead_letter_records import STREAM
+from aviso_workers.state.own_streams import DEAD_LETTERS
 from tests import coming_from
 from tests.interop import conversations, programs
 from tests.interop.aviso_server import AvisoServer
@@ -399,14 +399,14 @@ async def test_its_wipe_of_all_empties_our_own_streams_in_0_7_1_only(
             await to_thread.run_sync(post, server, [1])
             with anyio.fail_after(PATIENCE_SECONDS):
                 while (
-                    STREAM not in await app.session.admin.stream_names()
-                    or not (await backend.stream_info(STREAM)).messages
+                    DEAD_LETTERS not in await app.session.admin.stream_names()
+                    or not (await backend.stream_info(DEAD_LETTERS)).messages
                 ):
                     await backend.clock.sleep(0.05)
         status, _ = await to_thread.run_sync(server.request, "DELETE", "/api/v1/admin/wipe/all", None)
         assert status == 200
         assert (await backend.stream_info("MARS")).messages == 0
-        assert (await backend.stream_info(STREAM)).messages == (0 if aviso_server_version == "0.7.1" else 1)
+        assert (await backend.stream_info(DEAD_LETTERS)).messages == (0 if aviso_server_version == "0.7.1" else 1)
 
 
 async def test_each_side_restarted_in_the_middle_loses_nothing(server: AvisoServer, aviso_config: Path) -> None:

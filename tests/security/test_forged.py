@@ -15,6 +15,7 @@ from aviso_workers import App, Backoff, Notification
 from aviso_workers.events import Settled, Suspected, Ticked, Unreadable
 from aviso_workers.server import NatsServer
 from aviso_workers.state import dead_letter_records
+from aviso_workers.state.own_streams import RETRIES
 from tests.conftest import write_mars_config
 from tests.waits import PATIENCE_SECONDS
 
@@ -89,10 +90,8 @@ async def test_a_worker_goes_on_after_all_of_its_state_was_forged_and_tells_of_e
             await until(lambda: len(ticked) > 1)
             await until(lambda: len(unreadable) > len(forged) and bool(suspected))
         assert {event.reason for event in unreadable} == {"foreign"}
-        told = [str(event.error) for event in unreadable if event.stream != dead_letter_records.RETRIES]
+        told = [str(event.error) for event in unreadable if event.stream != RETRIES]
         for subject in forged:
             assert sum(error.endswith(f"reply subject {subject}") for error in told) == 1
-        assert [event.stream for event in unreadable if event.stream == dead_letter_records.RETRIES] == [
-            dead_letter_records.RETRIES
-        ]
+        assert [event.stream for event in unreadable if event.stream == RETRIES] == [RETRIES]
         assert {event.agent for event in suspected} == {"index"}

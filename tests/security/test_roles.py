@@ -32,7 +32,8 @@ from aviso_workers.ops import permissions
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import writers
 from aviso_workers.spark.data_source import AvisoDataSource
-from aviso_workers.state import dead_letter_records, delayed_messages
+from aviso_workers.state import dead_letter_records
+from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
 from aviso_workers.state.parts import message_at
 from tests.conftest import write_mars_config
 from tests.waits import PATIENCE_SECONDS
@@ -98,7 +99,7 @@ async def find_the_server_unreadable(app: App) -> None:
 async def deliver_later(app: App) -> None:
     soon = datetime.now(UTC) + timedelta(seconds=1)
     await app.notify("mars", {"class": "od", "step": 2}, {"n": 1}, deliver_at=soon)
-    await until_messages(app, delayed_messages.STREAM, lambda count: count == 0)
+    await until_messages(app, DELAYED, lambda count: count == 0)
 
 
 async def work(configure: Configure) -> None:
@@ -108,7 +109,7 @@ async def work(configure: Configure) -> None:
             await publish_with(app)
             if not changed:
                 await deliver_later(app)
-            await until_messages(app, dead_letter_records.STREAM, lambda count: count > 0)
+            await until_messages(app, DEAD_LETTERS, lambda count: count > 0)
             async for _ in app.replay("mars"):
                 pass
             if changed:
@@ -119,7 +120,7 @@ async def work(configure: Configure) -> None:
 async def read_what_is_seldom_read(app: App) -> None:
     """As a worker does that follows one that was killed, and one whose answers were lost."""
     backend = app.session.backend
-    for stream in (dead_letter_records.STREAM, dead_letter_records.RETRIES, delayed_messages.STREAM, "MARS"):
+    for stream in (DEAD_LETTERS, RETRIES, DELAYED, "MARS"):
         assert await message_at(backend, stream, 10_000) is None
     for bucket in ("field__newest", "field_failures", "field_leases", "field_timers", "field_windows_daily"):
         await (await backend.key_value(bucket)).get("nothing")
@@ -149,7 +150,7 @@ async def bridge(configure: Configure) -> None:
             if not changed:
                 await deliver_later(app)
             if changed:
-                for stream in (delayed_messages.STREAM, "MARS"):
+                for stream in (DELAYED, "MARS"):
                     assert await message_at(app.session.admin, stream, 10_000) is None
                 bucket = await app.session.backend.key_value(spark_events.BUCKET)
                 assert await bucket.get("nothing") is None
@@ -206,7 +207,7 @@ async def operate(configure: Configure) -> None:
         await (await backend.key_value("bucket")).put("key", b"value")
         await app.session.own_streams.ensure(dead_letter_records.retries_spec(app.config))
         retried = Message(subject=dead_letters, data=b"{}", headers={})
-        await backend.publish(retried, message_id="one", stream=dead_letter_records.RETRIES, timeout_seconds=10.0)
+        await backend.publish(retried, message_id="one", stream=RETRIES, timeout_seconds=10.0)
 
 
 @asynccontextmanager
@@ -354,7 +355,7 @@ async def test_a_worker_whose_streams_an_operator_has_created_needs_no_right_to_
             app = an_app(configure(server.url, user=name, password=name, **management))
             async with app, working(app):
                 await publish_with(app)
-                await until_messages(app, dead_letter_records.STREAM, partial(are_more, dead_letters))
+                await until_messages(app, DEAD_LETTERS, partial(are_more, dead_letters))
         assert "ermissions Violation" not in server.log
 
 

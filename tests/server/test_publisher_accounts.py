@@ -17,7 +17,7 @@ from aviso_workers.config import Config
 from aviso_workers.errors import ConfigError, DeniedError
 from aviso_workers.server import nats_conf, processes, profiles
 from aviso_workers.server.processes import Node
-from aviso_workers.state import delayed_messages
+from aviso_workers.state.own_streams import DELAYED
 from tests.cli.conftest import Run, run
 from tests.commands import Command
 from tests.conftest import write_mars_config
@@ -93,7 +93,7 @@ async def handling(config: Path) -> AsyncGenerator[Handled, None]:
     async with app, anyio.create_task_group() as tasks:
         tasks.start_soon(app.work, stop)
         with anyio.fail_after(PATIENCE_SECONDS):
-            for stream in ("MARS", "MARS_EXTRA", delayed_messages.STREAM):  # which the worker creates
+            for stream in ("MARS", "MARS_EXTRA", DELAYED):  # which the worker creates
                 while stream not in await app.session.admin.stream_names():
                     await app.session.backend.clock.sleep(0.05)
             yield handled

@@ -10,9 +10,9 @@ from aviso_workers import Notify, config
 from aviso_workers.aviso.codec import MARKER_HEADER
 from aviso_workers.backends import Message, OutgoingChunk, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.engine.session import Session
 from aviso_workers.errors import OutcomeUnknownError
 from aviso_workers.events import Events
+from aviso_workers.sessions.session import Session
 from aviso_workers.spark import new_topics
 from tests.engine.conftest import config_with
 

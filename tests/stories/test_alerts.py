@@ -12,7 +12,7 @@ import pytest
 from _incidents.prometheus import Prometheus
 from aviso_workers import App
 from aviso_workers.server.processes import free_ports
-from aviso_workers.state import dead_letter_records
+from aviso_workers.state.own_streams import DEAD_LETTERS
 from tests import programs
 from tests.contract.settings import app_config
 from tests.stories.processes import Server, Worker, until
@@ -97,10 +97,10 @@ async def test_alerts_fire_and_are_over(
 async def limit_dead_letters(server: Server) -> None:
     """Let what is stored be 95 % of what may be."""
     async with App("operator", config=app_config("jetstream", server.url)) as app:
-        found = await app.session.backend.stream_info(dead_letter_records.STREAM)
+        found = await app.session.backend.stream_info(DEAD_LETTERS)
         await app.session.backend.update_stream({**found.config, "max_bytes": int(found.bytes / 0.95)})
 
 
 async def drop_dead_letters(server: Server) -> None:
     async with App("operator", config=app_config("jetstream", server.url)) as app:
-        await app.session.backend.purge_stream(dead_letter_records.STREAM)
+        await app.session.backend.purge_stream(DEAD_LETTERS)

@@ -16,7 +16,7 @@ import pytest
 from aviso_workers import App, Notification, Notify, Reject
 from aviso_workers.events import Event, Settled
 from aviso_workers.server import NatsServer
-from aviso_workers.state.dead_letter_records import RETRIES, STREAM
+from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 from tests.commands import Command
 from tests.waits import PATIENCE_SECONDS
 
@@ -40,7 +40,7 @@ async def test_a_retry_that_is_killed_again_and_again_loses_and_doubles_nothing(
     async with App("tests", config=config) as app:
         await app.notify_many(Notify("mars", {"class": "od", "step": 0}, {"n": n}) for n in range(LETTERS))
         assert sorted(await work(config, broken=True)) == list(range(LETTERS))
-        assert await stored(app, STREAM) == LETTERS
+        assert await stored(app, DEAD_LETTERS) == LETTERS
 
         chance = random.Random(17)
         for copies in sorted(chance.sample(range(1, LETTERS - 500), KILLS)):
@@ -48,10 +48,10 @@ async def test_a_retry_that_is_killed_again_and_again_loses_and_doubles_nothing(
             await until_stored(app, RETRIES, copies)
             await anyio.sleep(chance.uniform(0, LONGEST_DELAY_SECONDS))
             assert command.end(signal.SIGKILL) == -signal.SIGKILL, "it was to be killed while it was at work"
-            assert await stored(app, STREAM) + await stored(app, RETRIES) >= LETTERS, "none is in neither of them"
+            assert await stored(app, DEAD_LETTERS) + await stored(app, RETRIES) >= LETTERS, "none is in neither of them"
 
         assert start("dead-letters", "retry", "--all", "--yes", "--config", config).end() == 0
-        assert (await stored(app, STREAM), await stored(app, RETRIES)) == (0, LETTERS)
+        assert (await stored(app, DEAD_LETTERS), await stored(app, RETRIES)) == (0, LETTERS)
 
         handled = Counter(await work(config, broken=False))
         assert handled == Counter(range(LETTERS))

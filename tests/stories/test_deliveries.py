@@ -13,8 +13,8 @@ import pytest
 from aviso_workers import App
 from aviso_workers.engine.flow import MOST_PREFETCH
 from aviso_workers.errors import NotFoundError
-from aviso_workers.state.dead_letter_records import STREAM as DEAD_LETTERS
 from aviso_workers.state.dead_letter_records import DeadLetter
+from aviso_workers.state.own_streams import DEAD_LETTERS
 from aviso_workers.worker import NOT_ENDED
 from tests.contract.settings import app_config
 from tests.stories import agents

@@ -19,7 +19,7 @@ from nats.aio.client import Client
 
 from aviso_workers import App, Notify
 from aviso_workers.server import NatsServer
-from aviso_workers.state.dead_letter_records import STREAM as DEAD_LETTERS
+from aviso_workers.state.own_streams import DEAD_LETTERS
 from tests.commands import Command
 from tests.waits import PATIENCE_SECONDS, PROMPT_SECONDS
 
@@ -29,6 +29,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from aviso_workers.state import own_streams
 from aviso_workers import App, Notification
 
 app = App("stories")

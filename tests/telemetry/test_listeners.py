@@ -18,7 +18,7 @@ from aviso_workers.events import (
     NotReadAgain,
     ReadAgain,
 )
-from aviso_workers.state.dead_letter_records import RETRIES
+from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.telemetry import listeners
 from aviso_workers.telemetry.listeners import MissedLog
 from aviso_workers.telemetry.logs import log

@@ -1,8 +1,8 @@
 """One notification at a time per worker: read, handled within its time, settled.
 
-The plainest of the call forms; `batch`, `stream` and `windowed` are the others. All take their deliveries from
-the agent's buffer, take the steps of a `HandlerContext`, and hand what came of them to the settler: None for success,
-or the `Failure` of the one step that failed.
+The plainest of the call forms; `batch` and `stream` are the others, and windows count through this one. All take their
+deliveries from the agent's buffer, take the steps of a `HandlerContext`, and hand what came of them to the settler:
+None for success, or the `Failure` of the one step that failed.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ from typing import Any
 
 from aviso_workers.errors import BackupError
 from aviso_workers.jetstream.info import StreamConfig
-from aviso_workers.state import dead_letter_records, delayed_messages, own_buckets, table_records
+from aviso_workers.state import own_buckets
+from aviso_workers.state.own_streams import COUNTERS, DEAD_LETTERS, DELAYED, RETRIES
 
 __all__ = ["order", "twice"]
 
@@ -74,7 +75,7 @@ def twice(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     losing = [name for name, config in configs.items() if StreamConfig(config).retention != LIMITS]
     buckets = [name.removeprefix(BUCKET) for name in configs if name.startswith(BUCKET)]
     windows = "windows" in map(own_buckets.kind_of, buckets)
-    dead_letters = [dead_letter_records.STREAM] if windows and dead_letter_records.STREAM in configs else []
+    dead_letters = [DEAD_LETTERS] if windows and DEAD_LETTERS in configs else []
     return sorted({*losing, *dead_letters})
 
 
@@ -82,10 +83,10 @@ def _rank(name: str, config: Mapping[str, Any]) -> int:
     if name.startswith(BUCKET):
         return {"timers": 2, "windows": 3}.get(own_buckets.kind_of(name.removeprefix(BUCKET)), 4)
     ours = {
-        table_records.COUNTERS: 4,
-        dead_letter_records.STREAM: 5,
-        dead_letter_records.RETRIES: 6,
-        delayed_messages.STREAM: 7,
+        COUNTERS: 4,
+        DEAD_LETTERS: 5,
+        RETRIES: 6,
+        DELAYED: 7,
     }
     return ours.get(name, 8 if _origins(config) else 9)
 

@@ -19,6 +19,7 @@ from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.state import dead_letter_records, delayed_messages
 from aviso_workers.state.dead_letter_records import DeadLetter
+from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
 
 __all__ = ["CARRYING", "Matches", "Wanted", "carrier", "original_in", "relation"]
 
@@ -186,8 +187,8 @@ def _waiting(message: Message) -> Original | None:
 
 
 CARRYING: Mapping[str, Callable[[Message], Original | None]] = {
-    dead_letter_records.STREAM: _dead_letter,
-    dead_letter_records.RETRIES: _retry,
-    delayed_messages.STREAM: _waiting,
+    DEAD_LETTERS: _dead_letter,
+    RETRIES: _retry,
+    DELAYED: _waiting,
 }
 """Streams of ours whose messages carry notifications, and what each message carries."""

@@ -17,14 +17,10 @@ from msgspec import Struct
 
 from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.backends import Admin, Message, StreamInfo
-from aviso_workers.declare.tables import decode_key
 from aviso_workers.errors import BackendError, InvalidNotificationError, NotFoundError
-from aviso_workers.state import (
-    consumer_records,
-    failure_records,
-    own_buckets,
-    table_records,
-)
+from aviso_workers.jetstream.key_value import decode_key
+from aviso_workers.state import consumer_records, failure_records, own_buckets, table_records
+from aviso_workers.state.own_streams import COUNTERS
 
 __all__ = ["Suspect", "parse_key", "subject_of_key", "subjects_of_key", "suspects"]
 
@@ -60,7 +56,7 @@ async def suspects(admin: Admin, infos: Mapping[str, StreamInfo], values: Iterab
     for stream in sorted(infos):
         if stream.startswith(BUCKET) and own_buckets.kind_of(stream.removeprefix(BUCKET)) not in POSITIONS_ONLY:
             found.append(await _bucket(admin, stream.removeprefix(BUCKET), wanted))
-        elif stream == table_records.COUNTERS:
+        elif stream == COUNTERS:
             found += await _counters(admin, wanted)
     return [suspect for suspect in found if suspect.keys or suspect.unread]
 
@@ -84,8 +80,8 @@ def subject_of_key(infos: Mapping[str, StreamInfo], holder: str, key: str) -> tu
     of_bucket, of_counter = subjects_of_key(holder, key)
     if f"{BUCKET}{holder}" in infos:
         return f"{BUCKET}{holder}", of_bucket
-    if "__" in holder and table_records.COUNTERS in infos:
-        return table_records.COUNTERS, of_counter
+    if "__" in holder and COUNTERS in infos:
+        return COUNTERS, of_counter
     raise NotFoundError(f"no bucket {holder!r}, and no counter")
 
 
@@ -112,7 +108,7 @@ async def _bucket(admin: Admin, bucket: str, wanted: _Values) -> Suspect:
 async def _counters(admin: Admin, wanted: _Values) -> list[Suspect]:
     keys: dict[str, set[str]] = {}
     try:
-        subjects = await admin.subject_counts(table_records.COUNTERS, subject=f"{table_records.COUNTERS_SUBJECT}.>")
+        subjects = await admin.subject_counts(COUNTERS, subject=f"{table_records.COUNTERS_SUBJECT}.>")
     except BackendError as error:
         return [Suspect(kind="counter", name="all counters", keys=0, unread=str(error))]
     for subject in subjects:

@@ -24,6 +24,7 @@ from aviso_workers.declare import outputs
 from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.ops.doctor import State
 from aviso_workers.state import dead_letter_records
+from aviso_workers.state.own_streams import DEAD_LETTERS
 from tests.ops.doctor.conftest import (
     SECOND,
     Seen,
@@ -65,7 +66,7 @@ async def leave_behind(server: Administration) -> None:
     await add_stream(server, "MARS", subjects=["mars.>"], duplicate_window=120 * SECOND)
     await add_stream(server, "SHORT", subjects=["short.>"], duplicate_window=10 * SECOND)
     await add_stream(server, "LONG", subjects=["long.>"], duplicate_window=3600 * SECOND)
-    await add_stream(server, dead_letter_records.STREAM, subjects=[f"{dead_letter_records.SUBJECT}.>"])
+    await add_stream(server, DEAD_LETTERS, subjects=[f"{dead_letter_records.SUBJECT}.>"])
     await server.request(f"{dead_letter_records.SUBJECT}.field.index", b"{}")
     await publish(server, "mars", 1)
     await add_consumer(server, "MARS", "field__index", max_deliver=1, metadata=OURS)

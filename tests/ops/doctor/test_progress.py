@@ -25,6 +25,7 @@ from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.state import delayed_messages
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import Retrying
+from aviso_workers.state.own_streams import DELAYED
 from tests.failures import last_failure
 from tests.ops.doctor.conftest import (
     MONITORED,
@@ -464,7 +465,7 @@ def test_an_agent_whose_worker_was_here_and_whose_consumer_is_meant_to_be_gone(
 def test_notifications_that_are_due_and_that_no_stream_takes(working: Seen) -> None:
     """By hand: the consumer of what is due has tried again and again."""
     alone = working.facts.consumers[SHARED, "alone"]
-    key = (delayed_messages.STREAM, delayed_messages.DURABLE)
+    key = (DELAYED, delayed_messages.DURABLE)
     trying = structs.replace(
         alone, stream=key[0], name=key[1], num_pending=0, num_ack_pending=30, num_redelivered=30, deliveries=60
     )

@@ -24,7 +24,7 @@ from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.ops.doctor import Scope, State, facts
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.server import NatsServer
-from aviso_workers.state import dead_letter_records, delayed_messages
+from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
 from tests.ops.doctor.conftest import (
     MONITORED,
     Seen,
@@ -384,7 +384,7 @@ def test_accounts_with_too_few_limits_and_too_strict_ones(accounts: tuple[str, s
     assert (seen("alice").state("JS040"), seen("carol").found("JS040")) == (State.PASS, alone)
     assert seen("carol").state("JS039") is State.PASS
     assert seen("alice").state("JS061") is State.PASS
-    own = {dead_letter_records.STREAM, dead_letter_records.RETRIES, delayed_messages.STREAM}
+    own = {DEAD_LETTERS, RETRIES, DELAYED}
     assert seen("carol").found("JS061").keys() == own
 
 

@@ -17,6 +17,7 @@ from aviso_workers.jetstream.metadata import FENCED, OF_SET, UNFINISHED
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.mirrors import PROMOTED
 from aviso_workers.state import dead_letter_records
+from aviso_workers.state.own_streams import DEAD_LETTERS
 from tests.ops.doctor.conftest import (
     SECOND,
     Seen,
@@ -39,7 +40,7 @@ async def break_streams(loaded: Config) -> None:
         await add_stream(server, "UNLIMITED")
         await add_stream(server, "LIMITED", max_bytes=10**6, max_age=DAY)
         await add_stream(server, "FEW", max_msgs=10)
-        await add_stream(server, dead_letter_records.STREAM, subjects=[f"{dead_letter_records.SUBJECT}.>"])
+        await add_stream(server, DEAD_LETTERS, subjects=[f"{dead_letter_records.SUBJECT}.>"])
         await add_stream(server, "KV_state__index", subjects=["$KV.state__index.>"], max_msgs_per_subject=1)
         await add_stream(server, "MEMORY", storage="memory", max_age=DAY)
         for name, count in {"FULL": 100, "FILLING": 85, "ROOMY": 10, "ROLLING": 100}.items():
@@ -121,13 +122,13 @@ def test_a_stream_without_a_limit_of_bytes(broken: Seen) -> None:
         "Set streams.UNLIMITED.max_bytes in the configuration, then run `aviso-workers streams apply`."
     )
     assert cures["MARS"].startswith("Set max_bytes, or the event type's storage_policy.max_size, then ")
-    assert "workers.dead_letters.max_bytes" in cures[dead_letter_records.STREAM]
+    assert "workers.dead_letters.max_bytes" in cures[DEAD_LETTERS]
 
 
 def test_a_stream_that_forgets_nothing(broken: Seen) -> None:
     found = broken.found("JS002")
     assert found["UNLIMITED"] == "neither max_age nor max_msgs"
-    assert not {"LIMITED", "FEW", "KV_state__index", dead_letter_records.STREAM} & found.keys()
+    assert not {"LIMITED", "FEW", "KV_state__index", DEAD_LETTERS} & found.keys()
 
 
 @pytest.mark.covers("001-34", "002-80")
@@ -135,7 +136,7 @@ def test_a_stream_of_one_copy(broken: Seen) -> None:
     assert broken.found("JS003")["LIMITED"] == "num_replicas 1"  # three copies: test_cluster
     cures = {where: finding.cure for where, finding in broken.findings("JS003").items()}
     assert cures["LIMITED"].startswith("Set streams.LIMITED.num_replicas: 3")
-    assert cures[dead_letter_records.STREAM].endswith(f"start a worker that uses {dead_letter_records.STREAM}.")
+    assert cures[DEAD_LETTERS].endswith(f"start a worker that uses {DEAD_LETTERS}.")
     assert "start a worker that uses KV_state__index. If no worker uses it" in cures["KV_state__index"]
 
 

@@ -12,7 +12,7 @@ from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops.doctor import divergence, replicas
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
-from aviso_workers.state import dead_letter_records, delayed_messages
+from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
 
 __all__ = ["CHECKS"]
 
@@ -171,7 +171,7 @@ def account_use(facts: Facts) -> Iterator[Finding]:
 
 def _is_none_found(request: str, code: int) -> bool:
     """Return whether it is the answer to a question of our own programs, and nothing has failed."""
-    return code == NO_MESSAGE or (code == STREAM_NOT_FOUND and request.endswith(f".INFO.{dead_letter_records.STREAM}"))
+    return code == NO_MESSAGE or (code == STREAM_NOT_FOUND and request.endswith(f".INFO.{DEAD_LETTERS}"))
 
 
 @declare(
@@ -206,8 +206,8 @@ def own_streams_refused(facts: Facts) -> Iterator[Finding]:
     """The stream of dead letters has one only if `workers.dead_letters.max_bytes` is set."""
     if not facts.after.account.limits.max_bytes_required:
         return
-    dead_letters = [] if facts.config.workers.dead_letters.max_bytes else [dead_letter_records.STREAM]
-    for name in (*dead_letters, dead_letter_records.RETRIES, delayed_messages.STREAM):
+    dead_letters = [] if facts.config.workers.dead_letters.max_bytes else [DEAD_LETTERS]
+    for name in (*dead_letters, RETRIES, DELAYED):
         if name not in facts.streams:
             yield Finding(stream=name, found="the account has max_bytes_required and refuses this stream")
 

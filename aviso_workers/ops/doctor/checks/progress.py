@@ -19,7 +19,8 @@ from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops import agent_report, deployment, stuck
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
-from aviso_workers.state import dead_letter_records, delayed_messages
+from aviso_workers.state import delayed_messages
+from aviso_workers.state.own_streams import DELAYED, RETRIES
 
 __all__ = ["CHECKS"]
 
@@ -315,7 +316,7 @@ def due(facts: Facts) -> Iterator[Finding]:
     """The attempts are up to a minute apart, and workers log `notification.overdue`. Such notifications are not counted
     in JS022 and JS058, because no handler of an agent fails.
     """
-    consumer = facts.consumers.get((delayed_messages.STREAM, delayed_messages.DURABLE))
+    consumer = facts.consumers.get((DELAYED, delayed_messages.DURABLE))
     if consumer is None or not consumer.num_redelivered:
         return  # a worker stores them now, or JS030 says that none runs
     for target, count in facts.due.items():
@@ -405,7 +406,7 @@ def _is_ours(consumer: ConsumerInfo) -> bool:
 
 
 def _delivers_due(consumer: ConsumerInfo) -> bool:
-    return (consumer.stream, consumer.name) == (delayed_messages.STREAM, delayed_messages.DURABLE)
+    return (consumer.stream, consumer.name) == (DELAYED, delayed_messages.DURABLE)
 
 
 def _nobody_pulls(consumer: ConsumerInfo) -> str:
@@ -468,7 +469,7 @@ def _wait_after_a_death(facts: Facts) -> Iterator[tuple[tuple[str, str], int]]:
     for stream, consumer in facts.consumers:
         app, agent = deployment.agent_of(consumer) or ("", "")
         failure = facts.failures.get((app, "agents", agent))
-        if failure and failure.until > facts.now and stream != dead_letter_records.RETRIES:
+        if failure and failure.until > facts.now and stream != RETRIES:
             for each in failure.retrying:
                 if each.error == WorkerDiedError.__name__:
                     yield (stream, consumer), each.sequence

@@ -13,7 +13,7 @@ from aviso_workers.jetstream.specs import stated
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, check
 from aviso_workers.ops.mirrors import STALE_SECONDS
-from aviso_workers.state import dead_letter_records, delayed_messages, table_records
+from aviso_workers.state.own_streams import COUNTERS, DEAD_LETTERS, DELAYED, RETRIES
 
 __all__ = ["CHECKS", "overlap"]
 
@@ -24,7 +24,7 @@ REPLICAS = 3
 NEARLY_FULL, FULL = 0.80, 0.95
 MANY_GAPS, GAPS_PER_MESSAGE = 10_000, 10
 BY_KEY = "KV_"
-OF_SHORT_LIVES = (dead_letter_records.RETRIES,)
+OF_SHORT_LIVES = (RETRIES,)
 """Streams of ours that forget within days, and hold only what failed."""
 
 OUR_REPLICAS = "Set notification_backend.jetstream.replicas: 3, and start a worker that uses {stream}."
@@ -388,11 +388,11 @@ def _keeps_state(stream: StreamInfo) -> bool:
     """Return whether a stream holds state of our own (tables, counters, delayed messages), which must not expire by
     itself.
     """
-    return stream.name.startswith(BY_KEY) or stream.name in (table_records.COUNTERS, delayed_messages.STREAM)
+    return stream.name.startswith(BY_KEY) or stream.name in (COUNTERS, DELAYED)
 
 
 def _has_dead_letters(stream: StreamInfo) -> bool:
-    return stream.name == dead_letter_records.STREAM
+    return stream.name == DEAD_LETTERS
 
 
 def _is_marked(stream: StreamInfo, mark: str) -> bool:

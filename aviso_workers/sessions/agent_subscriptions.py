@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
@@ -31,7 +31,6 @@ from aviso_workers.engine.handlers.batch import InBatches
 from aviso_workers.engine.handlers.one import HandlerContext, OneByOne
 from aviso_workers.engine.handlers.outputs import Outputs
 from aviso_workers.engine.handlers.stream import AsStream
-from aviso_workers.engine.handlers.windowed import AsWindows
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.redeliveries import Redeliveries
@@ -48,7 +47,11 @@ from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSp
 from aviso_workers.state import dead_letter_records
 from aviso_workers.state.dead_letter_records import retry_subject
 from aviso_workers.state.known_agents import KnownAgents
+from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.state.versions import Versions
+
+if TYPE_CHECKING:
+    from aviso_workers.features.windows.closing import AsWindows
 
 __all__ = ["AgentSubscriptions"]
 
@@ -180,6 +183,8 @@ class AgentSubscriptions:
         """Return what closes the windows of an agent that has some."""
         if context.agent.policy.window is None:
             return None
+        from aviso_workers.features.windows.closing import AsWindows
+
         return AsWindows(
             context,
             context.agent.policy.window,
@@ -213,7 +218,7 @@ class AgentSubscriptions:
             backend=self._backend,
             registry=Versions(self._backend, app=self._app, agent=agent.name, stream=stream.name),
             recorder=self._recorder(agent, stream.name, self._provisioner),
-            retries=self._recorder(agent, dead_letter_records.RETRIES, self._own_streams),
+            retries=self._recorder(agent, RETRIES, self._own_streams),
             events=self._events,
             on_ack_wait=lambda seconds: run.keep_within(_reported_within(agent, seconds)),
             function=_name_of(agent.function),
@@ -284,9 +289,7 @@ class AgentSubscriptions:
         if why := answers.why_foreign(message):
             acknowledging.settle(delivery, Term("no retry of a dead letter"))
             error = UndecodableError(why)
-            self._events.emit(
-                Unreadable(stream=dead_letter_records.RETRIES, sequence=message.sequence, error=error, reason="foreign")
-            )
+            self._events.emit(Unreadable(stream=RETRIES, sequence=message.sequence, error=error, reason="foreign"))
         return bool(why)
 
     def _recorder(self, agent: Agent[Any, Any], stream: str, provisioner: Provisioner) -> ConsumerRecorder:

@@ -1,11 +1,11 @@
 """The notifications for which a table's keys were updated with `once=`, so that each updates a key once.
 
 The entry of a key lists them in a header beside the value, so that one write stores both: of each agent the newest few.
-An older notification has a bit on a page, which is an entry for each key, agent and `PAGE_SEQUENCES` sequences of the
-agent's stream; the bucket forgets it `KEPT_SECONDS` after it was written last. A page is written before the header
+An older notification has a bit on a page, which is an entry for each key, agent and page of sequences of the agent's
+stream; the bucket forgets it `KEPT_SECONDS` after it was written last. A page is written before the header
 leaves out the notifications that are on it, and read after the header. So a worker may be killed at any moment.
 
-That a consumer has settled a notification does not allow to forget it, as it does in `handlers.counted`: a handler may
+That a consumer has settled a notification does not allow to forget it, as it does in `windows.counted`: a handler may
 fail after its update, and the dead letter may be handed back weeks later.
 """
 
@@ -15,7 +15,7 @@ import hashlib
 import secrets
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ from aviso_workers.declare.tables import PAGES
 from aviso_workers.engine import idempotency
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import ConflictError, DeclarationError, NotFoundError, OutcomeUnknownError
+from aviso_workers.jetstream.sequences import by_page, has_bit, page_of, with_bits
 from aviso_workers.state.dead_letter_records import RETRIED
 
 __all__ = ["KEPT_SECONDS", "AppliedNotifications"]
@@ -39,7 +40,6 @@ CERTAIN_SECONDS = 30 * DAY_SECONDS
 """The page of a notification is certainly kept until its dead letter is as old as this; clocks may differ by a day."""
 LISTED = 64
 """A header lists at most so many notifications of an agent; when it is full, the older half is moved to pages."""
-PAGE_SEQUENCES = 16_384
 MOST_STREAMS = 8
 """A page keeps the bits of at most so many streams that had the name one after another."""
 DIGEST_BYTES = 16
@@ -71,7 +71,7 @@ class Header(Struct, frozen=True):
 
 
 class Bits(Struct, frozen=True):
-    """A bit for each of `PAGE_SEQUENCES` sequences, the lowest for the first: whether an update was applied for it."""
+    """The sequences of one page (`jetstream.sequences`) for which an update was applied."""
 
     created: float
     """When the stream was created whose sequences these are. `NEVER` for notifications that are older than their
@@ -83,18 +83,12 @@ class Bits(Struct, frozen=True):
 
     def has(self, sequence: int, time: float) -> bool:
         """Return whether the update was applied for the notification of this sequence and store time."""
-        byte, bit = divmod(sequence % PAGE_SEQUENCES, 8)
-        bits = self._bits()
-        return self.created <= time <= self.latest and byte < len(bits) and bool(bits[byte] >> bit & 1)
+        return self.created <= time <= self.latest and has_bit(self._bits(), sequence)
 
-    def plus(self, notifications: Iterable[tuple[int, float]]) -> Bits:
+    def plus(self, notifications: Mapping[int, float]) -> Bits:
         """Return these with the bits of other notifications set as well."""
-        bits, latest = bytearray(self._bits().ljust(PAGE_SEQUENCES // 8, b"\0")), self.latest
-        for sequence, time in notifications:
-            byte, bit = divmod(sequence % PAGE_SEQUENCES, 8)
-            bits[byte] |= 1 << bit
-            latest = max(latest, time)
-        return structs.replace(self, latest=latest, compressed=zlib.compress(bytes(bits).rstrip(b"\0")))
+        latest = max([self.latest, *notifications.values()])
+        return structs.replace(self, latest=latest, compressed=zlib.compress(with_bits(self._bits(), notifications)))
 
     def _bits(self) -> bytes:
         return zlib.decompress(self.compressed) if self.compressed else b""
@@ -113,13 +107,13 @@ class Page(Struct, frozen=True):
         """Return whether the update was applied for the notification of this sequence and store time."""
         return any(bits.has(sequence, time) for bits in self.streams)
 
-    def plus(self, notifications: Iterable[tuple[int, float]], *, created: float) -> Page:
+    def plus(self, notifications: Mapping[int, float], *, created: float) -> Page:
         """Return the page with the bits of these notifications set as well; `created` is when the stream was."""
         streams = {bits.created: bits for bits in self.streams}
-        stored_by: defaultdict[float, list[tuple[int, float]]] = defaultdict(list)
-        for sequence, time in notifications:
+        stored_by: defaultdict[float, dict[int, float]] = defaultdict(dict)
+        for sequence, time in notifications.items():
             when = max((each for each in (*streams, created) if each <= time), default=NEVER)
-            stored_by[when].append((sequence, time))
+            stored_by[when][sequence] = time
         streams |= {when: streams.get(when, Bits(when)).plus(stored) for when, stored in stored_by.items()}
         return Page(tuple(streams[each] for each in sorted(streams, reverse=True)[:MOST_STREAMS]))
 
@@ -212,11 +206,11 @@ class _Pages:
 
     async def has(self, sequence: int, time: float) -> bool:
         """Return whether a notification is on its page; if it is, the page is kept for `KEPT_SECONDS` from now."""
-        number = sequence // PAGE_SEQUENCES
+        number = page_of(sequence)
         page, _ = await self._read(number)
         if not page.has(sequence, time):
             return False
-        await self._write(number, [(sequence, time)], created=NEVER, always=True)
+        await self._write(number, {sequence: time}, created=NEVER, always=True)
         return True
 
     async def shortened(self, listed: Listed) -> Listed:
@@ -226,7 +220,7 @@ class _Pages:
         created = await _created(self._backend, self._stream)
         in_order = sorted(listed.newest)
         gone, left = in_order[: LISTED // 2], in_order[LISTED // 2 :]
-        for number, notifications in _by_page(gone).items():
+        for number, notifications in by_page(gone).items():
             await self._write(number, notifications, created=created)
         sequence, time = listed.left_out
         return Listed(
@@ -241,7 +235,7 @@ class _Pages:
         return Page() if entry.deleted else read_json(entry.value, Page), entry.revision
 
     async def _write(
-        self, number: int, notifications: Iterable[tuple[int, float]], *, created: float, always: bool = False
+        self, number: int, notifications: Mapping[int, float], *, created: float, always: bool = False
     ) -> None:
         """Add notifications to a page; `always` writes it also where it has them."""
         while True:
@@ -268,11 +262,3 @@ async def _created(backend: Backend, stream: str) -> float:
     except NotFoundError:
         return NEVER
     return created.timestamp() if created else NEVER
-
-
-def _by_page(notifications: Iterable[tuple[int, float]]) -> dict[int, list[tuple[int, float]]]:
-    """Return the notifications by the number of their page."""
-    found: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
-    for sequence, time in notifications:
-        found[sequence // PAGE_SEQUENCES].append((sequence, time))
-    return found

@@ -20,12 +20,13 @@ from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.engine import singletons
-from aviso_workers.engine.applied import AppliedNotifications
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue, retried
 from aviso_workers.errors import BackendError, NotFoundError, OutcomeUnknownError, UnavailableError
+from aviso_workers.features.tables.applied import AppliedNotifications
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.state import table_records
-from aviso_workers.state.table_records import COUNTERS, COUNTERS_SUBJECT
+from aviso_workers.state.own_streams import COUNTERS
+from aviso_workers.state.table_records import COUNTERS_SUBJECT
 
 __all__ = [
     "Counters",
@@ -94,7 +95,11 @@ class Tables:
         if isinstance(table, Counter):
             self._backend.connection.require_server(2, 12, to=f"keep the counter {name!r}")
             spec = streams.own_stream(
-                COUNTERS, f"{COUNTERS_SUBJECT}.>", self._config, max_msgs_per_subject=1, allow_msg_counter=True
+                COUNTERS,
+                f"{COUNTERS_SUBJECT}.>",
+                self._config,
+                max_msgs_per_subject=1,
+                allow_msg_counter=True,
             )
             prefix = f"{COUNTERS_SUBJECT}.{self._app}.{name}."
             table.connect(

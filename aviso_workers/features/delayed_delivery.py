@@ -21,14 +21,18 @@ from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.clocks import SKEW
 from aviso_workers.config import Config
 from aviso_workers.declare.retry import Backoff
-from aviso_workers.declare.verdicts import Ack, Nak, Settlement
-from aviso_workers.engine import internal
+from aviso_workers.declare.verdicts import Ack, Nak, Settlement, Term
+from aviso_workers.engine import acknowledging
+from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.feeds import Feed
-from aviso_workers.engine.subscription import Subscription, consumer_spec
+from aviso_workers.engine.flow import Flow
+from aviso_workers.engine.subscription import Run, Subscription, consumer_spec
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
-from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome
+from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome, Unreadable
+from aviso_workers.jetstream import answers
 from aviso_workers.state import delayed_messages
-from aviso_workers.state.delayed_messages import DUE, DURABLE, READER, STREAM
+from aviso_workers.state.delayed_messages import DUE, DURABLE, READER
+from aviso_workers.state.own_streams import DELAYED
 
 __all__ = ["REMOVE_SECONDS", "subscription"]
 
@@ -48,17 +52,13 @@ def subscription(backend: Backend, *, config: Config, own_streams: Provisioner, 
 
     The server must be new enough (`delayed_messages.is_served`).
     """
-    delayed = _DelayedDelivery(backend, event_types=config.notification_schema, events=events)
+    flow = Flow(backend.clock, workers=CONCURRENCY, least=PREFETCH)
+    delayed = _DelayedDelivery(backend, buffer=flow.buffer, event_types=config.notification_schema, events=events)
     consumer = consumer_spec(DURABLE, (f"{DUE}.>",), ACK_WAIT_SECONDS, max_ack_pending=-1)
-    return internal.subscription(
-        READER,
-        delayed.handle,
-        Feed(stream=delayed_messages.stream_spec(config), consumer=consumer, provisioner=own_streams),
-        workers=CONCURRENCY,
-        prefetch=PREFETCH,
-        unreadable_reason="no notification that waited",
-        clock=backend.clock,
-        events=events,
+    return Subscription(
+        name=READER,
+        feeds=[Feed(stream=delayed_messages.stream_spec(config), consumer=consumer, provisioner=own_streams)],
+        run=Run(delayed, flow=flow, clock=backend.clock, ack_wait_seconds=ACK_WAIT_SECONDS),
         beside=[delayed.keep_removing],
     )
 
@@ -66,20 +66,45 @@ def subscription(backend: Backend, *, config: Config, own_streams: Provisioner, 
 class _DelayedDelivery:
     """Handles what is due: publishes it where it belongs."""
 
-    def __init__(self, backend: Backend, *, event_types: Mapping[str, EventType], events: Events) -> None:
+    def __init__(
+        self, backend: Backend, *, buffer: Buffer, event_types: Mapping[str, EventType], events: Events
+    ) -> None:
         """`event_types` are those of this app's configuration. What is for others is left to workers that have them."""
         self._backend = backend
+        self._buffer = buffer
         bases = {name: schema.topic_of(name, event_type).base for name, event_type in event_types.items()}
         self._event_types = {topics.stream_name(base): (name, base) for name, base in bases.items()}
         """By stream: the event type, and its base."""
         self._events = events
 
-    async def handle(self, delivery: Delivery) -> Settlement:
+    async def work(self) -> None:
+        """Handle one delivery after the other from the buffer; see `subscription.Handler`."""
+        while (delivery := await self._buffer.take()) is not None:
+            acknowledging.settle(delivery, await self._settlement(delivery))
+            self._buffer.done(delivery)
+
+    async def _settlement(self, delivery: Delivery) -> Settlement:
+        try:
+            return await self._handle(delivery)
+        except UndecodableError as error:
+            message = delivery.message
+            foreign = answers.is_stored_by_reply(message)
+            self._events.emit(
+                Unreadable(
+                    stream=DELAYED,
+                    sequence=message.sequence,
+                    error=UndecodableError(answers.why_foreign(message)) if foreign else error,
+                    reason="foreign" if foreign else "content",
+                )
+            )
+            return Term("no notification that waited")
+
+    async def _handle(self, delivery: Delivery) -> Settlement:
         """Return how one that is due is settled. Raises `UndecodableError`."""
         message = delivery.message
         if lacks_body(message):  # somebody has edited the consumer
             try:
-                message = await self._backend.message(STREAM, message.sequence) or message
+                message = await self._backend.message(DELAYED, message.sequence) or message
             except BackendError:
                 return Nak(AGAIN.delay_seconds(delivery.num_delivered))
         outgoing = delayed_messages.original(message)
@@ -112,11 +137,11 @@ class _DelayedDelivery:
         except BackendError as error:
             return self._give_back(delivery, outgoing, error)
         try:
-            await self._backend.delete_message(STREAM, delivery.message.sequence, overwrite=False)
+            await self._backend.delete_message(DELAYED, delivery.message.sequence, overwrite=False)
         except NotFoundError:
             pass  # it was delivered before
         except BackendError as error:
-            self._events.emit(NotRemoved(stream=STREAM, message_id=outgoing.message_id, error=error))
+            self._events.emit(NotRemoved(stream=DELAYED, message_id=outgoing.message_id, error=error))
         self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=delivery.num_delivered))
         return Ack()
 
@@ -141,15 +166,15 @@ class _DelayedDelivery:
             return False
 
     async def _remove_acked(self) -> None:
-        acked = (await self._backend.consumer_info(STREAM, DURABLE)).ack_floor
+        acked = (await self._backend.consumer_info(DELAYED, DURABLE)).ack_floor
         if not acked:
             return
-        reading = self._backend.read(STREAM, filter_subjects=(f"{DUE}.>",), last_sequence=acked)
+        reading = self._backend.read(DELAYED, filter_subjects=(f"{DUE}.>",), last_sequence=acked)
         async with aclosing(reading):
             left = [message.sequence async for message in reading if _is_ours(message)]
         for sequence in left:
             with suppress(NotFoundError):  # another worker was faster
-                await self._backend.delete_message(STREAM, sequence, overwrite=False)
+                await self._backend.delete_message(DELAYED, sequence, overwrite=False)
 
 
 def _is_ours(message: Message) -> bool:

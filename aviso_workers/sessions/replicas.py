@@ -15,8 +15,8 @@ from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.clocks import Clock
 from aviso_workers.config import Config
 from aviso_workers.errors import UnavailableError
-from aviso_workers.state import dead_letter_records, table_records
 from aviso_workers.state.own_buckets import OwnBuckets
+from aviso_workers.state.own_streams import COUNTERS, DEAD_LETTERS
 
 __all__ = ["configured", "raise_to"]
 
@@ -28,7 +28,7 @@ def configured(config: Config, buckets: OwnBuckets) -> dict[str, int]:
     """Return how many replicas the streams of an app's own state are to have, by stream; empty where nobody says."""
     of_all = config.notification_backend.jetstream.replicas
     of_streams = config.workers.dead_letters.replicas or of_all
-    wanted = {dead_letter_records.STREAM: of_streams, table_records.COUNTERS: of_streams}
+    wanted = {DEAD_LETTERS: of_streams, COUNTERS: of_streams}
     wanted |= {f"KV_{bucket}": of_all for bucket in (*buckets.by_key, *buckets.listed)}
     return {stream: replicas for stream, replicas in wanted.items() if replicas}
 

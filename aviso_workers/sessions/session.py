@@ -1,9 +1,12 @@
-"""An open backend and everything of the engine that works on it, wired for one app."""
+"""An open backend and everything of the engine that works on it, wired for one app.
+
+The modules of a feature are imported where an app uses it, so that a worker of plain agents loads none of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,16 +23,13 @@ from aviso_workers.declare.agents import Agent, Task
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.windows import Window, Windowing
-from aviso_workers.engine import delayed_delivery, open_resources, replicas
-from aviso_workers.engine.agent_subscriptions import AgentSubscriptions
+from aviso_workers.engine import open_resources
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.key_value import retried
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.replay import Replayer
 from aviso_workers.engine.subscription import Run, Subscription, keep_running, supervise_task
-from aviso_workers.engine.table_store import Tables
-from aviso_workers.engine.timer_loops import run_now, run_timers
 from aviso_workers.errors import BackendError, NotFoundError, UndecodableError, UnknownEventTypeError
 from aviso_workers.events import (
     AgentDisturbed,
@@ -44,7 +44,10 @@ from aviso_workers.events import (
     Unreadable,
     WindowDone,
 )
+from aviso_workers.features import delayed_delivery
 from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.sessions import replicas
+from aviso_workers.sessions.agent_subscriptions import AgentSubscriptions
 from aviso_workers.state import (
     consumer_records,
     declarations,
@@ -54,6 +57,7 @@ from aviso_workers.state import (
     window_records,
 )
 from aviso_workers.state.known_agents import KnownAgents
+from aviso_workers.state.own_streams import DELAYED
 
 __all__ = ["Session", "is_stopping", "open_session"]
 
@@ -144,7 +148,7 @@ class Session:
         """Forget a notification that waits to be delivered. Raises `UnknownEventTypeError`, `BackendError`."""
         waiting = delayed_messages.waiting(self._stream(event_type).name, message_id)
         try:
-            return await self.backend.purge_stream(delayed_messages.STREAM, subject=waiting) > 0
+            return await self.backend.purge_stream(DELAYED, subject=waiting) > 0
         except NotFoundError:
             return False  # nothing was ever to be delivered later
 
@@ -157,8 +161,12 @@ class Session:
         patience = self._config.notification_backend.jetstream.publish_deadline_seconds
         return await retried(attempt, clock=self.backend.clock, patience_seconds=patience)
 
-    def connect(self, tables: Mapping[str, Table[Any] | Counter]) -> Tables:
+    def connect(self, tables: Mapping[str, Table[Any] | Counter]) -> AbstractAsyncContextManager[Any]:
         """Return the app's tables, connected while they are entered."""
+        if not tables:
+            return nullcontext()
+        from aviso_workers.features.tables.store import Tables
+
         return Tables(tables, self.backend, app=self._app, config=self._config, own_streams=self.own_streams)
 
     async def work(
@@ -183,7 +191,7 @@ class Session:
         for agent in agents:
             if agent.policy.singleton:
                 self.backend.connection.require_server(2, 11, to=f"run agent {agent.name!r} as a singleton")
-            if agent.form is Window:
+            if agent.policy.window:
                 self.backend.connection.require_server(2, 11, to=f"keep the windows of agent {agent.name!r}")
         if agents:
             await consumer_records.create_bucket(self.backend)
@@ -226,6 +234,8 @@ class Session:
             await supervise_task(task, clock=self.backend.clock, events=self._events, stop=stop)
 
         async def run_app_timers() -> None:
+            from aviso_workers.features.timers import run_timers
+
             await run_timers(
                 timers,
                 backend=self.backend,
@@ -306,6 +316,8 @@ class Session:
 
         Raises `ResourceError` where a resource cannot be opened.
         """
+        from aviso_workers.features.timers import run_now
+
         ticked: list[Ticked] = []
         async with open_resources.opened(app.resources, app) as values:
             with self._events.heard_by(ticked.append, Ticked):

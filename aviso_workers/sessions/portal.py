@@ -20,7 +20,7 @@ from anyio.abc import TaskGroup
 from anyio.from_thread import BlockingPortal
 
 from aviso_workers import event_loops
-from aviso_workers.engine.session import Session
+from aviso_workers.sessions.session import Session
 
 __all__ = ["Portal", "of_process"]
 

@@ -33,11 +33,9 @@ from aviso_workers.declare import windows
 from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, OtherVersionError, Verdict
 from aviso_workers.declare.windows import Progress, Settled, State, Window, Windowing
 from aviso_workers.engine import calls
-from aviso_workers.engine.handlers import counted
-from aviso_workers.engine.handlers.counted import Counted
 from aviso_workers.engine.handlers.one import HandlerContext, OneByOne
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue
-from aviso_workers.engine.timer_loops import OVERDUE_SECONDS, Lease, drained
+from aviso_workers.engine.leases import OVERDUE_SECONDS, Lease, drained
 from aviso_workers.errors import (
     BackendError,
     ConflictError,
@@ -45,6 +43,8 @@ from aviso_workers.errors import (
     UndecodableError,
 )
 from aviso_workers.events import Events, Unreadable, WindowDone, WindowFunctionsChanged, WindowsResized
+from aviso_workers.features.windows import counted
+from aviso_workers.features.windows.counted import Counted
 from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import window_records

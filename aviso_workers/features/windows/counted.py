@@ -2,7 +2,7 @@
 
 A state lists the newest few hundred of its key, whatever happens. What it leaves out is settled, as the progress says,
 or has a bit on a page: so a notification that stays unsettled for long costs one bit for each message that its stream
-stores meanwhile, and no write grows. `windowed` asks here about what is older than what its state lists.
+stores meanwhile, and no write grows. `closing` asks here about what is older than what its state lists.
 
 The order keeps it exact whoever is killed in between: a page is written before a state leaves out what is on it, and
 the progress before a page is removed. So it is read the other way round: the state, then the page, then the progress;
@@ -11,7 +11,6 @@ the latter two from the server, because a copy may be older than the state.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from aviso_workers.declare.windows import Page, Settled, State
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import ConflictError, UndecodableError
 from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.jetstream.sequences import by_page, page_of
 from aviso_workers.state import window_records
 from aviso_workers.state.window_records import PAGES, PROGRESS
 
@@ -52,7 +52,7 @@ class Counted:
         """
         if not windows.is_older(state, sequence, stored):
             return None
-        entry = await self._bucket.get(f"{PAGES}{windows.page_number(sequence)}")
+        entry = await self._bucket.get(f"{PAGES}{page_of(sequence)}")
         page = _page(entry) if entry else None
         if page is not None and page.has(sequence, stored):
             return "missed" if page.has_missed(sequence) else "counted"
@@ -70,7 +70,7 @@ class Counted:
             created = await self._created()
             # What is older than the stream is of one that was deleted; it goes when as much of this one is settled.
             gone = {sequence: stored for sequence, stored in windows.oldest(state).items() if stored >= created}
-            for number, counted in _by_page(gone).items():
+            for number, counted in by_page(gone.items()).items():
                 await self._write(number, counted, state.missed.keys() & counted.keys(), created)
         return windows.leave_out(state, gone)
 
@@ -132,10 +132,3 @@ def _pages(entries: Iterable[Entry]) -> Iterator[tuple[Entry, int, Page]]:
         if number is not None:
             with suppress(UndecodableError):
                 yield entry, number, _page(entry)
-
-
-def _by_page(counted: dict[int, float]) -> dict[int, dict[int, float]]:
-    found: defaultdict[int, dict[int, float]] = defaultdict(dict)
-    for sequence, stored in counted.items():
-        found[windows.page_number(sequence)][sequence] = stored
-    return found

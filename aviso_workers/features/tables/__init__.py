@@ -1,0 +1,1 @@
+"""Tables and counters at work."""

@@ -1,0 +1,1 @@
+"""One open backend, and everything of an app that runs on it, put together."""
