@@ -52,7 +52,6 @@ from aviso_workers.declare.windows import Window
 from aviso_workers.engine.publisher import encode
 from aviso_workers.engine.subscription import Run
 from aviso_workers.errors import (
-    AvisoWorkersError,
     ConfigError,
     DeclarationError,
     InvalidIdentifierError,
@@ -61,6 +60,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import Events, Measured
 from aviso_workers.sessions.session import Session, is_stopping, open_session
+from aviso_workers.task_groups import task_group
 
 if TYPE_CHECKING:
     from aviso_workers.telemetry.listeners import Listeners
@@ -589,22 +589,16 @@ class App(Router[Any]):
         """
         # Aviso's defaults are meant for a process that somebody watches: a worker waits for its servers without end.
         config = self.config.with_defaults(retry_attempts=sys.maxsize, max_reconnect_attempts=0)
-        failure: AvisoWorkersError | None = None
-        async with anyio.create_task_group() as beside:
+        async with task_group() as beside:
             beside.start_soon(listeners.work)
             listeners.tell_start(self.warnings())
+            await self._connect(config)
             try:
-                await self._connect(config)
-                try:
-                    beside.start_soon(listeners.measure_lag, self.session)
-                    await self.work(stop, begun=begun)
-                finally:
-                    await self.__aexit__(None, None, None)
-            except AvisoWorkersError as error:
-                failure = error  # raised below, outside of the group, so that it arrives as itself
+                beside.start_soon(listeners.measure_lag, self.session)
+                await self.work(stop, begun=begun)
+            finally:
+                await self.__aexit__(None, None, None)
             beside.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
 
     @asynccontextmanager
     async def running(self, *, status_port: int | None = None) -> AsyncGenerator[App, None]:

@@ -10,16 +10,16 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 65_500,
-    "lines of the core": 35_766,
+    "lines": 65_491,
+    "lines of the core": 35_764,
     "lines of agents": 809,
     "lines of aviso": 2_708,
-    "lines of aviso_workers": 4_040,
+    "lines of aviso_workers": 4_060,
     "lines of backends": 6_772,
-    "lines of cli": 6_222,
+    "lines of cli": 6_215,
     "lines of config": 2_712,
     "lines of declare": 3_647,
-    "lines of engine": 6_434,
+    "lines of engine": 6_428,
     "lines of jetstream": 2_488,
     "lines of ops": 14_162,
     "lines of projects": 77,
@@ -27,11 +27,11 @@ BUDGETS = {
     "lines of spark": 6_300,
     "lines of state": 1_860,
     "lines of telemetry": 1_679,
-    "lines of worker": 1_012,
-    "modules that a plain worker loads": 153,
-    "lines that a plain worker loads": 30_606,
+    "lines of worker": 1_007,
+    "modules that a plain worker loads": 154,
+    "lines that a plain worker loads": 30_604,
     "modules of the reading list": 33,
-    "lines of the reading list": 9_563,
+    "lines of the reading list": 9_535,
     "files that use tables": 10,
     "files that use windows": 10,
     "files that use timers": 10,
@@ -40,7 +40,7 @@ BUDGETS = {
     "files that use dead letters": 12,
     "files that use order": 3,
     "class names that stand twice": 66,
-    "functions above a complexity of 10": 16,
+    "functions above a complexity of 10": 15,
 }
 SLACK = 0.98
 """A figure below this part of its budget lowers the budget in the same commit."""

@@ -23,7 +23,8 @@ from aviso_workers.cli.details import time_text
 from aviso_workers.cli.output import Columns, echo, print_json, skipped_reported
 from aviso_workers.cli.targets import ConfigOption, connected_app
 from aviso_workers.config import Config, streams
-from aviso_workers.errors import AvisoWorkersError, InvalidNotificationError, InvalidPositionError, NotFoundError
+from aviso_workers.errors import InvalidNotificationError, InvalidPositionError, NotFoundError
+from aviso_workers.task_groups import task_group
 
 __all__ = ["replay", "watch"]
 
@@ -103,23 +104,15 @@ def watch(
     start = positions.position(from_id, from_date, names=FROM)
 
     async def run(show: Show) -> None:
-        errors: list[AvisoWorkersError | OSError] = []
-
         async def watch_one(event_type: str) -> None:
             found = app.watch(event_type, selection.where, from_id=start.sequence, from_date=start.time)
-            try:
-                async with aclosing(found):
-                    async for notification in found:
-                        show(notification)
-            except (AvisoWorkersError, OSError) as error:  # raised outside of the group, as itself
-                errors.append(error)
-                tasks.cancel_scope.cancel()
+            async with aclosing(found):
+                async for notification in found:
+                    show(notification)
 
-        async with anyio.create_task_group() as tasks:
+        async with task_group() as tasks:
             for event_type in selection.event_types:
                 tasks.start_soon(watch_one, event_type)
-        if errors:
-            raise errors[0]
 
     _run(app, run, spatial_arrays=spatial_arrays, as_json=as_json)
 

@@ -34,6 +34,7 @@ from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Eve
 from aviso_workers.jetstream import identities, metadata, monitoring
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
+from aviso_workers.task_groups import task_group
 
 __all__ = ["Handler", "Run", "Subscription", "consumer_spec", "keep_running", "supervise_task"]
 
@@ -464,20 +465,13 @@ async def supervise_task(task: Task, *, clock: Clock, events: Events, stop: anyi
 
 async def _run_until(stop: anyio.Event, *functions: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run the functions until one of them ends; `stop` cancels them."""
-    error: Exception | None = None
 
     async def run(function: Callable[[], Coroutine[Any, Any, None]], scope: anyio.CancelScope) -> None:
-        nonlocal error
-        try:
-            await function()
-        except Exception as raised:
-            error = raised  # raised below, outside of the group, so that it arrives as itself
+        await function()
         scope.cancel()
 
-    async with anyio.create_task_group() as tasks:
+    async with task_group() as tasks:
         for function in functions:
             tasks.start_soon(run, function, tasks.cancel_scope)
         await stop.wait()
         tasks.cancel_scope.cancel()
-    if error is not None:
-        raise error

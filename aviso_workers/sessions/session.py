@@ -58,6 +58,7 @@ from aviso_workers.state import (
 )
 from aviso_workers.state.known_agents import KnownAgents
 from aviso_workers.state.own_streams import DELAYED
+from aviso_workers.task_groups import task_group
 
 __all__ = ["Session", "is_stopping", "open_session"]
 
@@ -220,16 +221,6 @@ class Session:
         tasks: Sequence[Task],
         begun: anyio.Event | None,
     ) -> None:
-        failure: BackendError | None = None
-
-        async def watch_backend(work: anyio.CancelScope) -> None:
-            nonlocal failure
-            try:
-                await self.backend.connection.failed()
-            except BackendError as error:
-                failure = error  # raised below, outside of the group, so that it arrives as itself
-                work.cancel()
-
         async def run_task(task: Task) -> None:
             await supervise_task(task, clock=self.backend.clock, events=self._events, stop=stop)
 
@@ -251,9 +242,9 @@ class Session:
             await replicas.raise_to(wanted, provisioner=self.own_streams, clock=self.backend.clock)
 
         known_agents = KnownAgents(self.backend, app=self._app, declared={agent.name for agent in app.agents})
-        async with anyio.create_task_group() as watching:
+        async with task_group() as watching:
+            watching.start_soon(self.backend.connection.failed)
             async with anyio.create_task_group() as work:
-                watching.start_soon(watch_backend, work.cancel_scope)
                 watching.start_soon(raise_replicas)
                 watching.start_soon(self._record_failures)
                 watching.start_soon(self._record_declared, app)
@@ -268,8 +259,6 @@ class Session:
                     work.start_soon(run_task, task)
                 await stop.wait()
             watching.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
 
     async def _record_declared(self, app: Any) -> None:
         schema = self._config.notification_schema

@@ -12,8 +12,9 @@ import structlog
 from msgspec import structs
 
 from aviso_workers.app import App
-from aviso_workers.errors import AvisoWorkersError, ConfigError
+from aviso_workers.errors import ConfigError
 from aviso_workers.events import Acked, ConnectionChanged, Failed
+from aviso_workers.task_groups import task_group
 from aviso_workers.telemetry import logs
 from aviso_workers.telemetry.listeners import Listeners, listening
 from aviso_workers.telemetry.logs import log
@@ -108,20 +109,14 @@ def _running(app: App) -> list[str]:
 async def _work(app: App, ending: Ending, listeners: Listeners, member: Member | None, ready: Ready | None) -> None:
     connected, begun, stop = anyio.Event(), anyio.Event(), anyio.Event()
     app.events.listen(lambda change: connected.set() if change.connected else None, ConnectionChanged)
-    failure: AvisoWorkersError | None = None
-    async with anyio.create_task_group() as watching:
+    async with task_group() as watching:
         watching.start_soon(_obey_signals, ending, member, connected, stop, listeners, watching.cancel_scope)
         if ready is not None:
             watching.start_soon(_tell_when_begun, begun, ready, listeners.url)
         if member is not None:
             watching.start_soon(_leave_when_recycled, member, ending, connected, stop, listeners)
-        try:
-            await app.run_until(stop, listeners, begun=begun)
-        except AvisoWorkersError as error:
-            failure = error  # raised below, outside of the group, so that it arrives as itself
+        await app.run_until(stop, listeners, begun=begun)
         watching.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
 
 
 async def _obey_signals(
