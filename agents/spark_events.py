@@ -71,7 +71,7 @@ RETRY_SECONDS = 1.0
 """The wait after the server did not answer, or had no room."""
 PASSING = (UnavailableError, OutcomeUnknownError, FullError)
 """Errors that end when a server is back or somebody has made room."""
-OF_ONE_EVENT = (None, error_codes.MESSAGE_TOO_LARGE, error_codes.STREAM_FULL)
+EVENT_REFUSALS = (None, error_codes.MESSAGE_TOO_LARGE, error_codes.STREAM_FULL)
 """JetStream's codes of a refusal that is of one event: it is too large, or its subject has all that it may have. Where
 there is none, the event was refused before it was sent."""
 SLACK_SECONDS = 600.0
@@ -592,7 +592,7 @@ class _Application:
         except InvalidNotificationError as error:
             self._pass_over(message_id, error)
         except RefusedError as error:
-            if isinstance(error, DeniedError) or error.code not in OF_ONE_EVENT:
+            if isinstance(error, DeniedError) or error.code not in EVENT_REFUSALS:
                 raise UnavailableError(f"{message_id}: {error}") from error  # until a right or the stream is mended
             self._pass_over(message_id, error)
 

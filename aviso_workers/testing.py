@@ -112,7 +112,7 @@ READING = {
     *("message", "read", "read_chunks", "stream_info", "stream_names", "streams", "subject_counts"),
 }
 """The verbs of a backend that a worker has after it was ended. What it consumes then it cannot settle."""
-MOST_TURNS = 20
+MAX_TURNS = 20
 """Of the event loop, which a request of one of several workers may take longer than another."""
 CHECK_SECONDS = 0.05
 _WITHIN_CODE: ContextVar[bool] = ContextVar("within_code", default=False)
@@ -543,9 +543,9 @@ class Harness:
         """
         if max(self._count, len(self._workers)) == 1 or PROCESS.get() is None:
             return
-        turns = self._random.randrange(MOST_TURNS)
+        turns = self._random.randrange(MAX_TURNS)
         if self._clock is None:
-            await anyio.sleep(turns * NAP_SECONDS / MOST_TURNS)
+            await anyio.sleep(turns * NAP_SECONDS / MAX_TURNS)
         for _ in range(turns):
             await checkpoint()
 

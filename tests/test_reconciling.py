@@ -276,7 +276,7 @@ def test_an_answer_that_comes_byte_by_byte_is_not_awaited(beginning: bytes, monk
 
 
 def test_an_answer_that_is_too_large_is_told(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rest, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(rest, "MAX_BYTES", 1 << 20)
     answers.text = b"[" + b" " * (2 << 20) + b"]"
     with pytest.raises(SparkRestError, match="it is larger than 1 MiB: lower what Spark retains"):
         SparkRest(answers.url).applications()

@@ -26,7 +26,7 @@ __all__ = ["IN_PYTHON", "Node", "Place", "is_text", "node_of", "overlay", "parse
 FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """Six times as fast, where PyYAML was built with libyaml."""
 DEEPEST = 50
-MOST_NODES = 100_000
+MAX_NODES = 100_000
 """The most nodes of a document, counted with aliases unfolded."""
 IN_PYTHON = 10
 """The rank of what Python code declares: after the files, of which there are three at most; the environment is next."""
@@ -273,8 +273,8 @@ class _Builder:
 
     def _add(self, event: yaml.Event, size: int) -> None:
         self._count += size
-        if self._count > MOST_NODES:
-            raise self._unreadable(event, f"holds more than {MOST_NODES} values, aliases unfolded")
+        if self._count > MAX_NODES:
+            raise self._unreadable(event, f"holds more than {MAX_NODES} values, aliases unfolded")
 
     def _unreadable(self, event: yaml.Event, problem: str) -> UnreadableError:
         self.refuse(_line(event), problem)

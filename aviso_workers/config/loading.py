@@ -35,7 +35,7 @@ from aviso_workers.jetstream.fields import DeclaredStream
 __all__ = ["Examined", "completed", "examine", "load", "places"]
 
 TOKEN = "NATS_TOKEN"
-OF_PROJECT = (Path("aviso.yaml"), Path("config/aviso.yaml"))
+PROJECT_FILES = (Path("aviso.yaml"), Path("config/aviso.yaml"))
 """The places for the configuration of a project. The first that exists is read, and no other file."""
 HERE = Path("configuration/config.yaml")
 PREFIX = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")
@@ -210,11 +210,11 @@ def _files(path: str | Path | None, environ: Mapping[str, str], *, needed: bool,
     for variable in (WORKERS_FILE, SERVER_FILE):
         if variable in environ:
             return [_file(variable, environ[variable].strip())]
-    if own := next(filter(isfile, OF_PROJECT), None):
+    if own := next(filter(isfile, PROJECT_FILES), None):
         return [own]
     found = [place for place in places(environ) if isfile(place)]
     if not found and needed:
-        looked = ", ".join(map(str, (*OF_PROJECT, *places(environ))))
+        looked = ", ".join(map(str, (*PROJECT_FILES, *places(environ))))
         raise ConfigError(
             [
                 f"no configuration file: looked for {looked}; give one, name it in {WORKERS_FILE}, or declare event "
@@ -344,7 +344,7 @@ def _refuse_found_servers(reader: Reader) -> None:
     """Refuse to send the token of the environment to servers that are named by a file which nobody has named: anybody
     may have put that into the current folder."""
     servers = reader.places.get(f"{_JETSTREAM}.nats_url")
-    if servers is not None and servers.source in map(str, (*OF_PROJECT, HERE)):
+    if servers is not None and servers.source in map(str, (*PROJECT_FILES, HERE)):
         reader.refuse(
             f"{_JETSTREAM}.token",
             f"is not sent to the servers in {servers.source}, which was only found in the current folder: "

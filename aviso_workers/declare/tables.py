@@ -55,7 +55,7 @@ C = TypeVar("C")
 
 PROCESS: ContextVar[object] = ContextVar("process", default=None)
 """Which worker this code runs in, where a test plays several of them in one process: each is connected by itself."""
-MOST_HISTORY = 64
+MAX_HISTORY = 64
 PAGES = "=applied."
 """How entries of a table's bucket begin that are not keys of an author's: none is spelled so."""
 APPLIED = "Aviso-Applied"
@@ -187,8 +187,8 @@ class Table(Generic[T]):
             self._default = None if default is None else self._encode(default)
         except (TypeError, ValueError) as error:
             raise DeclarationError(f"{error}") from error  # which names the table
-        if not isinstance(history, int) or not 1 <= history <= MOST_HISTORY:
-            raise DeclarationError(f"table {name!r}: history must be from 1 to {MOST_HISTORY}, found {history!r:.100}")
+        if not isinstance(history, int) or not 1 <= history <= MAX_HISTORY:
+            raise DeclarationError(f"table {name!r}: history must be from 1 to {MAX_HISTORY}, found {history!r:.100}")
 
     @event_loops.awaited
     async def get(self, key: str) -> T:

@@ -46,7 +46,7 @@ SLOW_SECONDS = 1.0
 UNUSED_SECONDS = 10.0
 """How long the bucket is not used after a request that failed and took `SLOW_SECONDS`: each of many failing
 notifications would wait for it."""
-MOST_REMEMBERED = 100_000
+MAX_REMEMBERED = 100_000
 """Of how many notifications that it has given back a process remembers the failures, so that a redelivery needs no
 read, and where they cannot be stored: of as many as an agent may have ack pending, which takes about 35 MB."""
 
@@ -156,9 +156,9 @@ class Failures:
                 failures=failures, ended=ended, began="beside_others" if worker_died else None, stored=self._stored
             )
             if not stored:
-                _remember(self._unstored, key, record, most=MOST_REMEMBERED)
+                _remember(self._unstored, key, record, most=MAX_REMEMBERED)
             elif not kept and not worker_died:
-                _remember(self._given_back, key, (record, delivery.num_delivered), most=MOST_REMEMBERED)
+                _remember(self._given_back, key, (record, delivery.num_delivered), most=MAX_REMEMBERED)
             then(record)
 
         if worker_died:
@@ -173,7 +173,7 @@ class Failures:
     def note_postponed(self, delivery: Delivery, record: Record) -> None:
         """Note that a delivery is given back although no handler has begun: that explains why it comes again."""
         postponed = structs.replace(record, ended=record.ended + 1)
-        _remember(self._given_back, _key(delivery), (postponed, delivery.num_delivered), most=MOST_REMEMBERED)
+        _remember(self._given_back, _key(delivery), (postponed, delivery.num_delivered), most=MAX_REMEMBERED)
 
     async def forget(self, delivery: Delivery, record: Record) -> None:
         """Forget the failures of a delivery that is settled."""

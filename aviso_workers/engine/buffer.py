@@ -31,15 +31,15 @@ from aviso_workers.declare.verdicts import Record
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.ordering_keys import OrderingKeys, sequence_of
 
-__all__ = ["MOST_WAITING_BYTES", "Buffer"]
+__all__ = ["MAX_WAITING_BYTES", "Buffer"]
 
 TURN_SECONDS = 0.005
 """Handlers that never wait get so long before others of the loop have a turn."""
 HEARTBEATS_AT_ONCE = 1000
 """Deliveries that are reported in progress before others of the loop have a turn."""
-MOST_WAITING_BYTES = 16 * 1024 * 1024
+MAX_WAITING_BYTES = 16 * 1024 * 1024
 """The most that the waiting deliveries of an agent may have in one process. A larger message is pulled by itself."""
-MOST_SURPLUS_BYTES = MOST_WAITING_BYTES // 2
+MAX_SURPLUS_BYTES = MAX_WAITING_BYTES // 2
 """Above this, deliveries that cannot begin yet are kept without their bodies, so that other keys have space."""
 
 
@@ -520,7 +520,7 @@ class Buffer:
     def _leave_out_body(self, delivery: Delivery) -> None:
         """Drop the body of a delivery that cannot begin yet, where the bodies are too large together."""
         size = len(delivery.message.data)
-        if not size or self.waiting_bytes <= MOST_SURPLUS_BYTES or not delivery.can_be_read_again:
+        if not size or self.waiting_bytes <= MAX_SURPLUS_BYTES or not delivery.can_be_read_again:
             return
         delivery.bodiless = True
         self._bodiless += 1

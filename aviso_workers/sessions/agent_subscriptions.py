@@ -26,7 +26,7 @@ from aviso_workers.engine.consumer_recorder import ConsumerRecorder
 from aviso_workers.engine.dead_letter_store import DeadLetterStore, Requeued
 from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.feeds import Feed
-from aviso_workers.engine.flow import MOST_PREFETCH, Flow
+from aviso_workers.engine.flow import MAX_PREFETCH, Flow
 from aviso_workers.engine.handlers.batch import InBatches
 from aviso_workers.engine.handlers.one import HandlerContext, OneByOne
 from aviso_workers.engine.handlers.outputs import Outputs
@@ -105,7 +105,7 @@ class AgentSubscriptions:
             workers=policy.concurrency,
             least=_prefetch(agent),
             # A singleton holds one at a time, and asks for the next one whenever one begins.
-            most=1 if policy.singleton else MOST_PREFETCH,
+            most=1 if policy.singleton else MAX_PREFETCH,
             key=topics.key_of(where.topic, policy.order_by) if policy.order_by else None,
             isolation=self._isolation,
             on_lost=singleton_calls.end if singleton_calls and agent.can_be_cancelled else None,

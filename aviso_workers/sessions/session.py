@@ -65,7 +65,7 @@ UPGRADED_SECONDS = 5.0
 """How often a worker looks whether a server that was too old to deliver later has been upgraded; nothing is sent."""
 LAST_RECORD_SECONDS = 2.0
 """How long a worker that stops takes at most to record its last failures."""
-MOST_FOREIGN = 10_000
+MAX_FOREIGN = 10_000
 """How many foreign messages are remembered, so that each is told once."""
 
 _STOP: ContextVar[anyio.Event | None] = ContextVar("stop", default=None)
@@ -392,7 +392,7 @@ async def open_session(
     def on_foreign(*, stream: str, sequence: int, problem: str) -> None:
         if (stream, sequence) in foreign:
             return
-        if len(foreign) == MOST_FOREIGN:
+        if len(foreign) == MAX_FOREIGN:
             foreign.clear()
         foreign.add((stream, sequence))
         error = UndecodableError(problem)

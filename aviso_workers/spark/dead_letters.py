@@ -24,7 +24,7 @@ from aviso_workers.errors import InvalidNotificationError, PipelineError
 __all__ = ["DeadLetters", "check_present", "divided", "excerpt"]
 
 REASON = "reason"
-MOST_SHOWN = 200
+MAX_SHOWN = 200
 """Characters of a row in an error."""
 NAME_BYTES = 16
 
@@ -52,7 +52,7 @@ def divided(
 def excerpt(row: pa.RecordBatch) -> str:
     """Return the beginning of a row as text, for an error message."""
     text = str(row.to_pylist()[0])
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 class DeadLetters:

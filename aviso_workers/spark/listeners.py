@@ -49,7 +49,7 @@ from aviso_workers.spark.job_events import EVENT_TYPE, Application, JobEvent
 __all__ = ["Listener", "listen"]
 
 QUEUE = "aviso"
-MOST_WAITING = 10_000
+MAX_WAITING = 10_000
 """Events between Spark and the thread that publishes; with more than that, the newest are dropped."""
 AGAIN_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
@@ -147,8 +147,8 @@ class Listener:
             return
         if event is None:
             return
-        if len(self._waiting) >= MOST_WAITING:
-            self._drop("spark_listener.full", waiting=MOST_WAITING)
+        if len(self._waiting) >= MAX_WAITING:
+            self._drop("spark_listener.full", waiting=MAX_WAITING)
             return
         self._waiting.append(_WaitingEvent(event, time.monotonic() - _age_seconds(event)))
         self._loop.call_soon_threadsafe(self._wake.set)

@@ -32,9 +32,9 @@ T = TypeVar("T")
 ANSWER_SECONDS = 60.0
 """How long a whole answer may take. A history server reads the whole log of an application when it is first asked for
 it."""
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Of one answer. A job, stage or execution has a few hundred bytes."""
-MOST_EXECUTIONS = 1_000_000
+MAX_EXECUTIONS = 1_000_000
 RUNNING, SUCCEEDED, FAILED, ENDED = "running", "succeeded", "failed", "ended"
 WORDS = {"SUCCEEDED": SUCCEEDED, "COMPLETE": SUCCEEDED, "COMPLETED": SUCCEEDED, "FAILED": FAILED}
 """What Spark calls the ends of jobs, stages and SQL executions. Its other words are not ends."""
@@ -118,7 +118,7 @@ class SparkRest:
         for stage in self._get(f"{path}/stages", list[_Stage]):
             if stage.status not in NEVER_BEGUN:
                 states["stage", f"{stage.stage_id}.{stage.attempt_id}"] = WORDS.get(stage.status, RUNNING)
-        length = f"?details=false&planDescription=false&length={MOST_EXECUTIONS}"
+        length = f"?details=false&planDescription=false&length={MAX_EXECUTIONS}"
         for execution in self._get(f"{path}/sql{length}", list[_Execution]):
             states["sql", str(execution.id)] = WORDS.get(execution.status, RUNNING)
         return states
@@ -148,8 +148,8 @@ def _read(url: str) -> bytes:
     def read() -> None:
         try:
             with _open(url, timeout=ANSWER_SECONDS) as response:
-                body = response.read(MOST_BYTES + 1)
-                if response.length and len(body) <= MOST_BYTES:
+                body = response.read(MAX_BYTES + 1)
+                if response.length and len(body) <= MAX_BYTES:
                     raise http.client.IncompleteRead(body, response.length)
                 answer.set_result(body)
         except Exception as error:
@@ -160,8 +160,8 @@ def _read(url: str) -> bytes:
     if not answer.done():
         raise TimeoutError(f"it is not complete after {ANSWER_SECONDS:g} s: see whether the server is overloaded")
     body = answer.result()
-    if len(body) > MOST_BYTES:
+    if len(body) > MAX_BYTES:
         raise OSError(
-            f"it is larger than {MOST_BYTES >> 20} MiB: lower what Spark retains, such as spark.ui.retainedJobs"
+            f"it is larger than {MAX_BYTES >> 20} MiB: lower what Spark retains, such as spark.ui.retainedJobs"
         )
     return body

@@ -46,7 +46,7 @@ __all__ = [
     "unfinished",
 ]
 
-OF_WINDOWS = "_windows_"
+BUCKET_INFIX = "_windows_"
 EARLIEST, LATEST = -62_135_596_800, 253_370_764_800
 """Seconds since 1970 UTC: the beginnings of the years 1 and 9999. No datetime tells the end of a much later window."""
 NO_KEY = "="
@@ -55,19 +55,19 @@ PROGRESS, PAGES = "=passed", "=counted."
 """What no key of an author's is spelled like."""
 KEPT = (
     Kept(
-        bucket=f"<app>{OF_WINDOWS}<agent>",
+        bucket=f"<app>{BUCKET_INFIX}<agent>",
         key=f"<key>, or {NO_KEY}",
         holds="the open windows of a key, and the newest notifications counted in them (`declare.windows.State`)",
         until="a day after its last window was done",
     ),
     Kept(
-        bucket=f"<app>{OF_WINDOWS}<agent>",
+        bucket=f"<app>{BUCKET_INFIX}<agent>",
         key=PROGRESS,
         holds="what is known for all keys (`declare.windows.Progress`)",
         until="for ever",
     ),
     Kept(
-        bucket=f"<app>{OF_WINDOWS}<agent>",
+        bucket=f"<app>{BUCKET_INFIX}<agent>",
         key=f"{PAGES}<number>",
         holds="older notifications that were counted and are not settled (`declare.windows.Page`)",
         until="until all before them are settled",
@@ -266,7 +266,7 @@ def bucket_key(key: str) -> str:
 
 def bucket_of(app: str, agent: str) -> str:
     """Return the bucket of the agent's windows."""
-    return f"{app}{OF_WINDOWS}{agent}"
+    return f"{app}{BUCKET_INFIX}{agent}"
 
 
 def is_own(entry: Entry) -> bool:

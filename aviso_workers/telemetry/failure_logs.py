@@ -27,7 +27,7 @@ OBSERVED = tuple(kind for kind in all_kinds() if kind.many is not None)
 PERIOD_SECONDS = 10.0
 LINES_PER_PERIOD = 10
 """Of one kind; more are only counted."""
-MOST_KINDS = 1000
+MAX_KINDS = 1000
 """Kinds that are remembered: of the one that was seen first, the next failure has its traceback again."""
 
 
@@ -109,7 +109,7 @@ class FailureLog:
         return True
 
     def _remember(self, kind: _Kind) -> _Seen:
-        if len(self._seen) >= MOST_KINDS:
+        if len(self._seen) >= MAX_KINDS:
             oldest = next(iter(self._seen))
             self._begin_period(oldest, self._seen.pop(oldest))
         self._seen[kind] = seen = _Seen(self._now())

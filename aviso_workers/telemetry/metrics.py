@@ -68,7 +68,7 @@ DEAD_LETTER_REASONS = (
     "worker_died",
 )
 ENDINGS = ("crashed", "in_order", "killed")
-MOST_REASONS = 50
+MAX_REASONS = 50
 """Reasons after these are counted as one, because authors may make up names of exceptions as they go."""
 COUNTER: Kind = "counter"
 GAUGE: Kind = "gauge"
@@ -121,7 +121,7 @@ class _Counts(dict[str, int]):
         super().__init__(dict.fromkeys(known, 0))
 
     def add(self, word: str, count: int = 1) -> None:
-        known = word if word in self or len(self) < MOST_REASONS else "other"
+        known = word if word in self or len(self) < MAX_REASONS else "other"
         self[known] = self.get(known, 0) + count
 
 
@@ -244,7 +244,7 @@ class Metric(Struct, frozen=True):
         return f"aviso_worker_{self.name}{'_total' if self.kind == COUNTER else ''}"
 
 
-OF_PROCESS = (
+PROCESS_METRICS = (
     Metric(
         GAUGE,
         "ready",
@@ -461,7 +461,7 @@ METRICS = {
     ("version",): (
         Metric(GAUGE, "build_info", "Always 1; the label is the version of aviso-workers that runs.", lambda _: 1),
     ),
-    ("app",): OF_PROCESS,
+    ("app",): PROCESS_METRICS,
     ("app", "base"): PER_BASE,
     ("app", "agent", "base"): PER_AGENT,
     ("app", "timer"): PER_TIMER,
@@ -469,7 +469,7 @@ METRICS = {
     ("app", "agent"): PER_WINDOWS,
 }
 """All of a worker process, by the labels that they have in common."""
-OF_FLEET: dict[tuple[str, ...], tuple[Metric, ...]] = {
+FLEET_METRICS: dict[tuple[str, ...], tuple[Metric, ...]] = {
     ("app", "process"): (
         Metric(
             GAUGE,
@@ -699,7 +699,7 @@ class FleetMetrics:
 
     def render(self) -> bytes:
         """Return the numbers in Prometheus' text format."""
-        own = self._table.render(OF_FLEET, dict.fromkeys(OF_FLEET, self._rows))
+        own = self._table.render(FLEET_METRICS, dict.fromkeys(FLEET_METRICS, self._rows))
         return own + exposition.joined(self._scrape(), label="process").encode()
 
 

@@ -26,7 +26,7 @@ __all__ = ["run", "serve"]
 
 Ready = Callable[[str], None]
 """Called once all agents read their streams, with the URL of the status port."""
-MOST_TOLD = 20
+MAX_TOLD = 20
 """How many running notifications are named, any of which may have ended the event loop."""
 
 
@@ -101,8 +101,8 @@ def _running(app: App) -> list[str]:
         if (run := app.runs.get(agent.name)) is not None
         for delivery in [*run.buffer.taken(), *run.abandoned]
     ]
-    more = len(all_running) - MOST_TOLD
-    return all_running if more <= 0 else [*all_running[:MOST_TOLD], f"and {more} more"]
+    more = len(all_running) - MAX_TOLD
+    return all_running if more <= 0 else [*all_running[:MAX_TOLD], f"and {more} more"]
 
 
 async def _work(app: App, ending: Ending, listeners: Listeners, member: Member | None, ready: Ready | None) -> None:

@@ -138,7 +138,7 @@ async def test_those_that_are_due_next_are_kept_of_very_many(backend: InMemoryBa
     for sequence in range(200):
         failures.note("agents", "index", raised("a"), again_in_seconds=sequence, retrying=retrying(sequence))
     await failures.write()
-    assert len((await recorded(backend)).retrying) == failure_recorder.MOST_RETRYING
+    assert len((await recorded(backend)).retrying) == failure_recorder.MAX_RETRYING
 
 
 async def test_a_timer_fails_until_it_succeeds(backend: InMemoryBackend, failures: LastFailures) -> None:

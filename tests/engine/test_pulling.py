@@ -19,7 +19,7 @@ from aviso_workers.clocks import Clock, LoopClock, VirtualClock
 from aviso_workers.config import Config
 from aviso_workers.engine import flow as in_flight
 from aviso_workers.engine.buffer import Buffer
-from aviso_workers.engine.flow import MOST_PREFETCH, PREFETCH_SECONDS, Flow
+from aviso_workers.engine.flow import MAX_PREFETCH, PREFETCH_SECONDS, Flow
 from aviso_workers.engine.subscription import Run
 from aviso_workers.errors import UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStopped, Settled
@@ -359,7 +359,7 @@ async def test_what_it_asks_for_follows_the_pace_at_which_handling_begins() -> N
     await begin(1000, every_seconds=0.001)
     assert 90 <= run.capacity() <= 110  # a tenth of a second's worth
     await begin(4000, every_seconds=0.00005)
-    assert run.capacity() == MOST_PREFETCH
+    assert run.capacity() == MAX_PREFETCH
     await begin(200, every_seconds=1.0)
     assert run.capacity() == 2
 
@@ -389,7 +389,7 @@ class TestBytes:
 
     @pytest.fixture(autouse=True)
     def small_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(in_flight, "MOST_WAITING_BYTES", 1000)
+        monkeypatch.setattr(in_flight, "MAX_WAITING_BYTES", 1000)
 
     @staticmethod
     def run_with_room_for(count: int) -> Run:

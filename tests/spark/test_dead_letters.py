@@ -76,7 +76,7 @@ def test_a_file_that_a_power_cut_has_left_empty_is_written_again(tmp_path: Path)
 def test_a_row_is_cut_in_an_error() -> None:
     assert dead_letters.excerpt(batch_of(1)) == "{'step': 1}"
     long = pa.RecordBatch.from_pydict({"payload": ["x" * 1000]})
-    assert len(dead_letters.excerpt(long)) == dead_letters.MOST_SHOWN + len("...")
+    assert len(dead_letters.excerpt(long)) == dead_letters.MAX_SHOWN + len("...")
 
 
 class TestTheEndOfAWrite:

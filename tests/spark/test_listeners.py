@@ -118,7 +118,7 @@ async def test_without_a_server_spark_works_on_and_what_is_dropped_is_counted(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(listeners, "MOST_WAITING", 5)
+    monkeypatch.setattr(listeners, "MAX_WAITING", 5)
     server.stop()
     spark = await anyio.to_thread.run_sync(start_spark, tmp_path / "logs", {})
     try:

@@ -23,7 +23,7 @@ from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 
 __all__ = ["Management"]
 
-MOST_LISTINGS = 5
+MAX_LISTINGS = 5
 """How often a listing is begun again, because it changed while it was read."""
 
 
@@ -182,7 +182,7 @@ class Management:
 
     async def _listing(self, subject: str, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return all pages of a listing, which is begun again where the number of entries changes meanwhile."""
-        for _ in range(MOST_LISTINGS):
+        for _ in range(MAX_LISTINGS):
             pages: list[dict[str, Any]] = []
             offset = 0  # not by how many came: a cluster leaves out those that do not answer
             while not pages or pages[-1]["total"] == pages[0]["total"]:

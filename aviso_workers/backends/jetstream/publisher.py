@@ -25,7 +25,7 @@ from aviso_workers.jetstream import error_codes, subjects
 __all__ = ["Publisher", "encode", "encode_all"]
 
 
-MOST_BYTES_OF_CHARACTER = 4
+MAX_BYTES_OF_CHARACTER = 4
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -140,7 +140,7 @@ class Publisher:
             code = error.get("err_code")
             if not is_own and answer.stream and code != error_codes.WRONG_STREAM:  # which names the other stream
                 return None
-            if setting := error_codes.OF_SETTING.get(code):
+            if setting := error_codes.ALLOWING_SETTINGS.get(code):
                 error["description"] = f"stream {outgoing.stream} does not take it, switch on its {setting}"
             return faults.from_api(_described(outgoing), error)
         if not is_own:
@@ -213,7 +213,7 @@ def encode_all(stream: str, chunk: OutgoingChunk, *, most: int) -> list[tuple[by
     headers = [b"NATS/1.0\r\nNats-Msg-Id: %b%b" % (message_id.encode(), ends) for message_id in chunk.message_ids]
     largest = max(map(len, headers)) + max(map(len, chunk.data))
     plain = _are_plain(chunk.subjects) and _are_plain(chunk.message_ids)
-    short = max(map(len, chunk.subjects)) * MOST_BYTES_OF_CHARACTER <= LONGEST_SUBJECT
+    short = max(map(len, chunk.subjects)) * MAX_BYTES_OF_CHARACTER <= LONGEST_SUBJECT
     if any(chunk.headers) or largest > most or not (plain and short):
         return [(*encode(each, most=most), each.message.data) for each in chunk.each(stream)]
     return list(zip([subject.encode() for subject in chunk.subjects], headers, chunk.data, strict=True))

@@ -47,7 +47,7 @@ INACTIVE_SECONDS = 60
 """After this long without a pull the server removes the consumer: longer than any heartbeat, short for a crash."""
 CHECK_SECONDS = 1.0
 """When nothing has come for so long, the stream's leader is asked whether anything is left to come."""
-MOST_CHECKS = 10
+MAX_CHECKS = 10
 """How often in a row it may say so, while nothing comes."""
 CREATE_SECONDS = 1.0
 """A server that lives creates a consumer within milliseconds."""
@@ -340,7 +340,7 @@ class _Reader:
         else:
             return seen == self._seen
         self._checks += 1
-        if self._checks > MOST_CHECKS and seen == self._seen:
+        if self._checks > MAX_CHECKS and seen == self._seen:
             raise UnavailableError(f"consumer {self._consumer} delivers nothing of {self._stream} after {seen}")
         return False
 

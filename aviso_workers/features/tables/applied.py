@@ -40,7 +40,7 @@ CERTAIN_SECONDS = 30 * DAY_SECONDS
 """The page of a notification is certainly kept until its dead letter is as old as this; clocks may differ by a day."""
 LISTED = 64
 """A header lists at most so many notifications of an agent; when it is full, the older half is moved to pages."""
-MOST_STREAMS = 8
+MAX_STREAMS = 8
 """A page keeps the bits of at most so many streams that had the name one after another."""
 DIGEST_BYTES = 16
 NEVER = -(2**53)
@@ -115,7 +115,7 @@ class Page(Struct, frozen=True):
             when = max((each for each in (*streams, created) if each <= time), default=NEVER)
             stored_by[when][sequence] = time
         streams |= {when: streams.get(when, Bits(when)).plus(stored) for when, stored in stored_by.items()}
-        return Page(tuple(streams[each] for each in sorted(streams, reverse=True)[:MOST_STREAMS]))
+        return Page(tuple(streams[each] for each in sorted(streams, reverse=True)[:MAX_STREAMS]))
 
 
 class AppliedNotifications:

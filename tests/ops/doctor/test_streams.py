@@ -13,7 +13,7 @@ from aviso_workers import App
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.jetstream.info import Lost, Source
-from aviso_workers.jetstream.metadata import FENCED, OF_SET, UNFINISHED
+from aviso_workers.jetstream.metadata import FENCED, SET_MARK, UNFINISHED
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.mirrors import PROMOTED
 from aviso_workers.state import dead_letter_records
@@ -50,7 +50,7 @@ async def break_streams(loaded: Config) -> None:
         await add_stream(server, "HEAVY", max_bytes=10_000, discard="new")
         await publish(server, "HEAVY", 1, size=9_700)
         await add_stream(server, "HALF", metadata={UNFINISHED: "true"})
-        await add_stream(server, "HALF_OF_SET", metadata={UNFINISHED: f"whole, {OF_SET}0123"})
+        await add_stream(server, "HALF_OF_SET", metadata={UNFINISHED: f"whole, {SET_MARK}0123"})
         await add_stream(server, "UNHEARD", retention="interest")
         await add_stream(server, "HEARD", retention="interest")
         await add_consumer(server, "HEARD", "reader")
