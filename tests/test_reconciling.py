@@ -34,11 +34,11 @@ from aviso_workers.ops.spark_reconciliation import (
 )
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import rest
-from aviso_workers.spark.job_events import Application, JobEvent
+from aviso_workers.spark.job_events import JobEvent, SparkApplication
 from aviso_workers.spark.rest import SparkRest, States
 from tests.waits import PATIENCE_SECONDS
 
-APPLICATION = Application(id="local-1")
+APPLICATION = SparkApplication(id="local-1")
 APPLICATIONS = b'[{"id": "bad", "attempts": [{"completed": true}]}, {"id": "app-1", "attempts": [{"completed": true}]}]'
 
 
@@ -146,7 +146,7 @@ def test_the_command_tells_of_all_others_and_ends_with_2(
     assert told.err.startswith("bad: not compared: http://127.0.0.1")
 
 
-async def nothing_published(replay: Any, config: Any, application: Application) -> Published:
+async def nothing_published(replay: Any, config: Any, application: SparkApplication) -> Published:
     return Published({}, Counter())
 
 

@@ -27,7 +27,7 @@ from msgspec import structs
 from aviso_workers.aviso.codec import lacks_body
 from aviso_workers.backends import Delivery, Message
 from aviso_workers.clocks import Clock
-from aviso_workers.declare.verdicts import Record
+from aviso_workers.declare.verdicts import DeliveryRecord
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.ordering_keys import OrderingKeys, sequence_of
 
@@ -171,11 +171,11 @@ class Buffer:
         deleted and recreated."""
         return self._held.get(delivery.message.sequence) is delivery
 
-    def record_of(self, delivery: Delivery) -> Record | None:
+    def record_of(self, delivery: Delivery) -> DeliveryRecord | None:
         """Return what is known of earlier deliveries and attempts; None where nothing is, as of nearly all."""
         return delivery.record if self.holds(delivery) else None
 
-    def note_record(self, delivery: Delivery, record: Record) -> None:
+    def note_record(self, delivery: Delivery, record: DeliveryRecord) -> None:
         """Keep what is known of earlier deliveries and attempts for as long as the delivery is held."""
         delivery.record = record
 
@@ -540,7 +540,7 @@ class Buffer:
             self._subtract_bytes(delivery)
             withdrawn.append(delivery)
         if self._keys is not None:
-            self._keys.keep(self.holds)
+            self._keys.drop_unheld(self.holds)
         return withdrawn
 
     def _subtract_bytes(self, delivery: Delivery) -> None:

@@ -43,7 +43,7 @@ class _Noted(Struct):
 
 
 class LastFailures:
-    """Records the failures that one worker notes. Keep `keep` running beside it."""
+    """Records the failures that one worker notes. Keep `keep_writing` running beside it."""
 
     def __init__(self, backend: Backend, *, app: str) -> None:
         self._backend = backend
@@ -103,7 +103,7 @@ class LastFailures:
                 self._over.add(timer)
                 self._changed.set()
 
-    async def keep(self) -> None:
+    async def keep_writing(self) -> None:
         """Record what is noted; cancel this to end it."""
         while True:
             await self._changed.wait()

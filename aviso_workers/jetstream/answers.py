@@ -38,20 +38,20 @@ SOURCE = "Nats-Stream-Source"
 """The header that a server adds to what one stream has from another."""
 
 
-class _Named(Struct):
+class _NamedConfig(Struct):
     name: str = ""
 
 
-class _Answer(Struct):
+class _ApiAnswer(Struct):
     type: str = ""
     stream: str = ""
     """Of an acknowledgement of a message."""
-    config: _Named | None = None
+    config: _NamedConfig | None = None
     stream_name: str = ""
     name: str = ""
 
 
-_decode = msgspec.json.Decoder(_Answer).decode
+_decode = msgspec.json.Decoder(_ApiAnswer).decode
 
 
 def belongs_to(request: str, answer: bytes) -> bool:

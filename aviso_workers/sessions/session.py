@@ -29,7 +29,7 @@ from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.key_value import retried
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.replay import Replayer
-from aviso_workers.engine.subscription import Run, Subscription, keep_running, supervise_task
+from aviso_workers.engine.subscription import Subscription, SubscriptionRun, keep_running, supervise_task
 from aviso_workers.errors import BackendError, NotFoundError, UndecodableError, UnknownEventTypeError
 from aviso_workers.events import (
     AgentDisturbed,
@@ -93,7 +93,7 @@ class Session:
         self.publisher = Publisher(
             backend, config=config, provisioner=self.provisioner, own_streams=self.own_streams, events=events
         )
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, SubscriptionRun] = {}
         """The agents at work, by name."""
         self._dead_letters = DeadLetterStore(backend, app=app, config=config, provisioner=self.own_streams)
         self._last_failures = LastFailures(backend, app=app)
@@ -281,7 +281,7 @@ class Session:
     async def _record_failures(self) -> None:
         with self._events.heard_by(self._last_failures.observe, Ticked, TaskFailed, WindowDone):
             try:
-                await self._last_failures.keep()
+                await self._last_failures.keep_writing()
             finally:
                 with clocks.move_on_after(self.backend.clock, LAST_RECORD_SECONDS) as last:
                     last.shield = True

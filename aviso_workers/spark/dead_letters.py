@@ -21,7 +21,7 @@ from aviso_workers import files
 from aviso_workers.backends import OutgoingChunk
 from aviso_workers.errors import InvalidNotificationError, PipelineError
 
-__all__ = ["DeadLetters", "check_present", "divided", "excerpt"]
+__all__ = ["RefusedRows", "check_present", "divided", "excerpt"]
 
 REASON = "reason"
 MAX_SHOWN = 200
@@ -55,7 +55,7 @@ def excerpt(row: pa.RecordBatch) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-class DeadLetters:
+class RefusedRows:
     """The refused rows of one task. `save` writes them to a file that is named by a digest of their content.
 
     So a task that is run again with the same rows writes the same file, and one that has other rows writes another.

@@ -44,7 +44,7 @@ from aviso_workers.events import Events
 from aviso_workers.sessions.session import Session, open_session
 from aviso_workers.spark import job_events
 from aviso_workers.spark.duplicate_window import DuplicateWindow
-from aviso_workers.spark.job_events import EVENT_TYPE, Application, JobEvent
+from aviso_workers.spark.job_events import EVENT_TYPE, JobEvent, SparkApplication
 
 __all__ = ["Listener", "listen"]
 
@@ -80,7 +80,7 @@ def listen(spark: Any, *, config: Config | str | Path | None = None) -> Listener
     loaded = config if isinstance(config, Config) else load(config)
     if EVENT_TYPE not in loaded.notification_schema:
         raise UnknownEventTypeError(EVENT_TYPE, loaded.notification_schema)
-    application = Application.of_run(spark.conf.get("spark.app.id"), spark.conf.get("spark.app.attempt.id", None))
+    application = SparkApplication.of_run(spark.conf.get("spark.app.id"), spark.conf.get("spark.app.attempt.id", None))
     listener = Listener(loaded, application)
     remote = type(spark).__module__.startswith("pyspark.sql.connect.")
     listener.start(_listen_to_queries if remote else _listen_to_jobs, spark)
@@ -96,7 +96,7 @@ class _WaitingEvent(Struct, frozen=True):
 class Listener:
     """A running listener. `close`, the end of its `with` block or the end of the process stops it."""
 
-    def __init__(self, config: Config, application: Application) -> None:
+    def __init__(self, config: Config, application: SparkApplication) -> None:
         self.stored = 0
         """Events that the stream holds, whoever published them first."""
         self.dropped = 0

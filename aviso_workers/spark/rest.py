@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from aviso_workers.errors import SparkRestError
-from aviso_workers.spark.job_events import Application
+from aviso_workers.spark.job_events import SparkApplication
 
 __all__ = ["ENDED", "FAILED", "RUNNING", "SUCCEEDED", "SparkRest", "States"]
 
@@ -66,7 +66,7 @@ class _Attempt(Struct, rename="camel"):
     attempt_id: str | None = None
 
 
-class _Application(Struct, rename="camel"):
+class _RestApplication(Struct, rename="camel"):
     id: str
     attempts: list[_Attempt]
 
@@ -105,13 +105,13 @@ class SparkRest:
     def applications(self, *, since: datetime | None = None) -> list[tuple[str, str | None, bool]]:
         """Return the attempts that began `since` then: id, attempt (None: there is but one), and whether it ended."""
         query = f"?minDate={since:%Y-%m-%dT%H:%M:%S.000}GMT" if since else ""
-        found = self._get(query, list[_Application])
+        found = self._get(query, list[_RestApplication])
         return [(each.id, attempt.attempt_id, attempt.completed) for each in found for attempt in each.attempts]
 
     def states(self, application_id: str, attempt: str | None, *, ended: bool) -> States:
         """Return the states of the application, its jobs, stages and SQL executions."""
         path = f"/{urllib.parse.quote(application_id)}" + (f"/{urllib.parse.quote(attempt)}" if attempt else "")
-        application = Application.of_run(application_id, attempt)
+        application = SparkApplication.of_run(application_id, attempt)
         states = {("application", application.id): ENDED if ended else RUNNING}
         for job in self._get(f"{path}/jobs", list[_Job]):
             states["job", str(job.job_id)] = WORDS.get(job.status, RUNNING)

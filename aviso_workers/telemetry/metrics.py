@@ -21,7 +21,7 @@ from aviso_workers.backends import ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.declare.agents import Agent, Task
 from aviso_workers.declare.timers import Timer
-from aviso_workers.engine.subscription import Run
+from aviso_workers.engine.subscription import SubscriptionRun
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.events import (
     Acked,
@@ -136,7 +136,7 @@ class Missed(Struct, frozen=True, kw_only=True):
 class _Agent:
     """The numbers of one agent."""
 
-    def __init__(self, run: Callable[[], Run | None]) -> None:
+    def __init__(self, run: Callable[[], SubscriptionRun | None]) -> None:
         self.run = run
         self.pending = self.ack_pending = self.missed = math.nan
         self.outcomes = _Counts(OUTCOMES)
@@ -206,7 +206,7 @@ class _Agent:
             stored_to_settled = [max(0.0, seconds) for seconds in stored_to_settled]
         self.stored_to_settled.add(stored_to_settled)
 
-    def of_run(self, read: Callable[[Run], float]) -> float:
+    def of_run(self, read: Callable[[SubscriptionRun], float]) -> float:
         """Something of what the agent holds; 0 while it does not run."""
         run = self.run()
         return 0 if run is None else read(run)
@@ -501,7 +501,7 @@ class Measurable(Protocol):
     def config(self) -> Config: ...
 
     @property
-    def runs(self) -> Mapping[str, Run]: ...
+    def runs(self) -> Mapping[str, SubscriptionRun]: ...
 
 
 class Metrics:
@@ -627,7 +627,7 @@ class Metrics:
     def _leadership(self, event: LeadershipHindered | LeadershipUnhindered) -> None:
         (self.hindered.add if isinstance(event, LeadershipHindered) else self.hindered.discard)(event.bucket)
 
-    def _keep_measured(self, event: Measured) -> None:
+    def _note_measured(self, event: Measured) -> None:
         self._measured[event.name] = event
 
     COUNTED: ClassVar[Mapping[type[Event], Callable[[Metrics, Any], None]]] = {
@@ -645,7 +645,7 @@ class Metrics:
         ForeignAnswer: _foreign_answer,
         LeadershipHindered: _leadership,
         LeadershipUnhindered: _leadership,
-        Measured: _keep_measured,
+        Measured: _note_measured,
         NotReadAgain: _read_again,
         Published: _count_published,
         ReadAgain: _read_again,
@@ -761,7 +761,7 @@ def _gauge(measured: Measured) -> str:
     return "".join(lines)
 
 
-def _run_of(app: Measurable, agent: str) -> Callable[[], Run | None]:
+def _run_of(app: Measurable, agent: str) -> Callable[[], SubscriptionRun | None]:
     return lambda: app.runs.get(agent)
 
 

@@ -19,7 +19,7 @@ from aviso_workers.telemetry.listeners import Listeners, listening
 from aviso_workers.telemetry.logs import log
 from aviso_workers.worker import loops, threads_run_on
 from aviso_workers.worker.ending import Ending
-from aviso_workers.worker.fleet_process import Member
+from aviso_workers.worker.fleet_process import FleetMember
 
 __all__ = ["run", "serve"]
 
@@ -34,7 +34,7 @@ def run(
     app: App,
     *,
     status_port: int | None = None,
-    member: Member | None = None,
+    member: FleetMember | None = None,
     quiet: bool = False,
     ready: Ready | None = None,
 ) -> None:
@@ -61,7 +61,7 @@ async def serve(
     ending: Ending,
     *,
     status_port: int | None = None,
-    member: Member | None = None,
+    member: FleetMember | None = None,
     quiet: bool = False,
     ready: Ready | None = None,
 ) -> None:
@@ -105,7 +105,9 @@ def _running(app: App) -> list[str]:
     return all_running if more <= 0 else [*all_running[:MAX_TOLD], f"and {more} more"]
 
 
-async def _work(app: App, ending: Ending, listeners: Listeners, member: Member | None, ready: Ready | None) -> None:
+async def _work(
+    app: App, ending: Ending, listeners: Listeners, member: FleetMember | None, ready: Ready | None
+) -> None:
     connected, begun, stop = anyio.Event(), anyio.Event(), anyio.Event()
     app.events.listen(lambda change: connected.set() if change.connected else None, ConnectionChanged)
     failure: AvisoWorkersError | None = None
@@ -126,7 +128,7 @@ async def _work(app: App, ending: Ending, listeners: Listeners, member: Member |
 
 async def _obey_signals(
     ending: Ending,
-    member: Member | None,
+    member: FleetMember | None,
     connected: anyio.Event,
     stop: anyio.Event,
     listeners: Listeners,
@@ -152,7 +154,7 @@ async def _tell_when_begun(begun: anyio.Event, ready: Ready, status_url: str) ->
 
 
 async def _leave_when_recycled(
-    member: Member, ending: Ending, connected: anyio.Event, stop: anyio.Event, listeners: Listeners
+    member: FleetMember, ending: Ending, connected: anyio.Event, stop: anyio.Event, listeners: Listeners
 ) -> None:
     await connected.wait()
     reason = await member.until_recycled()

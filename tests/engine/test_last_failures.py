@@ -64,7 +64,7 @@ async def test_the_first_failure_is_recorded_at_once_and_those_that_follow_toget
     backend: InMemoryBackend, failures: LastFailures
 ) -> None:
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(failures.keep)
+        tasks.start_soon(failures.keep_writing)
         failures.note("agents", "index", raised("no field\nhere"))
         await pass_time(backend, WRITE_SECONDS / 2)
         first = await recorded(backend)

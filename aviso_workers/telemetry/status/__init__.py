@@ -96,7 +96,7 @@ class StatusServer:
         self, *, host: str, port: int, health: Probed, metrics: Callable[[], bytes], token: Secret | None = None
     ) -> None:
         try:
-            self._server = _Server((host, port), _handler(health, metrics, token))
+            self._server = _StatusServer((host, port), _handler(health, metrics, token))
         except OSError as error:
             raise ConfigError(
                 [
@@ -123,7 +123,7 @@ class StatusServer:
         self._server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
+class _StatusServer(ThreadingHTTPServer):
     """A thread for each connection, of which the newest few are open."""
 
     daemon_threads = True

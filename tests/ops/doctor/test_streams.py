@@ -12,7 +12,7 @@ from msgspec import structs
 from aviso_workers import App
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
-from aviso_workers.jetstream.info import Lost, Source
+from aviso_workers.jetstream.info import Lost, SourceInfo
 from aviso_workers.jetstream.metadata import FENCED, SET_MARK, UNFINISHED
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.mirrors import PROMOTED
@@ -232,12 +232,12 @@ def test_what_a_killed_restore_leaves(broken: Seen) -> None:
 @pytest.mark.parametrize(
     ("origin", "found"),
     [
-        (Source(name="LIMITED", active=40 * SECOND), "last contact with LIMITED 40 s ago"),
-        (Source(name="LIMITED", active=0, error={"description": "no"}), "LIMITED: no"),
-        (Source(name="LIMITED", active=0, lag=500), "500 behind LIMITED, and"),
+        (SourceInfo(name="LIMITED", active=40 * SECOND), "last contact with LIMITED 40 s ago"),
+        (SourceInfo(name="LIMITED", active=0, error={"description": "no"}), "LIMITED: no"),
+        (SourceInfo(name="LIMITED", active=0, lag=500), "500 behind LIMITED, and"),
     ],
 )
-def test_an_origin_that_was_lost_or_is_too_fast(broken: Seen, origin: Source, found: str) -> None:
+def test_an_origin_that_was_lost_or_is_too_fast(broken: Seen, origin: SourceInfo, found: str) -> None:
     """By hand: a server says so after half a minute, or where it is slower than the test."""
     mirror = structs.replace(broken.facts.streams["mirrored"], mirror=origin)
     after = structs.replace(broken.facts.after, streams={**broken.facts.streams, "mirrored": mirror})
