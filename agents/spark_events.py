@@ -52,8 +52,8 @@ from aviso_workers.errors import (
 from aviso_workers.jetstream import error_codes
 from aviso_workers.spark import job_events, log_directories
 from aviso_workers.spark.duplicate_window import DuplicateWindow
-from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
-from aviso_workers.spark.job_events import Application, JobEvent
+from aviso_workers.spark.event_log import EventLog, EventLogReader, LogPosition
+from aviso_workers.spark.job_events import JobEvent, SparkApplication
 from aviso_workers.spark.log_directories import LogDirectories
 
 __all__ = ["SparkEvents", "router", "tail"]
@@ -71,7 +71,7 @@ RETRY_SECONDS = 1.0
 """The wait after the server did not answer, or had no room."""
 PASSING = (UnavailableError, OutcomeUnknownError, FullError)
 """Errors that end when a server is back or somebody has made room."""
-OF_ONE_EVENT = (None, error_codes.MESSAGE_TOO_LARGE, error_codes.STREAM_FULL)
+EVENT_REFUSALS = (None, error_codes.MESSAGE_TOO_LARGE, error_codes.STREAM_FULL)
 """JetStream's codes of a refusal that is of one event: it is too large, or its subject has all that it may have. Where
 there is none, the event was refused before it was sent."""
 SLACK_SECONDS = 600.0
@@ -109,7 +109,7 @@ class SparkEvents(Struct, frozen=True, kw_only=True):
 class Checkpoint(Struct, frozen=True, kw_only=True):
     """The stored state of an application."""
 
-    position: Position = Position()
+    position: LogPosition = LogPosition()
     level: float = 0.0
     """Seconds since 1970: all that was written to the log until then is published."""
     lost: bool = False
@@ -125,12 +125,12 @@ async def tail(app: App) -> None:
     Raises `ConfigError`, and `RefusedError` where waiting does not help.
     """
     settings: SparkEvents = app.settings(router)
-    server = _Server()
+    server = _ServerState()
     checkpoints, since = await _begin(app, settings, server)
     await _Tail(app, settings, checkpoints, server, since=since).run()
 
 
-class _Server:
+class _ServerState:
     """Whether the server takes what it is given. It is told once when that changes."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class _Server:
         self._answers = True
 
 
-async def _begin(app: App, settings: SparkEvents, server: _Server) -> tuple[KeyValue, float]:
+async def _begin(app: App, settings: SparkEvents, server: _ServerState) -> tuple[KeyValue, float]:
     """Return the stored positions, and since when a log must have been written to, in seconds since 1970."""
     while True:
         try:
@@ -174,7 +174,7 @@ class _Tail:
     """Looks at all logs by turns, and has those that grew published, each in a task of its own."""
 
     def __init__(
-        self, app: App, settings: SparkEvents, checkpoints: KeyValue, server: _Server, *, since: float
+        self, app: App, settings: SparkEvents, checkpoints: KeyValue, server: _ServerState, *, since: float
     ) -> None:
         self._app = app
         self._settings = settings
@@ -182,7 +182,7 @@ class _Tail:
         self._since = since
         self._logs = LogDirectories(settings.event_log_dirs)
         self._new = partial(
-            _Application,
+            _ApplicationLog,
             app=app,
             settings=settings,
             checkpoints=checkpoints,
@@ -190,7 +190,7 @@ class _Tail:
             window=DuplicateWindow(app.config),
         )
         self._slots = anyio.CapacityLimiter(AT_ONCE)
-        self._followed: dict[str, _Application] = {}
+        self._followed: dict[str, _ApplicationLog] = {}
         self._finished: dict[str, EventLog] = {}
         """By path, logs that are complete and published and were not written to for a while, and those that are too old
         to be published."""
@@ -247,7 +247,7 @@ class _Tail:
             if found != self._finished[path]:
                 del self._finished[path]
 
-    async def _grown(self, *, thoroughly: bool) -> list[tuple[_Application, EventLog]]:
+    async def _grown(self, *, thoroughly: bool) -> list[tuple[_ApplicationLog, EventLog]]:
         """Return the applications whose log is not as it was published; unless thoroughly, of those that are awake."""
         awake_since = -math.inf if thoroughly else anyio.current_time() - REST_SECONDS
         asked = [each for each in self._followed.values() if not each.busy and each.grew_at >= awake_since]
@@ -272,7 +272,7 @@ class _Tail:
     def _look_at_all(self, known: list[tuple[str, EventLog | None]]) -> list[EventLog | OSError | None]:
         return [self._logs.snapshot(path, log) for path, log in known]
 
-    async def _publish(self, application: _Application, grown: EventLog) -> None:
+    async def _publish(self, application: _ApplicationLog, grown: EventLog) -> None:
         try:
             async with self._slots:
                 await application.publish(grown)
@@ -349,7 +349,7 @@ class _Tail:
         )
 
 
-class _Application:
+class _ApplicationLog:
     """One application: how far its log is published, and the next part of it."""
 
     def __init__(
@@ -392,7 +392,7 @@ class _Application:
         """Seconds between ours and the time of the log when it was last seen to grow, which the writer's clock gave."""
         self._left_out: Reason | None = None
         self._left_out_at = -math.inf
-        self._published_to = Position()
+        self._published_to = LogPosition()
 
     @property
     def lost(self) -> bool:
@@ -499,7 +499,7 @@ class _Application:
             moved = reader.position != self._stored.position
             goes_on = self._stored.lost and moved
             if goes_on:
-                await self._notify(job_events.resumed(Application.of_log(grown.name), since=self._stored.level))
+                await self._notify(job_events.resumed(SparkApplication.of_log(grown.name), since=self._stored.level))
             for event in batch.events:
                 await self._learn(grown)
                 await self._notify(event)
@@ -525,7 +525,7 @@ class _Application:
 
     async def _notify_of_loss(self, grown: EventLog) -> None:
         """Publish that the application is lost, after all that had begun in it."""
-        application = Application.of_log(grown.name)
+        application = SparkApplication.of_log(grown.name)
         unfinished = job_events.Unfinished(application, self._settings.cluster)
         async for notification in self._replay(application, since=0):
             unfinished.add(notification.headers.get("Nats-Msg-Id", ""), notification.identifier)
@@ -541,7 +541,7 @@ class _Application:
                 "spark_events.checkpoint_unreadable", path=self.path, problem=str(error), then="read from its beginning"
             )
         self._published_to = self._stored.position
-        decode = job_events.Decoder(Application.of_log(grown.name))
+        decode = job_events.Decoder(SparkApplication.of_log(grown.name))
         return EventLogReader(decode, self._stored.position, open_file=self._open_file)
 
     async def _store(self, grown: EventLog, checkpoint: Checkpoint) -> None:
@@ -561,10 +561,10 @@ class _Application:
 
     async def _recall(self, log: EventLog, *, since: float) -> set[str]:
         """Return the ids that the stream holds of the application, from a little before `since` on."""
-        replayed = self._replay(Application.of_log(log.name), since=since - SLACK_SECONDS)
+        replayed = self._replay(SparkApplication.of_log(log.name), since=since - SLACK_SECONDS)
         return {notification.headers.get("Nats-Msg-Id", "") async for notification in replayed}
 
-    async def _replay(self, application: Application, *, since: float) -> AsyncIterator[Published]:
+    async def _replay(self, application: SparkApplication, *, since: float) -> AsyncIterator[Published]:
         """Yield what the stream holds of an application from this time on, seconds since 1970."""
         where = {"cluster": self._settings.cluster, "application": application.id}
         start = datetime.fromtimestamp(max(0, since), UTC)
@@ -592,7 +592,7 @@ class _Application:
         except InvalidNotificationError as error:
             self._pass_over(message_id, error)
         except RefusedError as error:
-            if isinstance(error, DeniedError) or error.code not in OF_ONE_EVENT:
+            if isinstance(error, DeniedError) or error.code not in EVENT_REFUSALS:
                 raise UnavailableError(f"{message_id}: {error}") from error  # until a right or the stream is mended
             self._pass_over(message_id, error)
 

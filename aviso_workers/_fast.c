@@ -5,7 +5,7 @@
 #include <datetime.h>
 #include <string.h>
 
-#define MOST_DIGITS 9 /* of the id of a subscription and of the sizes of a message */
+#define MAX_DIGITS 9 /* of the id of a subscription and of the sizes of a message */
 #define SHORT_DIGITS 19 /* so many digits always fit into 64 bits */
 #define WORDS 5
 #define NUMBERS 5
@@ -29,7 +29,7 @@ static int is_digits(Word word) {
 
 static int small_number(Word word, Py_ssize_t *number) {
     const char *at;
-    if (word.end - word.begin > MOST_DIGITS || !is_digits(word)) return 0;
+    if (word.end - word.begin > MAX_DIGITS || !is_digits(word)) return 0;
     for (*number = 0, at = word.begin; at < word.end; at++) *number = *number * 10 + (*at - '0');
     return 1;
 }

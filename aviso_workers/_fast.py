@@ -39,7 +39,7 @@ SEQUENCE: Final = 5
 NUMBER: Final = 6
 PENDING: Final = 8
 
-MOST_DIGITS = 9
+MAX_DIGITS = 9
 """Of the id of a subscription and of the sizes of a message."""
 NUMBERS = 5
 """Of a reply, behind the name of the consumer."""
@@ -70,10 +70,10 @@ def split(data: bytes, begin: int) -> tuple[int, list[Arrival], int, int]:
             case _:
                 break
         if sid != of:
-            if not sid.isdigit() or len(sid) > MOST_DIGITS or (arrivals and int(sid) != number):
+            if not sid.isdigit() or len(sid) > MAX_DIGITS or (arrivals and int(sid) != number):
                 break
             of, number = sid, int(sid)
-        if not (head.isdigit() and whole.isdigit()) or len(head) > MOST_DIGITS or len(whole) > MOST_DIGITS:
+        if not (head.isdigit() and whole.isdigit()) or len(head) > MAX_DIGITS or len(whole) > MAX_DIGITS:
             break
         body = line_end + 2
         middle, end = body + int(head), body + int(whole)

@@ -31,7 +31,7 @@ from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, completed, examine
-from aviso_workers.config.documents import Node
+from aviso_workers.config.documents import YamlNode
 from aviso_workers.declare import around, outputs, resources
 from aviso_workers.declare.agents import (
     Agent,
@@ -50,7 +50,7 @@ from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.unawaited_calls import unawaited_calls
 from aviso_workers.declare.windows import Window
 from aviso_workers.engine.publisher import encode
-from aviso_workers.engine.subscription import Run
+from aviso_workers.engine.subscription import SubscriptionRun
 from aviso_workers.errors import (
     ConfigError,
     DeclarationError,
@@ -157,7 +157,7 @@ class App(Router[Any]):
         return is_stopping()
 
     @property
-    def runs(self) -> Mapping[str, Run]:
+    def runs(self) -> Mapping[str, SubscriptionRun]:
         """The agents at work in this process, by name."""
         return self._session.runs if self._session else {}
 
@@ -196,7 +196,7 @@ class App(Router[Any]):
                 self._add_resource(declared, again=again)
             case (name, (Table() | Counter()) as table):
                 self._add_table(begin + name, table, again=again)
-            case (name, Node() as entry):
+            case (name, YamlNode() as entry):
                 self._add_event_type(name, entry, again=again)
 
     def settings(self, router: Router[S]) -> S:
@@ -310,7 +310,7 @@ class App(Router[Any]):
             return completed(self._config, self.event_types)
         return examine(self._config, context=self._nats_context, event_types=self.event_types, beside=self._beside)
 
-    def _add_event_type(self, name: str, entry: Node, *, again: bool) -> None:
+    def _add_event_type(self, name: str, entry: YamlNode, *, again: bool) -> None:
         super()._add_event_type(name, entry, again=again)
         self.__dict__.pop("config", None)  # one that was loaded before does not have it
 

@@ -23,7 +23,7 @@ __all__ = [
     "SKEW",
     "Clock",
     "LoopClock",
-    "Timer",
+    "ScheduledCall",
     "VirtualClock",
     "at_rest",
     "fail_after",
@@ -40,7 +40,7 @@ SHORT_WORK_TURNS = 10
 NAP_SECONDS = 0.001
 
 
-class Timer(Protocol):
+class ScheduledCall(Protocol):
     def when(self) -> float: ...
     def cancel(self) -> None: ...
 
@@ -54,7 +54,7 @@ class Clock(Protocol):
     def time_ns(self) -> int:
         """Nanoseconds since 1970 UTC."""
 
-    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
+    def call_at(self, when: float, callback: Callable[[], None]) -> ScheduledCall:
         """Call back on the event loop when `monotonic` has reached `when`."""
 
     async def sleep(self, seconds: float) -> None: ...
@@ -96,7 +96,7 @@ class LoopClock:
         return time.monotonic if type(loop).time is asyncio.BaseEventLoop.time else loop.time
 
     @cached_property
-    def call_at(self) -> Callable[[float, Callable[[], None]], Timer]:
+    def call_at(self) -> Callable[[float, Callable[[], None]], ScheduledCall]:
         return asyncio.get_running_loop().call_at
 
     time_ns = staticmethod(time.time_ns)
@@ -120,7 +120,7 @@ class VirtualClock:
     def time_ns(self) -> int:
         return self._start_ns + round(self._now * 1e9)
 
-    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
+    def call_at(self, when: float, callback: Callable[[], None]) -> ScheduledCall:
         timer = VirtualTimer(when, callback)
         heapq.heappush(self._timers, (when, next(self._count), timer))
         return timer

@@ -50,7 +50,7 @@ __all__ = [
     "LeadershipChanged",
     "LeadershipHindered",
     "LeadershipUnhindered",
-    "Line",
+    "LogLine",
     "Many",
     "Measured",
     "NotReadAgain",
@@ -86,7 +86,7 @@ log = logging.getLogger(__name__)
 Level = Literal["info", "warning", "error"]
 
 
-class Line:
+class LogLine:
     """A line of the log: its level, the name of its event, and its fields."""
 
     def __init__(self, level: Level, event: str, /, **fields: object) -> None:
@@ -138,7 +138,7 @@ class Event(Struct, frozen=True):
     many: ClassVar[Many | None] = None
     """None where all are logged."""
 
-    def lines(self) -> Iterable[Line]:
+    def lines(self) -> Iterable[LogLine]:
         """Return what the log says: `logged(...)`, `only_counted`, `unheard`, or a method where values decide."""
         raise NotImplementedError
 
@@ -150,23 +150,23 @@ class Event(Struct, frozen=True):
         """Return what people should hear of the fact where nobody listens to it; empty where it is not a warning."""
         return ""
 
-    def line(self, level: Level, event: str, *names: str, **more: object) -> Line:
+    def line(self, level: Level, event: str, *names: str, **more: object) -> LogLine:
         """Return a line with the fields of these names, or all fields of the fact, and then with more."""
-        return Line(level, event, **{name: getattr(self, name) for name in names or self.__struct_fields__}, **more)
+        return LogLine(level, event, **{name: getattr(self, name) for name in names or self.__struct_fields__}, **more)
 
 
-def logged(level: Level, event: str, *names: str, cure: str = "") -> Callable[[Any], Iterable[Line]]:
+def logged(level: Level, event: str, *names: str, cure: str = "") -> Callable[[Any], Iterable[LogLine]]:
     """Return the `lines` of facts that have one, with the fields of these names, or all, and with what to do."""
     more = {"cure": cure} if cure else {}
     return lambda fact: [fact.line(level, event, *names, **more)]
 
 
-def only_counted(_: Event) -> Iterable[Line]:
+def only_counted(_: Event) -> Iterable[LogLine]:
     """Return the `lines` of a fact that is not logged: only the metrics listen to it."""
     return ()
 
 
-def unheard(_: Event) -> Iterable[Line]:
+def unheard(_: Event) -> Iterable[LogLine]:
     """Return the `lines` of a fact that no worker listens to, but the test harness does."""
     return ()
 
@@ -208,7 +208,7 @@ class NotRemoved(Event, frozen=True, kw_only=True):
     message_id: str
     error: Exception
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         cure = f"it was delivered; allow workers to publish to $JS.API.STREAM.MSG.DELETE.{self.stream}"
         yield self.line("warning", "notification.not_removed", cure=cure)
 
@@ -254,7 +254,7 @@ class Failed(Settled, frozen=True, kw_only=True):
 
     many = Many("notification.more_failures", alike=("agent", "outcome", "reason"))
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         """Yield the line without the error: `failure_logs` has the traceback of the first one only."""
         yield self.line(
             "error" if self.outcome == "dead_lettered" else "warning",
@@ -342,7 +342,7 @@ class NotReadAgain(Event, frozen=True, kw_only=True):
     sequence: int
     error: Exception
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         cure = (
             "it is tried again every second, and what is behind it waits; where a right is missing, let the worker's "
             f"user publish to $JS.API.STREAM.MSG.GET.{self.stream}"
@@ -384,7 +384,7 @@ class CallOverdue(Event, frozen=True, kw_only=True):
     in_thread: bool = True
     """Whether it is the call of a plain function. One of an async function runs on where it cannot be cancelled."""
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         what, cure = _call(in_thread=self.in_thread)
         cure = f"its notification is kept until it ends; {cure}"
         yield self.line("warning", f"{what}.overdue", "agent", "timeout_seconds", cure=cure)
@@ -400,7 +400,7 @@ class CallsStuck(Event, frozen=True, kw_only=True):
     calls: int
     in_thread: bool = True
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         what, cure = _call(in_thread=self.in_thread)
         yield self.line(
             "error", f"{what}s.stuck", "agent", **{f"{what}s": self.calls}, cure=f"start the worker again, and {cure}"
@@ -435,7 +435,7 @@ class CallsFreed(Event, frozen=True, kw_only=True):
     agent: str
     in_thread: bool = True
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         what, _ = _call(in_thread=self.in_thread)
         yield self.line("info", f"{what}s.freed", "agent")
 
@@ -492,7 +492,7 @@ class TaskFailed(Event, frozen=True, kw_only=True):
     error: BaseException
     again_in_seconds: float
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         yield self.line("error", "task.failed", "task", "again_in_seconds", exc_info=self.error)
 
 
@@ -508,7 +508,7 @@ class Ticked(Event, frozen=True, kw_only=True):
     """How long it took."""
     error: BaseException | None = None
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         if self.error is not None:  # what went well is counted
             yield self.line("error", "timer.failed", "timer", tick=self.time.isoformat(), exc_info=self.error)
 
@@ -541,15 +541,15 @@ class WindowDone(Event, frozen=True, kw_only=True):
     dead_lettered: str = ""
     """The reason of the dead letter; empty where there is none."""
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         if self.error is None:
             return  # what went well is counted
         of = {"agent": self.agent, "key": self.key, "start": self.start.isoformat()}
         if self.dead_lettered:
-            yield Line("error", "window.dead_lettered", **of, reason=self.dead_lettered, exc_info=self.error)
+            yield LogLine("error", "window.dead_lettered", **of, reason=self.dead_lettered, exc_info=self.error)
         else:
             again = self.again_in_seconds
-            yield Line("error", "window.failed", **of, again_in_seconds=again, exc_info=self.error)
+            yield LogLine("error", "window.failed", **of, again_in_seconds=again, exc_info=self.error)
 
 
 class WindowFunctionsChanged(Event, frozen=True, kw_only=True):
@@ -591,7 +591,7 @@ class WindowsResized(Event, frozen=True, kw_only=True):
     since: int
     """In seconds since 1970 UTC: the first moment, after all that was counted, at which windows of both sizes begin."""
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         yield self.line(
             "warning",
             "windows.resized",
@@ -610,7 +610,7 @@ class LeadershipChanged(Event, frozen=True, kw_only=True):
     leads: bool
     token: int
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         yield self.line("info", "leader.began" if self.leads else "leader.ceased", "token")
 
 
@@ -653,8 +653,8 @@ class Skipped(Event, frozen=True, kw_only=True):
     sequence: int
     error: Exception
 
-    def lines(self) -> Iterator[Line]:
-        yield Line(
+    def lines(self) -> Iterator[LogLine]:
+        yield LogLine(
             "warning", "notification.skipped", notification=f"{self.event_type}@{self.sequence}", error=self.error
         )
 
@@ -689,7 +689,7 @@ class Suspected(Event, frozen=True, kw_only=True):
     agent: str = ""
     """The agent that it was delivered to; empty for a replay or a watch."""
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         yield self.line(
             "warning",
             "notification.suspected",
@@ -775,7 +775,7 @@ class StreamProvisioned(Event, frozen=True, kw_only=True):
     differences: tuple[str, ...] = ()
     refused: str = ""
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         if self.refused:
             yield self.line("warning", "stream.update_refused", "stream", "differences", error=self.refused)
         else:
@@ -794,7 +794,7 @@ class ConsumerDiffers(Event, frozen=True, kw_only=True):
     consumer: str
     differences: tuple[str, ...]
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         yield self.line("warning", "consumer.differs", cure=self._cure())
 
     def warning(self) -> str:
@@ -835,7 +835,7 @@ class ConsumerResumed(Event, frozen=True, kw_only=True):
     """Why it was recreated: it was lost, or a worker removed it because its filter had hidden notifications, or its
     `max_deliver` may have had the server give some up."""
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         told = ("agent", "stream", "consumer", "sequence")
         yield self.line("warning", "consumer.resumed", *told, cure=self._cure())
 
@@ -891,7 +891,7 @@ class FiltersDiffer(Event, frozen=True, kw_only=True):
     gone: tuple[tuple[str, ...], ...]
     """Of those that were among them until now."""
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         of, own = ("agent", "stream", "consumer"), " ".join(self.own)
         if self.others:
             yield self.line("warning", "consumer.filters_differ", *of, own=own, others=_spelled(self.others))
@@ -911,7 +911,7 @@ class AgentMoved(Event, frozen=True, kw_only=True):
     left: int
     """Notifications of the former stream that it has not settled."""
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         yield self.line(
             "warning",
             "agent.moved",
@@ -936,7 +936,7 @@ class FunctionsDiffer(Event, frozen=True, kw_only=True):
     others: tuple[str, ...]
     """Those of the other workers; empty where there are no others any more."""
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         if not self.others:
             yield self.line("info", "consumer.functions_are_one", "agent", "stream", "consumer", "own")
             return
@@ -963,7 +963,7 @@ class FilterHides(Event, frozen=True, kw_only=True):
     wanted: tuple[str, ...]
     """The filter subjects that it has to have."""
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         yield self.line(
             "warning",
             "consumer.filter_hides",
@@ -1003,7 +1003,7 @@ class AckWaitDiffers(Event, frozen=True, kw_only=True):
     """What this worker's version wants."""
     in_effect_seconds: float
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         if self.own_seconds == self.in_effect_seconds:
             yield self.line("info", "consumer.ack_wait_is_own")
         else:
@@ -1016,9 +1016,9 @@ class ConnectionChanged(Event, frozen=True, kw_only=True):
     opened: bool = False
     """Whether there was a connection before."""
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         if self.connected:
-            yield Line("info", "connection.up")
+            yield LogLine("info", "connection.up")
         else:
             yield self.line("warning", "connection.down", "reason")
 
@@ -1065,7 +1065,7 @@ class ForeignAnswer(Event, frozen=True, kw_only=True):
     times: int
     """How often this has come by now."""
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         if str(self.times).strip("0") == "1":  # the first, the tenth, the hundredth: there may be many
             cure = "it was ignored; docs/security.md says who can have such answers sent"
             yield self.line("warning", "answer.foreign", cure=cure)

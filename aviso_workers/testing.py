@@ -60,12 +60,12 @@ from aviso_workers.backends import (
 )
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import Clock, VirtualClock, at_rest
-from aviso_workers.clocks import Timer as ClockTimer
+from aviso_workers.clocks import ScheduledCall as ClockTimer
 from aviso_workers.config import Config, JetStream, streams
 from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
 from aviso_workers.declare.agents import Agent, included
-from aviso_workers.declare.batches import Source, Stream
+from aviso_workers.declare.batches import NotificationSource, Stream
 from aviso_workers.declare.resources import Resource, spelled
 from aviso_workers.declare.tables import PROCESS, Table
 from aviso_workers.declare.timers import Timer
@@ -112,7 +112,7 @@ READING = {
     *("message", "read", "read_chunks", "stream_info", "stream_names", "streams", "subject_counts"),
 }
 """The verbs of a backend that a worker has after it was ended. What it consumes then it cannot settle."""
-MOST_TURNS = 20
+MAX_TURNS = 20
 """Of the event loop, which a request of one of several workers may take longer than another."""
 CHECK_SECONDS = 0.05
 _WITHIN_CODE: ContextVar[bool] = ContextVar("within_code", default=False)
@@ -431,7 +431,7 @@ class Harness:
                 try:
                     async with self._tasks:
                         if self._clock:
-                            self._tasks.start_soon(self._clock.keep)
+                            self._tasks.start_soon(self._clock.keep_turning)
                         await self.start()
                         self._open_now.set()
                         await self._over.wait()
@@ -543,9 +543,9 @@ class Harness:
         """
         if max(self._count, len(self._workers)) == 1 or PROCESS.get() is None:
             return
-        turns = self._random.randrange(MOST_TURNS)
+        turns = self._random.randrange(MAX_TURNS)
         if self._clock is None:
-            await anyio.sleep(turns * NAP_SECONDS / MOST_TURNS)
+            await anyio.sleep(turns * NAP_SECONDS / MAX_TURNS)
         for _ in range(turns):
             await checkpoint()
 
@@ -553,7 +553,7 @@ class Harness:
         """Wait until the test's own copies of tables have what the workers have stored."""
         for table in self.app.tables.values():
             if isinstance(table, Table) and table.cached:
-                kept = cast(CachedKeyValue, table._kept)
+                kept = cast(CachedKeyValue, table._bucket)
                 stored = await kept.revision()
                 while kept.version is not None and kept.seen < stored:
                     await self.clock.sleep(NAP_SECONDS)
@@ -857,7 +857,7 @@ class _Clock(VirtualClock):
             return _Wait(timer, self._awaited())
         return timer
 
-    async def keep(self) -> None:
+    async def keep_turning(self) -> None:
         """Let time pass beside code that runs, and where the test waits for it and nobody else moves it. Never returns.
 
         One call a turn, with a nap in between: the test may have done something, or have got what it waited for.
@@ -1061,7 +1061,7 @@ class _Code:
 
         def begin(argument: Any, turn: object, resources: Mapping[str, Any]) -> Any:
             if agent.form is Stream:
-                return call(Stream(_Source(argument._source, self, turn)), **resources)
+                return call(Stream(_WatchedSource(argument._source, self, turn)), **resources)
             self.strike(agent.name)
             return call(argument, **resources)
 
@@ -1127,10 +1127,10 @@ class _Code:
             self.running[call] = agent, time.monotonic()
 
 
-class _Source:
+class _WatchedSource:
     """Where the function of a Stream gets its notifications: while it asks, none of it runs."""
 
-    def __init__(self, source: Source[Any], code: _Code, call: object) -> None:
+    def __init__(self, source: NotificationSource[Any], code: _Code, call: object) -> None:
         self._source = source
         self._code = code
         self._call = call

@@ -13,7 +13,7 @@ import pytest
 from msgspec import Struct
 
 from aviso_workers import App, Batch, Notification, Notify, Router, config
-from aviso_workers.backends.in_memory.connection import Connection
+from aviso_workers.backends.in_memory.connection import InMemoryConnection
 from aviso_workers.config import Config
 from aviso_workers.errors import (
     ConfigError,
@@ -341,11 +341,11 @@ class TestConnected:
     ) -> None:
         working = anyio.Event()
 
-        async def failed(self: Connection) -> NoReturn:
+        async def failed(self: InMemoryConnection) -> NoReturn:
             await working.wait()
             raise UnavailableError("lost for good")
 
-        monkeypatch.setattr(Connection, "failed", failed)
+        monkeypatch.setattr(InMemoryConnection, "failed", failed)
 
         @app.agent("mars")
         async def index(notification: Notification[Any]) -> None:

@@ -18,7 +18,7 @@ from aviso_workers import config
 from aviso_workers.aviso.literals import Duration, Size
 from aviso_workers.aviso.schema import IntHandler, Topic
 from aviso_workers.config import documents
-from aviso_workers.config.documents import Place, parse
+from aviso_workers.config.documents import KeyPlace, parse
 from aviso_workers.config.settings import Document
 from aviso_workers.errors import ConfigError
 
@@ -852,7 +852,7 @@ def test_the_example_loads_without_a_warning_and_states_the_defaults() -> None:
 
 def test_the_example_has_every_key_that_there_is() -> None:
     text = (CONFIG_FILES / "example.yaml").read_text()
-    all_keys, mistakes = parse(re.sub(r"#(?=[a-z_]+:)", "", text), Place(rank=0, line=1, source="example.yaml"))
+    all_keys, mistakes = parse(re.sub(r"#(?=[a-z_]+:)", "", text), KeyPlace(rank=0, line=1, source="example.yaml"))
     assert mistakes == []
     assert all_keys is not None
     missing = set(_key_paths(inspect.type_info(Document))) - set(_written_paths(all_keys.resolved))
@@ -903,6 +903,6 @@ def test_both_parsers_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (
         Path("config/example.yaml").read_text() + "\nmore: [1, '1', !!str 1, null, ~, \"\", {a: &x b, c: *x}]\nempty:\n"
     )
-    fast = parse(text, Place(0, 1, "file"))
+    fast = parse(text, KeyPlace(0, 1, "file"))
     monkeypatch.setattr(documents, "FAST", yaml.SafeLoader)
-    assert parse(text, Place(0, 1, "file")) == fast
+    assert parse(text, KeyPlace(0, 1, "file")) == fast

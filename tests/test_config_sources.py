@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from aviso_workers import config
 from aviso_workers.config import display
-from aviso_workers.config.documents import Place, parse
+from aviso_workers.config.documents import KeyPlace, parse
 from aviso_workers.errors import ConfigError
 
 MINIMAL = "notification_backend: {kind: in_memory}\n"
@@ -585,7 +585,7 @@ JSON = st.recursive(
 
 @given(JSON)
 def test_json_is_yaml(document: Any) -> None:
-    node, mistakes = parse(json.dumps({"x": document}, ensure_ascii=False), Place(rank=0, line=1, source="x"))
+    node, mistakes = parse(json.dumps({"x": document}, ensure_ascii=False), KeyPlace(rank=0, line=1, source="x"))
     assert mistakes == []
     assert node is not None
     assert node.resolved == {"x": document}

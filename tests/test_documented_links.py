@@ -36,14 +36,14 @@ def broken(page: Path) -> Iterator[str]:
 
 REFERENCES = {"docs/jetstream-coverage.md", "docs/modules.md", "docs/operations/checks.md"}
 """Pages to look something up in, which may be longer."""
-MOST_WORDS = 2_500
-MOST_LINES_OF_THE_README = 80
+MAX_WORDS = 2_500
+MAX_LINES_OF_THE_README = 80
 
 
 def test_a_page_is_short_enough_to_be_read() -> None:
     words = {str(page.relative_to(PROJECT)): len(page.read_text().split()) for page in PAGES}
-    assert {page: count for page, count in words.items() if count > MOST_WORDS and page not in REFERENCES} == {}
-    assert len((PROJECT / "README.md").read_text().splitlines()) <= MOST_LINES_OF_THE_README
+    assert {page: count for page, count in words.items() if count > MAX_WORDS and page not in REFERENCES} == {}
+    assert len((PROJECT / "README.md").read_text().splitlines()) <= MAX_LINES_OF_THE_README
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))

@@ -20,7 +20,7 @@ from aviso_workers.declare.agents import durable_name
 from aviso_workers.events import Event, Measured
 from aviso_workers.ops import doctor
 from aviso_workers.ops.doctor import output
-from aviso_workers.telemetry.metrics import METRICS, OF_FLEET
+from aviso_workers.telemetry.metrics import FLEET_METRICS, METRICS
 from tests import programs
 from tests.waits import PATIENCE_SECONDS
 
@@ -67,7 +67,7 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> list[Shown]:
     """All: the worker's and the fleet's as their tables have them, and what agents measure."""
     of_worker = [
         Shown(metric.full_name, metric.kind, (*labels, *metric.by), metric.help)
-        for labels, of_labels in (METRICS | OF_FLEET).items()
+        for labels, of_labels in (METRICS | FLEET_METRICS).items()
         for metric in of_labels
     ]
     file = tmp_path_factory.mktemp("agents") / "config.yaml"

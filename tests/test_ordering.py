@@ -426,7 +426,7 @@ class TestTheHeadOfAKey:
     async def test_counts_with_its_body_again_once_that_was_read(
         self, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(buffers, "MOST_SURPLUS_BYTES", 0)
+        monkeypatch.setattr(buffers, "MAX_SURPLUS_BYTES", 0)
         buffer = Buffer(clock, key=str)
         head, *others = [Fresh(sequence, key) for sequence, key in enumerate("abc", start=1)]
         message = head.message

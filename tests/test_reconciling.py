@@ -34,11 +34,11 @@ from aviso_workers.ops.spark_reconciliation import (
 )
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import rest
-from aviso_workers.spark.job_events import Application, JobEvent
+from aviso_workers.spark.job_events import JobEvent, SparkApplication
 from aviso_workers.spark.rest import SparkRest, States
 from tests.waits import PATIENCE_SECONDS
 
-APPLICATION = Application(id="local-1")
+APPLICATION = SparkApplication(id="local-1")
 APPLICATIONS = b'[{"id": "bad", "attempts": [{"completed": true}]}, {"id": "app-1", "attempts": [{"completed": true}]}]'
 
 
@@ -146,7 +146,7 @@ def test_the_command_tells_of_all_others_and_ends_with_2(
     assert told.err.startswith("bad: not compared: http://127.0.0.1")
 
 
-async def nothing_published(replay: Any, config: Any, application: Application) -> Published:
+async def nothing_published(replay: Any, config: Any, application: SparkApplication) -> Published:
     return Published({}, Counter())
 
 
@@ -276,7 +276,7 @@ def test_an_answer_that_comes_byte_by_byte_is_not_awaited(beginning: bytes, monk
 
 
 def test_an_answer_that_is_too_large_is_told(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rest, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(rest, "MAX_BYTES", 1 << 20)
     answers.text = b"[" + b" " * (2 << 20) + b"]"
     with pytest.raises(SparkRestError, match="it is larger than 1 MiB: lower what Spark retains"):
         SparkRest(answers.url).applications()

@@ -19,7 +19,7 @@ import pytest
 import structlog
 
 from aviso_workers import App, Notification, Reject, config
-from aviso_workers.backends.in_memory.connection import Connection
+from aviso_workers.backends.in_memory.connection import InMemoryConnection
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.declare.retry import Backoff
 from aviso_workers.errors import (
@@ -208,7 +208,7 @@ class TestTheBlock:
     async def test_is_cancelled_and_raises_why_when_the_connection_is_lost_for_good(
         self, app: App, work: Work, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        async def failed(self: Connection) -> NoReturn:
+        async def failed(self: InMemoryConnection) -> NoReturn:
             await work.begun.wait()
             raise UnavailableError("lost for good")
 
@@ -217,7 +217,7 @@ class TestTheBlock:
                 await notify(app)
                 await anyio.sleep_forever()
 
-        monkeypatch.setattr(Connection, "failed", failed)
+        monkeypatch.setattr(InMemoryConnection, "failed", failed)
         with anyio.fail_after(PATIENCE_SECONDS), pytest.raises(UnavailableError, match="lost for good"):
             await program()
         assert "worker.failed app='embedded' error='lost for good'" in caplog.messages

@@ -391,7 +391,7 @@ class TestWorkers:
 
         @app.agent("mars")
         async def index(notification: Notification[Any]) -> None:
-            copies.add(names._kept)
+            copies.add(names._bucket)
             if len(copies) == 2:
                 both.set()
             await both.wait()
@@ -400,7 +400,7 @@ class TestWorkers:
         async with harness(app, server=server, workers=2) as t:
             await notify(t, 1, 2, 3)
             await t.settle()
-            assert names._kept not in copies
+            assert names._bucket not in copies
             assert await names.get("od") == "operational"
 
 

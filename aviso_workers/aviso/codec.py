@@ -57,7 +57,7 @@ POLYGON = "polygon"
 POINT_CLOUD = "point_cloud"
 
 SPATIAL_HEADERS = {POLYGON: GEOMETRY_HEADER, POINT_CLOUD: POINT_CLOUD_HEADER}
-MOST_KNOWN = 10_000
+MAX_KNOWN = 10_000
 LONGEST_KNOWN = 100
 """The most characters of a value that is remembered. Publishers choose the values, and may choose long ones."""
 LEFT_OUT = frozenset({"", "*"})
@@ -241,7 +241,7 @@ class NotificationWriter:
     def _learn(self, field: str, known: dict[object, str], value: object) -> str:
         """Return how a subject spells a value, and remember it. Raises `ValueError` where the value is not valid."""
         token = topics.encode_token(schema.routed_value(self._event_type.identifier[field], value))
-        if len(known) >= MOST_KNOWN:
+        if len(known) >= MAX_KNOWN:
             known.clear()
         known[value] = token
         return token
@@ -362,7 +362,7 @@ class _Check:
             raise UndecodableError(f"identifier field {self.field!r} {problem}") from problem
         if len(value) > LONGEST_KNOWN:
             return
-        if len(self.known) >= MOST_KNOWN:
+        if len(self.known) >= MAX_KNOWN:
             self.known.clear()
             self.known.update(LEFT_OUT)
         self.known.add(value)

@@ -30,17 +30,17 @@ __all__ = [
     "value_of",
 ]
 
-MOST_EXTREME = 2000
+MAX_EXTREME = 2000
 """A payload may have at most so many numbers with an exponent of three digits. To read a number near the limits of a
 float takes 12 us, a hundred times as long as any other, and blocks the event loop meanwhile.
 """
-SURELY_FAST = MOST_EXTREME * len("1e308,")
+SURELY_FAST = MAX_EXTREME * len("1e308,")
 """A payload of at most so many bytes has no room for more such numbers, so that they need not be counted."""
 _EXPONENTS = bytes.maketrans(b"E123456789+", b"e000000000-")
 """Makes every exponent of three digits look like `e000` or `e-000`."""
 _EXTREME = re.compile(rb"[\[,:\s]-?[0-9.]+[eE][+-]?[0-9]{3}")
 RAW = (bytes, bytearray, memoryview)
-MOST_NAMED = 3
+MAX_NAMED = 3
 """An error lists at most so many mistakes of one payload, because a dead letter shows its error in one line."""
 
 
@@ -224,8 +224,8 @@ def _as_msgspecs(error: Any) -> msgspec.DecodeError:
     found = error.errors(include_url=False, include_context=False, include_input=False)
     if found[0]["type"] == "json_invalid":
         return msgspec.DecodeError(found[0]["msg"])
-    mistakes = [f"{each['msg']} - at `{_path(each['loc'])}`" for each in found[:MOST_NAMED]]
-    more = [f"and {len(found) - MOST_NAMED} more"] if len(found) > MOST_NAMED else []
+    mistakes = [f"{each['msg']} - at `{_path(each['loc'])}`" for each in found[:MAX_NAMED]]
+    more = [f"and {len(found) - MAX_NAMED} more"] if len(found) > MAX_NAMED else []
     return msgspec.ValidationError("; ".join([*mistakes, *more]))
 
 
@@ -258,10 +258,10 @@ def _refuse_slow(data: bytes) -> None:
     """Raise UndecodableError for a payload with so many extreme numbers that to read it would block the event loop."""
     # To count the shape `e000` takes an eighth of the time of the pattern, and misses no number.
     shapes = data.translate(_EXPONENTS)
-    if shapes.count(b"e000") + shapes.count(b"e-000") <= MOST_EXTREME:
+    if shapes.count(b"e000") + shapes.count(b"e-000") <= MAX_EXTREME:
         return
-    if len(_EXTREME.findall(data)) > MOST_EXTREME:
-        raise UndecodableError(f"the payload has more than {MOST_EXTREME} numbers with an exponent of three digits")
+    if len(_EXTREME.findall(data)) > MAX_EXTREME:
+        raise UndecodableError(f"the payload has more than {MAX_EXTREME} numbers with an exponent of three digits")
 
 
 _decode_any = decoder(Any)

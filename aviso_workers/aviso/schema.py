@@ -263,8 +263,8 @@ class PointCloudHandler(IdentifierRule, frozen=True, kw_only=True):
     """At least one point, as a JSON array `[[lat,lon],...]`, stored in headers."""
 
     max_points: Annotated[
-        Annotated[int, msgspec.Meta(ge=1, le=spatial.MOST_POINTS)], _about("Maximum number of points.")
-    ] = spatial.MOST_POINTS
+        Annotated[int, msgspec.Meta(ge=1, le=spatial.MAX_POINTS)], _about("Maximum number of points.")
+    ] = spatial.MAX_POINTS
 
     def canonical(self, value: object) -> str:
         """Return the JSON text of a point cloud given as such or as an array of pairs. Raises ValueError."""

@@ -22,7 +22,7 @@ import msgspec
 from aviso_workers.aviso import literals
 
 __all__ = [
-    "MOST_POINTS",
+    "MAX_POINTS",
     "Box",
     "Containing",
     "Filter",
@@ -41,7 +41,7 @@ __all__ = [
 Point = tuple[float, float]
 """Latitude and longitude in degrees, in this order."""
 
-MOST_POINTS = 10_000
+MAX_POINTS = 10_000
 """The most points that aviso-server takes in one point cloud. We take no more in a polygon either: what a message says
 of its place is compared with each filter, whoever has written it."""
 
@@ -202,13 +202,13 @@ Filter = Intersecting | Containing
 def parse_polygon(value: object) -> Polygon:
     """Read `(lat,lon,lat,lon,...)`, parentheses optional, or an array of pairs, or such an array as text.
 
-    Raises ValueError unless it is a closed ring of 4 to `MOST_POINTS` pairs (the first repeated last), all
+    Raises ValueError unless it is a closed ring of 4 to `MAX_POINTS` pairs (the first repeated last), all
     within [-90, 90] and [-180, 180] degrees.
     """
     points = _in_range(_pairs_of(value) if _is_plain_text(value) else _array(value, list[Point]))
-    if not 4 <= len(points) <= MOST_POINTS:
+    if not 4 <= len(points) <= MAX_POINTS:
         raise ValueError(
-            f"a polygon needs at least 4 pairs, the first repeated last, and at most {MOST_POINTS}, not {len(points)}"
+            f"a polygon needs at least 4 pairs, the first repeated last, and at most {MAX_POINTS}, not {len(points)}"
         )
     if points[0] != points[-1]:
         raise ValueError("the first pair of a polygon must be repeated last")
@@ -235,7 +235,7 @@ def parse_point(value: object) -> Point:
     return _in_range(points)[0]
 
 
-def parse_cloud(value: object, max_points: int = MOST_POINTS) -> list[Point]:
+def parse_cloud(value: object, max_points: int = MAX_POINTS) -> list[Point]:
     """Read an array of at least one pair, or such an array as text. Raises ValueError."""
     points = _in_range(_array(value, list[Point]))
     if not 1 <= len(points) <= max_points:
@@ -256,7 +256,7 @@ def with_arrays(identifier: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def canonical_cloud(value: object, max_points: int = MOST_POINTS) -> str:
+def canonical_cloud(value: object, max_points: int = MAX_POINTS) -> str:
     """Return the identifier text of a point cloud: `[[lat,lon],...]`, in the order given.
 
     Raises ValueError as `parse_cloud`, and for more than 60 KiB, which is aviso-server's limit.
@@ -274,8 +274,8 @@ def _polygon(points: list[Point]) -> Polygon:
 def _parse_geojson(value: Mapping[str, Any]) -> Polygon:
     """Return the outer ring of a GeoJSON Polygon, closed if it is open."""
     rings = _array(value.get("coordinates"), list[list[Point]]) if value.get("type") == "Polygon" else []
-    if not rings or not 3 <= len(rings[0]) < MOST_POINTS:
-        raise ValueError(f"no GeoJSON Polygon with an outer ring of 3 pairs or more, and less than {MOST_POINTS}")
+    if not rings or not 3 <= len(rings[0]) < MAX_POINTS:
+        raise ValueError(f"no GeoJSON Polygon with an outer ring of 3 pairs or more, and less than {MAX_POINTS}")
     points = _in_range(rings[0])
     return _polygon(points if points[0] == points[-1] else [*points, points[0]])
 
@@ -288,9 +288,9 @@ def _pairs_of(text: str) -> list[Point]:
     stripped = text.strip()
     if stripped.startswith("(") and stripped.endswith(")"):
         stripped = stripped[1:-1]
-    parts = stripped.split(",", 2 * MOST_POINTS)
-    if len(parts) > 2 * MOST_POINTS:
-        raise ValueError(f"there are more than {MOST_POINTS} points")
+    parts = stripped.split(",", 2 * MAX_POINTS)
+    if len(parts) > 2 * MAX_POINTS:
+        raise ValueError(f"there are more than {MAX_POINTS} points")
     numbers = [literals.parse_float(part.strip()) for part in parts]
     if len(numbers) % 2:
         raise ValueError(f"coordinates come in pairs 'lat,lon', but there are {len(numbers)} numbers")

@@ -38,7 +38,7 @@ _BYTES = {high + low: bytes.fromhex(high + low) for high, low in product(hexdigi
 LONGEST_SUBJECT = 3900
 """Bytes. A server takes 4096 for the line that a subject shares with an inbox, and closes the connection on more."""
 
-_MOST_FILTER_SUBJECTS = 8
+_MAX_FILTER_SUBJECTS = 8
 """A server checks every message against each of them, which soon costs more than a wider filter."""
 
 
@@ -156,7 +156,7 @@ def filter_subjects(where: Where) -> tuple[str, ...]:
     the subjects differ in a listed value, so that they never overlap, which JetStream refuses (10138).
     """
     narrowed: dict[int, list[str]] = {}
-    room = _MOST_FILTER_SUBJECTS
+    room = _MAX_FILTER_SUBJECTS
     lists = [(position, found) for position, found in where.conditions if isinstance(found, frozenset)]
     for position, values in sorted(lists, key=lambda entry: len(entry[1])):
         if len(values) <= room:

@@ -43,11 +43,11 @@ SPELLED: Mapping[type[inspect.Type], str] = {
     inspect.DateTimeType: "datetime",
 }
 """The types that the text of a field can be read as, and how Python spells them."""
-OF_TEXT = tuple(SPELLED)
+TEXT_TYPES = tuple(SPELLED)
 CHOICES = (inspect.LiteralType, inspect.EnumType)
 READ_AS: Mapping[type[Rule], tuple[type[inspect.Type], ...]] = {
-    StringHandler: OF_TEXT,
-    EnumHandler: OF_TEXT,
+    StringHandler: TEXT_TYPES,
+    EnumHandler: TEXT_TYPES,
     ExpverHandler: (inspect.StrType, inspect.IntType),
     IntHandler: (inspect.StrType, inspect.IntType, inspect.FloatType, inspect.DecimalType),
     FloatHandler: (inspect.StrType, inspect.FloatType, inspect.DecimalType),
@@ -57,7 +57,7 @@ READ_AS: Mapping[type[Rule], tuple[type[inspect.Type], ...]] = {
     PointCloudHandler: (inspect.StrType,),
 }
 """By handler, the types that a field's values can be read as, besides Literals and Enums of these values."""
-MOST_NAMED = 3
+MAX_NAMED = 3
 """A mistake lists at most so many values of one field that do not fit."""
 PARSERS: Mapping[type[inspect.Type], Callable[[str], Any]] = {
     inspect.IntType: schema.read_int,
@@ -71,7 +71,7 @@ def check(key_type: Any) -> None:
     """Raise TypeError unless identifiers can be read as this type."""
     for field in _fields(key_type):
         for kind in _members(field.type):
-            if not isinstance(kind, (*OF_TEXT, *CHOICES)):
+            if not isinstance(kind, (*TEXT_TYPES, *CHOICES)):
                 raise TypeError(
                     f"its field {field.encode_name!r} must be a str, int, float, Decimal, bool, date, time, datetime, "
                     "Literal or Enum, or one of these or None"
@@ -98,7 +98,7 @@ def mistakes(key_type: Any, event_type_name: str, event_type: EventType, where: 
             kinds = ", ".join(SPELLED[kind] for kind in READ_AS[type(rule)])
             problem = f"can be read as {kinds} ({type(rule).__name__}), or as a Literal or Enum of its values"
         elif misfits := [value for value in _listed(wanted) if not _reads(field, key_type, value)]:
-            shown = ", ".join(map(repr, misfits[:MOST_NAMED]))
+            shown = ", ".join(map(repr, misfits[:MAX_NAMED]))
             problem = f"may be {shown}, which its type cannot be: widen the type, or leave that out by where="
         if problem:
             yield f"{key_type.__name__}: {InvalidIdentifierError(event_type_name, name, problem)}"

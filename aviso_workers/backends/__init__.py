@@ -32,7 +32,7 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.clocks import Clock
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError
-from aviso_workers.jetstream.info import Account, ConsumerInfo, SnapshotState, StreamConfig, StreamInfo
+from aviso_workers.jetstream.info import AccountInfo, ConsumerInfo, SnapshotState, StreamConfig, StreamInfo
 from aviso_workers.jetstream.key_value import BulkKeyValue, Entry, KeyValue
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 
@@ -58,8 +58,8 @@ __all__ = [
     "OutgoingChunk",
     "PubAck",
     "Received",
-    "Snapshot",
     "StreamInfo",
+    "StreamSnapshot",
     "Streams",
     "open_backend",
 ]
@@ -146,7 +146,7 @@ class Received(Struct, frozen=True, kw_only=True):
     """Of the status."""
 
 
-class Snapshot(Struct, frozen=True, kw_only=True):
+class StreamSnapshot(Struct, frozen=True, kw_only=True):
     """A stream as it is now, its consumers included, on its way to us."""
 
     config: StreamConfig
@@ -177,7 +177,7 @@ class Administration(Protocol):
         """Whether our user has a name, and hears answers where other users of the account can hear them too."""
         ...
 
-    async def account(self) -> Account:
+    async def account(self) -> AccountInfo:
         """Return what our account uses of JetStream, and what it may use."""
 
     async def api(
@@ -200,7 +200,7 @@ class Administration(Protocol):
     def listen(self, subject: str) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Received]]:
         """Receive what is published to a subject while the block runs. Messages are kept until they are read."""
 
-    def snapshot(self, stream: str) -> AbstractAsyncContextManager[Snapshot]:
+    def snapshot(self, stream: str) -> AbstractAsyncContextManager[StreamSnapshot]:
         """Receive a snapshot of a stream while the block runs. Raises `NotFoundError`."""
 
     async def replica_count(self, stream: str, *, filter_subjects: Sequence[str]) -> tuple[str, int]:
@@ -241,8 +241,8 @@ class Noted(Struct, kw_only=True, eq=False):
     begin: Callable[[], Awaitable[None]] | None = None
     """Awaited before its handling begins."""
     record: Any = None
-    """The record of earlier deliveries and attempts (`verdicts.Record`); None where nothing was read, and none has
-    failed here."""
+    """The record of earlier deliveries and attempts (`verdicts.DeliveryRecord`); None where nothing was read, and none
+    has failed here."""
     bodiless: bool = False
     """Whether the body of its message was dropped, or left out by the server (`headers_only`)."""
 

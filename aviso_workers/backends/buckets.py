@@ -28,11 +28,11 @@ __all__ = ["Bucket", "open_bucket", "open_existing"]
 
 NAME = re.compile(r"[-_a-zA-Z0-9]+")
 KEY = re.compile(r"(?!\.)[-/_=.a-zA-Z0-9]+(?<!\.)")
-MOST_HISTORY = 64
+MAX_HISTORY = 64
 MARKER_SECONDS = 60
 """For how long it can be read that a key was deleted or forgotten."""
 TIMEOUT_SECONDS = 5.0
-MOST_PASSES = 10
+MAX_PASSES = 10
 """How often at most a bucket is read on that is changed meanwhile."""
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 DELETED = {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}
@@ -52,8 +52,8 @@ async def open_bucket(
     """Return a bucket, created if it is missing, as `Backend.key_value` does."""
     if not NAME.fullmatch(name):
         raise RefusedError(f"bucket {name!r}: a name is made of letters, digits, '-' and '_'")
-    if not 1 <= history <= MOST_HISTORY:
-        raise RefusedError(f"bucket {name}: history must be from 1 to {MOST_HISTORY}, found {history}")
+    if not 1 <= history <= MAX_HISTORY:
+        raise RefusedError(f"bucket {name}: history must be from 1 to {MAX_HISTORY}, found {history}")
     max_age = int((ttl_seconds or 0) * SECOND)
     spec = StreamSpec(
         name=f"KV_{name}",
@@ -178,7 +178,7 @@ class Bucket:
     async def entries(self) -> list[Entry]:
         found: dict[str, Entry] = {}
         read = 0
-        for _ in range(MOST_PASSES):  # a key that is put again while it is read is missing, and is read in the next one
+        for _ in range(MAX_PASSES):  # a key that is put again while it is read is missing, and is read in the next one
             if (until := await self.revision()) <= read:
                 break
             async with aclosing(self.changes(after=read, until=until)) as changes:

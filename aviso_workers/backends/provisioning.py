@@ -148,9 +148,9 @@ class Provisioner:
         if self._management != "reconcile":
             return
         if plan.fixed:
-            self._keep(plan.fixed, plan, refused="; ".join(difference.cure for difference in plan.fixed))
+            self._report_unchanged(plan.fixed, plan, refused="; ".join(difference.cure for difference in plan.fixed))
         if plan.removing:
-            self._keep(plan.removing, plan, refused=_why_not_removed(plan))
+            self._report_unchanged(plan.removing, plan, refused=_why_not_removed(plan))
         if plan.differences:
             await self._update(plan)
 
@@ -198,9 +198,9 @@ class Provisioner:
         except (RefusedError, UnavailableError) as error:
             if isinstance(error, UnavailableError) and error.code not in error_codes.NO_ROOM:
                 raise
-            self._keep(plan.differences, plan, refused=str(error))
+            self._report_unchanged(plan.differences, plan, refused=str(error))
 
-    def _keep(self, differences: Iterable[Difference], plan: Plan, *, refused: str) -> None:
+    def _report_unchanged(self, differences: Iterable[Difference], plan: Plan, *, refused: str) -> None:
         self._events.emit(
             StreamProvisioned(stream=plan.stream, action="kept", differences=_texts(differences), refused=refused)
         )

@@ -27,7 +27,7 @@ from aviso_workers.errors import ConfigError, InvalidNotificationError, ServerPr
 from aviso_workers.server import processes
 from aviso_workers.server.processes import DIRECTORY, Node
 from aviso_workers.worker import fleet, process
-from aviso_workers.worker.fleet import Plan
+from aviso_workers.worker.fleet import FleetPlan
 
 __all__ = ["dev"]
 
@@ -70,7 +70,7 @@ def dev(
                 _tell(app, node, source, ephemeral=ephemeral)
                 echo("The agents start again when a file changes. Ctrl-C ends all.", err=True)
                 command = fleet_command(target, agent, config, quiet=not verbose)
-                fleet.run(app, Plan(command=command, processes=1, reload=True), status_port=status_port)
+                fleet.run(app, FleetPlan(command=command, processes=1, reload=True), status_port=status_port)
                 return
 
             def ready(status_url: str) -> None:

@@ -11,8 +11,8 @@ from aviso_workers.aviso.literals import Size
 from aviso_workers.cli.targets import AgentOption, ConfigOption, ConfigSource, Target, find_app
 from aviso_workers.errors import ConfigError
 from aviso_workers.worker import fleet, process
-from aviso_workers.worker.fleet import Plan
-from aviso_workers.worker.fleet_process import Limits, Member
+from aviso_workers.worker.fleet import FleetPlan
+from aviso_workers.worker.fleet_process import FleetMember, RecycleLimits
 
 __all__ = ["Reload", "StatusPort", "fleet_command", "worker"]
 
@@ -73,17 +73,17 @@ def worker(
 
     Example: aviso-workers worker mine.agents:app --processes 4
     """
-    limits = Limits(max_notifications=max_notifications, max_rss=_size(max_rss))
+    limits = RecycleLimits(max_notifications=max_notifications, max_rss=_size(max_rss))
     app = find_app(target, agent=agent, config=config)
     if member is not None:
         name, _, line = member.partition(":")
-        process.run(app, member=Member(name, line=int(line), limits=limits), quiet=quiet)
+        process.run(app, member=FleetMember(name, line=int(line), limits=limits), quiet=quiet)
         return
-    if processes is None and limits == Limits() and not reload:
+    if processes is None and limits == RecycleLimits() and not reload:
         process.run(app, status_port=status_port)
         return
     command = fleet_command(target, agent, config, max_notifications=max_notifications, max_rss=max_rss)
-    fleet.run(app, Plan(command=command, processes=processes or 1, reload=reload), status_port=status_port)
+    fleet.run(app, FleetPlan(command=command, processes=processes or 1, reload=reload), status_port=status_port)
 
 
 def fleet_command(

@@ -23,7 +23,7 @@ import msgspec
 from msgspec import inspect
 
 from aviso_workers.aviso import literals
-from aviso_workers.config.documents import Node, Place, resolved
+from aviso_workers.config.documents import KeyPlace, YamlNode, resolved
 from aviso_workers.config.secrets import Secret, ServerUrls
 
 __all__ = ["Reader", "near", "without_none"]
@@ -54,14 +54,14 @@ class Reader:
 
     def __init__(self, *, unused: str) -> None:
         """Make a reader. `unused` is the key path of the backend that is not used, of which no bounds are checked."""
-        self.mistakes: list[tuple[Place, str]] = []
-        self.warnings: list[tuple[Place, str]] = []
-        self.places: dict[str, Place] = {}
+        self.mistakes: list[tuple[KeyPlace, str]] = []
+        self.warnings: list[tuple[KeyPlace, str]] = []
+        self.places: dict[str, KeyPlace] = {}
         """The place of each key path."""
         self._unused = unused
         self._wrong: list[str] = []
 
-    def place(self, path: str) -> Place:
+    def place(self, path: str) -> KeyPlace:
         """Return the place of a key path, or of the nearest one around it."""
         while path not in self.places:
             path = path.rpartition(".")[0]
@@ -72,7 +72,7 @@ class Reader:
         self.mistakes.append((self.place(path), _sentence(path, problem)))
         self._wrong.append(path)
 
-    def warn(self, place: Place, path: str, text: str) -> None:
+    def warn(self, place: KeyPlace, path: str, text: str) -> None:
         """Note a warning: what looks like a mistake and is none."""
         self.warnings.append((place, f"{path}: {text}"))
 
@@ -80,12 +80,12 @@ class Reader:
         """Return whether there is a mistake at a key path or below."""
         return any(wrong == path or wrong.startswith(f"{path}.") for wrong in self._wrong)
 
-    def struct(self, node: Node, wanted: inspect.StructType, path: str) -> Any:
+    def struct(self, node: YamlNode, wanted: inspect.StructType, path: str) -> Any:
         values = self.fields(node, wanted, path)
         required = {field.name for field in wanted.fields if field.required}
         return wanted.cls(**values) if required <= values.keys() else _BAD
 
-    def fields(self, node: Node, wanted: inspect.StructType, path: str) -> dict[str, Any]:
+    def fields(self, node: YamlNode, wanted: inspect.StructType, path: str) -> dict[str, Any]:
         """Return the fields that are given and can be read."""
         self.places[path] = node.place
         nodes = _mapping(node)
@@ -99,7 +99,7 @@ class Reader:
                 self.refuse(_join(path, field.name), "is missing")
         return {name: value for name, value in values.items() if value is not _BAD}
 
-    def _check_keys(self, nodes: dict[str, Node], wanted: inspect.StructType, path: str) -> None:
+    def _check_keys(self, nodes: dict[str, YamlNode], wanted: inspect.StructType, path: str) -> None:
         known = {field.name: _is_ours(field.type) for field in wanted.fields}
         for key, node in nodes.items():
             if key in known or key == wanted.tag_field:
@@ -116,7 +116,7 @@ class Reader:
             elif path.startswith(_BACKEND) or _POLICIES.fullmatch(path):
                 self.warn(node.place, _join(path, key), "this key is not known and is ignored")
 
-    def read(self, node: Node, wanted: inspect.Type, path: str) -> Any:
+    def read(self, node: YamlNode, wanted: inspect.Type, path: str) -> Any:
         """Return the value of a node as its type; it is of no use if there is a mistake at the path."""
         self.places[path] = node.place
         try:
@@ -125,7 +125,7 @@ class Reader:
             self.refuse(path, str(problem))
             return _BAD
 
-    def _value(self, node: Node, wanted: inspect.Type, path: str) -> Any:
+    def _value(self, node: YamlNode, wanted: inspect.Type, path: str) -> Any:
         reasons: dict[str, str] = {}
         if isinstance(wanted, inspect.Metadata):
             reasons = (wanted.extra or {}).get("reasons", reasons)
@@ -156,7 +156,7 @@ class Reader:
                 return self._dict(node, anything, path) if isinstance(node.value, dict) else node.resolved
         raise AssertionError(f"{path}: settings of type {wanted} cannot be read")
 
-    def _tagged(self, node: Node, types: Iterable[inspect.Type], path: str) -> Any:
+    def _tagged(self, node: YamlNode, types: Iterable[inspect.Type], path: str) -> Any:
         by_tag = {str(each.tag): each for each in types if isinstance(each, inspect.StructType)}
         tag_field = next(iter(by_tag.values())).tag_field or ""
         given = _mapping(node).get(tag_field)
@@ -171,11 +171,11 @@ class Reader:
             return _BAD
         return self.struct(node, by_tag[given.value], path)
 
-    def _dict(self, node: Node, inside: inspect.Type, path: str) -> Any:
+    def _dict(self, node: YamlNode, inside: inspect.Type, path: str) -> Any:
         values = {key: self.read(item, inside, _join(path, key)) for key, item in _mapping(node).items()}
         return {key: value for key, value in values.items() if value is not _BAD}
 
-    def _tuple(self, node: Node, types: Iterable[inspect.Type], path: str) -> Any:
+    def _tuple(self, node: YamlNode, types: Iterable[inspect.Type], path: str) -> Any:
         items, types = _items(node), tuple(types)
         if len(items) != len(types):
             raise ValueError(f"expected a list of {len(types)}, found {len(items)}")
@@ -184,7 +184,9 @@ class Reader:
         )
         return _BAD if any(value is _BAD for value in values) else values
 
-    def _bounded(self, node: Node, wanted: inspect.IntType | inspect.FloatType, path: str, *, meaning: str) -> float:
+    def _bounded(
+        self, node: YamlNode, wanted: inspect.IntType | inspect.FloatType, path: str, *, meaning: str
+    ) -> float:
         number = _integer(node) if isinstance(wanted, inspect.IntType) else _float(node)
         if self._unused and path.startswith(self._unused):
             return number
@@ -249,7 +251,7 @@ def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def _mapping(node: Node) -> dict[str, Node]:
+def _mapping(node: YamlNode) -> dict[str, YamlNode]:
     if isinstance(node.value, dict):
         return node.value
     if node.is_null:
@@ -258,19 +260,19 @@ def _mapping(node: Node) -> dict[str, Node]:
     raise ValueError(f"expected a mapping, found {'a list' if isinstance(node.value, list) else 'text'}")
 
 
-def _items(node: Node) -> list[Node]:
+def _items(node: YamlNode) -> list[YamlNode]:
     if isinstance(node.value, list):
         return node.value
     raise ValueError(f"expected a list, found {_shown(node)}")
 
 
-def _scalar(node: Node, expected: str) -> str:
+def _scalar(node: YamlNode, expected: str) -> str:
     if isinstance(node.value, str):
         return node.value
     raise ValueError(f"expected {expected}, found {_shown(node)}")
 
 
-def _text(node: Node) -> str:
+def _text(node: YamlNode) -> str:
     text = _scalar(node, "text")
     meaning = node.resolved
     certain = isinstance(meaning, str) or (type(meaning) is int and str(meaning) == text)
@@ -279,7 +281,7 @@ def _text(node: Node) -> str:
     return text
 
 
-def _integer(node: Node) -> int:
+def _integer(node: YamlNode) -> int:
     number = _number(node, "an integer")
     if not isinstance(number, int):
         raise ValueError("expected an integer, found a fraction")
@@ -288,14 +290,14 @@ def _integer(node: Node) -> int:
     return number
 
 
-def _float(node: Node) -> float:
+def _float(node: YamlNode) -> float:
     number = _number(node, "a number")
     if not math.isfinite(number):
         raise ValueError("expected a finite number")
     return float(number)
 
 
-def _number(node: Node, expected: str) -> int | float:
+def _number(node: YamlNode, expected: str) -> int | float:
     text = _scalar(node, expected)
     number = resolved(text)
     if isinstance(number, (int, float)) and not isinstance(number, bool):
@@ -303,14 +305,14 @@ def _number(node: Node, expected: str) -> int | float:
     raise ValueError(f"expected {expected}, found {_shown(node)}")
 
 
-def _boolean(node: Node) -> bool:
+def _boolean(node: YamlNode) -> bool:
     text = _scalar(node, "true or false").lower()
     if text not in _BOOLEANS:
         raise ValueError(f"expected true or false, found {_shown(node)}")
     return _BOOLEANS[text]
 
 
-def _time(node: Node) -> datetime:
+def _time(node: YamlNode) -> datetime:
     expected = "a time with its offset, such as 2026-11-20T06:00:00Z"
     with suppress(msgspec.ValidationError):
         time = msgspec.convert(_scalar(node, expected), datetime)
@@ -319,7 +321,7 @@ def _time(node: Node) -> datetime:
     raise ValueError(f"expected {expected}, found {_shown(node)}")
 
 
-def _choice(node: Node, choices: Iterable[Any], reasons: dict[str, str]) -> str:
+def _choice(node: YamlNode, choices: Iterable[Any], reasons: dict[str, str]) -> str:
     expected = " or ".join(map(repr, choices))
     text = _scalar(node, expected)
     if text in choices:
@@ -331,7 +333,7 @@ def _choice(node: Node, choices: Iterable[Any], reasons: dict[str, str]) -> str:
     raise ValueError(f"expected {expected}, found {_shown(node)}")
 
 
-def _custom(node: Node, wanted: type) -> object:
+def _custom(node: YamlNode, wanted: type) -> object:
     if wanted is Secret:
         return Secret(_text(node))
     if wanted is ServerUrls:
@@ -350,7 +352,7 @@ def _not_empty(text: str) -> str:
     return text
 
 
-def _shown(node: Node) -> str:
+def _shown(node: YamlNode) -> str:
     """Return what a node has instead of what is expected. Its text is not repeated: a password may stand in the wrong
     place."""
     if isinstance(node.value, dict | list):

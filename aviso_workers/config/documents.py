@@ -2,8 +2,8 @@
 
 `loading` and `environment` call `parse`. A scalar stays the text that was written, because only the type of its field
 can say how to read it: `0001` is a number to YAML and an experiment version to Aviso. Where a type leaves it open,
-`Node.resolved` reads by YAML 1.2's core schema, as aviso-server does: `on` and `2026-01-01` are text, and only `true`
-and `false` are booleans.
+`YamlNode.resolved` reads by YAML 1.2's core schema, as aviso-server does: `on` and `2026-01-01` are text, and only
+`true` and `false` are booleans.
 
 Nodes are built from PyYAML's events and not by its constructors, so that duplicate keys are seen, and text that is
 nested without end, or unfolds from aliases without end, is refused before it costs anything.
@@ -21,12 +21,12 @@ from typing import Any
 import yaml
 from msgspec import Struct, structs
 
-__all__ = ["IN_PYTHON", "Node", "Place", "is_text", "node_of", "overlay", "parse", "resolved"]
+__all__ = ["IN_PYTHON", "KeyPlace", "YamlNode", "is_text", "node_of", "overlay", "parse", "resolved"]
 
 FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """Six times as fast, where PyYAML was built with libyaml."""
 DEEPEST = 50
-MOST_NODES = 100_000
+MAX_NODES = 100_000
 """The most nodes of a document, counted with aliases unfolded."""
 IN_PYTHON = 10
 """The rank of what Python code declares: after the files, of which there are three at most; the environment is next."""
@@ -41,7 +41,7 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _LONGEST_NUMBER = 300
 
 
-class Place(Struct, frozen=True, order=True):
+class KeyPlace(Struct, frozen=True, order=True):
     """The place of a key or value. Places sort in the order in which their sources are read, line by line."""
 
     rank: int
@@ -53,11 +53,11 @@ class Place(Struct, frozen=True, order=True):
         return f"{self.source}:{self.line}" if self.line else self.source
 
 
-class Node(Struct, frozen=True, kw_only=True):
+class YamlNode(Struct, frozen=True, kw_only=True):
     """A mapping, a list, or the text of a scalar."""
 
-    value: dict[str, Node] | list[Node] | str
-    place: Place
+    value: dict[str, YamlNode] | list[YamlNode] | str
+    place: KeyPlace
     """The place of the key, or of the value if it has no key."""
     plain: bool = False
     """Whether it is a scalar without quotes, which may be a number, a boolean or null."""
@@ -78,7 +78,7 @@ class Node(Struct, frozen=True, kw_only=True):
         return isinstance(self.value, str) and self.plain and resolved(self.value) is None
 
 
-def parse(text: str, place: Place) -> tuple[Node | None, list[tuple[Place, str]]]:
+def parse(text: str, place: KeyPlace) -> tuple[YamlNode | None, list[tuple[KeyPlace, str]]]:
     """Read a YAML document that starts at `place`: the node, and the mistakes as (place, what is wrong).
 
     No content is an empty mapping; None is what cannot be made sense of.
@@ -105,36 +105,36 @@ def parse(text: str, place: Place) -> tuple[Node | None, list[tuple[Place, str]]
     return None, builder.mistakes
 
 
-def node_of(value: object, place: Place) -> Node:
+def node_of(value: object, place: KeyPlace) -> YamlNode:
     """Return a value of Python as the node that a document would have for it; None is null there.
 
     Raises ValueError for what no document holds.
     """
     match value:
         case None:
-            return Node(value="null", place=place, plain=True)
+            return YamlNode(value="null", place=place, plain=True)
         case bool():
-            return Node(value=str(value).lower(), place=place, plain=True)
+            return YamlNode(value=str(value).lower(), place=place, plain=True)
         case int() | float():
-            return Node(value=str(value), place=place, plain=True)
+            return YamlNode(value=str(value), place=place, plain=True)
         case str():
             if not is_text(value):
                 raise ValueError(f"{value!r} is not text: it holds half of a surrogate pair")
-            return Node(value=str(value), place=place)
+            return YamlNode(value=str(value), place=place)
         case Struct():
             fields, tagged = structs.asdict(value), value.__struct_config__
             return node_of({tagged.tag_field: tagged.tag, **fields} if tagged.tag_field else fields, place)
         case Mapping():
             if bad := [key for key in value if not isinstance(key, str)]:
                 raise ValueError(f"the key {bad[0]!r} must be text")
-            return Node(value={str(key): node_of(item, place) for key, item in value.items()}, place=place)
+            return YamlNode(value={str(key): node_of(item, place) for key, item in value.items()}, place=place)
         case list() | tuple():
-            return Node(value=[node_of(item, place) for item in value], place=place)
+            return YamlNode(value=[node_of(item, place) for item in value], place=place)
         case _:
             raise ValueError(f"{value!r:.100} is not a text, number, boolean, list or mapping")
 
 
-def overlay(below: Node, above: Node) -> Node:
+def overlay(below: YamlNode, above: YamlNode) -> YamlNode:
     """Return two nodes as one: mappings key by key, and of everything else the one above."""
     if not isinstance(below.value, dict) or not isinstance(above.value, dict):
         return above
@@ -182,15 +182,15 @@ class UnreadableError(Exception):
 class _Builder:
     """Builds the nodes of one document, and notes what is wrong on the way."""
 
-    def __init__(self, text: str, start: Place, loader: Any) -> None:
-        self.mistakes: list[tuple[Place, str]] = []
+    def __init__(self, text: str, start: KeyPlace, loader: Any) -> None:
+        self.mistakes: list[tuple[KeyPlace, str]] = []
         self._start = start
         self._events: Iterator[yaml.Event] = yaml.parse(text, Loader=loader)
-        self._anchored: dict[str, tuple[Node, int]] = {}
+        self._anchored: dict[str, tuple[YamlNode, int]] = {}
         self._count = 0
 
-    def document(self) -> Node:
-        node = Node(value={}, place=self._start)
+    def document(self) -> YamlNode:
+        node = YamlNode(value={}, place=self._start)
         for event in self._events:
             if not isinstance(event, yaml.DocumentStartEvent):
                 continue
@@ -203,7 +203,7 @@ class _Builder:
     def refuse(self, line: int, problem: str) -> None:
         self.mistakes.append((self._place(line), problem))
 
-    def _node(self, event: yaml.Event, path: tuple[str, ...]) -> Node:
+    def _node(self, event: yaml.Event, path: tuple[str, ...]) -> YamlNode:
         if isinstance(event, yaml.AliasEvent):
             return self._alias(event)
         if len(path) > DEEPEST:
@@ -214,7 +214,7 @@ class _Builder:
             self.refuse(_line(event), "YAML tags are not read; put quotes around text that starts with '!'")
         before = self._count
         self._add(event, 1)
-        node = Node(
+        node = YamlNode(
             value=self._value(event, path),
             place=self._place(_line(event)),
             plain=isinstance(event, yaml.ScalarEvent) and not event.style and tag is None,
@@ -223,7 +223,7 @@ class _Builder:
             self._anchored[anchor] = node, self._count - before
         return node
 
-    def _alias(self, event: yaml.AliasEvent) -> Node:
+    def _alias(self, event: yaml.AliasEvent) -> YamlNode:
         if event.anchor not in self._anchored:
             # The name is not shown, for the same reason as a tag.
             raise self._unreadable(event, "an alias of nothing; put quotes around text that starts with '*'")
@@ -231,18 +231,18 @@ class _Builder:
         self._add(event, size)
         return node
 
-    def _value(self, event: yaml.Event, path: tuple[str, ...]) -> dict[str, Node] | list[Node] | str:
+    def _value(self, event: yaml.Event, path: tuple[str, ...]) -> dict[str, YamlNode] | list[YamlNode] | str:
         if isinstance(event, yaml.ScalarEvent):
             return self._text(event)
         if isinstance(event, yaml.MappingStartEvent):
             return self._mapping(path)
-        items: list[Node] = []
+        items: list[YamlNode] = []
         while not isinstance(item := next(self._events), yaml.SequenceEndEvent):
             items.append(self._node(item, (*path, str(len(items)))))
         return items
 
-    def _mapping(self, path: tuple[str, ...]) -> dict[str, Node]:
-        nodes: dict[str, Node] = {}
+    def _mapping(self, path: tuple[str, ...]) -> dict[str, YamlNode]:
+        nodes: dict[str, YamlNode] = {}
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             line = _line(event)
             key = self._node(event, (*path, "")).value
@@ -273,13 +273,13 @@ class _Builder:
 
     def _add(self, event: yaml.Event, size: int) -> None:
         self._count += size
-        if self._count > MOST_NODES:
-            raise self._unreadable(event, f"holds more than {MOST_NODES} values, aliases unfolded")
+        if self._count > MAX_NODES:
+            raise self._unreadable(event, f"holds more than {MAX_NODES} values, aliases unfolded")
 
     def _unreadable(self, event: yaml.Event, problem: str) -> UnreadableError:
         self.refuse(_line(event), problem)
         return UnreadableError()
 
-    def _place(self, line: int) -> Place:
+    def _place(self, line: int) -> KeyPlace:
         """Return a line of the text, counted from 0 as PyYAML does."""
         return structs.replace(self._start, line=self._start.line + line) if self._start.line else self._start

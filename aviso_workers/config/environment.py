@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import inspect
 
 from aviso_workers.config.conversion import near, without_none
-from aviso_workers.config.documents import Node, Place, is_text, overlay, parse
+from aviso_workers.config.documents import KeyPlace, YamlNode, is_text, overlay, parse
 
 __all__ = ["SERVER_FILE", "WORKERS_FILE", "overrides"]
 
@@ -24,19 +24,19 @@ _NOT_KEYS = (SERVER_FILE, WORKERS_FILE, f"{WORKERS}NATS_SERVER", f"{WORKERS}PURE
 
 
 def overrides(
-    root: Node, environ: Mapping[str, str], *, wanted: inspect.Type, rank: int
-) -> tuple[Node, list[tuple[Place, str]]]:
+    root: YamlNode, environ: Mapping[str, str], *, wanted: inspect.Type, rank: int
+) -> tuple[YamlNode, list[tuple[KeyPlace, str]]]:
     """Return `root` with the environment laid over it, and the mistakes as (place, what is wrong).
 
     `wanted` is the root's type, `rank` where the environment sorts among the sources. A variable that names no key is
     a mistake if it is one of ours; one of aviso-server's is left to the server.
     """
-    mistakes: list[tuple[Place, str]] = []
+    mistakes: list[tuple[KeyPlace, str]] = []
     for prefix in (SERVER, WORKERS):
         for name in sorted(environ):
             if not name.upper().startswith(prefix) or name.upper() in _NOT_KEYS:
                 continue
-            place = Place(rank=rank, line=0, source=name)
+            place = KeyPlace(rank=rank, line=0, source=name)
             try:
                 keys, type_ = _find(name[len(prefix) :].lower().split("__"), root, wanted)
             except LookupError as problem:
@@ -53,15 +53,15 @@ def overrides(
             if node is None:
                 continue
             for key in reversed(keys):
-                node = Node(value={key: node}, place=place)
+                node = YamlNode(value={key: node}, place=place)
             root = overlay(root, node)
     return root, mistakes
 
 
-def _find(parts: list[str], root: Node, wanted: inspect.Type) -> tuple[list[str], inspect.Type]:
+def _find(parts: list[str], root: YamlNode, wanted: inspect.Type) -> tuple[list[str], inspect.Type]:
     """Return the keys that the parts of a variable's name stand for, and the type of what is there."""
     keys: list[str] = []
-    node: Node | None = root
+    node: YamlNode | None = root
     for part in parts:
         known, others = _inside(without_none(wanted))
         given = node.value if node is not None and isinstance(node.value, dict) else {}
@@ -93,7 +93,7 @@ def _inside(wanted: inspect.Type) -> tuple[dict[str, inspect.Type], inspect.Type
             return {}, None
 
 
-def _value(text: str, wanted: inspect.Type, place: Place) -> tuple[Node | None, list[tuple[Place, str]]]:
+def _value(text: str, wanted: inspect.Type, place: KeyPlace) -> tuple[YamlNode | None, list[tuple[KeyPlace, str]]]:
     """Return the text of a variable as a node: text for a scalar, and for what holds several values also YAML's flow
     style.
     """
@@ -105,9 +105,9 @@ def _value(text: str, wanted: inspect.Type, place: Place) -> tuple[Node | None, 
     if holds_several and text.lstrip().startswith(("[", "{")):
         return parse(text, place)
     if is_list:
-        parts: list[Any] = [Node(value=part.strip(), place=place) for part in text.split(",")]
-        return Node(value=parts, place=place), []
-    return Node(value=text, place=place, plain=isinstance(wanted, inspect.AnyType)), []
+        parts: list[Any] = [YamlNode(value=part.strip(), place=place) for part in text.split(",")]
+        return YamlNode(value=parts, place=place), []
+    return YamlNode(value=text, place=place, plain=isinstance(wanted, inspect.AnyType)), []
 
 
 def _folded(name: str) -> str:

@@ -24,7 +24,7 @@ from aviso_workers.aviso.schema import EventType
 from aviso_workers.config import nats_context, schema_entries
 from aviso_workers.config import streams as declared_streams
 from aviso_workers.config.conversion import Reader
-from aviso_workers.config.documents import IN_PYTHON, Node, Place, node_of, overlay, parse
+from aviso_workers.config.documents import IN_PYTHON, KeyPlace, YamlNode, node_of, overlay, parse
 from aviso_workers.config.environment import SERVER_FILE, WORKERS_FILE, overrides
 from aviso_workers.config.schema_entries import EventTypes
 from aviso_workers.config.secrets import Secret
@@ -35,7 +35,7 @@ from aviso_workers.jetstream.fields import DeclaredStream
 __all__ = ["Examined", "completed", "examine", "load", "places"]
 
 TOKEN = "NATS_TOKEN"
-OF_PROJECT = (Path("aviso.yaml"), Path("config/aviso.yaml"))
+PROJECT_FILES = (Path("aviso.yaml"), Path("config/aviso.yaml"))
 """The places for the configuration of a project. The first that exists is read, and no other file."""
 HERE = Path("configuration/config.yaml")
 PREFIX = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")
@@ -45,7 +45,7 @@ ENVIRONMENT = IN_PYTHON + 1
 
 _SCHEMA = "notification_schema"
 _JETSTREAM = "notification_backend.jetstream"
-_DEFAULT = Place(rank=0, line=0, source="default")
+_DEFAULT = KeyPlace(rank=0, line=0, source="default")
 _UNUSED = {"jetstream": "notification_backend.in_memory", "in_memory": _JETSTREAM}
 
 
@@ -98,7 +98,7 @@ def examine(
     files = _files(path, environ, needed=context is None and not named and not event_types, beside=beside)
     root, mistakes = _read(files)
     if not files and event_types:
-        kind = Node(value={"kind": Node(value="jetstream", place=_DEFAULT)}, place=_DEFAULT)
+        kind = YamlNode(value={"kind": YamlNode(value="jetstream", place=_DEFAULT)}, place=_DEFAULT)
         root = structs.replace(root, value={"notification_backend": kind})
     root, clashes = schema_entries.laid_over(root, event_types)
     wanted = _document_type()
@@ -140,7 +140,7 @@ def completed(config: Config, event_types: EventTypes = ()) -> Examined:
     written in Python. Raises ConfigError where one of these cannot be made sense of at all.
     """
     reader = Reader(unused="")
-    reader.places[""] = Place(rank=IN_PYTHON, line=0, source="Config(...)")
+    reader.places[""] = KeyPlace(rank=IN_PYTHON, line=0, source="Config(...)")
     loaded, taken, new = _by_origin(config, event_types)
     if not new:
         return Examined(config=config, mistakes=(), unclear=frozenset())
@@ -153,7 +153,7 @@ def completed(config: Config, event_types: EventTypes = ()) -> Examined:
                 whole[name] = event_type
         # The environment may have changed what was declared since it was taken over.
         elif schema_entries.differ(name, taken.get(name, whole[name]), entry):
-            reader.places.setdefault(path, Place(rank=0, line=0, source=config.origins.get(path, "")))
+            reader.places.setdefault(path, KeyPlace(rank=0, line=0, source=config.origins.get(path, "")))
             reader.refuse(path, schema_entries.clash(name, taken.get(name, whole[name]), entry))
     values = {"notification_backend": config.notification_backend, _SCHEMA: whole, "streams": config.streams}
     _refuse_all(reader, chain(_schema_mistakes(values, reader), _stream_mistakes(values, reader)))
@@ -173,7 +173,7 @@ def completed(config: Config, event_types: EventTypes = ()) -> Examined:
 
 def _by_origin(
     config: Config, event_types: EventTypes
-) -> tuple[Mapping[str, EventType], Mapping[str, Node], EventTypes]:
+) -> tuple[Mapping[str, EventType], Mapping[str, YamlNode], EventTypes]:
     """Return the event types of the configuration that were loaded, the declarations that are among these, and the
     others of both as entries that are still to be read."""
     known, origins = config.notification_schema, config.origins
@@ -188,8 +188,8 @@ def _by_origin(
     return loaded, taken, new
 
 
-def _node_of(name: str, event_type: EventType) -> Node:
-    place = Place(rank=IN_PYTHON, line=0, source="Config(...)")
+def _node_of(name: str, event_type: EventType) -> YamlNode:
+    place = KeyPlace(rank=IN_PYTHON, line=0, source="Config(...)")
     try:
         return node_of(event_type, place)
     except ValueError as error:
@@ -210,11 +210,11 @@ def _files(path: str | Path | None, environ: Mapping[str, str], *, needed: bool,
     for variable in (WORKERS_FILE, SERVER_FILE):
         if variable in environ:
             return [_file(variable, environ[variable].strip())]
-    if own := next(filter(isfile, OF_PROJECT), None):
+    if own := next(filter(isfile, PROJECT_FILES), None):
         return [own]
     found = [place for place in places(environ) if isfile(place)]
     if not found and needed:
-        looked = ", ".join(map(str, (*OF_PROJECT, *places(environ))))
+        looked = ", ".join(map(str, (*PROJECT_FILES, *places(environ))))
         raise ConfigError(
             [
                 f"no configuration file: looked for {looked}; give one, name it in {WORKERS_FILE}, or declare event "
@@ -246,16 +246,18 @@ def _file(named_by: str, path: str | Path, beside: Path | None = None) -> Path:
     raise ConfigError([f"{named_by}: {str(path)!r} is not a file{below}"])
 
 
-def _read(files: Sequence[Path]) -> tuple[Node, list[tuple[Place, str]]]:
+def _read(files: Sequence[Path]) -> tuple[YamlNode, list[tuple[KeyPlace, str]]]:
     """Return the files as one mapping, and the mistakes as (place, what is wrong).
 
     Raises ConfigError where a file cannot be made sense of.
     """
-    root = Node(value={}, place=Place(rank=0, line=1, source=str(files[0] if files else "no configuration file")))
-    mistakes: list[tuple[Place, str]] = []
+    root = YamlNode(
+        value={}, place=KeyPlace(rank=0, line=1, source=str(files[0] if files else "no configuration file"))
+    )
+    mistakes: list[tuple[KeyPlace, str]] = []
     unreadable = False
     for rank, file in enumerate(files):
-        node, wrong = _read_one(file, Place(rank=rank, line=1, source=str(file)))
+        node, wrong = _read_one(file, KeyPlace(rank=rank, line=1, source=str(file)))
         mistakes += wrong
         if node is None:
             unreadable = True
@@ -269,7 +271,7 @@ def _read(files: Sequence[Path]) -> tuple[Node, list[tuple[Place, str]]]:
     return root, mistakes
 
 
-def _read_one(file: Path, start: Place) -> tuple[Node | None, list[tuple[Place, str]]]:
+def _read_one(file: Path, start: KeyPlace) -> tuple[YamlNode | None, list[tuple[KeyPlace, str]]]:
     try:
         content = file.read_bytes()
         return parse(content.decode("utf-8-sig"), start)
@@ -280,19 +282,19 @@ def _read_one(file: Path, start: Place) -> tuple[Node | None, list[tuple[Place, 
         return None, [(structs.replace(start, line=line), "is not UTF-8 text")]
 
 
-def _kind(root: Node) -> str:
+def _kind(root: YamlNode) -> str:
     node = _at(root, "notification_backend", "kind")
     return node.value if node and isinstance(node.value, str) else ""
 
 
-def _connection(root: Node) -> tuple[str, Node] | None:
+def _connection(root: YamlNode) -> tuple[str, YamlNode] | None:
     """Return the first key that says where to connect to or as whom, where there is one."""
     section = _at(root, *_JETSTREAM.split("."))
     given = section.value if section and isinstance(section.value, dict) else {}
     return next(((key, node) for key, node in given.items() if key in nats_context.CONNECTION), None)
 
 
-def _uses_context(root: Node, context: str | None, named: str | None, reader: Reader) -> bool:
+def _uses_context(root: YamlNode, context: str | None, named: str | None, reader: Reader) -> bool:
     """Return whether a context says where to connect to: a configured connection goes before the one of a variable."""
     if context is not None or not named:
         return context is not None
@@ -304,13 +306,13 @@ def _uses_context(root: Node, context: str | None, named: str | None, reader: Re
     return False
 
 
-def _connected(root: Node, section: Node) -> Node:
+def _connected(root: YamlNode, section: YamlNode) -> YamlNode:
     """Return the root with the keys of another connection, and none of the one that it had: a server must not get the
     credentials that are meant for another one."""
     backend = _at(root, "notification_backend")
     if backend is None or backend.is_null:
-        kind = Node(value="jetstream", place=section.place)
-        backend = Node(value={"kind": kind}, place=section.place)
+        kind = YamlNode(value="jetstream", place=section.place)
+        backend = YamlNode(value={"kind": kind}, place=section.place)
     if not isinstance(backend.value, dict):
         return root
     before = backend.value.get("jetstream", section)
@@ -322,8 +324,8 @@ def _connected(root: Node, section: Node) -> Node:
     return structs.replace(root, value={**root.value, "notification_backend": structs.replace(backend, value=whole)})
 
 
-def _at(root: Node, *keys: str) -> Node | None:
-    node: Node | None = root
+def _at(root: YamlNode, *keys: str) -> YamlNode | None:
+    node: YamlNode | None = root
     for key in keys:
         node = node.value.get(key) if node and isinstance(node.value, dict) else None
     return node
@@ -344,7 +346,7 @@ def _refuse_found_servers(reader: Reader) -> None:
     """Refuse to send the token of the environment to servers that are named by a file which nobody has named: anybody
     may have put that into the current folder."""
     servers = reader.places.get(f"{_JETSTREAM}.nats_url")
-    if servers is not None and servers.source in map(str, (*OF_PROJECT, HERE)):
+    if servers is not None and servers.source in map(str, (*PROJECT_FILES, HERE)):
         reader.refuse(
             f"{_JETSTREAM}.token",
             f"is not sent to the servers in {servers.source}, which was only found in the current folder: "
@@ -353,7 +355,7 @@ def _refuse_found_servers(reader: Reader) -> None:
 
 
 def _with_token(backend: NotificationBackend, token: str, reader: Reader) -> NotificationBackend:
-    reader.places[f"{_JETSTREAM}.token"] = Place(rank=ENVIRONMENT, line=0, source=TOKEN)
+    reader.places[f"{_JETSTREAM}.token"] = KeyPlace(rank=ENVIRONMENT, line=0, source=TOKEN)
     return structs.replace(backend, jetstream=structs.replace(backend.jetstream, token=Secret(token)))
 
 
@@ -429,7 +431,7 @@ def _warn_of_fields(values: Mapping[str, Any], reader: Reader) -> None:
             )
 
 
-def _unclear(root: Node, config: Config, reader: Reader) -> Iterator[str]:
+def _unclear(root: YamlNode, config: Config, reader: Reader) -> Iterator[str]:
     node = root.value.get("notification_schema") if isinstance(root.value, dict) else None
     for name in node.value if node and isinstance(node.value, dict) else ():
         if name not in config.notification_schema or reader.is_wrong(f"notification_schema.{name}"):
@@ -458,9 +460,9 @@ def _refuse_all(reader: Reader, mistakes: Iterator[tuple[str, str]]) -> None:
         reader.refuse(path, problem)
 
 
-def _error(mistakes: list[tuple[Place, str]]) -> ConfigError:
+def _error(mistakes: list[tuple[KeyPlace, str]]) -> ConfigError:
     return ConfigError(_sentences(mistakes))
 
 
-def _sentences(found: list[tuple[Place, str]]) -> list[str]:
+def _sentences(found: list[tuple[KeyPlace, str]]) -> list[str]:
     return [f"{place}: {text}" for place, text in sorted(found, key=lambda each: each[0])]

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from aviso_workers.config.documents import Node, Place
+from aviso_workers.config.documents import KeyPlace, YamlNode
 from aviso_workers.errors import ConfigError
 
 __all__ = ["CONNECTION", "SELECTED", "VARIABLE", "read"]
@@ -66,25 +66,25 @@ RESOLVED = frozenset({"file", "op", "nsc", "env", "data"})
 """The schemes by which the `nats` command line takes a secret from elsewhere."""
 
 
-def read(name: str, environ: Mapping[str, str], *, rank: int) -> tuple[Node, list[tuple[Place, str]]]:
+def read(name: str, environ: Mapping[str, str], *, rank: int) -> tuple[YamlNode, list[tuple[KeyPlace, str]]]:
     """Return the section `notification_backend.jetstream` that the context stands for, and its mistakes.
 
     `name` is the name of a context, `selected`, or the path of a JSON file. No mistake repeats a value: it may be a
     secret. Raises `ConfigError` where there is no such context, or its file cannot be made sense of.
     """
     file = _file(name, environ)
-    place = Place(rank=rank, line=0, source=str(file))
+    place = KeyPlace(rank=rank, line=0, source=str(file))
     given = {field: value for field, value in _fields(file).items() if value not in (None, "", False, [])}
     problems = dict(_problems(given))
     nodes = {
-        KEYS[field]: Node(value=_path(value, environ) if field in FILES else value, place=place)
+        KEYS[field]: YamlNode(value=_path(value, environ) if field in FILES else value, place=place)
         for field, value in given.items()
         if field in KEYS and field not in problems
     }
     section = {key: node for key, node in nodes.items() if not key.startswith(TLS)}
     if tls := {key.removeprefix(TLS): node for key, node in nodes.items() if key.startswith(TLS)}:
-        section["tls"] = Node(value=tls, place=place)
-    return Node(value=section, place=place), [(place, problem) for problem in problems.values()]
+        section["tls"] = YamlNode(value=tls, place=place)
+    return YamlNode(value=section, place=place), [(place, problem) for problem in problems.values()]
 
 
 def _file(name: str, environ: Mapping[str, str]) -> Path:

@@ -16,17 +16,17 @@ from msgspec import inspect, structs
 from aviso_workers.aviso import schema
 from aviso_workers.aviso.schema import EventType, PayloadRule, StoragePolicy
 from aviso_workers.config.conversion import Reader
-from aviso_workers.config.documents import IN_PYTHON, Node
+from aviso_workers.config.documents import IN_PYTHON, YamlNode
 
 __all__ = ["EventTypes", "clash", "differ", "entry_type", "laid_over"]
 
-EventTypes = Sequence[tuple[str, Node]]
+EventTypes = Sequence[tuple[str, YamlNode]]
 """Event types that are declared in Python: each by its name, as an entry of `notification_schema`."""
 
 SCHEMA = "notification_schema"
 
 
-def laid_over(root: Node, event_types: EventTypes) -> tuple[Node, list[tuple[str, str]]]:
+def laid_over(root: YamlNode, event_types: EventTypes) -> tuple[YamlNode, list[tuple[str, str]]]:
     """Return the root with these event types added, and as (key path, mistake) where one contradicts another place."""
     assert isinstance(root.value, dict)
     section = root.value.get(SCHEMA)
@@ -43,16 +43,16 @@ def laid_over(root: Node, event_types: EventTypes) -> tuple[Node, list[tuple[str
         elif before.place.rank < IN_PYTHON:
             whole[name] = entry  # by its place `loading.completed` knows that it was loaded
     place = section.place if section else next(iter(whole.values())).place
-    return structs.replace(root, value={**root.value, SCHEMA: Node(value=whole, place=place)}), clashes
+    return structs.replace(root, value={**root.value, SCHEMA: YamlNode(value=whole, place=place)}), clashes
 
 
-def differ(name: str, before: Node | EventType, entry: Node) -> bool:
+def differ(name: str, before: YamlNode | EventType, entry: YamlNode) -> bool:
     """Return whether two declarations of an event type mean different things, or one of them cannot be read."""
     meaning = _meaning(name, before)
     return meaning is None or meaning != _meaning(name, entry)
 
 
-def clash(name: str, before: Node | EventType, entry: Node) -> str:
+def clash(name: str, before: YamlNode | EventType, entry: YamlNode) -> str:
     """Return the mistake of an event type that this entry declares another way."""
     said = f"is declared another way at {entry.place}: keep one of them, or let both say the same"
     here, there = _meaning(name, before), _meaning(name, entry)
@@ -76,13 +76,13 @@ def entry_type() -> inspect.Type:
     return inspect.type_info(EventType)
 
 
-def _meaning(name: str, declared: Node | EventType) -> tuple[object, ...] | None:
+def _meaning(name: str, declared: YamlNode | EventType) -> tuple[object, ...] | None:
     """Return the parts of an event type in which two declarations of it must agree; None where it cannot be read.
 
     They need not agree in descriptions, nor in `required` of a field, which only concerns watches of an aviso-server.
     """
     reader = Reader(unused="")
-    known: EventType = reader.read(declared, entry_type(), name) if isinstance(declared, Node) else declared
+    known: EventType = reader.read(declared, entry_type(), name) if isinstance(declared, YamlNode) else declared
     if reader.mistakes:
         return None
     rules = {field: structs.replace(rule, required=True, description=None) for field, rule in known.identifier.items()}

@@ -23,7 +23,7 @@ from typing_extensions import TypeVar as DefaultTypeVar
 from aviso_workers.aviso import payloads, positions, typed_identifiers
 from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification
-from aviso_workers.config.documents import Node
+from aviso_workers.config.documents import YamlNode
 from aviso_workers.declare import around, durations, event_types, resources, timers
 from aviso_workers.declare.around import Around
 from aviso_workers.declare.batches import Batch, Batching, Stream
@@ -32,7 +32,7 @@ from aviso_workers.declare.retry import LONGEST_DELAY_SECONDS, Backoff
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Schedule, Timer
 from aviso_workers.declare.verdicts import Ack, Classifier, Reject, Retry
-from aviso_workers.declare.windows import State, Window, Windowing
+from aviso_workers.declare.windows import KeyState, Window, Windowing
 from aviso_workers.errors import DeclarationError, InvalidPositionError
 
 __all__ = [
@@ -261,7 +261,7 @@ class Task:
         self.around: Sequence[Resource] = ()
 
 
-class Declared(Protocol):
+class DeclaredFunction(Protocol):
     """An agent, a timer, a task or a resource."""
 
     @property
@@ -271,8 +271,10 @@ class Declared(Protocol):
     def function(self) -> Callable[..., Any]: ...
 
 
-D = TypeVar("D", bound=Declared)
-Declaration = Agent[Any, Any] | Timer[Any, Any] | Task | Resource | tuple[str, Table[Any] | Counter] | tuple[str, Node]
+D = TypeVar("D", bound=DeclaredFunction)
+Declaration = (
+    Agent[Any, Any] | Timer[Any, Any] | Task | Resource | tuple[str, Table[Any] | Counter] | tuple[str, YamlNode]
+)
 """A declaration of a router: some have a name that is not their own."""
 
 
@@ -300,7 +302,7 @@ class Router(Generic[S]):
         self.tasks: list[Task] = []
         self.tables: dict[str, Table[Any] | Counter] = {}
         self.resources: list[Resource] = []
-        self.event_types: list[tuple[str, Node]] = []
+        self.event_types: list[tuple[str, YamlNode]] = []
         """By name, each as an entry of `notification_schema`."""
         self.arounds: list[Around] = []
         self._takers: dict[object, Taker] = {}
@@ -515,7 +517,7 @@ class Router(Generic[S]):
         )
         self._add_event_type(*declared, again=_is_called_at_prompt(caller))
 
-    def _add_event_type(self, name: str, entry: Node, *, again: bool) -> None:
+    def _add_event_type(self, name: str, entry: YamlNode, *, again: bool) -> None:
         known = [each for each in self.event_types if not (again and each[0] == name)]
         self.event_types = [*known, (name, entry)]
         self._tell((name, entry), again=again)
@@ -813,9 +815,9 @@ def _call_form(name: str, function: Callable[..., Any]) -> tuple[type, Any, Any]
 def _folded_types(name: str, window: Windowing[Any, Any], value_type: Any) -> tuple[Any, Any]:
     """Return the types of payload and key of what is folded into windows of this type of values (`Any` for none)."""
     _refuse_unreadable(name, value_type)
-    state: Any = State
+    state: Any = KeyState
     try:
-        payloads.json_reader(state[value_type])(payloads.to_json(State(open={0: window.initial})))
+        payloads.json_reader(state[value_type])(payloads.to_json(KeyState(open={0: window.initial})))
     except (TypeError, ValueError) as error:
         raise DeclarationError(f"agent {name!r}: initial= is not a value of its Window: {error}") from error
     try:

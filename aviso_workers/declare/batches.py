@@ -15,7 +15,7 @@ from aviso_workers.aviso.notifications import Notification
 from aviso_workers.declare.verdicts import Reject, Retry
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["Batch", "Batching", "Source", "Stream"]
+__all__ = ["Batch", "Batching", "NotificationSource", "Stream"]
 
 T = TypeVar("T", default=Any)
 K = TypeVar("K", default=Any)
@@ -85,7 +85,7 @@ class Batch(Generic[T, K]):
         self.outcomes[notification.sequence] = Reject(reason)
 
 
-class Source(Protocol[T, K]):
+class NotificationSource(Protocol[T, K]):
     """Where a stream's notifications come from."""
 
     async def next(self, *, within_seconds: float | None = None) -> Notification[T, K] | None: ...
@@ -98,7 +98,9 @@ class Stream(Generic[T, K]):
     A notification is acked when the loop asks for the next one. The loop ends when the worker stops.
     """
 
-    def __init__(self, source: Source[T, K], *, only: Callable[[Notification[T, K]], bool] | None = None) -> None:
+    def __init__(
+        self, source: NotificationSource[T, K], *, only: Callable[[Notification[T, K]], bool] | None = None
+    ) -> None:
         self._source = source
         self._only = only
 

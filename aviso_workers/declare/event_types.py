@@ -15,7 +15,7 @@ from typing import Any
 
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.aviso.schema import StoragePolicy
-from aviso_workers.config.documents import IN_PYTHON, Node, Place, node_of
+from aviso_workers.config.documents import IN_PYTHON, KeyPlace, YamlNode, node_of
 from aviso_workers.config.settings import JetStream
 from aviso_workers.declare import durations
 from aviso_workers.errors import DeclarationError
@@ -37,7 +37,7 @@ def declare(
     base: str | None,
     owner: str,
     call: FrameType | None,
-) -> tuple[str, Node]:
+) -> tuple[str, YamlNode]:
     """Return the name and the entry of an event type.
 
     `owner` names the app or router that declares it, `call` is the frame of the call that does.
@@ -57,7 +57,7 @@ def declare(
         "storage_policy": _completed(name, storage_policy, latest_only),
     }
     try:
-        return name, node_of(entry, Place(rank=IN_PYTHON, line=line, source=f"{owner}, {file}"))
+        return name, node_of(entry, KeyPlace(rank=IN_PYTHON, line=line, source=f"{owner}, {file}"))
     except ValueError as error:
         raise DeclarationError(f"event type {name!r}: {error}") from error
 

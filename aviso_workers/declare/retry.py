@@ -25,7 +25,7 @@ LONGEST_DELAY_SECONDS = LONGEST_DELAY_DAYS * 86400
 
 SHARE = 0.5
 """The share of a worker's time that retries which are due take at most, while something new waits."""
-MOST_LATER_SECONDS = 600.0
+MAX_LATER_SECONDS = 600.0
 """How much later than its policy says a notification is retried at most."""
 
 _SENSIBLE = {
@@ -132,7 +132,7 @@ class RetryShare:
         """Return after how long a retry that is due is to be made where something new waits; 0 where it is now."""
         if (overspent := self._overspent_at(now)) <= SHARE:
             return 0.0
-        after = min(overspent / SHARE, MOST_LATER_SECONDS)
+        after = min(overspent / SHARE, MAX_LATER_SECONDS)
         return self.delay_seconds(now, after, takes_seconds=self._takes_seconds, new_wait=True)
 
     def _overspent_at(self, now: float) -> float:
@@ -147,7 +147,7 @@ class RetryShare:
             self._now = int(now)
             self._taken = {second: taken for second, taken in self._taken.items() if second >= self._now}
         due = now + after_seconds
-        second, latest = int(due), int(due + MOST_LATER_SECONDS)
+        second, latest = int(due), int(due + MAX_LATER_SECONDS)
         while (taken := self._taken.get(second, 0.0)) >= SHARE and second < latest:
             second += 1
         again = max(due, second + min(taken / SHARE, 1.0))

@@ -55,7 +55,7 @@ C = TypeVar("C")
 
 PROCESS: ContextVar[object] = ContextVar("process", default=None)
 """Which worker this code runs in, where a test plays several of them in one process: each is connected by itself."""
-MOST_HISTORY = 64
+MAX_HISTORY = 64
 PAGES = "=applied."
 """How entries of a table's bucket begin that are not keys of an author's: none is spelled so."""
 APPLIED = "Aviso-Applied"
@@ -187,8 +187,8 @@ class Table(Generic[T]):
             self._default = None if default is None else self._encode(default)
         except (TypeError, ValueError) as error:
             raise DeclarationError(f"{error}") from error  # which names the table
-        if not isinstance(history, int) or not 1 <= history <= MOST_HISTORY:
-            raise DeclarationError(f"table {name!r}: history must be from 1 to {MOST_HISTORY}, found {history!r:.100}")
+        if not isinstance(history, int) or not 1 <= history <= MAX_HISTORY:
+            raise DeclarationError(f"table {name!r}: history must be from 1 to {MAX_HISTORY}, found {history!r:.100}")
 
     @event_loops.awaited
     async def get(self, key: str) -> T:
@@ -197,7 +197,7 @@ class Table(Generic[T]):
         A table that is `cached` does not ask the server. Raises `UndecodableError` if the stored value does not fit the
         table's type.
         """
-        value: T = self._value(await self._kept.get(encode_key(key)))
+        value: T = self._value(await self._bucket.get(encode_key(key)))
         return value
 
     @event_loops.awaited
@@ -208,7 +208,7 @@ class Table(Generic[T]):
         Raises `DeclarationError` for a `ttl` that is no duration; `RefusedError` for one below 1 s, and for any if the
         server is older than 2.11.
         """
-        await self._kept.put(encode_key(key), self._encode(value), ttl_seconds=self._ttl_seconds(ttl))
+        await self._bucket.put(encode_key(key), self._encode(value), ttl_seconds=self._ttl_seconds(ttl))
 
     @overload
     async def update(
@@ -259,17 +259,17 @@ class Table(Generic[T]):
         `DeclarationError` for any other notification, for a second update of a key within a call, and if the table has
         a history; `RefusedError` if the server is older than 2.11.
         """
-        kept, spelled, seconds = self._kept, encode_key(key), self._ttl_seconds(ttl)
+        bucket, spelled, seconds = self._bucket, encode_key(key), self._ttl_seconds(ttl)
         if once is None:
-            return await self._update(kept, spelled, change, None, seconds)
+            return await self._update(bucket, spelled, change, None, seconds)
         if self.keeps_history > 1:
             raise DeclarationError(f"table {self.name!r}: once= needs a table without a history")
         with self._connections.here.applied.once(spelled, once):
-            return await self._update(kept, spelled, change, once, seconds)
+            return await self._update(bucket, spelled, change, once, seconds)
 
     async def _update(
         self,
-        kept: KeyValue,
+        bucket: KeyValue,
         spelled: str,
         change: Callable[[T], Any],
         once: Notification[Any] | None,
@@ -281,7 +281,7 @@ class Table(Generic[T]):
         async with turns.setdefault(spelled, anyio.Lock()):
             while True:
                 began = anyio.current_time()
-                entry = await kept.newest(spelled)
+                entry = await bucket.newest(spelled)
                 current: T = self._value(None if entry is None or entry.deleted else entry)
                 applied: str | None = entry.headers.get(APPLIED, "") if entry else ""
                 if once is not None:
@@ -291,8 +291,8 @@ class Table(Generic[T]):
                 value = change(current)
                 self._refuse_forgotten(value)
                 try:
-                    ttl = await _left_of_ttl(kept, entry) if ttl_seconds is None else ttl_seconds
-                    await self._store(kept, spelled, entry, value, applied, ttl)
+                    ttl = await _left_of_ttl(bucket, entry) if ttl_seconds is None else ttl_seconds
+                    await self._store(bucket, spelled, entry, value, applied, ttl)
                     return value
                 except ConflictError:  # another process was faster
                     conflicts += 1
@@ -304,7 +304,7 @@ class Table(Generic[T]):
 
     async def _store(
         self,
-        kept: KeyValue,
+        bucket: KeyValue,
         spelled: str,
         entry: Entry | None,
         value: T | Delete,
@@ -316,29 +316,29 @@ class Table(Generic[T]):
         headers = {APPLIED: applied} if applied else None
         if value is not DELETE:
             data = self._encode(value)
-            await kept.put(spelled, data, revision=revision, headers=headers, ttl_seconds=ttl_seconds)
+            await bucket.put(spelled, data, revision=revision, headers=headers, ttl_seconds=ttl_seconds)
         elif applied:
-            await kept.delete(spelled, revision=revision, headers=headers, ttl_seconds=REMEMBERED_SECONDS)
+            await bucket.delete(spelled, revision=revision, headers=headers, ttl_seconds=REMEMBERED_SECONDS)
         elif entry is not None and not entry.deleted:
-            await kept.delete(spelled, revision=revision)
+            await bucket.delete(spelled, revision=revision)
 
     @event_loops.awaited
     async def delete(self, key: str) -> None:
         """Delete a key and its history. A key that does not exist is not an error."""
-        await self._kept.delete(encode_key(key))
+        await self._bucket.delete(encode_key(key))
 
     @event_loops.awaited
     async def items(self) -> AsyncGenerator[tuple[str, T], None]:
         """Yield all keys with their values, those that changed last at the end."""
-        for entry in await self._kept.entries():
+        for entry in await self._bucket.entries():
             if not entry.key.startswith(PAGES):
                 yield decode_key(entry.key), self._value(entry)
 
     @event_loops.awaited
     async def history(self, key: str) -> list[Change[T]]:
         """Return the last values of a key, as many as the table keeps, the newest at the end."""
-        kept = self._kept
-        async with aclosing(kept.changes(encode_key(key), until=await kept.revision())) as changes:
+        bucket = self._bucket
+        async with aclosing(bucket.changes(encode_key(key), until=await bucket.revision())) as changes:
             return [self._change(entry) async for entry in changes]
 
     async def watch(self, key: str | None = None) -> AsyncGenerator[Change[T], None]:
@@ -346,7 +346,7 @@ class Table(Generic[T]):
 
         Of changes in quick succession, or while the connection is lost, only the newest may be yielded.
         """
-        async with aclosing(self._kept.changes(None if key is None else encode_key(key))) as changes:
+        async with aclosing(self._bucket.changes(None if key is None else encode_key(key))) as changes:
             async for entry in changes:
                 if not entry.key.startswith(PAGES):
                     yield self._change(entry)
@@ -420,7 +420,7 @@ class Table(Generic[T]):
         return f"<Table {self.name}>"
 
     @property
-    def _kept(self) -> KeyValue:
+    def _bucket(self) -> KeyValue:
         return self._connections.here.bucket
 
     def _ttl_seconds(self, ttl: object) -> float | None:
@@ -534,9 +534,9 @@ class Counter:
         return f"<Counter {self.name}>"
 
 
-async def _left_of_ttl(kept: KeyValue, entry: Entry | None) -> float | None:
+async def _left_of_ttl(bucket: KeyValue, entry: Entry | None) -> float | None:
     """Return after how many seconds an entry expires, at least `SHORTEST_TTL_SECONDS`; None where it does not."""
     if entry is None or (ttl := entry.ttl_seconds) is None:
         return None
-    age = (await kept.time() - entry.time).total_seconds()
+    age = (await bucket.time() - entry.time).total_seconds()
     return max(SHORTEST_TTL_SECONDS, ttl - age)

@@ -1,14 +1,14 @@
 """Windows: notifications gathered by the time at which they happened, as one value for each key and stretch of time.
 
-Pure. What is known of a key is one `State`, and each step that it takes is a function here: a notification is counted,
-windows are closed, one is done. What is known for all keys is a `Progress`, and a `Page` says with one bit for each
-sequence of the stream which notifications were counted that the states do not list any more.
+Pure. What is known of a key is one `KeyState`, and each step that it takes is a function here: a notification is
+counted, windows are closed, one is done. What is known for all keys is a `WindowProgress`, and a `CountedPage` says
+with one bit for each sequence of the stream which notifications were counted that the states do not list any more.
 
 How long windows are, and how often they begin, is stored with them as `Sizings`, and only that counts: a worker whose
 code states another size counts and closes by what is stored. A new size is stored with the time from which on it holds,
 at which windows of the old and of the new size begin. So each window has one size from its beginning to its end, and
 each notification of tumbling windows is in one window.
-`features.windows.closing` keeps all of these where all workers find them, and says when a window closes. Times are
+`features.windows.handler` keeps all of these where all workers find them, and says when a window closes. Times are
 seconds since 1970 UTC.
 """
 
@@ -36,13 +36,13 @@ from aviso_workers.errors import DeclarationError, InvalidKeyError, LateError
 from aviso_workers.jetstream.sequences import has_bit, last_of_page, with_bits
 
 __all__ = [
-    "Page",
-    "Progress",
-    "Settled",
+    "CountedPage",
+    "KeyState",
+    "SettledUpTo",
     "Sizing",
     "Sizings",
-    "State",
     "Window",
+    "WindowProgress",
     "Windowing",
     "add",
     "close",
@@ -215,7 +215,7 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
         return {name: _fingerprint(getattr(self, name)) for name in ("fold", "key", "time")}
 
 
-class State(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True):
+class KeyState(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True):
     """The stored state of a key."""
 
     open: dict[int, A] = {}
@@ -239,12 +239,12 @@ class State(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True):
     """Those of `counted` that came too late for one of their windows, and not for all."""
     left_out: tuple[int, float] = (0, NEVER)
     """The greatest sequence and store time of those that were counted and are not in `counted` any more: they are
-    settled, or on a `Page`."""
+    settled, or on a `CountedPage`."""
     retried: list[str] = []
     """The dead letters that were tried again and counted. Their sequences may be settled all the same."""
 
 
-class Settled(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SettledUpTo(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How far the server knows that everything is settled: nothing up to there comes again, but for a reset."""
 
     sequence: int = 0
@@ -256,12 +256,12 @@ class Settled(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return sequence <= self.sequence and stored <= self.time
 
 
-class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class WindowProgress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The stored state of all keys together."""
 
     closed: int = NEVER
-    """As `State.closed`."""
-    settled: Settled = Settled()
+    """As `KeyState.closed`."""
+    settled: SettledUpTo = SettledUpTo()
     sizings: Sizings = ()
     """By which new states are begun. Empty until the first worker of this version counts or closes."""
     functions: dict[str, str] = {}
@@ -270,10 +270,12 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The fingerprint of the type of the windows' values; only workers whose type has it count and close."""
 
 
-class Page(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"counted": "bits", "missed": "missed_bits"}):
+class CountedPage(
+    Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"counted": "bits", "missed": "missed_bits"}
+):
     """Which sequences of one page (`jetstream.sequences`) were counted, whatever their keys.
 
-    Its fields are not called as those of `State`, because versions before pages read it as one, which is empty then.
+    Its fields are not called as those of `KeyState`, because versions before pages read it as one, which is empty then.
     """
 
     created: float
@@ -282,7 +284,7 @@ class Page(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"count
     """When the last of them was stored that was counted."""
     counted: bytes = b""
     missed: bytes = b""
-    """As `State.missed`."""
+    """As `KeyState.missed`."""
 
     def has(self, sequence: int, stored: float) -> bool:
         """Return whether the message of this sequence and store time was counted."""
@@ -292,7 +294,7 @@ class Page(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"count
         """Return whether one that it `has` came too late for one of its windows."""
         return has_bit(self.missed, sequence)
 
-    def plus(self, counted: Mapping[int, float], missed: Iterable[int]) -> Page:
+    def plus(self, counted: Mapping[int, float], missed: Iterable[int]) -> CountedPage:
         """Return the page with these as well: store times by sequence, and which of them were late for a window."""
         return structs.replace(
             self,
@@ -301,7 +303,7 @@ class Page(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"count
             missed=with_bits(self.missed, missed),
         )
 
-    def is_settled(self, number: int, settled: Settled) -> bool:
+    def is_settled(self, number: int, settled: SettledUpTo) -> bool:
         """Return whether all that was counted on the page of this number is settled."""
         return settled.covers(last_of_page(number), self.newest)
 
@@ -330,8 +332,8 @@ def resized(sizings: Sizings, wanted: Sizing, *, counted: float, closed: int) ->
 def still_needed(sizings: Sizings, *, closed: int, first_start: float = math.inf) -> Sizings:
     """Return the sizings without those of which no window takes anything any more.
 
-    `closed` is as in `State`; those of windows that start at `first_start` or later are needed as well. The windows of
-    a newer size that would have begun before it have closed too, so that none of them can be opened.
+    `closed` is as in `KeyState`; those of windows that start at `first_start` or later are needed as well. The windows
+    of a newer size that would have begun before it have closed too, so that none of them can be opened.
     """
     while len(sizings) > 1:
         old, new = sizings[:2]
@@ -341,7 +343,7 @@ def still_needed(sizings: Sizings, *, closed: int, first_start: float = math.inf
     return sizings if len(sizings) > 1 else tuple(structs.replace(each, since=NEVER) for each in sizings)
 
 
-def sized(state: State[A], sizings: Sizings, *, passed: int) -> State[A]:
+def sized(state: KeyState[A], sizings: Sizings, *, passed: int) -> KeyState[A]:
     """Return the state whose windows are as the newest of these sizings, which are those of all keys, as soon as that
     can be; as it was, where they are. `passed` is as in `add`.
 
@@ -369,7 +371,7 @@ def starts(sizings: Sizings, time: float) -> list[int]:
     return found
 
 
-def end(state: State[Any], start: int) -> int:
+def end(state: KeyState[Any], start: int) -> int:
     """Return when a window of the key ends."""
     if start in state.ends:
         return state.ends[start]
@@ -385,26 +387,26 @@ def ended(sizings: Sizings, time: float) -> int:
     return sum(int((time - sizing.size) // sizing.every) for sizing in sizings)
 
 
-def window(state: State[A], key: str, start: int) -> Window[A]:
+def window(state: KeyState[A], key: str, start: int) -> Window[A]:
     """Return a window of the key, which is open or over and not done."""
     begins, ends = (datetime.fromtimestamp(each, UTC) for each in (start, end(state, start)))
     return Window(key=key, start=begins, end=ends, value=state.open[start])
 
 
-def newest(states: Iterable[State[Any]]) -> tuple[float, int]:
+def newest(states: Iterable[KeyState[Any]]) -> tuple[float, int]:
     """Return when the newest notification happened that was counted, and its sequence."""
     return max(((state.time, state.sequence) for state in states), default=(NEVER, 0))
 
 
 def add(
-    state: State[A],
+    state: KeyState[A],
     notification: Notification[T],
     windowing: Windowing[A, T],
     *,
     time: float,
     passed: int = NEVER,
     retry: str = "",
-) -> State[A]:
+) -> KeyState[A]:
     """Return the state with the notification counted in each of its windows that is open; as it was, where it had been
     before.
 
@@ -451,24 +453,24 @@ def late(text: str) -> FinalError:
     return FinalError(LateError(text), reason="late")
 
 
-def has_missed(state: State[Any], notification: Notification[Any]) -> bool:
+def has_missed(state: KeyState[Any], notification: Notification[Any]) -> bool:
     """Return whether it was counted, and came too late for one of its windows."""
     return state.missed.get(notification.sequence) == notification.time.timestamp()
 
 
-def prune(state: State[A], settled: Settled) -> State[A]:
+def prune(state: KeyState[A], settled: SettledUpTo) -> KeyState[A]:
     """Return the state without those listed as counted that are settled."""
     return leave_out(
         state, [sequence for sequence, stored in state.counted.items() if settled.covers(sequence, stored)]
     )
 
 
-def oldest(state: State[Any]) -> dict[int, float]:
+def oldest(state: KeyState[Any]) -> dict[int, float]:
     """Return the older half of those listed as counted: what comes next is rarely older than that."""
     return {sequence: state.counted[sequence] for sequence in sorted(state.counted)[: len(state.counted) // 2]}
 
 
-def leave_out(state: State[A], gone: Iterable[int]) -> State[A]:
+def leave_out(state: KeyState[A], gone: Iterable[int]) -> KeyState[A]:
     """Return the state that does not list these sequences as counted any more; as it was, where there are none."""
     left_out = {sequence: state.counted[sequence] for sequence in gone}
     if not left_out:
@@ -482,20 +484,20 @@ def leave_out(state: State[A], gone: Iterable[int]) -> State[A]:
     )
 
 
-def is_older(state: State[Any], sequence: int, stored: float) -> bool:
+def is_older(state: KeyState[Any], sequence: int, stored: float) -> bool:
     """Return whether the state alone cannot tell that a message was not counted, because it may have been left out."""
     greatest, newest = state.left_out
     return sequence <= greatest and stored <= newest and state.counted.get(sequence) != stored
 
 
-def close(state: State[A], until: float) -> State[A]:
+def close(state: KeyState[A], until: float) -> KeyState[A]:
     """Return the state with the windows closed that end by then; as it was, where there are none."""
     if not any(state.closed < end(state, start) <= until for start in state.open):
         return state
     return structs.replace(state, closed=int(until // 1))
 
 
-def still_open(state: State[A], *, passed: int) -> list[int]:
+def still_open(state: KeyState[A], *, passed: int) -> list[int]:
     """Return the starts of its windows that take notifications, the oldest first. Those that end by `passed` do not,
     whatever the key.
     """
@@ -503,7 +505,7 @@ def still_open(state: State[A], *, passed: int) -> list[int]:
     return sorted(start for start in state.open if end(state, start) > closed)
 
 
-def first_end(state: State[Any]) -> float:
+def first_end(state: KeyState[Any]) -> float:
     """Return when its first open window ends, as a time to close it by: before every time where one is closed and not
     done, after every time where none is open.
     """
@@ -511,17 +513,17 @@ def first_end(state: State[Any]) -> float:
     return NEVER if first <= state.closed else first
 
 
-def last_end(state: State[Any]) -> int:
+def last_end(state: KeyState[Any]) -> int:
     """Return when the last of its open windows ends; before every time where none is open."""
     return max((end(state, start) for start in state.open), default=NEVER)
 
 
-def due(state: State[A]) -> list[int]:
+def due(state: KeyState[A]) -> list[int]:
     """Return the starts of the windows that are closed and not done, the oldest first."""
     return sorted(start for start in state.open if end(state, start) <= state.closed)
 
 
-def without(state: State[A], start: int) -> State[A]:
+def without(state: KeyState[A], start: int) -> KeyState[A]:
     """Return the state when this window is done; as it was, where it was done before."""
     if start not in state.open:
         return state
@@ -530,7 +532,7 @@ def without(state: State[A], start: int) -> State[A]:
     return structs.replace(state, open=values, ends=ends, retried=state.retried if values else [])
 
 
-def _is_counted(state: State[Any], sequence: int, stored: float, retry: str) -> bool:
+def _is_counted(state: KeyState[Any], sequence: int, stored: float, retry: str) -> bool:
     return state.counted.get(sequence) == stored or (retry != "" and retry in state.retried)
 
 

@@ -20,11 +20,21 @@ from typing import Any, NamedTuple
 from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.literals import printable
 from aviso_workers.backends import Delivery
-from aviso_workers.clocks import Clock, Timer
+from aviso_workers.clocks import Clock, ScheduledCall
 from aviso_workers.declare import verdicts
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.retry import Backoff, RetryShare
-from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, Nak, Record, Settlement, Term, Verdict
+from aviso_workers.declare.verdicts import (
+    Ack,
+    Again,
+    DeadLetter,
+    DeliveryRecord,
+    Failure,
+    Nak,
+    Settlement,
+    Term,
+    Verdict,
+)
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
@@ -73,7 +83,7 @@ OTHER_VERSION = Backoff(first=0.05, factor=1.3, max=5.0, jitter=0.5)
 """When a notification that another version is to handle comes again, by how often it was delivered: about fifteen times
 in the first ten seconds, because a server gives it to any worker. At equal intervals, it could be the same worker each
 time."""
-FRESH = Record()
+FRESH = DeliveryRecord()
 """The record of a notification that has never failed."""
 
 
@@ -166,7 +176,7 @@ class Settler:
         else:
             self._buffer.done(delivery)
 
-    def postpone(self, delivery: Delivery, record: Record) -> bool:
+    def postpone(self, delivery: Delivery, record: DeliveryRecord) -> bool:
         """Give a retry that is due back for later where retries have had their share of the time and something new
         waits; return whether. It counts as no attempt.
         """
@@ -281,7 +291,7 @@ class Settler:
     async def _settle_failed(
         self,
         delivery: Delivery,
-        record: Record,
+        record: DeliveryRecord,
         failure: Failure,
         *,
         seconds: float,
@@ -318,7 +328,7 @@ class Settler:
             # Counted all the same: a redelivery without a counted failure is taken for one whose worker died.
             outcome = _Outcome("retried", "dead_letter_failed", refused.error, attempt, refused.again_in_seconds)
 
-        def give_back(counted: Record) -> None:
+        def give_back(counted: DeliveryRecord) -> None:
             self._buffer.note_record(delivery, counted)
             self._give_back(delivery, outcome.again_in_seconds)
             self._note_retried(delivery, outcome)
@@ -368,7 +378,7 @@ class Settler:
         )
 
     def _emit_settled(
-        self, delivery: Delivery, record: Record | None, outcome: _Outcome, seconds: float, waited: float
+        self, delivery: Delivery, record: DeliveryRecord | None, outcome: _Outcome, seconds: float, waited: float
     ) -> None:
         """State what became of a delivery that waited and was handled for so many seconds."""
         message, num_delivered = delivery.message, delivery.num_delivered
@@ -441,7 +451,7 @@ class _DeadLetterWriter:
         self._refusals = 0
         self._again_at = -math.inf
         """Before this time no dead letter is sent."""
-        self._recovery_timer: Timer | None = None
+        self._recovery_timer: ScheduledCall | None = None
 
     async def store(
         self, delivery: Delivery, verdict: DeadLetter, *, attempts: int, error: BaseException

@@ -27,19 +27,19 @@ from msgspec import structs
 from aviso_workers.aviso.codec import lacks_body
 from aviso_workers.backends import Delivery, Message
 from aviso_workers.clocks import Clock
-from aviso_workers.declare.verdicts import Record
+from aviso_workers.declare.verdicts import DeliveryRecord
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.ordering_keys import OrderingKeys, sequence_of
 
-__all__ = ["MOST_WAITING_BYTES", "Buffer"]
+__all__ = ["MAX_WAITING_BYTES", "Buffer"]
 
 TURN_SECONDS = 0.005
 """Handlers that never wait get so long before others of the loop have a turn."""
 HEARTBEATS_AT_ONCE = 1000
 """Deliveries that are reported in progress before others of the loop have a turn."""
-MOST_WAITING_BYTES = 16 * 1024 * 1024
+MAX_WAITING_BYTES = 16 * 1024 * 1024
 """The most that the waiting deliveries of an agent may have in one process. A larger message is pulled by itself."""
-MOST_SURPLUS_BYTES = MOST_WAITING_BYTES // 2
+MAX_SURPLUS_BYTES = MAX_WAITING_BYTES // 2
 """Above this, deliveries that cannot begin yet are kept without their bodies, so that other keys have space."""
 
 
@@ -171,11 +171,11 @@ class Buffer:
         deleted and recreated."""
         return self._held.get(delivery.message.sequence) is delivery
 
-    def record_of(self, delivery: Delivery) -> Record | None:
+    def record_of(self, delivery: Delivery) -> DeliveryRecord | None:
         """Return what is known of earlier deliveries and attempts; None where nothing is, as of nearly all."""
         return delivery.record if self.holds(delivery) else None
 
-    def note_record(self, delivery: Delivery, record: Record) -> None:
+    def note_record(self, delivery: Delivery, record: DeliveryRecord) -> None:
         """Keep what is known of earlier deliveries and attempts for as long as the delivery is held."""
         delivery.record = record
 
@@ -520,7 +520,7 @@ class Buffer:
     def _leave_out_body(self, delivery: Delivery) -> None:
         """Drop the body of a delivery that cannot begin yet, where the bodies are too large together."""
         size = len(delivery.message.data)
-        if not size or self.waiting_bytes <= MOST_SURPLUS_BYTES or not delivery.can_be_read_again:
+        if not size or self.waiting_bytes <= MAX_SURPLUS_BYTES or not delivery.can_be_read_again:
             return
         delivery.bodiless = True
         self._bodiless += 1
@@ -540,7 +540,7 @@ class Buffer:
             self._subtract_bytes(delivery)
             withdrawn.append(delivery)
         if self._keys is not None:
-            self._keys.keep(self.holds)
+            self._keys.drop_unheld(self.holds)
         return withdrawn
 
     def _subtract_bytes(self, delivery: Delivery) -> None:

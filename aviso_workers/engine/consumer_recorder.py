@@ -32,7 +32,7 @@ __all__ = ["ConsumerRecorder", "attempt_seconds", "longest_seconds"]
 
 RENEW_SECONDS = 300.0
 """A record is written again after so long, also where nothing is new: the bucket may have been deleted."""
-MOST_ATTEMPTS = 20
+MAX_ATTEMPTS = 20
 """So many attempts are waited for where the policy sets no limit."""
 
 
@@ -240,7 +240,7 @@ def longest_seconds(policy: Policy) -> float:
     may take `consumer_records.STUCK_SECONDS`.
     """
     retry = policy.retry
-    attempts = int(min(retry.attempts, MOST_ATTEMPTS))
+    attempts = int(min(retry.attempts, MAX_ATTEMPTS))
     waits = sum(min(retry.max, retry.first * retry.factor**n) * (1 + retry.jitter) for n in range(attempts - 1))
     calls = attempts * (policy.timeout or 0.0)
     paced = 1 / policy.rate_limit if policy.rate_limit else 0.0

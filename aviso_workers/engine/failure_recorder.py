@@ -28,7 +28,7 @@ __all__ = ["LastFailures"]
 OVER_SECONDS = 60.0
 UNTIL_SUCCESS_SECONDS = 366 * 86400.0
 """A timer that failed has failed until it succeeds, however seldom it runs."""
-MOST_RETRYING = 50
+MAX_RETRYING = 50
 """Notifications that wait for their next attempt and are recorded: those that are due next."""
 LONGEST_TEXT = 200
 """Characters of an error's text that are recorded; the log and dead letters have more."""
@@ -43,7 +43,7 @@ class _Noted(Struct):
 
 
 class LastFailures:
-    """Records the failures that one worker notes. Keep `keep` running beside it."""
+    """Records the failures that one worker notes. Keep `keep_writing` running beside it."""
 
     def __init__(self, backend: Backend, *, app: str) -> None:
         self._backend = backend
@@ -83,7 +83,7 @@ class LastFailures:
         if retrying is not None:
             found = partial(retrying, again_at)
             noted.retrying[found().sequence] = found
-            if len(noted.retrying) > MOST_RETRYING:
+            if len(noted.retrying) > MAX_RETRYING:
                 del noted.retrying[next(iter(noted.retrying))]
         self._changed.set()
 
@@ -103,7 +103,7 @@ class LastFailures:
                 self._over.add(timer)
                 self._changed.set()
 
-    async def keep(self) -> None:
+    async def keep_writing(self) -> None:
         """Record what is noted; cancel this to end it."""
         while True:
             await self._changed.wait()
@@ -173,7 +173,7 @@ def _merged(noted: _Noted, retrying: Iterable[Retrying], now: datetime, before: 
         )
     waiting = {each.sequence: each for each in before.retrying if each.again_at > now} if before else {}
     waiting |= {each.sequence: each for each in retrying}
-    due = tuple(sorted(waiting.values(), key=lambda each: each.again_at)[:MOST_RETRYING])
+    due = tuple(sorted(waiting.values(), key=lambda each: each.again_at)[:MAX_RETRYING])
     return structs.replace(last, written=now, retrying=due)
 
 

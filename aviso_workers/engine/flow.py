@@ -10,15 +10,15 @@ from collections.abc import Callable, Hashable
 
 from aviso_workers.backends import Consumer, Delivery
 from aviso_workers.clocks import Clock
-from aviso_workers.engine.buffer import MOST_WAITING_BYTES, Buffer
+from aviso_workers.engine.buffer import MAX_WAITING_BYTES, Buffer
 from aviso_workers.engine.isolation import Isolation
 
-__all__ = ["MOST_PREFETCH", "PREFETCH_SECONDS", "Flow"]
+__all__ = ["MAX_PREFETCH", "PREFETCH_SECONDS", "Flow"]
 
 PREFETCH_SECONDS = 0.1
 CHECKS = 8
 """How often the capacity is looked at while as many begin as are asked for at a time."""
-MOST_PREFETCH = 1000
+MAX_PREFETCH = 1000
 """More at a time makes nothing faster."""
 
 
@@ -41,7 +41,7 @@ class Flow:
         *,
         workers: int,
         least: int,
-        most: int = MOST_PREFETCH,
+        most: int = MAX_PREFETCH,
         key: Callable[[str], Hashable] | None = None,
         isolation: Isolation | None = None,
         on_lost: Callable[[Delivery], None] | None = None,
@@ -95,7 +95,7 @@ class Flow:
             capacity += buffer.surplus
         if not buffer.waiting_bytes:
             return capacity
-        fitting = int((MOST_WAITING_BYTES - buffer.waiting_bytes) / buffer.mean_bytes)
+        fitting = int((MAX_WAITING_BYTES - buffer.waiting_bytes) / buffer.mean_bytes)
         self._fills_budget = fitting < capacity and not buffer.starved
         if not self._fills_budget:
             return capacity

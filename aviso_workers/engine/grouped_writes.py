@@ -14,9 +14,9 @@ import anyio
 
 from aviso_workers.engine.shields import Shield
 
-__all__ = ["MOST_WAITING", "GroupedWrites"]
+__all__ = ["MAX_WAITING", "GroupedWrites"]
 
-MOST_WAITING = 1000
+MAX_WAITING = 1000
 """Writes that wait for the next request. Who asks for one more waits with them."""
 
 
@@ -44,7 +44,7 @@ class GroupedWrites:
         together the last one counts. `then` is also called when whoever writes is cancelled; it must not raise.
         """
         self._waiting.append(_Write(key, value, then))
-        if self._turn.locked() and len(self._waiting) < MOST_WAITING:
+        if self._turn.locked() and len(self._waiting) < MAX_WAITING:
             return
         try:
             async with self._shield.hold(), self._turn:  # to take it lets whoever runs now join

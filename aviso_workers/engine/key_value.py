@@ -194,7 +194,7 @@ class CachedKeyValue(RetryingKeyValue):
         """A number that is another one when `entries` tells something else; None while the server is asked."""
         return self._version if self._current else None
 
-    async def keep(self) -> None:
+    async def keep_current(self) -> None:
         """Keep the copy current by following the bucket. Never returns."""
         while True:
             try:
@@ -284,7 +284,7 @@ class CachedKeyValue(RetryingKeyValue):
             self._version += 1
             self._rows.pop(key, None)
         else:
-            self._keep(newest)
+            self._take_newer(newest)
 
     def _learn(self, entry: Entry) -> None:
         self.seen = max(self.seen, entry.revision)
@@ -300,11 +300,11 @@ class CachedKeyValue(RetryingKeyValue):
     def _note(self, key: str, revision: int, value: bytes | None, headers: Mapping[str, str] | None = None) -> None:
         time = datetime.fromtimestamp(self._clock.time_ns() / 1e9, UTC)
         deleted = value is None
-        self._keep(
+        self._take_newer(
             Entry(key=key, data=value or b"", revision=revision, time=time, deleted=deleted, headers=headers or {})
         )
 
-    def _keep(self, entry: Entry) -> None:
+    def _take_newer(self, entry: Entry) -> None:
         """Keep what is newer than all that the server has told of."""
         known = self._rows.get(entry.key)
         if entry.revision > self.seen and (known is None or known.revision < entry.revision):

@@ -107,7 +107,7 @@ class OrderingKeys:
             queue.stopped = stopped
             self._count(queue)
 
-    def keep(self, held: Callable[[Delivery], bool]) -> None:
+    def drop_unheld(self, held: Callable[[Delivery], bool]) -> None:
         """Remove all that are not held any more."""
         for key, queue in tuple(self._queues.items()):
             kept = [delivery for delivery in queue if held(delivery)]

@@ -55,7 +55,7 @@ CHUNK = 500
 """Notifications that are sent together when many are to be stored."""
 CHUNK_BYTES = 1024 * 1024
 CHUNKS_UNDER_WAY = 3
-MOST_TOGETHER = 1000
+MAX_TOGETHER = 1000
 """A server's own limit of an atomic batch."""
 HEADER_ALLOWANCE = 12 * 1024
 """Bytes that headers may take, also those of the dead letter that it may become, with its subject and an error."""
@@ -344,9 +344,9 @@ class Publisher:
             )
         checked = [self._checked(each) for each in wanted]
         names = sorted({spec.name for spec, _ in checked})
-        if len(names) != 1 or len(checked) > MOST_TOGETHER:
+        if len(names) != 1 or len(checked) > MAX_TOGETHER:
             raise InvalidNotificationError(
-                f"from 1 to {MOST_TOGETHER} notifications of one stream can be stored together, "
+                f"from 1 to {MAX_TOGETHER} notifications of one stream can be stored together, "
                 f"found {len(checked)} of {' and '.join(names) or 'none'}"
             )
         _require_printable(checked[0][0].name, message_id)

@@ -6,10 +6,10 @@ import anyio
 
 from aviso_workers.clocks import Clock
 
-__all__ = ["Pace"]
+__all__ = ["RateLimit"]
 
 
-class Pace:
+class RateLimit:
     """Spaces out what waits for it, evenly: no bursts after a pause."""
 
     def __init__(self, clock: Clock, *, per_second: float | None) -> None:

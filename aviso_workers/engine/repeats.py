@@ -24,7 +24,7 @@ from aviso_workers.jetstream.identities import Identity
 
 __all__ = ["Repeats"]
 
-MOST_REMEMBERED = 20_000
+MAX_REMEMBERED = 20_000
 """More than a worker settles between the moment at which its connection is lost and the one at which it notices."""
 AGAIN_SECONDS = 1.0
 """When what came again is delivered once more where the server does not say whether the consumer is the same."""
@@ -53,7 +53,7 @@ class Repeats:
             return  # a dead letter that was handed back, which has the sequence of its original
         message, newer = delivery.message, self._newer
         newer[message.sequence] = message.timestamp_ns
-        if len(newer) >= MOST_REMEMBERED // 2:
+        if len(newer) >= MAX_REMEMBERED // 2:
             self._older, self._newer = newer, {}
 
     def may_include(self, deliveries: Sequence[Delivery]) -> bool:

@@ -34,11 +34,11 @@ from aviso_workers.jetstream import answers
 __all__ = ["Replayer", "when_created"]
 
 AGAIN_AFTER_SECONDS = 1.0
-MOST_TIMES_BEHIND = 3
+MAX_TIMES_BEHIND = 3
 """How many times in a row a stream may end before a message that was read. Its new leader may still be catching up."""
-MOST_FAILURES = 60
+MAX_FAILURES = 60
 """Failures in a row, with a connection, after which a replay raises the last one."""
-MOST_UNANSWERED = 8
+MAX_UNANSWERED = 8
 """The same, where nobody receives a request and nothing was read before. A server that starts takes less time."""
 FAILURES_BEFORE_WARNING = 3
 """Failures in a row before a warning. A new leader is usually elected sooner."""
@@ -149,11 +149,11 @@ class Replayer:
             except UnavailableError as error:
                 failures = failures + 1 if self._backend.connection.ready else 0
                 unanswered = unanswered + 1 if failures and isinstance(error, UnansweredError) else 0
-                if unanswered == MOST_UNANSWERED and not reading.is_answered:
+                if unanswered == MAX_UNANSWERED and not reading.is_answered:
                     raise
                 if failures == FAILURES_BEFORE_WARNING:
                     self._events.emit(StreamNotRead(stream=self._stream, error=error))
-                if last is not None and failures == MOST_FAILURES:
+                if last is not None and failures == MAX_FAILURES:
                     raise
                 await self._pause()
 
@@ -191,7 +191,7 @@ class Replayer:
             reading.times_behind = 0
             return
         reading.times_behind += 1
-        if info.created == reading.created and reading.times_behind <= MOST_TIMES_BEHIND:
+        if info.created == reading.created and reading.times_behind <= MAX_TIMES_BEHIND:
             raise UnavailableError(f"stream {self._stream} has come to {info.last_sequence}, and was further")
         raise _recreated(self._stream)
 
@@ -200,7 +200,7 @@ class Replayer:
         new leader may not have come so far yet.
         """
         info = await self._backend.stream_info(self._stream)
-        for _ in range(MOST_TIMES_BEHIND):
+        for _ in range(MAX_TIMES_BEHIND):
             if _is_within(start, info):
                 break
             await self._pause()

@@ -79,7 +79,7 @@ Filters = tuple[str, ...]
 """Filter subjects; none means everything."""
 
 
-class _Seen(Struct, frozen=True):
+class _VersionSeen(Struct, frozen=True):
     """The number of a version, and since when it is that one."""
 
     number: int
@@ -132,7 +132,7 @@ class SharedFilter:
         """The other filters, and what of a subject they want."""
         self._other_functions: tuple[str, ...] = ()
         """The functions of the other versions."""
-        self._seen: dict[Version, _Seen] = {}
+        self._seen: dict[Version, _VersionSeen] = {}
         self._checked_at = 0.0
         self._limited = anyio.Event()
         self._check_soon = anyio.Event()
@@ -196,7 +196,7 @@ class SharedFilter:
         """Wait until the consumer has a `max_deliver` and cannot be removed: what reads it would lose notifications."""
         await self._limited.wait()
 
-    async def keep(self) -> None:
+    async def keep_in_line(self) -> None:
         """Look at the consumer and the versions again and again, and settle what this version leaves."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_checking)
@@ -395,9 +395,9 @@ class SharedFilter:
             return living
         return versions.with_heartbeat(living, self._own)
 
-    def _last_seen(self, known: Registered, now: float) -> _Seen:
+    def _last_seen(self, known: Registered, now: float) -> _VersionSeen:
         before = self._seen.get(known.version)
-        return before if before is not None and before.number == known.heard else _Seen(known.heard, now)
+        return before if before is not None and before.number == known.heard else _VersionSeen(known.heard, now)
 
     async def _keep_deciding(self) -> None:
         while True:

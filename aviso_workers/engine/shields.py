@@ -12,7 +12,7 @@ from types import TracebackType
 import anyio
 from anyio.lowlevel import checkpoint
 
-from aviso_workers.clocks import Clock, Timer
+from aviso_workers.clocks import Clock, ScheduledCall
 
 __all__ = ["Shield"]
 
@@ -25,7 +25,7 @@ class Shield:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._scopes: set[anyio.CancelScope] = set()
-        self._timer: Timer | None = None
+        self._timer: ScheduledCall | None = None
         self._over = False
         self.ended = anyio.Event()
         """Set when the time is over."""

@@ -36,7 +36,7 @@ from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.task_groups import task_group
 
-__all__ = ["Handler", "Run", "Subscription", "consumer_spec", "keep_running", "supervise_task"]
+__all__ = ["Handler", "Subscription", "SubscriptionRun", "consumer_spec", "keep_running", "supervise_task"]
 
 MAX_ACK_PENDING = 100_000
 """Unsettled notifications of one agent over all its workers; those that wait for a retry count, so that an agent
@@ -67,7 +67,7 @@ class Handler(Protocol):
         """Take from the buffer and settle, until the buffer is closed."""
 
 
-class Run:
+class SubscriptionRun:
     """A subscription's workers, which outlive a lost consumer: what runs goes on while the consumer is opened again."""
 
     def __init__(
@@ -109,7 +109,7 @@ class Run:
         """Return whether this worker is the one that is given everything of the stream; see `Consumer.pinned`."""
         return self._flow.pinned(stream)
 
-    def keep_within(self, ack_wait_seconds: float) -> None:
+    def report_within(self, ack_wait_seconds: float) -> None:
         """Let no such time pass from now on without a report that what is held here is in progress."""
         self._ack_wait_seconds = ack_wait_seconds
         self._beat_again.set()
@@ -244,7 +244,7 @@ class Subscription(Struct, frozen=True, kw_only=True):
 
     name: str
     feeds: Sequence[Feed]
-    run: Run
+    run: SubscriptionRun
     beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
     """Run beside it, for as long as it runs."""
     also: Callable[[anyio.Event], Coroutine[Any, Any, None]] | None = None
@@ -288,7 +288,7 @@ async def keep_running(
                 tasks.start_soon(subscription.also, stop)
             async with anyio.create_task_group() as reading:
                 for feed in subscription.feeds:
-                    reader = _Reader(subscription, feed, backend=backend, events=events, stop=stop, drained=drained)
+                    reader = _FeedReader(subscription, feed, backend=backend, events=events, stop=stop, drained=drained)
                     reading.start_soon(reader.keep_reading)
                 await run.work(stop=stop, drain_timeout_seconds=drain_timeout_seconds)
                 drained.set()
@@ -298,7 +298,7 @@ async def keep_running(
         await subscription.at_end()
 
 
-class _Reader:
+class _FeedReader:
     """Keeps one feed of a subscription open."""
 
     def __init__(

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from aviso_workers.clocks import Clock, Timer
+from aviso_workers.clocks import Clock, ScheduledCall
 from aviso_workers.declare.agents import Agent
 from aviso_workers.engine import calls
 from aviso_workers.events import CallOverdue, CallsAbandoned, CallsFreed, CallsStuck, Events
@@ -121,7 +121,7 @@ class Timeouts:
             return returned
         raise _late(timeout_seconds)
 
-    def _time(self, seconds: float, then: Callable[[], None]) -> Timer:
+    def _time(self, seconds: float, then: Callable[[], None]) -> ScheduledCall:
         return self._clock.call_at(self._clock.monotonic() + seconds, then)
 
     def _cancel(self, scope: anyio.CancelScope, argument: object) -> None:
@@ -165,7 +165,7 @@ class Timeouts:
 class _Late:
     """A call that runs on after its timeout."""
 
-    timer: Timer
+    timer: ScheduledCall
     """Notes that the call has hung."""
 
     def __init__(self, argument: object) -> None:

@@ -26,7 +26,7 @@ from aviso_workers.engine import acknowledging
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.flow import Flow
-from aviso_workers.engine.subscription import Run, Subscription, consumer_spec
+from aviso_workers.engine.subscription import Subscription, SubscriptionRun, consumer_spec
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome, Unreadable
 from aviso_workers.jetstream import answers
@@ -58,7 +58,7 @@ def subscription(backend: Backend, *, config: Config, own_streams: Provisioner, 
     return Subscription(
         name=READER,
         feeds=[Feed(stream=delayed_messages.stream_spec(config), consumer=consumer, provisioner=own_streams)],
-        run=Run(delayed, flow=flow, clock=backend.clock, ack_wait_seconds=ACK_WAIT_SECONDS),
+        run=SubscriptionRun(delayed, flow=flow, clock=backend.clock, ack_wait_seconds=ACK_WAIT_SECONDS),
         beside=[delayed.keep_removing],
     )
 

@@ -50,7 +50,7 @@ __all__ = [
 
 LONGEST_SLEEP_SECONDS = 30.0
 """The time of day may be set while a timer waits for it."""
-MOST_SKEW = timedelta(seconds=10)
+MAX_SKEW = timedelta(seconds=10)
 """A tick that was claimed further ahead of the bucket's own time than this was claimed by a clock that was wrong."""
 AGAIN_SECONDS = 1.0
 PATIENCE_SECONDS = 5.0
@@ -160,7 +160,7 @@ class Claims:
             self._last = self._in_doubt[entry.message_id]
         else:
             claim = self._read(entry)
-            self._last = entry.time if claim.time - entry.time > MOST_SKEW else claim.time
+            self._last = entry.time if claim.time - entry.time > MAX_SKEW else claim.time
             if claim.schedule not in ("", self._schedule):
                 await self._begin(
                     max(self._last, now - timedelta(seconds=timers.LATE_SECONDS)), revision=entry.revision
@@ -216,7 +216,7 @@ async def _keep_ticking(
     while not stop.is_set():
         try:
             now = _now(clock)
-            if last is None or last - now > MOST_SKEW:  # at first, and after the clock was set back
+            if last is None or last - now > MAX_SKEW:  # at first, and after the clock was set back
                 last = await claims.last(now) if claims else now
             tick = timers.next_tick(timer.schedule, last, now=now, catch_up=timer.catch_up)
             if tick > now:

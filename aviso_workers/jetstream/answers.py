@@ -31,27 +31,27 @@ LONGER = ("MSG", "LEADER", "PEER", "DURABLE")
 """Second words of requests that have three."""
 BEGINNINGS = (b'{"stream":', b'{"error":', b'{"type":')
 """How the body of each answer begins; `engine.handlers.one` has them too."""
-OF_ACK = frozenset({"stream", "seq", "domain", "duplicate", "val", "batch", "count", "error"})
-OF_PROGRESS = frozenset({"type", "seq", "msgs", "last_seq", "error"})
+ACK_FIELDS = frozenset({"stream", "seq", "domain", "duplicate", "val", "batch", "count", "error"})
+PROGRESS_FIELDS = frozenset({"type", "seq", "msgs", "last_seq", "error"})
 PROGRESS = ("ack", "gap", "err")
 SOURCE = "Nats-Stream-Source"
 """The header that a server adds to what one stream has from another."""
 
 
-class _Named(Struct):
+class _NamedConfig(Struct):
     name: str = ""
 
 
-class _Answer(Struct):
+class _ApiAnswer(Struct):
     type: str = ""
     stream: str = ""
     """Of an acknowledgement of a message."""
-    config: _Named | None = None
+    config: _NamedConfig | None = None
     stream_name: str = ""
     name: str = ""
 
 
-_decode = msgspec.json.Decoder(_Answer).decode
+_decode = msgspec.json.Decoder(_ApiAnswer).decode
 
 
 def belongs_to(request: str, answer: bytes) -> bool:
@@ -109,5 +109,5 @@ def _is_answer(data: bytes) -> bool:
     except UndecodableError:
         return False
     if (kind := answer.get("type")) is not None:
-        return str(kind).startswith(API) or (kind in PROGRESS and "seq" in answer and answer.keys() <= OF_PROGRESS)
-    return answer.keys() <= OF_ACK and ({"stream", "seq"} <= answer.keys() or isinstance(answer.get("error"), dict))
+        return str(kind).startswith(API) or (kind in PROGRESS and "seq" in answer and answer.keys() <= PROGRESS_FIELDS)
+    return answer.keys() <= ACK_FIELDS and ({"stream", "seq"} <= answer.keys() or isinstance(answer.get("error"), dict))

@@ -7,7 +7,7 @@ final.
 
 from __future__ import annotations
 
-__all__ = ["CONFLICT", "NOT_FOUND", "NO_ROOM", "OF_SETTING", "TRANSIENT"]
+__all__ = ["ALLOWING_SETTINGS", "CONFLICT", "NOT_FOUND", "NO_ROOM", "TRANSIENT"]
 
 PEERS_REBUILDING = 10004
 NO_SUITABLE_PEERS = 10005
@@ -91,7 +91,7 @@ TRANSIENT = NO_ROOM | frozenset(
     }
 )
 """The same request may succeed later."""
-OF_SETTING: dict[object, str] = {
+ALLOWING_SETTINGS: dict[object, str] = {
     TTL_OFF: "allow_msg_ttl",
     ATOMIC_BATCHES_OFF: "allow_atomic",
     SCHEDULES_OFF: "allow_msg_schedules",

@@ -46,7 +46,7 @@ __all__ = [
 
 DAY = 86_400 * SECOND
 NAMES = frozenset({"name", "durable_name"})
-OF_SERVERS = "_nats."
+SERVER_METADATA = "_nats."
 """The prefix of metadata that servers write."""
 DEFAULT_DUPLICATE_WINDOW = 120 * SECOND
 
@@ -633,6 +633,6 @@ def configured(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """
     for name, value in config.items():
         if name == "metadata":
-            value = {key: text for key, text in value.items() if not key.startswith(OF_SERVERS)}
+            value = {key: text for key, text in value.items() if not key.startswith(SERVER_METADATA)}
         if name not in NAMES and comparable(name, value) not in (None, -1):
             yield name, readable(name, value)

@@ -19,7 +19,7 @@ from aviso_workers.jetstream import fields
 from aviso_workers.jetstream.fields import SECOND, Field
 
 __all__ = [
-    "Account",
+    "AccountInfo",
     "Cluster",
     "ConsumerConfig",
     "ConsumerInfo",
@@ -28,8 +28,8 @@ __all__ = [
     "PriorityGroup",
     "Replica",
     "SnapshotState",
-    "Source",
     "SourceConfig",
+    "SourceInfo",
     "StoredMessage",
     "StreamConfig",
     "StreamInfo",
@@ -49,7 +49,7 @@ SILENT_NANOSECONDS = 5_000_000_000
 """A leader hears of the other replicas every second, and takes one that has died for current until much later."""
 
 
-class _Config(dict[str, Any]):
+class _JsonConfig(dict[str, Any]):
     """A configuration in JetStream's own JSON, whole. Only the attributes that somebody reads are declared below."""
 
     _table: ClassVar[Mapping[str, Field]]
@@ -71,7 +71,7 @@ class _Config(dict[str, Any]):
         return self.get("metadata") or {}
 
 
-class _Origin(Struct, frozen=True, kw_only=True):
+class _OriginConfig(Struct, frozen=True, kw_only=True):
     """The stream that a mirror or a source follows."""
 
     name: str
@@ -83,7 +83,7 @@ class _Origin(Struct, frozen=True, kw_only=True):
         return (self.external or {}).get("api", "")
 
 
-class SourceConfig(_Origin, frozen=True, kw_only=True):
+class SourceConfig(_OriginConfig, frozen=True, kw_only=True):
     """Which stream a mirror or a source follows, and what of it."""
 
     filter_subject: str = ""
@@ -98,7 +98,7 @@ class SourceConfig(_Origin, frozen=True, kw_only=True):
         return next((field for field in parts if getattr(self, field)), "")
 
 
-class StreamConfig(_Config):
+class StreamConfig(_JsonConfig):
     _table = fields.STREAM
 
     description: str | None
@@ -140,7 +140,7 @@ class StreamConfig(_Config):
         return [self.mirror, *self.sources] if self.mirror else self.sources
 
 
-class ConsumerConfig(_Config):
+class ConsumerConfig(_JsonConfig):
     _table = fields.CONSUMER
 
     ack_policy: str
@@ -204,7 +204,7 @@ class Cluster(Struct, frozen=True, kw_only=True):
         return frozenset({self.leader, *(replica.name for replica in self.followers)} - {""})
 
 
-class Source(_Origin, frozen=True, kw_only=True):
+class SourceInfo(_OriginConfig, frozen=True, kw_only=True):
     """How far a mirror or a source has followed its origin."""
 
     lag: int = 0
@@ -247,8 +247,8 @@ class StreamInfo(Struct, frozen=True, kw_only=True):
     """When the last message was stored; None where there is none."""
     created: datetime | None = None
     cluster: Cluster = Cluster()
-    mirror: Source | None = None
-    sources: tuple[Source, ...] = ()
+    mirror: SourceInfo | None = None
+    sources: tuple[SourceInfo, ...] = ()
     answer: Mapping[str, Any] = {}
     """As the server gave it, to be handed on; empty where there is no server."""
 
@@ -267,7 +267,7 @@ class StreamInfo(Struct, frozen=True, kw_only=True):
         return SnapshotState(self.answer["state"])
 
     @property
-    def origins(self) -> tuple[Source, ...]:
+    def origins(self) -> tuple[SourceInfo, ...]:
         return (self.mirror, *self.sources) if self.mirror else self.sources
 
     @property
@@ -427,7 +427,7 @@ class Api(Struct, frozen=True, kw_only=True):
     errors: int = 0
 
 
-class Account(Use, frozen=True, kw_only=True):
+class AccountInfo(Use, frozen=True, kw_only=True):
     api: Api = Api()
     tiers: Mapping[str, Use] | None = None
     """By name, as `R3`; where there are some, each has limits of its own."""
@@ -447,13 +447,13 @@ class _StreamState(Struct, frozen=True, kw_only=True):
     last_ts: datetime | None = None
 
 
-class _Stream(Struct, frozen=True, kw_only=True):
+class _StreamAnswer(Struct, frozen=True, kw_only=True):
     ts: datetime
     created: datetime | None = None
     state: _StreamState = _StreamState()
     cluster: Cluster | None = None
-    mirror: Source | None = None
-    sources: tuple[Source, ...] | None = ()
+    mirror: SourceInfo | None = None
+    sources: tuple[SourceInfo, ...] | None = ()
 
 
 class _Position(Struct, frozen=True, kw_only=True):
@@ -462,7 +462,7 @@ class _Position(Struct, frozen=True, kw_only=True):
     last_active: datetime | None = None
 
 
-class _Consumer(Struct, frozen=True, kw_only=True):
+class _ConsumerAnswer(Struct, frozen=True, kw_only=True):
     stream_name: str
     name: str
     ts: datetime
@@ -481,7 +481,7 @@ class _Consumer(Struct, frozen=True, kw_only=True):
 
 def stream(answer: Mapping[str, Any]) -> StreamInfo:
     """Return what a server answers to STREAM.INFO, CREATE or UPDATE, or lists of a stream."""
-    found = msgspec.convert(answer, _Stream)
+    found = msgspec.convert(answer, _StreamAnswer)
     state = found.state
     return StreamInfo(
         config=StreamConfig(answer["config"]),
@@ -507,7 +507,7 @@ def stream(answer: Mapping[str, Any]) -> StreamInfo:
 
 def consumer(answer: Mapping[str, Any]) -> ConsumerInfo:
     """Return what a server answers to CONSUMER.INFO, CREATE or RESET, or lists of a consumer."""
-    found = msgspec.convert(answer, _Consumer)
+    found = msgspec.convert(answer, _ConsumerAnswer)
     config = ConsumerConfig(answer["config"])
     begins_after = int(config.get("opt_start_seq") or 1) - 1  # until its first ack, a cluster says that the floor is 0
     groups = found.priority_groups or ()
@@ -540,9 +540,9 @@ def pause_seconds(answer: Mapping[str, Any]) -> float:
     return answer.get("pause_remaining", 0) / SECOND if answer.get("paused") else 0.0
 
 
-def account(answer: Mapping[str, Any]) -> Account:
+def account(answer: Mapping[str, Any]) -> AccountInfo:
     """Return what a server answers to INFO."""
-    return msgspec.convert(answer, Account)
+    return msgspec.convert(answer, AccountInfo)
 
 
 def snapshot(answer: Mapping[str, Any]) -> tuple[StreamConfig, SnapshotState]:

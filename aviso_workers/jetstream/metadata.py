@@ -19,7 +19,7 @@ from aviso_workers.jetstream.specs import ConsumerSpec
 
 __all__ = [
     "FENCED",
-    "OF_SET",
+    "SET_MARK",
     "START",
     "UNFINISHED",
     "NotedVersions",
@@ -42,19 +42,19 @@ VERSIONS = "aviso-workers-versions"
 """The metadata of a durable consumer that says which versions of an agent read it: see `noted_versions`."""
 LONGEST_ACK_WAIT = 2**63 - 1
 """In nanoseconds: a server counts them in 64 bits."""
-MOST_FUNCTION = 500
+MAX_FUNCTION = 500
 """Characters of the name of a function."""
-MOST_NOTED = 200
+MAX_NOTED = 200
 """Filter subjects of all versions that are noted in one place. A version has up to nine."""
 FILTER_SUBJECT = r"^[^\s.]+(\.[^\s.]+)*$"
 """A subject of one or more tokens."""
-MOST_DIGITS = 19
+MAX_DIGITS = 19
 """As many as a number of 64 bits has."""
 FENCED = "aviso-workers-fenced"
 """The metadata of a stream that was fenced when its mirror was promoted: which subjects it had."""
 UNFINISHED = "aviso-workers-unfinished"
 """The metadata of a stream that is not whole, because a restore of it is under way or was killed."""
-OF_SET = "of set "
+SET_MARK = "of set "
 """The part of the metadata's value where a set of streams is restored as one; the set's id follows."""
 
 
@@ -65,11 +65,11 @@ class Version(Struct, frozen=True, order=True):
     """Sorted; none means everything."""
     ack_wait: Annotated[int, Meta(gt=0, le=LONGEST_ACK_WAIT)]
     """Nanoseconds."""
-    function: Annotated[str, Meta(max_length=MOST_FUNCTION)] = ""
+    function: Annotated[str, Meta(max_length=MAX_FUNCTION)] = ""
     """Module and qualified name of the agent's function."""
 
 
-NotedVersions = Annotated[tuple[Version, ...], Meta(max_length=MOST_NOTED)]
+NotedVersions = Annotated[tuple[Version, ...], Meta(max_length=MAX_NOTED)]
 
 
 def is_of_agent(consumer_config: ConsumerConfig) -> bool:
@@ -84,7 +84,7 @@ def is_unfinished(stream_config: Mapping[str, Any]) -> bool:
 
 def is_of_set(stream_config: Mapping[str, Any]) -> bool:
     """Return whether it is unfinished because a restore of a set of backups is under way, or was killed."""
-    return OF_SET in (stream_config.get("metadata") or {}).get(UNFINISHED, "")
+    return SET_MARK in (stream_config.get("metadata") or {}).get(UNFINISHED, "")
 
 
 def starting(start: str) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def resets_of(consumer: Mapping[str, Any]) -> int:
 
 def version_of(spec: ConsumerSpec, function: str = "") -> Version:
     """Return the version of an agent whose consumer would be that, if there were no other."""
-    return Version(tuple(sorted(spec.filter_subjects)), spec.ack_wait, function[:MOST_FUNCTION])
+    return Version(tuple(sorted(spec.filter_subjects)), spec.ack_wait, function[:MAX_FUNCTION])
 
 
 def noted_versions(consumer: Mapping[str, Any]) -> tuple[Version, ...]:
@@ -129,7 +129,7 @@ def noted_versions(consumer: Mapping[str, Any]) -> tuple[Version, ...]:
     with suppress(ValueError):
         if noted:
             found = msgspec.json.decode(noted, type=NotedVersions)
-            if found and sum(len(version.filter_subjects) for version in found) <= MOST_NOTED:
+            if found and sum(len(version.filter_subjects) for version in found) <= MAX_NOTED:
                 return found
     return (Version(tuple(sorted(ConsumerConfig(consumer).filters)), int(consumer.get("ack_wait") or 0)),)
 
@@ -160,6 +160,6 @@ def shared_filters(versions: Iterable[Version], *, everything: tuple[str, ...]) 
 
 def _digits(text: str) -> int:
     """Return a text's number. Raises ValueError for what is not a number, or a longer one than any of ours."""
-    if not text.isdecimal() or len(text) > MOST_DIGITS:
+    if not text.isdecimal() or len(text) > MAX_DIGITS:
         raise ValueError("no number of ours")
     return int(text)

@@ -19,7 +19,7 @@ from aviso_workers.aviso.literals import quoted
 from aviso_workers.backends import Admin, Management
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import monitoring
-from aviso_workers.jetstream.info import Source, StreamInfo
+from aviso_workers.jetstream.info import SourceInfo, StreamInfo
 from aviso_workers.jetstream.metadata import FENCED
 from aviso_workers.ops import mirror_histories
 
@@ -187,7 +187,7 @@ def _links(stream: StreamInfo) -> Iterator[Link]:
         yield Link(stream=stream.name, origin=origin, relation="promoted", api=api)
 
 
-def _link(stream: str, relation: str, found: Source) -> Link:
+def _link(stream: str, relation: str, found: SourceInfo) -> Link:
     active_seconds = found.active / 1e9 if found.active >= 0 else None
     trouble = found.trouble
     if active_seconds is None:

@@ -21,7 +21,7 @@ from aviso_workers.aviso.notifications import Notification
 from aviso_workers.config import Config
 from aviso_workers.errors import InvalidNotificationError, SparkRestError
 from aviso_workers.spark import job_events
-from aviso_workers.spark.job_events import EVENT_TYPE, Application
+from aviso_workers.spark.job_events import EVENT_TYPE, SparkApplication
 from aviso_workers.spark.rest import ENDED, RUNNING, SparkRest, States
 
 __all__ = ["NOT_PUBLISHED", "Comparison", "Difference", "Incomparable", "Published", "compare", "reconcile"]
@@ -96,7 +96,7 @@ async def reconcile(
     for application_id, attempt, ended in found:
         if only and application_id not in only:
             continue
-        application = Application.of_run(application_id, attempt)
+        application = SparkApplication.of_run(application_id, attempt)
         try:
             if anyio.current_time() > ends:
                 raise SparkRestError(
@@ -113,7 +113,7 @@ async def reconcile(
             yield comparison
 
 
-async def published(replay: Replay, config: Config, application: Application) -> Published:
+async def published(replay: Replay, config: Config, application: SparkApplication) -> Published:
     """Return the published events of this attempt of an application."""
     cluster = job_events.cluster_of(config)
     ours = application.message_ids(cluster)
@@ -143,7 +143,7 @@ def _follow(states: dict[tuple[str, str], str], notification: Notification[dict[
             states.setdefault(key, RUNNING)
 
 
-def compare(application: Application, spark: States, published: Published) -> Iterable[Comparison]:
+def compare(application: SparkApplication, spark: States, published: Published) -> Iterable[Comparison]:
     """Compare an application, and return a comparison for each kind."""
     for kind in KINDS:
         in_spark = {of: state for (kind_of, of), state in spark.items() if kind_of == kind}

@@ -57,29 +57,29 @@ class Asset(Struct, frozen=True, order=True):
         return named if self.account == GLOBAL_ACCOUNT else f"{named} in account {self.account}"
 
 
-class _Consumer(Struct, frozen=True):
+class _ServedConsumer(Struct, frozen=True):
     name: str
 
 
-class _Stream(Struct, frozen=True):
+class _ServedStream(Struct, frozen=True):
     name: str
-    consumer_detail: tuple[_Consumer, ...] | None = None
+    consumer_detail: tuple[_ServedConsumer, ...] | None = None
 
 
-class _Account(Struct, frozen=True):
+class _ServedAccount(Struct, frozen=True):
     name: str
-    stream_detail: tuple[_Stream, ...] | None = None
+    stream_detail: tuple[_ServedStream, ...] | None = None
 
 
-class _Config(Struct, frozen=True):
+class _ServedConfig(Struct, frozen=True):
     store_dir: str
 
 
 class Served(Struct, frozen=True):
     """The answer of a server to `SERVED`: the directory of its store, and the streams and consumers that it serves."""
 
-    config: _Config
-    account_details: tuple[_Account, ...] | None = None
+    config: _ServedConfig
+    account_details: tuple[_ServedAccount, ...] | None = None
 
     @property
     def directory(self) -> Path:

@@ -26,11 +26,11 @@ from aviso_workers.engine.consumer_recorder import ConsumerRecorder
 from aviso_workers.engine.dead_letter_store import DeadLetterStore, Requeued
 from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.feeds import Feed
-from aviso_workers.engine.flow import MOST_PREFETCH, Flow
-from aviso_workers.engine.handlers.batch import InBatches
-from aviso_workers.engine.handlers.one import HandlerContext, OneByOne
+from aviso_workers.engine.flow import MAX_PREFETCH, Flow
+from aviso_workers.engine.handlers.batch import BatchHandler
+from aviso_workers.engine.handlers.one import HandlerContext, NotificationHandler
 from aviso_workers.engine.handlers.outputs import Outputs
-from aviso_workers.engine.handlers.stream import AsStream
+from aviso_workers.engine.handlers.stream import StreamHandler
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.redeliveries import Redeliveries
@@ -38,7 +38,7 @@ from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shared_filters import SharedFilter
 from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.singletons import SingletonCalls
-from aviso_workers.engine.subscription import Handler, Run, Subscription, consumer_spec
+from aviso_workers.engine.subscription import Handler, Subscription, SubscriptionRun, consumer_spec
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import NotFoundError, UndecodableError
 from aviso_workers.events import Events, Unreadable
@@ -51,7 +51,7 @@ from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.state.versions import Versions
 
 if TYPE_CHECKING:
-    from aviso_workers.features.windows.closing import AsWindows
+    from aviso_workers.features.windows.handler import WindowHandler
 
 __all__ = ["AgentSubscriptions"]
 
@@ -62,7 +62,11 @@ STREAM_PREFETCH = 16
 """Deliveries that may wait for each call of a function of a Stream, which can take many before the first is done."""
 SINGLETON_HEARTBEAT_SECONDS = 3.0
 """A singleton that has lost what it handles is ended within a third of this."""
-HANDLERS: dict[type, Callable[[HandlerContext], Handler]] = {Notification: OneByOne, Batch: InBatches, Stream: AsStream}
+HANDLERS: dict[type, Callable[[HandlerContext], Handler]] = {
+    Notification: NotificationHandler,
+    Batch: BatchHandler,
+    Stream: StreamHandler,
+}
 
 
 class AgentSubscriptions:
@@ -105,7 +109,7 @@ class AgentSubscriptions:
             workers=policy.concurrency,
             least=_prefetch(agent),
             # A singleton holds one at a time, and asks for the next one whenever one begins.
-            most=1 if policy.singleton else MOST_PREFETCH,
+            most=1 if policy.singleton else MAX_PREFETCH,
             key=topics.key_of(where.topic, policy.order_by) if policy.order_by else None,
             isolation=self._isolation,
             on_lost=singleton_calls.end if singleton_calls and agent.can_be_cancelled else None,
@@ -147,7 +151,7 @@ class AgentSubscriptions:
             singleton_calls=singleton_calls,
         )
         windows = self._windows(context, stream.name)
-        run = Run(
+        run = SubscriptionRun(
             windows or HANDLERS[agent.form](context),
             flow=flow,
             clock=clock,
@@ -174,18 +178,18 @@ class AgentSubscriptions:
             name=agent.name,
             feeds=self._feeds(agent, event_type, stream, shared, run, repeats, windows),
             run=run,
-            beside=[shared.keep],
+            beside=[shared.keep_in_line],
             also=windows.close if windows is not None else None,
             at_end=shared.record_last,
         )
 
-    def _windows(self, context: HandlerContext, stream: str) -> AsWindows | None:
+    def _windows(self, context: HandlerContext, stream: str) -> WindowHandler | None:
         """Return what closes the windows of an agent that has some."""
         if context.agent.policy.window is None:
             return None
-        from aviso_workers.features.windows.closing import AsWindows
+        from aviso_workers.features.windows.handler import WindowHandler
 
-        return AsWindows(
+        return WindowHandler(
             context,
             context.agent.policy.window,
             backend=self._backend,
@@ -202,7 +206,7 @@ class AgentSubscriptions:
         event_type: EventType,
         where: Where,
         stream: StreamSpec,
-        run: Run,
+        run: SubscriptionRun,
         known_agents: KnownAgents | None,
     ) -> SharedFilter:
         policy = agent.policy
@@ -220,7 +224,7 @@ class AgentSubscriptions:
             recorder=self._recorder(agent, stream.name, self._provisioner),
             retries=self._recorder(agent, RETRIES, self._own_streams),
             events=self._events,
-            on_ack_wait=lambda seconds: run.keep_within(_reported_within(agent, seconds)),
+            on_ack_wait=lambda seconds: run.report_within(_reported_within(agent, seconds)),
             function=_name_of(agent.function),
             known_agents=known_agents,
             states_start=policy.states_start,
@@ -232,9 +236,9 @@ class AgentSubscriptions:
         event_type: EventType,
         stream: StreamSpec,
         shared: SharedFilter,
-        run: Run,
+        run: SubscriptionRun,
         repeats: Repeats,
-        windows: AsWindows | None,
+        windows: WindowHandler | None,
     ) -> Sequence[Feed]:
         """Return the stream of the event type, and what is tried again of the agent's dead letters."""
         policy = agent.policy

@@ -50,7 +50,7 @@ class Portal:
         return opened.result()
 
     async def _start(self, *arguments: Any) -> None:
-        self._sessions.start_soon(self._keep, *arguments)
+        self._sessions.start_soon(self._keep_open, *arguments)
 
     def close(self) -> None:
         """Return when what is under way is finished, and all connections are closed."""
@@ -58,7 +58,7 @@ class Portal:
             self.blocking.call(self.blocking.stop)
         self._thread.join()
 
-    async def _keep(self, of: Hashable, opening: Opening, opened: Future[Session]) -> None:
+    async def _keep_open(self, of: Hashable, opening: Opening, opened: Future[Session]) -> None:
         """Keep a session open until the loop ends, or its connection is lost for good: the next call opens another."""
         try:
             async with opening() as session:

@@ -29,7 +29,7 @@ from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.key_value import retried
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.replay import Replayer
-from aviso_workers.engine.subscription import Run, Subscription, keep_running, supervise_task
+from aviso_workers.engine.subscription import Subscription, SubscriptionRun, keep_running, supervise_task
 from aviso_workers.errors import BackendError, NotFoundError, UndecodableError, UnknownEventTypeError
 from aviso_workers.events import (
     AgentDisturbed,
@@ -66,7 +66,7 @@ UPGRADED_SECONDS = 5.0
 """How often a worker looks whether a server that was too old to deliver later has been upgraded; nothing is sent."""
 LAST_RECORD_SECONDS = 2.0
 """How long a worker that stops takes at most to record its last failures."""
-MOST_FOREIGN = 10_000
+MAX_FOREIGN = 10_000
 """How many foreign messages are remembered, so that each is told once."""
 
 _STOP: ContextVar[anyio.Event | None] = ContextVar("stop", default=None)
@@ -94,7 +94,7 @@ class Session:
         self.publisher = Publisher(
             backend, config=config, provisioner=self.provisioner, own_streams=self.own_streams, events=events
         )
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, SubscriptionRun] = {}
         """The agents at work, by name."""
         self._dead_letters = DeadLetterStore(backend, app=app, config=config, provisioner=self.own_streams)
         self._last_failures = LastFailures(backend, app=app)
@@ -270,7 +270,7 @@ class Session:
     async def _record_failures(self) -> None:
         with self._events.heard_by(self._last_failures.observe, Ticked, TaskFailed, WindowDone):
             try:
-                await self._last_failures.keep()
+                await self._last_failures.keep_writing()
             finally:
                 with clocks.move_on_after(self.backend.clock, LAST_RECORD_SECONDS) as last:
                     last.shield = True
@@ -381,7 +381,7 @@ async def open_session(
     def on_foreign(*, stream: str, sequence: int, problem: str) -> None:
         if (stream, sequence) in foreign:
             return
-        if len(foreign) == MOST_FOREIGN:
+        if len(foreign) == MAX_FOREIGN:
             foreign.clear()
         foreign.add((stream, sequence))
         error = UndecodableError(problem)

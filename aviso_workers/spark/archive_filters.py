@@ -1,7 +1,7 @@
 """The record in an archive of which event type and filter it holds.
 
 What a run leaves out is behind the checkpoint, and no later run archives it. So an archive takes one event type and one
-filter: `archives` calls `check` before its query starts, and the command makes the `Selection` of its arguments.
+filter: `archives` calls `check` before its query starts, and the command makes the `ArchiveSelection` of its arguments.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from aviso_workers.spark import options, readers
 from aviso_workers.spark.connections import load_config
 from aviso_workers.spark.files import Files
 
-__all__ = ["Selection", "check", "selection"]
+__all__ = ["ArchiveSelection", "check", "selection"]
 
 RECORD = "_selection.json"
 
 
-class Selection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ArchiveSelection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The event type and the filter of an archive in canonical form: two that let the same notifications through are
     equal.
     """
@@ -37,7 +37,7 @@ class Selection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return " ".join([self.event, *(f"{field}={_spelled(wanted)}" for field, wanted in self.where.items())])
 
 
-def selection(given: Mapping[str, Any]) -> Selection:
+def selection(given: Mapping[str, Any]) -> ArchiveSelection:
     """Return the selection that a read with these options makes.
 
     Raises `InvalidOptionError`, `UnknownEventTypeError` and `InvalidIdentifierError`.
@@ -46,10 +46,10 @@ def selection(given: Mapping[str, Any]) -> Selection:
     plan = readers.plan(parsed, load_config(parsed.config))
     if plan.where is None:
         raise PipelineError("an archive is of an event type, not of a stream by its name")
-    return Selection(event=str(parsed.event), where=_canonical(plan.where))
+    return ArchiveSelection(event=str(parsed.event), where=_canonical(plan.where))
 
 
-def check(files: Files, wanted: Selection | None, *, aside: str) -> None:
+def check(files: Files, wanted: ArchiveSelection | None, *, aside: str) -> None:
     """Check that an archive has the selection `wanted`; record it, by way of the file `aside`, where none is recorded
     yet.
 
@@ -68,9 +68,9 @@ def check(files: Files, wanted: Selection | None, *, aside: str) -> None:
         )
 
 
-def _read(files: Files) -> Selection:
+def _read(files: Files) -> ArchiveSelection:
     try:
-        return msgspec.json.decode(files.read(RECORD), type=Selection)
+        return msgspec.json.decode(files.read(RECORD), type=ArchiveSelection)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise PipelineError(
             f"{files.root}/{RECORD} is damaged, so what the archive leaves out is not known: {error}. Put a good copy "

@@ -15,14 +15,14 @@ from hashlib import blake2b
 import msgspec
 from msgspec import Struct
 
-__all__ = ["Entry", "FileList", "decode", "encode"]
+__all__ = ["ArchivedFile", "FileList", "decode", "encode"]
 
 VERSION = "v1"
 WHOLE_BYTES = 128 * 1024 * 1024
 DIGEST_BYTES = 16
 
 
-class Entry(Struct, frozen=True, kw_only=True, rename="camel"):
+class ArchivedFile(Struct, frozen=True, kw_only=True, rename="camel"):
     """A file of an archive, as Spark writes it down."""
 
     path: str
@@ -49,7 +49,7 @@ class FileList(Struct, frozen=True, kw_only=True):
 
     number: int = -1
     """The number of its batch; -1 where there is no list yet."""
-    entries: Sequence[Entry] = ()
+    entries: Sequence[ArchivedFile] = ()
     is_proven: bool = False
     """Whether a digest shows that nothing of it is missing."""
 
@@ -58,7 +58,7 @@ class _Sealed(Struct):
     digest: str = ""
 
 
-def encode(entries: Iterable[Entry]) -> bytes:
+def encode(entries: Iterable[ArchivedFile]) -> bytes:
     """Return the text of a list."""
     documents = [msgspec.json.encode(entry) for entry in entries]
     if documents:
@@ -75,7 +75,7 @@ def decode(text: bytes, *, number: int) -> FileList:
     if version != VERSION.encode():
         raise ValueError(f"it is of format {version.decode(errors='replace')!r}, {VERSION} is known")
     try:
-        entries = [msgspec.json.decode(document, type=Entry) for document in documents]
+        entries = [msgspec.json.decode(document, type=ArchivedFile) for document in documents]
         sealed = msgspec.json.decode(documents[0], type=_Sealed) if documents else _Sealed()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"a line of it cannot be read: {error}") from error

@@ -35,8 +35,8 @@ from pyspark.sql.types import StructType
 
 from aviso_workers.errors import PipelineError
 from aviso_workers.spark import archive_filters, archive_lists
-from aviso_workers.spark.archive_filters import Selection
-from aviso_workers.spark.archive_lists import WHOLE_BYTES, Entry, FileList
+from aviso_workers.spark.archive_filters import ArchiveSelection
+from aviso_workers.spark.archive_lists import WHOLE_BYTES, ArchivedFile, FileList
 from aviso_workers.spark.files import File, Files
 
 __all__ = ["archive", "read"]
@@ -61,7 +61,7 @@ READERS_MS = 60 * 60 * 1000
 
 
 def archive(
-    notifications: DataFrame, to: str, *, selection: Selection | None = None, every_seconds: float | None = None
+    notifications: DataFrame, to: str, *, selection: ArchiveSelection | None = None, every_seconds: float | None = None
 ) -> StreamingQuery:
     """Start to keep a streaming data frame in the directory `to`, and return the running query.
 
@@ -159,7 +159,7 @@ class _Archive:
                 f"{self.root} has {changed}, and no query reads both as one table: archive to a new directory"
             )
 
-    def check_selection(self, wanted: Selection | None) -> None:
+    def check_selection(self, wanted: ArchiveSelection | None) -> None:
         """Raise `PipelineError` where the archive was made with another event type or filter than this query has."""
         archive_filters.check(self._files, wanted, aside=f"{self._staging}/selection")
 
@@ -200,7 +200,7 @@ class _Archive:
         self._files.delete(self._staging)
         self._remove_old_lists()
 
-    def _list(self, number: int, kept: list[Entry], added: list[Entry]) -> None:
+    def _list(self, number: int, kept: list[ArchivedFile], added: list[ArchivedFile]) -> None:
         """Write the list of a batch, unless another run has: that has archived the same notifications."""
         if self._newest().number >= number:
             return
@@ -213,13 +213,13 @@ class _Archive:
         text = archive_lists.encode([*kept, *added])
         self._files.write_new(f"{LOG}/{number}.compact", text, aside=f"{self._staging}/list")
 
-    def _merge(self, merged: list[Entry], batch: DataFrame) -> DataFrame:
+    def _merge(self, merged: list[ArchivedFile], batch: DataFrame) -> DataFrame:
         reader = batch.sparkSession.read.options(basePath=self.root, **ALL_FILES)
         files = reader.parquet(*(f"{self.root}/{entry.name}" for entry in merged))
         partitions = math.ceil(sum(entry.size for entry in merged) / WHOLE_BYTES)
         return files.coalesce(partitions).sortWithinPartitions("date", "sequence")
 
-    def _take_in(self, number: int) -> list[Entry]:
+    def _take_in(self, number: int) -> list[ArchivedFile]:
         """Move the written files of a batch to their days. Until the log names them, they are not part of the
         archive.
         """
@@ -230,7 +230,7 @@ class _Archive:
             day = file.name.split("/")[0]
             name = f"{day}/{number}-{index}-{self._run}.parquet"
             self._files.move(f"{self._staging}/{file.name}", name)
-            moved.append(Entry(path=self._files.url(name), size=file.size, modification_time=file.modified_ms))
+            moved.append(ArchivedFile(path=self._files.url(name), size=file.size, modification_time=file.modified_ms))
         return moved
 
     def _lists(self) -> list[tuple[int, File]]:
@@ -309,7 +309,7 @@ def _changed_types(archived: StructType, given: StructType, above: str = "") -> 
             yield f"{above}{name} as {before.typeName()}, which is {now.typeName()} now"
 
 
-def _small(entries: Iterable[Entry]) -> list[Entry]:
+def _small(entries: Iterable[ArchivedFile]) -> list[ArchivedFile]:
     """Return the files that are to be merged."""
     by_day = defaultdict(list)
     for entry in entries:

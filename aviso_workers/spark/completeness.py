@@ -40,7 +40,7 @@ __all__ = [
 
 COMPLETE, LATE = announcements.KINDS
 SHARES = (0.5, 0.95, 0.99)
-MOST_ON_PAGE = 500
+MAX_ON_PAGE = 500
 """Absent notifications on the page; all are in the table."""
 
 
@@ -219,7 +219,7 @@ def report(
             made=moment,
             cycles=rows,
             hours=[row.asDict() for row in hours.collect()],
-            absent=[row.asDict() for row in absent.orderBy("due", "cycle").limit(MOST_ON_PAGE).collect()],
+            absent=[row.asDict() for row in absent.orderBy("due", "cycle").limit(MAX_ON_PAGE).collect()],
             latency=(overall and overall["latency"]) or [],
         )
         files.write("report.html", pages.page(content))

@@ -24,7 +24,7 @@ from aviso_workers.config.environment import WORKERS_FILE
 from aviso_workers.declare.retry import Backoff, Tries
 from aviso_workers.errors import UnavailableError
 
-__all__ = ["Connection", "connected", "load_config"]
+__all__ = ["BlockingConnection", "connected", "load_config"]
 
 COLLECT_AFTER = 100_000
 AGAIN = Backoff(first=0.5, factor=1.0, jitter=0.0)
@@ -32,7 +32,7 @@ AGAIN = Backoff(first=0.5, factor=1.0, jitter=0.0)
 T = TypeVar("T")
 
 
-class Connection:
+class BlockingConnection:
     """An open backend, with a method to call it from code that has no event loop."""
 
     def __init__(self, portal: BlockingPortal, backend: Backend) -> None:
@@ -44,7 +44,7 @@ class Connection:
 
 
 @contextmanager
-def connected(settings: Config, *, patience_seconds: float = 0) -> Iterator[Connection]:
+def connected(settings: Config, *, patience_seconds: float = 0) -> Iterator[BlockingConnection]:
     """Open a backend for the block, and retry for `patience_seconds` while no server answers. Raises as `open_backend`
     does.
     """
@@ -53,7 +53,7 @@ def connected(settings: Config, *, patience_seconds: float = 0) -> Iterator[Conn
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(_opened(settings, patience_seconds)) as backend,
     ):
-        yield Connection(portal, backend)
+        yield BlockingConnection(portal, backend)
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from aviso_workers import files
 from aviso_workers.backends import OutgoingChunk
 from aviso_workers.errors import InvalidNotificationError, PipelineError
 
-__all__ = ["DeadLetters", "check_present", "divided", "excerpt"]
+__all__ = ["RefusedRows", "check_present", "divided", "excerpt"]
 
 REASON = "reason"
-MOST_SHOWN = 200
+MAX_SHOWN = 200
 """Characters of a row in an error."""
 NAME_BYTES = 16
 
@@ -52,10 +52,10 @@ def divided(
 def excerpt(row: pa.RecordBatch) -> str:
     """Return the beginning of a row as text, for an error message."""
     text = str(row.to_pylist()[0])
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-class DeadLetters:
+class RefusedRows:
     """The refused rows of one task. `save` writes them to a file that is named by a digest of their content.
 
     So a task that is run again with the same rows writes the same file, and one that has other rows writes another.

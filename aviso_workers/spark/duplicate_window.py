@@ -19,7 +19,7 @@ from aviso_workers.spark.job_events import EVENT_TYPE
 
 __all__ = ["DuplicateWindow"]
 
-MOST_SECONDS = 60.0
+MAX_SECONDS = 60.0
 """Half of the usual window. A longer one is not relied on: what waited for so long was not published for a reason."""
 CACHE_SECONDS = 5.0
 """A changed window is noticed within this time."""
@@ -30,7 +30,7 @@ class DuplicateWindow:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._half_seconds = MOST_SECONDS
+        self._half_seconds = MAX_SECONDS
         self._read_at = -math.inf
 
     async def half_seconds(self, backend: Backend) -> float:
@@ -42,7 +42,7 @@ class DuplicateWindow:
         try:
             self._half_seconds = await self._read(backend)
         except NotFoundError:  # whoever publishes first makes it, so the next event asks again
-            return MOST_SECONDS
+            return MAX_SECONDS
         self._read_at = anyio.current_time()
         return self._half_seconds
 
@@ -52,4 +52,4 @@ class DuplicateWindow:
             raise UnknownEventTypeError(EVENT_TYPE, known)
         info = await backend.stream_info(streams.event_stream(EVENT_TYPE, known[EVENT_TYPE], self._config).name)
         window = info.config.duplicate_window or DEFAULT_DUPLICATE_WINDOW
-        return min(MOST_SECONDS, window / SECOND / 2)
+        return min(MAX_SECONDS, window / SECOND / 2)

@@ -36,13 +36,13 @@ from aviso_workers.errors import UndecodableError
 from aviso_workers.spark import compression
 
 __all__ = [
-    "Batch",
     "EventLog",
     "EventLogReader",
     "ListedFile",
     "LogFile",
+    "LogPosition",
+    "NewEvents",
     "OpenFile",
-    "Position",
     "find",
     "is_rolling",
     "is_unchanged",
@@ -150,7 +150,7 @@ class EventLog(Struct, frozen=True, kw_only=True):
             return "not a Spark event log"
         return None
 
-    def unread_bytes(self, position: Position) -> int:
+    def unread_bytes(self, position: LogPosition) -> int:
         """Return how many bytes of the files, as they are stored, come after a position."""
         return sum(
             max(0, file.size - position.size) if file.place == position.place else file.size
@@ -158,7 +158,7 @@ class EventLog(Struct, frozen=True, kw_only=True):
             if file.place >= position.place
         )
 
-    def repeats(self, position: Position) -> bool:
+    def repeats(self, position: LogPosition) -> bool:
         """Return whether reading on from a position may give events again: of a compacted or a replaced file."""
         if position.size < position.replaced_size:
             return True
@@ -169,7 +169,7 @@ class EventLog(Struct, frozen=True, kw_only=True):
         )
 
 
-class Position(Struct, frozen=True, kw_only=True):
+class LogPosition(Struct, frozen=True, kw_only=True):
     """A position in an event log, up to which it was read."""
 
     index: int = 0
@@ -186,7 +186,7 @@ class Position(Struct, frozen=True, kw_only=True):
         return (self.index, self.compacted)
 
 
-class Batch(Struct, Generic[T], frozen=True, kw_only=True):
+class NewEvents(Struct, Generic[T], frozen=True, kw_only=True):
     events: list[T]
     problems: list[str]
     """What cannot be read, or what may have been lost: a sentence each."""
@@ -316,7 +316,7 @@ class EventLogReader(Generic[T]):
     def __init__(
         self,
         decode: Callable[[bytes], T | None],
-        position: Position,
+        position: LogPosition,
         *,
         open_file: Callable[[str], OpenFile] = _open_here,
     ) -> None:
@@ -333,7 +333,7 @@ class EventLogReader(Generic[T]):
     def open(self) -> bool:
         return self._lines is not None
 
-    def read(self, log: EventLog) -> Batch[T]:
+    def read(self, log: EventLog) -> NewEvents[T]:
         """Return the next events, no further than the snapshot `log` reaches. Raises `OSError`; then the call may be
         repeated.
         """
@@ -347,7 +347,7 @@ class EventLogReader(Generic[T]):
             self._reached = self.position
             raise
         self.position = self._reached
-        return Batch(events=events, problems=problems, more=more)
+        return NewEvents(events=events, problems=problems, more=more)
 
     def close(self) -> None:
         """Close the open file. Another `read` opens it again."""
@@ -363,7 +363,7 @@ class EventLogReader(Generic[T]):
             if file.place > self._reached.place:
                 problems += self._missing(log, file)
                 self.close()
-                self._reached = Position(index=file.index, compacted=file.compacted)
+                self._reached = LogPosition(index=file.index, compacted=file.compacted)
             closed = log.complete or file is not log.files[-1]
             try:
                 left -= self._read_file(file, left, events, problems, closed=closed)
@@ -427,7 +427,7 @@ class EventLogReader(Generic[T]):
         """Go back to the beginning of a file that was replaced, and return a sentence that says so."""
         before = self._reached
         self.close()
-        self._reached = Position(
+        self._reached = LogPosition(
             index=file.index, compacted=file.compacted, replaced_size=max(before.size, before.replaced_size)
         )
         sizes = f"from {before.size} to {file.size} bytes"

@@ -25,10 +25,10 @@ from aviso_workers.errors import UndecodableError
 __all__ = [
     "EVENT_TYPE",
     "PROJECTIONS",
-    "Application",
     "Begun",
     "Decoder",
     "JobEvent",
+    "SparkApplication",
     "Unfinished",
     "cluster_of",
     "decode",
@@ -51,7 +51,7 @@ SUCCEEDED, FAILED, UNKNOWN = "succeeded", "failed", "unknown"
 Json = Mapping[str, Any]
 
 
-class Application(Struct, frozen=True, kw_only=True):
+class SparkApplication(Struct, frozen=True, kw_only=True):
     """A run of a Spark application, as its event log names it.
 
     `id` is Spark's application id in the spelling of file names: lower case, blanks, ':' and '/' as '-', and
@@ -63,14 +63,14 @@ class Application(Struct, frozen=True, kw_only=True):
     """Only YARN makes more than one."""
 
     @classmethod
-    def of_log(cls, name: str) -> Application:
+    def of_log(cls, name: str) -> SparkApplication:
         """Return the application whose event log has this name (without prefix and suffixes)."""
         if match := YARN_ATTEMPT.fullmatch(name):
             return cls(id=match[1], attempt=match[2])
         return cls(id=name)
 
     @classmethod
-    def of_run(cls, application_id: str, attempt: str | None) -> Application:
+    def of_run(cls, application_id: str, attempt: str | None) -> SparkApplication:
         """Return the application by the id and the attempt that Spark gives; `attempt` is None where there is but
         one.
         """
@@ -85,7 +85,7 @@ class Application(Struct, frozen=True, kw_only=True):
 class JobEvent(Struct, frozen=True, kw_only=True):
     """An event of a Spark application, such as the start of a job or the end of a stage."""
 
-    application: Application
+    application: SparkApplication
     kind: str
     """`application`, `job`, `stage`, `sql`, `query` (a streaming one) or `executor`."""
     event: str
@@ -117,7 +117,7 @@ def cluster_of(config: Config) -> str:
     return str(config.workers.agents.get("spark-events", {}).get("cluster", "local"))
 
 
-def decode(line: bytes | str, application: Application) -> JobEvent | None:
+def decode(line: bytes | str, application: SparkApplication) -> JobEvent | None:
     """Return the event in one line of an event log; None where the line is not of interest. Raises
     `UndecodableError`.
     """
@@ -149,7 +149,7 @@ class Decoder:
     history server, and `unknown` where it has none, or not all of them were read.
     """
 
-    def __init__(self, application: Application) -> None:
+    def __init__(self, application: SparkApplication) -> None:
         self._application = application
         self._jobs: dict[str, dict[str, str]] = {}
         """By SQL execution that has begun, the status of each of its jobs."""
@@ -187,7 +187,7 @@ class Unfinished:
     events.
     """
 
-    def __init__(self, application: Application, cluster: str) -> None:
+    def __init__(self, application: SparkApplication, cluster: str) -> None:
         self._ids = application.message_ids(cluster)
         self._begun: dict[tuple[str, str], Begun] = {}
 
@@ -206,7 +206,7 @@ class Unfinished:
         return iter(self._begun.values())
 
 
-def lost(application: Application, begun: Begun | None = None, *, since: float) -> JobEvent:
+def lost(application: SparkApplication, begun: Begun | None = None, *, since: float) -> JobEvent:
     """Return the event that Spark cannot write: the application's log has not grown from `since` on, seconds since
     1970.
 
@@ -216,14 +216,14 @@ def lost(application: Application, begun: Begun | None = None, *, since: float) 
     return _of_loss(application, begun, "lost", since)
 
 
-def resumed(application: Application, *, since: float) -> JobEvent:
+def resumed(application: SparkApplication, *, since: float) -> JobEvent:
     """Return the event that an application which was reported lost goes on; its log had not grown from `since` on,
     seconds since 1970.
     """
     return _of_loss(application, None, "resumed", since)
 
 
-def _of_loss(application: Application, begun: Begun | None, event: str, since: float) -> JobEvent:
+def _of_loss(application: SparkApplication, begun: Begun | None, event: str, since: float) -> JobEvent:
     begun = begun or Begun("application", application.id, application.id)
     milliseconds = int(since * 1000)
     return JobEvent(
@@ -236,7 +236,7 @@ def _of_loss(application: Application, begun: Begun | None, event: str, since: f
     )
 
 
-class _Named(Struct):
+class _EventName(Struct):
     event: str = field(name="Event")
 
 
@@ -249,7 +249,7 @@ def _name(line: bytes) -> bytes:
     if line.startswith(HEAD):
         return line[len(HEAD) : line.find(b'"', len(HEAD))]
     try:
-        return msgspec.json.decode(line, type=_Named).event.encode()
+        return msgspec.json.decode(line, type=_EventName).event.encode()
     except (msgspec.DecodeError, RecursionError) as error:
         raise UndecodableError("not an event of Spark's") from error
 

@@ -44,12 +44,12 @@ from aviso_workers.events import Events
 from aviso_workers.sessions.session import Session, open_session
 from aviso_workers.spark import job_events
 from aviso_workers.spark.duplicate_window import DuplicateWindow
-from aviso_workers.spark.job_events import EVENT_TYPE, Application, JobEvent
+from aviso_workers.spark.job_events import EVENT_TYPE, JobEvent, SparkApplication
 
 __all__ = ["Listener", "listen"]
 
 QUEUE = "aviso"
-MOST_WAITING = 10_000
+MAX_WAITING = 10_000
 """Events between Spark and the thread that publishes; with more than that, the newest are dropped."""
 AGAIN_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
@@ -80,7 +80,7 @@ def listen(spark: Any, *, config: Config | str | Path | None = None) -> Listener
     loaded = config if isinstance(config, Config) else load(config)
     if EVENT_TYPE not in loaded.notification_schema:
         raise UnknownEventTypeError(EVENT_TYPE, loaded.notification_schema)
-    application = Application.of_run(spark.conf.get("spark.app.id"), spark.conf.get("spark.app.attempt.id", None))
+    application = SparkApplication.of_run(spark.conf.get("spark.app.id"), spark.conf.get("spark.app.attempt.id", None))
     listener = Listener(loaded, application)
     remote = type(spark).__module__.startswith("pyspark.sql.connect.")
     listener.start(_listen_to_queries if remote else _listen_to_jobs, spark)
@@ -96,7 +96,7 @@ class _WaitingEvent(Struct, frozen=True):
 class Listener:
     """A running listener. `close`, the end of its `with` block or the end of the process stops it."""
 
-    def __init__(self, config: Config, application: Application) -> None:
+    def __init__(self, config: Config, application: SparkApplication) -> None:
         self.stored = 0
         """Events that the stream holds, whoever published them first."""
         self.dropped = 0
@@ -147,8 +147,8 @@ class Listener:
             return
         if event is None:
             return
-        if len(self._waiting) >= MOST_WAITING:
-            self._drop("spark_listener.full", waiting=MOST_WAITING)
+        if len(self._waiting) >= MAX_WAITING:
+            self._drop("spark_listener.full", waiting=MAX_WAITING)
             return
         self._waiting.append(_WaitingEvent(event, time.monotonic() - _age_seconds(event)))
         self._loop.call_soon_threadsafe(self._wake.set)

@@ -17,7 +17,7 @@ from aviso_workers.errors import InvalidNotificationError
 __all__ = ["ColumnIds", "ContentIds", "MessageIds"]
 
 DIGEST_BYTES = 16
-MOST_REMEMBERED = 500_000
+MAX_REMEMBERED = 500_000
 """Rows of a task whose ids it remembers, which takes about 60 MB."""
 
 
@@ -85,7 +85,7 @@ class ContentIds:
         ]
         first, self._rows = self._rows, self._rows + len(digests)
         new = set(digests)
-        if len(new) == len(digests) and self._rows <= MOST_REMEMBERED and self._seen.isdisjoint(new):
+        if len(new) == len(digests) and self._rows <= MAX_REMEMBERED and self._seen.isdisjoint(new):
             self._seen |= new
             return digests
         return [self._numbered(digest, row) for row, digest in enumerate(digests, first)]
@@ -94,7 +94,7 @@ class ContentIds:
         if digest in self._seen:
             self._repeats[digest] = self._repeats.get(digest, 0) + 1
             return f"{digest}.{self._repeats[digest]}"
-        if len(self._seen) < MOST_REMEMBERED:
+        if len(self._seen) < MAX_REMEMBERED:
             self._seen.add(digest)
             return digest
         return f"{digest}@{row}"

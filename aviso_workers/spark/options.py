@@ -38,7 +38,7 @@ READING = (
 BATCH = ("endingOffsets", "endingTimestamp")
 STREAMING = ("maxMessagesPerTrigger", "minMessagesPerTrigger", "maxTriggerDelay")
 WRITING = ("msgIdColumn", "onDuplicate", "deadLetters")
-OF_BATCH = ("queryId", "batchId")
+QUERY_OPTIONS = ("queryId", "batchId")
 """What a batch write says of the streaming query that calls it."""
 SPARKS_OWN = ("checkpointlocation", "queryname")
 """What Spark passes on to a sink though it is for itself."""
@@ -129,8 +129,8 @@ def parse_read_options(options: Mapping[str, str], *, streaming: bool | None = N
 
 def parse_write_options(options: Mapping[str, str], *, streaming: bool = False) -> WriteOptions:
     """Parse the options of a write. Raises `InvalidOptionError`."""
-    known = (*SHARED, *WRITING) if streaming else (*SHARED, *WRITING, *OF_BATCH)
-    given = _named(options, known=known, foreign=dict.fromkeys(OF_BATCH, "write") if streaming else {})
+    known = (*SHARED, *WRITING) if streaming else (*SHARED, *WRITING, *QUERY_OPTIONS)
+    given = _named(options, known=known, foreign=dict.fromkeys(QUERY_OPTIONS, "write") if streaming else {})
     if "event" not in given:
         raise InvalidOptionError("writing needs the option event: the event type whose notifications the rows are")
     if ("queryId" in given) != ("batchId" in given):

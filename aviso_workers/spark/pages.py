@@ -22,7 +22,7 @@ LABELS = 220
 ROW = 22
 HOURS_HEIGHT = 180
 WIDEST_HOUR = 60.0
-MOST_HOURS = 24 * 31
+MAX_HOURS = 24 * 31
 """The last ones of a longer time."""
 CHARACTERS = 32
 """The most characters of a cycle's name beside a plot; `LAST_CHARACTERS` of them are its end, with its date."""
@@ -186,7 +186,7 @@ def _throughput(hours: Sequence[Mapping[str, Any]]) -> str:
         return '<p class="none">Nothing came.</p>'
     counts = {_utc(row["hour"]): row["notifications"] for row in hours}
     last = max(counts)
-    first = max(min(counts), last - (MOST_HOURS - 1) * HOUR)
+    first = max(min(counts), last - (MAX_HOURS - 1) * HOUR)
     number = round((last - first) / HOUR) + 1
     highest = max(counts.values())
     width = min(WIDEST_HOUR, (WIDTH - 70) / number)

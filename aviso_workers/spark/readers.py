@@ -39,10 +39,10 @@ from aviso_workers.errors import (
     UnknownEventTypeError,
 )
 from aviso_workers.spark import offsets
-from aviso_workers.spark.connections import Connection, connected, load_config, tries
+from aviso_workers.spark.connections import BlockingConnection, connected, load_config, tries
 from aviso_workers.spark.offsets import Offset, Range
 from aviso_workers.spark.options import ReadOptions, where_of
-from aviso_workers.spark.schema import Columns, Layout, check_wanted, layout
+from aviso_workers.spark.schema import ColumnConverter, Layout, check_wanted, layout
 
 __all__ = ["BatchReader", "StreamReader", "plan"]
 
@@ -53,7 +53,7 @@ T = TypeVar("T")
 logger = logging.getLogger("aviso_workers.spark")
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class ReadPlan(Struct, frozen=True, kw_only=True):
     """The plan of a read, as the driver and the tasks know it. It has no connection, and no secret."""
 
     reading: ReadOptions
@@ -76,30 +76,30 @@ class Plan(Struct, frozen=True, kw_only=True):
         return self.where.place is not None or len(lists) < len(self.where.conditions) or not narrow
 
 
-def plan(reading: ReadOptions, config: Config) -> Plan:
+def plan(reading: ReadOptions, config: Config) -> ReadPlan:
     """Return the plan of a read. Raises `InvalidOptionError`, `UnknownEventTypeError` and `InvalidIdentifierError`."""
     if config.notification_backend.kind != "jetstream":
         raise InvalidOptionError("Spark reads and writes with notification_backend.kind: jetstream only")
     known = config.notification_schema
     if reading.event is None:
-        return Plan(reading=reading, stream=reading.stream or "", layout=layout(reading, known))
+        return ReadPlan(reading=reading, stream=reading.stream or "", layout=layout(reading, known))
     event_type = known.get(reading.event)
     if event_type is None:
         raise UnknownEventTypeError(reading.event, known)
     where = schema.parse_where(reading.event, event_type, where_of(reading, event_type.identifier))
     stream = streams.event_stream(reading.event, event_type, config).name
-    return Plan(reading=reading, stream=stream, layout=layout(reading, known), event_type=event_type, where=where)
+    return ReadPlan(reading=reading, stream=stream, layout=layout(reading, known), event_type=event_type, where=where)
 
 
-class Requests:
+class DriverRequests:
     """Requests of the driver to the servers, which are retried while no server answers for a moment."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ReadPlan) -> None:
         self._plan = plan
         self._open = ExitStack()
-        self._connection: Connection | None = None
+        self._connection: BlockingConnection | None = None
 
-    def __enter__(self) -> Requests:
+    def __enter__(self) -> DriverRequests:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,7 +109,7 @@ class Requests:
         self._connection = None
         self._open.close()
 
-    def ask(self, request: Callable[[Connection], T]) -> T:
+    def ask(self, request: Callable[[BlockingConnection], T]) -> T:
         """Return the answer to a request. Raises `UnavailableError` where none comes for longer than a server may be
         away.
         """
@@ -159,14 +159,14 @@ class BatchReader(DataSourceReader):
     doubled without a word. What the server is to leave out, the `where` options say.
     """
 
-    def __init__(self, plan: Plan, wanted: StructType) -> None:
+    def __init__(self, plan: ReadPlan, wanted: StructType) -> None:
         check_wanted(wanted, plan.layout, reading=plan.reading)
         self._plan = plan
         self._wanted = wanted
 
     def partitions(self) -> Sequence[InputPartition]:
         plan, reading = self._plan, self._plan.reading
-        with Requests(plan) as requests:
+        with DriverRequests(plan) as requests:
             info = requests.info()
             first = info.first_sequence if reading.start in (None, "earliest") else _number(plan, info)
             last = info.last_sequence if reading.end == "latest" else min(reading.end, info.last_sequence)
@@ -191,7 +191,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     the first request until `stop`.
     """
 
-    def __init__(self, plan: Plan, wanted: StructType) -> None:
+    def __init__(self, plan: ReadPlan, wanted: StructType) -> None:
         check_wanted(wanted, plan.layout, reading=plan.reading)
         self._plan = plan
         self._wanted = wanted
@@ -202,7 +202,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._seen: StreamInfo | None = None
         self._behind = (0, 0, 0)
         """How many messages there were between two sequences."""
-        self._requests = Requests(plan)
+        self._requests = DriverRequests(plan)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_plan": self._plan, "_wanted": self._wanted}
@@ -307,11 +307,11 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._seen or self._stream_info()
 
 
-def _batches(plan: Plan, wanted: StructType, partition: InputPartition) -> Iterator[Any]:
+def _batches(plan: ReadPlan, wanted: StructType, partition: InputPartition) -> Iterator[Any]:
     """Yield the record batches of a range of sequences. Spark calls it in a task."""
     if not isinstance(partition, Range):
         return  # Spark makes one of its own where there is nothing to read
-    columns = Columns(wanted, plan.layout, reading=plan.reading)
+    columns = ColumnConverter(wanted, plan.layout, reading=plan.reading)
     matches = _matcher(plan)
     for chunk in _chunks(plan, partition):
         messages = chunk.only(list(map(matches, chunk))) if matches else chunk
@@ -321,7 +321,7 @@ def _batches(plan: Plan, wanted: StructType, partition: InputPartition) -> Itera
             yield columns.batch(messages)
 
 
-def _chunks(plan: Plan, range: Range) -> Iterator[Chunk]:
+def _chunks(plan: ReadPlan, range: Range) -> Iterator[Chunk]:
     """Yield the messages of a range in order, each once, also where reading was interrupted in between.
 
     The stream's state is read before, behind each chunk and at the end: what is removed from its beginning while it is
@@ -352,7 +352,9 @@ def _chunks(plan: Plan, range: Range) -> Iterator[Chunk]:
             time.sleep(wait)
 
 
-def _left_in(connection: Connection, plan: Plan, range: Range, first: int, *, read: Sequence[int] = ()) -> int:
+def _left_in(
+    connection: BlockingConnection, plan: ReadPlan, range: Range, first: int, *, read: Sequence[int] = ()
+) -> int:
     """Return where a task reads on from `first`, behind messages that are gone; those it has `read` cannot be lost any
     more.
 
@@ -372,7 +374,7 @@ def _left_in(connection: Connection, plan: Plan, range: Range, first: int, *, re
     return _from_what_is_left(plan, info, read[before - 1] + 1 if before else first, last=range.last)
 
 
-def _matcher(plan: Plan) -> Callable[[Message], bool] | None:
+def _matcher(plan: ReadPlan) -> Callable[[Message], bool] | None:
     """Return a function that tells whether a message matches the filter; None where the server's filters suffice."""
     if not plan.filters_are_wide or plan.event_type is None or plan.reading.event is None:
         return None
@@ -380,7 +382,7 @@ def _matcher(plan: Plan) -> Callable[[Message], bool] | None:
 
 
 def _from_what_is_left(
-    plan: Plan, info: StreamInfo, first: int, *, created: str | None = None, last: int | None = None
+    plan: ReadPlan, info: StreamInfo, first: int, *, created: str | None = None, last: int | None = None
 ) -> int:
     """Return the sequence from which to read on instead of `first`.
 
@@ -396,7 +398,7 @@ def _from_what_is_left(
     return offsets.following(info, first=first, created_then=known)
 
 
-def _info(connection: Connection, stream: str) -> StreamInfo:
+def _info(connection: BlockingConnection, stream: str) -> StreamInfo:
     try:
         return connection.call(connection.backend.stream_info, stream)
     except NotFoundError as error:
@@ -418,7 +420,7 @@ async def _first_since(backend: Backend, stream: str, since: datetime, info: Str
     return message.sequence if message else info.last_sequence + 1
 
 
-def _number(plan: Plan, info: StreamInfo) -> int:
+def _number(plan: ReadPlan, info: StreamInfo) -> int:
     """Return the sequence at which a read begins. Raises `InvalidOptionError` where the stream ends before it."""
     start = plan.reading.start
     if not isinstance(start, int):

@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from aviso_workers.errors import SparkRestError
-from aviso_workers.spark.job_events import Application
+from aviso_workers.spark.job_events import SparkApplication
 
 __all__ = ["ENDED", "FAILED", "RUNNING", "SUCCEEDED", "SparkRest", "States"]
 
@@ -32,9 +32,9 @@ T = TypeVar("T")
 ANSWER_SECONDS = 60.0
 """How long a whole answer may take. A history server reads the whole log of an application when it is first asked for
 it."""
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Of one answer. A job, stage or execution has a few hundred bytes."""
-MOST_EXECUTIONS = 1_000_000
+MAX_EXECUTIONS = 1_000_000
 RUNNING, SUCCEEDED, FAILED, ENDED = "running", "succeeded", "failed", "ended"
 WORDS = {"SUCCEEDED": SUCCEEDED, "COMPLETE": SUCCEEDED, "COMPLETED": SUCCEEDED, "FAILED": FAILED}
 """What Spark calls the ends of jobs, stages and SQL executions. Its other words are not ends."""
@@ -66,7 +66,7 @@ class _Attempt(Struct, rename="camel"):
     attempt_id: str | None = None
 
 
-class _Application(Struct, rename="camel"):
+class _RestApplication(Struct, rename="camel"):
     id: str
     attempts: list[_Attempt]
 
@@ -105,20 +105,20 @@ class SparkRest:
     def applications(self, *, since: datetime | None = None) -> list[tuple[str, str | None, bool]]:
         """Return the attempts that began `since` then: id, attempt (None: there is but one), and whether it ended."""
         query = f"?minDate={since:%Y-%m-%dT%H:%M:%S.000}GMT" if since else ""
-        found = self._get(query, list[_Application])
+        found = self._get(query, list[_RestApplication])
         return [(each.id, attempt.attempt_id, attempt.completed) for each in found for attempt in each.attempts]
 
     def states(self, application_id: str, attempt: str | None, *, ended: bool) -> States:
         """Return the states of the application, its jobs, stages and SQL executions."""
         path = f"/{urllib.parse.quote(application_id)}" + (f"/{urllib.parse.quote(attempt)}" if attempt else "")
-        application = Application.of_run(application_id, attempt)
+        application = SparkApplication.of_run(application_id, attempt)
         states = {("application", application.id): ENDED if ended else RUNNING}
         for job in self._get(f"{path}/jobs", list[_Job]):
             states["job", str(job.job_id)] = WORDS.get(job.status, RUNNING)
         for stage in self._get(f"{path}/stages", list[_Stage]):
             if stage.status not in NEVER_BEGUN:
                 states["stage", f"{stage.stage_id}.{stage.attempt_id}"] = WORDS.get(stage.status, RUNNING)
-        length = f"?details=false&planDescription=false&length={MOST_EXECUTIONS}"
+        length = f"?details=false&planDescription=false&length={MAX_EXECUTIONS}"
         for execution in self._get(f"{path}/sql{length}", list[_Execution]):
             states["sql", str(execution.id)] = WORDS.get(execution.status, RUNNING)
         return states
@@ -148,8 +148,8 @@ def _read(url: str) -> bytes:
     def read() -> None:
         try:
             with _open(url, timeout=ANSWER_SECONDS) as response:
-                body = response.read(MOST_BYTES + 1)
-                if response.length and len(body) <= MOST_BYTES:
+                body = response.read(MAX_BYTES + 1)
+                if response.length and len(body) <= MAX_BYTES:
                     raise http.client.IncompleteRead(body, response.length)
                 answer.set_result(body)
         except Exception as error:
@@ -160,8 +160,8 @@ def _read(url: str) -> bytes:
     if not answer.done():
         raise TimeoutError(f"it is not complete after {ANSWER_SECONDS:g} s: see whether the server is overloaded")
     body = answer.result()
-    if len(body) > MOST_BYTES:
+    if len(body) > MAX_BYTES:
         raise OSError(
-            f"it is larger than {MOST_BYTES >> 20} MiB: lower what Spark retains, such as spark.ui.retainedJobs"
+            f"it is larger than {MAX_BYTES >> 20} MiB: lower what Spark retains, such as spark.ui.retainedJobs"
         )
     return body

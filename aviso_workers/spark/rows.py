@@ -35,7 +35,7 @@ __all__ = ["Rows", "check_columns"]
 READ_ONLY = {"event_type", "sequence", "time", "topic", "headers", "_corrupt_record"}
 """Columns of a read that a write may have and does not need."""
 NO_PAYLOAD = b"null"
-MOST_KNOWN = 10_000
+MAX_KNOWN = 10_000
 """Values of fields whose spelling is remembered from batch to batch."""
 SURELY_SHORT = 900
 """Bytes of a subject that is not too long; whether a longer one is, `codec` says."""
@@ -76,7 +76,7 @@ class Rows:
         self._all_routed = set(self._topic.key_order) == set(event_type.identifier)
         self._required = event_type.payload is not None and event_type.payload.required
         self._alone = {field: self._only(field) for field in event_type.identifier}
-        self._known = lru_cache(MOST_KNOWN, typed=True)(self._canonical)
+        self._known = lru_cache(MAX_KNOWN, typed=True)(self._canonical)
 
     def chunk(self, batch: pa.RecordBatch, ids: MessageIds) -> OutgoingChunk:
         """Return the messages of rows. Raises `InvalidNotificationError`, before any id is taken of `ids`."""

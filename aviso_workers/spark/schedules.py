@@ -56,7 +56,7 @@ class Cycle(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     identifier: dict[str, Value | list[Value] | Steps] = {}
 
 
-class Schedule(Struct, frozen=True, forbid_unknown_fields=True):
+class CycleSchedule(Struct, frozen=True, forbid_unknown_fields=True):
     cycles: Annotated[list[Cycle], Meta(min_length=1)]
 
 
@@ -70,16 +70,16 @@ class Expected(Struct, frozen=True, kw_only=True):
     """Canonical; dates are in ISO format."""
 
 
-def parse(text: str) -> Schedule:
+def parse(text: str) -> CycleSchedule:
     """Parse a schedule in YAML. Raises `PipelineError`."""
     try:
-        return msgspec.yaml.decode(text, type=Schedule)
+        return msgspec.yaml.decode(text, type=CycleSchedule)
     except (msgspec.DecodeError, ValueError) as error:  # a ValueError is of a date without quotes that is none
         hint = "; times are text, in quotes" if "].times[" in str(error) else ""
         raise PipelineError(f"the schedule cannot be read: {error}{hint}") from error
 
 
-def fields(schedule: Schedule, event_type: EventType) -> list[str]:
+def fields(schedule: CycleSchedule, event_type: EventType) -> list[str]:
     """Return the identifier fields that a schedule names.
 
     Raises `PipelineError` where they are not of the event type.
@@ -95,7 +95,7 @@ def fields(schedule: Schedule, event_type: EventType) -> list[str]:
 
 
 def expand(
-    schedule: Schedule, event_type: EventType, *, first: datetime.date, last: datetime.date
+    schedule: CycleSchedule, event_type: EventType, *, first: datetime.date, last: datetime.date
 ) -> Iterator[Expected]:
     """Yield the notifications that are expected on the days from `first` to `last`. Raises `PipelineError`."""
     date_field, time_field, *_ = fields(schedule, event_type)

@@ -1,7 +1,7 @@
 """The columns of the data source, and stored messages as Arrow record batches of them.
 
-`data_source` asks for the columns when a query is planned, `readers` makes a `Columns` of what Spark then wants and
-turns messages into batches inside of a task. Where an event type is given, its identifier is a struct with a typed
+`data_source` asks for the columns when a query is planned, `readers` makes a `ColumnConverter` of what Spark then wants
+and turns messages into batches inside of a task. Where an event type is given, its identifier is a struct with a typed
 field for each of its own; a struct and not columns beside the others, because an event type may have a field `time`.
 
 Work is done for a whole batch at a time wherever Arrow can: a task turns some hundred thousand messages a second.
@@ -26,7 +26,7 @@ from aviso_workers.errors import InvalidOptionError, UndecodableError
 from aviso_workers.spark.options import ReadOptions
 from aviso_workers.spark.payloads import CORRUPT, PayloadReader
 
-__all__ = ["Columns", "Layout", "check_wanted", "ddl", "layout"]
+__all__ = ["ColumnConverter", "Layout", "check_wanted", "ddl", "layout"]
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ def check_wanted(wanted: StructType, known: Layout, *, reading: ReadOptions) -> 
             f"the data source has the columns {', '.join(names)}: leave .schema() out; the option payloadSchema says "
             "what payloads look like"
         )
-    Columns(wanted, known, reading=reading)
+    ColumnConverter(wanted, known, reading=reading)
 
 
 def _columns(reading: ReadOptions, known: Layout) -> dict[str, str]:
@@ -93,7 +93,7 @@ def _columns(reading: ReadOptions, known: Layout) -> dict[str, str]:
     return found
 
 
-class Columns:
+class ColumnConverter:
     """A converter of messages to record batches of the columns that Spark wants. Made once in a task."""
 
     def __init__(self, wanted: StructType, known: Layout, *, reading: ReadOptions) -> None:

@@ -41,14 +41,14 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import Events
 from aviso_workers.spark import dead_letters, duplicates, new_topics, offsets, query_records
-from aviso_workers.spark.connections import Connection, connected, load_config, tries
-from aviso_workers.spark.dead_letters import DeadLetters
+from aviso_workers.spark.connections import BlockingConnection, connected, load_config, tries
+from aviso_workers.spark.dead_letters import RefusedRows
 from aviso_workers.spark.message_ids import ColumnIds, ContentIds
 from aviso_workers.spark.options import WriteOptions
 from aviso_workers.spark.query_records import QueryBatch, QueryRecord
 from aviso_workers.spark.rows import Rows
 
-__all__ = ["BatchWriter", "StreamWriter", "Written", "write_counted"]
+__all__ = ["BatchWriter", "StreamWriter", "WrittenRows", "write_counted"]
 
 TYPES = {"int": "BIGINT", "str": "STRING"}
 QUERY, BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Written(WriterCommitMessage):
+class WrittenRows(WriterCommitMessage):
     """The result of one task: how many of its rows were stored, discarded or refused."""
 
     rows: int = 0
@@ -79,7 +79,7 @@ class Written(WriterCommitMessage):
     """Why that is not recorded for the next batches of the query; empty where it is, or nothing is to be."""
 
 
-class _Writer:
+class _RowWriter:
     """The part that both writers share: the write in a task, and the report on the driver when all tasks are done."""
 
     def __init__(self, writing: WriteOptions) -> None:
@@ -87,7 +87,7 @@ class _Writer:
         self._run = uuid.uuid4().hex
         """The id of a write of its own: the same for every attempt at it, and different for all others."""
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WrittenRows:
         settings = load_config(self._writing.config)
         context = TaskContext.get()
         assert context is not None
@@ -108,7 +108,7 @@ class _Writer:
         """Log what became of the rows. Raises `PipelineError` where dead letters went to a directory that the driver
         does not see, and `DataLossError` where tasks wrote to different streams.
         """
-        tasks = [message for message in messages if isinstance(message, Written)]
+        tasks = [message for message in messages if isinstance(message, WrittenRows)]
         if len(streams_seen := sorted({task.created for task in tasks if task.created})) > 1:
             raise _deleted(self._writing.event, streams_seen[-1])
         if files := [task.dead_letters for task in tasks if task.dead_letters]:
@@ -122,7 +122,7 @@ class _Writer:
             )
 
 
-class BatchWriter(_Writer, DataSourceArrowWriter):
+class BatchWriter(_RowWriter, DataSourceArrowWriter):
     """A write of its own, also in `foreachBatch` of a streaming query, unless the options name its query and batch."""
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
@@ -133,7 +133,7 @@ class BatchWriter(_Writer, DataSourceArrowWriter):
         return QueryBatch(query=query, number=number) if query is not None and number is not None else None
 
 
-def write_counted(rows: DataFrame, writing: WriteOptions) -> list[Written]:
+def write_counted(rows: DataFrame, writing: WriteOptions) -> list[WrittenRows]:
     """Write rows as a batch write does, and return the results of its tasks, which a batch write keeps to itself.
     Raises what Spark makes of a failure, and as `commit` does.
     """
@@ -142,13 +142,13 @@ def write_counted(rows: DataFrame, writing: WriteOptions) -> list[Written]:
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_pylist([asdict(writer.write(batches))])
 
-    columns = ", ".join(f"{field.name} {TYPES[str(field.type)]}" for field in fields(Written))
-    tasks = [Written(**row.asDict()) for row in rows.mapInArrow(write, columns).collect()]
+    columns = ", ".join(f"{field.name} {TYPES[str(field.type)]}" for field in fields(WrittenRows))
+    tasks = [WrittenRows(**row.asDict()) for row in rows.mapInArrow(write, columns).collect()]
     writer.commit([*tasks])
     return tasks
 
 
-class StreamWriter(_Writer, DataSourceStreamArrowWriter):
+class StreamWriter(_RowWriter, DataSourceStreamArrowWriter):
     """A write of a streaming query's batch, which after a crash is written again under the same number."""
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
@@ -165,7 +165,7 @@ class _Task:
         self,
         writing: WriteOptions,
         settings: Config,
-        connection: Connection,
+        connection: BlockingConnection,
         *,
         run: str,
         batch: QueryBatch | None,
@@ -190,8 +190,8 @@ class _Task:
         column = writing.id_column
         self._ids = ContentIds(run, partition=partition) if column is None else ColumnIds(column)
         directory = writing.dead_letters
-        self._refused = DeadLetters(directory, task=f"{run}/{partition}") if directory else None
-        self._written = Written()
+        self._refused = RefusedRows(directory, task=f"{run}/{partition}") if directory else None
+        self._written = WrittenRows()
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Store the rows of a record batch. Raises `InvalidNotificationError` and `DuplicateIdError`, which name the
@@ -206,7 +206,7 @@ class _Task:
                 self._store(made, batch, place)
         self._written.rows += len(batch)
 
-    def end(self) -> Written:
+    def end(self) -> WrittenRows:
         """Finish the task, and return its result when the dead letters are on their disk.
 
         Raises `DataLossError` where the stream is not the one any more that the first rows were stored in.
@@ -326,7 +326,7 @@ def _acknowledgement(answer: PubAck | ConflictError) -> PubAck:
     return answer
 
 
-def _summary(writing: WriteOptions, tasks: Sequence[Written]) -> str:
+def _summary(writing: WriteOptions, tasks: Sequence[WrittenRows]) -> str:
     """Return a sentence on what became of the rows of all tasks."""
     rows, refused = sum(task.rows for task in tasks), sum(task.refused for task in tasks)
     found, present = sum(task.duplicates for task in tasks), sum(task.present for task in tasks)

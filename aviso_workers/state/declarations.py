@@ -21,7 +21,7 @@ from aviso_workers.aviso.codec import read_json
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.aviso.schema import EventType, parse_where
 from aviso_workers.backends import Backend
-from aviso_workers.config.documents import IN_PYTHON, Node, Place, node_of
+from aviso_workers.config.documents import IN_PYTHON, KeyPlace, YamlNode, node_of
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.batches import Batch
 from aviso_workers.declare.retry import Backoff
@@ -31,20 +31,20 @@ from aviso_workers.state import consumer_records
 from aviso_workers.state.kept import Kept
 from aviso_workers.version import __version__
 
-__all__ = ["KEPT", "Declared", "event_types", "policy", "record", "remove", "stored"]
+__all__ = ["KEPT", "AppDeclarations", "event_types", "policy", "record", "remove", "stored"]
 
 END = "declared"
 KEPT = (
     Kept(
         bucket=consumer_records.BUCKET,
         key=f"<app>/{END}",
-        holds="what the code of the app declares (`Declared`)",
+        holds="what the code of the app declares (`AppDeclarations`)",
         until="until `agents rm` of the app",
     ),
 )
 
 
-class Declared(Struct, frozen=True, kw_only=True):
+class AppDeclarations(Struct, frozen=True, kw_only=True):
     """What an app declares."""
 
     time: datetime
@@ -68,7 +68,7 @@ async def record(
     backend: Backend, *, app: str, declared: Any, schema: Mapping[str, EventType], agents: Collection[Any]
 ) -> None:
     """Record what the app `declared` has. Where that fails, the next start does it: nothing depends on it."""
-    found = Declared(
+    found = AppDeclarations(
         time=datetime.fromtimestamp(backend.clock.time_ns() / 1e9, UTC),
         version=__version__,
         modules=tuple(sorted({str(getattr(agent.function, "__module__", "")) for agent in agents} - {""})),
@@ -77,7 +77,7 @@ async def record(
         tasks=tuple(task.name for task in declared.tasks),
         policies={agent.name: policy(schema, agent) for agent in agents},
         event_types={
-            name: node_of(schema[name], Place(rank=IN_PYTHON, line=0, source="")).resolved
+            name: node_of(schema[name], KeyPlace(rank=IN_PYTHON, line=0, source="")).resolved
             for name in sorted({agent.event_type for agent in agents})
         },
     )
@@ -87,7 +87,7 @@ async def record(
             await (await consumer_records.bucket(backend)).put(_key(app), msgspec.json.encode(found))
 
 
-async def stored(backend: Backend) -> dict[str, Declared]:
+async def stored(backend: Backend) -> dict[str, AppDeclarations]:
     """Return what apps declare, by app. Raises `BackendError`."""
     found = [(each.key.split("/"), _read(each)) for each in await consumer_records.entries(backend)]
     return {key[0]: declared for key, declared in found if declared and len(key) == 2 and key[1] == END}
@@ -99,11 +99,13 @@ async def remove(backend: Backend, *, app: str) -> None:
         await (await consumer_records.bucket(backend)).delete(_key(app))
 
 
-def event_types(found: Mapping[str, Declared], *, known: Collection[str]) -> dict[str, tuple[Node, tuple[str, ...]]]:
+def event_types(
+    found: Mapping[str, AppDeclarations], *, known: Collection[str]
+) -> dict[str, tuple[YamlNode, tuple[str, ...]]]:
     """Return the event types that are not `known`, by name: the entry that a file would have, and the apps that declare
     another one of that name. The newest record counts.
     """
-    entries: dict[str, tuple[Node, tuple[str, ...]]] = {}
+    entries: dict[str, tuple[YamlNode, tuple[str, ...]]] = {}
     for app, declared in sorted(found.items(), key=lambda item: item[1].time, reverse=True):
         source = (
             f"app {app} ({', '.join(declared.modules)}; aviso-workers {declared.version}), recorded at "
@@ -112,7 +114,7 @@ def event_types(found: Mapping[str, Declared], *, known: Collection[str]) -> dic
         for name, entry in declared.event_types.items():
             if name in known:
                 continue
-            node = node_of(entry, Place(rank=IN_PYTHON, line=0, source=source))
+            node = node_of(entry, KeyPlace(rank=IN_PYTHON, line=0, source=source))
             taken, others = entries.setdefault(name, (node, ()))
             if taken.resolved != node.resolved:
                 entries[name] = (taken, (*others, app))
@@ -160,8 +162,8 @@ def _key(app: str) -> str:
     return f"{app}/{END}"
 
 
-def _read(entry: Entry | None) -> Declared | None:
+def _read(entry: Entry | None) -> AppDeclarations | None:
     try:
-        return read_json(entry.value, Declared) if entry is not None else None
+        return read_json(entry.value, AppDeclarations) if entry is not None else None
     except UndecodableError:
         return None  # of a version that writes another one, or not ours

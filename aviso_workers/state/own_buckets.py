@@ -67,7 +67,7 @@ def kind_of(bucket: str) -> Kind:
     """
     if "__" in bucket:
         return "table"
-    if window_records.OF_WINDOWS in bucket:
+    if window_records.BUCKET_INFIX in bucket:
         return "windows"
     if bucket.endswith(timer_records.buckets_of("")):
         return "timers"

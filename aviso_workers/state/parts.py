@@ -31,7 +31,7 @@ HEADER_BYTES = "Aviso-Header-Bytes"
 HEADERS = (FIRST_PART, IS_FIRST_PART, HEADER_BYTES)
 OURS = "Aviso-"
 LINE_END = b"\r\n"
-MOST_HEADER_BYTES = 65_535
+MAX_HEADER_BYTES = 65_535
 """JetStream stores no message with more."""
 SUBJECT_END = ".part"
 ADDED_BYTES = 1024
@@ -49,7 +49,7 @@ async def store(message: Message, message_id: str, publish: Publish, *, max_payl
     if fits(message, max_payload=max_payload):
         await publish(message, message_id)
         return
-    if _header_size(message) > min(max_payload // 2, MOST_HEADER_BYTES):
+    if _header_size(message) > min(max_payload // 2, MAX_HEADER_BYTES):
         message = _with_headers_in_body(message)
     half = len(message.data) // 2
     if _header_size(message) + len(message.data) - half > max_payload:
@@ -72,7 +72,7 @@ async def store(message: Message, message_id: str, publish: Publish, *, max_payl
 def fits(message: Message, *, max_payload: int) -> bool:
     """Return whether it is stored as one message."""
     size = _header_size(message)
-    return size <= MOST_HEADER_BYTES and size + len(message.data) <= max_payload
+    return size <= MAX_HEADER_BYTES and size + len(message.data) <= max_payload
 
 
 def is_first_part(message: Message) -> bool:

@@ -22,13 +22,13 @@ from aviso_workers.backends import Backend, KeyValue
 from aviso_workers.errors import NotFoundError, UndecodableError
 from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
-from aviso_workers.jetstream.metadata import MOST_NOTED, Version
+from aviso_workers.jetstream.metadata import MAX_NOTED, Version
 from aviso_workers.state import consumer_records
 from aviso_workers.state.kept import Kept
 
 __all__ = ["KEPT", "Registered", "Versions", "including", "parsed", "stored", "with_heartbeat"]
 
-MOST_HEARD = 2**32
+MAX_HEARD = 2**32
 """More often than a version says that it lives."""
 KEPT = (
     Kept(
@@ -44,7 +44,7 @@ class Registered(Struct, frozen=True, kw_only=True):
     """A version, and what its workers have said of themselves."""
 
     version: Version
-    heard: Annotated[int, Meta(ge=0, le=MOST_HEARD)] = 0
+    heard: Annotated[int, Meta(ge=0, le=MAX_HEARD)] = 0
     """Counted up when its workers say that they live. It begins with any number: else a version that comes back would
     have the number of its former workers, which others have not seen change for long."""
     reads: bool = False
@@ -107,13 +107,13 @@ def including(versions: Iterable[Registered], own: Version) -> tuple[Registered,
     known = tuple(versions)
     if any(each.version == own for each in known):
         return known
-    return (*known, Registered(version=own, heard=secrets.randbelow(MOST_HEARD)))
+    return (*known, Registered(version=own, heard=secrets.randbelow(MAX_HEARD)))
 
 
 def with_heartbeat(versions: Iterable[Registered], own: Version) -> tuple[Registered, ...]:
     """Return the versions, this one among them, which says once more that it lives."""
     return tuple(
-        structs.replace(each, heard=(each.heard + 1) % MOST_HEARD) if each.version == own else each
+        structs.replace(each, heard=(each.heard + 1) % MAX_HEARD) if each.version == own else each
         for each in including(versions, own)
     )
 
@@ -137,4 +137,4 @@ def _read(entry: Entry | None) -> tuple[Registered, ...]:
         found = read_json(entry.value, tuple[Registered, ...])
     except UndecodableError:
         return ()
-    return found if sum(1 + len(each.version.filter_subjects) for each in found) <= MOST_NOTED else ()
+    return found if sum(1 + len(each.version.filter_subjects) for each in found) <= MAX_NOTED else ()

@@ -1,6 +1,6 @@
-"""The states of windows as their bucket keeps them, and the windows of dead letters; `features.windows.closing` counts.
+"""The states of windows as their bucket keeps them, and the windows of dead letters; `features.windows.handler` counts.
 
-A key of the author's has one entry, its `declare.windows.State`. What is known for all keys is below `PROGRESS`, and
+A key of the author's has one entry, its `declare.windows.KeyState`. What is known for all keys is below `PROGRESS`, and
 what no state lists any more below `PAGES`.
 """
 
@@ -18,7 +18,7 @@ from aviso_workers.backends import Backend
 from aviso_workers.backends.buckets import open_existing
 from aviso_workers.declare import windows
 from aviso_workers.declare.agents import Agent
-from aviso_workers.declare.windows import Progress, State, Window, Windowing
+from aviso_workers.declare.windows import KeyState, Window, Windowing, WindowProgress
 from aviso_workers.errors import (
     ConflictError,
     DeclarationError,
@@ -46,7 +46,7 @@ __all__ = [
     "unfinished",
 ]
 
-OF_WINDOWS = "_windows_"
+BUCKET_INFIX = "_windows_"
 EARLIEST, LATEST = -62_135_596_800, 253_370_764_800
 """Seconds since 1970 UTC: the beginnings of the years 1 and 9999. No datetime tells the end of a much later window."""
 NO_KEY = "="
@@ -55,21 +55,21 @@ PROGRESS, PAGES = "=passed", "=counted."
 """What no key of an author's is spelled like."""
 KEPT = (
     Kept(
-        bucket=f"<app>{OF_WINDOWS}<agent>",
+        bucket=f"<app>{BUCKET_INFIX}<agent>",
         key=f"<key>, or {NO_KEY}",
-        holds="the open windows of a key, and the newest notifications counted in them (`declare.windows.State`)",
+        holds="the open windows of a key, and the newest notifications counted in them (`declare.windows.KeyState`)",
         until="a day after its last window was done",
     ),
     Kept(
-        bucket=f"<app>{OF_WINDOWS}<agent>",
+        bucket=f"<app>{BUCKET_INFIX}<agent>",
         key=PROGRESS,
-        holds="what is known for all keys (`declare.windows.Progress`)",
+        holds="what is known for all keys (`declare.windows.WindowProgress`)",
         until="for ever",
     ),
     Kept(
-        bucket=f"<app>{OF_WINDOWS}<agent>",
+        bucket=f"<app>{BUCKET_INFIX}<agent>",
         key=f"{PAGES}<number>",
-        holds="older notifications that were counted and are not settled (`declare.windows.Page`)",
+        holds="older notifications that were counted and are not settled (`declare.windows.CountedPage`)",
         until="until all before them are settled",
     ),
 )
@@ -83,7 +83,7 @@ class KeptWindow(Struct, frozen=True, kw_only=True):
     end: Annotated[int, Meta(ge=EARLIEST, le=LATEST)]
     value: Any
     values: str = ""
-    """As `Progress.values`; empty where an older version stored the dead letter."""
+    """As `WindowProgress.values`; empty where an older version stored the dead letter."""
 
 
 def is_window(stream: str, *, app: str, agent: str) -> bool:
@@ -110,7 +110,7 @@ async def put_back(backend: Backend, dead_letter: Message, *, app: str, agent: s
     key = dead_letter.subject.removeprefix(f"$KV.{bucket_of(app, agent)}.")
     while True:
         entry = await bucket.get(key)
-        state: State[Any] = read_json(entry.value, State[Any]) if entry else State()
+        state: KeyState[Any] = read_json(entry.value, KeyState[Any]) if entry else KeyState()
         state = structs.replace(
             state,
             open={**state.open, kept.start: kept.value},
@@ -131,18 +131,18 @@ class WindowStates:
         """`on_unreadable` is called once for each entry that `by_key` leaves out."""
         self._agent = agent
         self._on_unreadable = on_unreadable
-        kept: Any = State
-        self._read: Callable[[bytes], State[Any]] = payloads.json_reader(kept[agent.argument_type])
+        kept: Any = KeyState
+        self._read: Callable[[bytes], KeyState[Any]] = payloads.json_reader(kept[agent.argument_type])
         self.fingerprint = payloads.fingerprint(agent.argument_type)
         """Of the type of the values, the same in all workers that have it."""
         self.other_type = (
             f"the values of the windows of agent {agent.name!r} are not {agent.argument_type} any more: a worker of "
             "another version was started later, and counts in them until no such worker runs"
         )
-        self._known: dict[str, tuple[Entry, State[Any] | None]] = {}
+        self._known: dict[str, tuple[Entry, KeyState[Any] | None]] = {}
         """What `by_key` has read, so that it reads only what has changed since."""
 
-    def read(self, entry: Entry) -> State[Any]:
+    def read(self, entry: Entry) -> KeyState[Any]:
         """Return the state that an entry stores.
 
         Raises `UndecodableError`, as where the agent's type is another one than it was.
@@ -170,7 +170,7 @@ class WindowStates:
             "that opened them close them, or give the agent another name"
         )
 
-    def by_key(self, entries: Iterable[Entry], progress: Progress) -> dict[str, State[Any]]:
+    def by_key(self, entries: Iterable[Entry], progress: WindowProgress) -> dict[str, KeyState[Any]]:
         """Return the states that can be read. Who counts for a key whose state cannot be read, fails, and is heard."""
         known, self._known = self._known, {}
         for entry in entries:
@@ -185,14 +185,14 @@ class WindowStates:
             if state is not None
         }
 
-    def _readable(self, entry: Entry) -> State[Any] | None:
+    def _readable(self, entry: Entry) -> KeyState[Any] | None:
         try:
             return self.read(entry)
         except UndecodableError as error:
             self._on_unreadable(entry, error)
             return None
 
-    def spell(self, state: State[Any]) -> bytes:
+    def spell(self, state: KeyState[Any]) -> bytes:
         """Return a state as it is stored.
 
         Raises `DeclarationError` where the author's `fold` has returned something else than it should.
@@ -250,7 +250,7 @@ async def open_windows(
     return [windows.window(state, key, start) for start in windows.still_open(state, passed=progress.closed)]
 
 
-def sized(progress: Progress, windowing: Windowing[Any, Any]) -> Progress:
+def sized(progress: WindowProgress, windowing: Windowing[Any, Any]) -> WindowProgress:
     """Return what is known for all keys, with the code's own sizing where none was stored."""
     return progress if progress.sizings else structs.replace(progress, sizings=(windowing.sizing,))
 
@@ -266,7 +266,7 @@ def bucket_key(key: str) -> str:
 
 def bucket_of(app: str, agent: str) -> str:
     """Return the bucket of the agent's windows."""
-    return f"{app}{OF_WINDOWS}{agent}"
+    return f"{app}{BUCKET_INFIX}{agent}"
 
 
 def is_own(entry: Entry) -> bool:
@@ -274,6 +274,6 @@ def is_own(entry: Entry) -> bool:
     return entry.key == PROGRESS or entry.key.startswith(PAGES)
 
 
-def read_progress(entry: Entry | None) -> Progress:
+def read_progress(entry: Entry | None) -> WindowProgress:
     """Return what is known for all keys. Raises `UndecodableError`."""
-    return read_json(entry.value, Progress) if entry else Progress()
+    return read_json(entry.value, WindowProgress) if entry else WindowProgress()

@@ -27,7 +27,7 @@ OBSERVED = tuple(kind for kind in all_kinds() if kind.many is not None)
 PERIOD_SECONDS = 10.0
 LINES_PER_PERIOD = 10
 """Of one kind; more are only counted."""
-MOST_KINDS = 1000
+MAX_KINDS = 1000
 """Kinds that are remembered: of the one that was seen first, the next failure has its traceback again."""
 
 
@@ -43,7 +43,7 @@ class _Kind(NamedTuple):
     line: int
 
 
-class _Seen:
+class _KindCounts:
     """How many of a kind there were since the period began."""
 
     __slots__ = ("began", "more", "written")
@@ -58,7 +58,7 @@ class FailureLog:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._seen: dict[_Kind, _Seen] = {}
+        self._seen: dict[_Kind, _KindCounts] = {}
 
     def observe(self, event: Event) -> None:
         """Write a line, or count the event where there are many like it."""
@@ -108,14 +108,14 @@ class FailureLog:
         seen.written += 1
         return True
 
-    def _remember(self, kind: _Kind) -> _Seen:
-        if len(self._seen) >= MOST_KINDS:
+    def _remember(self, kind: _Kind) -> _KindCounts:
+        if len(self._seen) >= MAX_KINDS:
             oldest = next(iter(self._seen))
             self._begin_period(oldest, self._seen.pop(oldest))
-        self._seen[kind] = seen = _Seen(self._now())
+        self._seen[kind] = seen = _KindCounts(self._now())
         return seen
 
-    def _begin_period(self, kind: _Kind, seen: _Seen) -> None:
+    def _begin_period(self, kind: _Kind, seen: _KindCounts) -> None:
         now = self._now()
         if seen.more:
             fields = dict(zip(kind.many.alike, kind.alike, strict=True))

@@ -32,7 +32,7 @@ __all__ = ["Listeners", "listening"]
 
 LAG_SECONDS = 2.0
 """How often the lag of each agent is asked for; less often where there are many agents."""
-MOST_ASKED_PER_SECOND = 40
+MAX_ASKED_PER_SECOND = 40
 """How many such requests are made in a second at most, for all agents together."""
 MISSED_SECONDS = 60.0
 """How often a line on missed notifications is written at most, for each agent."""
@@ -159,7 +159,7 @@ class MissedLog:
 async def _measure_lag(
     agents: Sequence[Agent[Any, Any]], session: Session, metrics: Metrics, missed: MissedLog
 ) -> None:
-    wait = max(LAG_SECONDS / max(1, len(agents)), 1 / MOST_ASKED_PER_SECOND)
+    wait = max(LAG_SECONDS / max(1, len(agents)), 1 / MAX_ASKED_PER_SECOND)
     for agent in itertools.cycle(agents):
         found = None
         with suppress(BackendError):  # not made yet, or not reachable: the gauges keep what was last known

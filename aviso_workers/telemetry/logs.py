@@ -16,7 +16,7 @@ import structlog
 
 from aviso_workers.aviso.literals import printable
 from aviso_workers.config import Logging
-from aviso_workers.events import Event, Line, all_kinds, only_counted, unheard
+from aviso_workers.events import Event, LogLine, all_kinds, only_counted, unheard
 from aviso_workers.telemetry.tracebacks import loggable
 
 __all__ = ["OBSERVED", "configure", "log", "observe"]
@@ -45,7 +45,7 @@ class Log:
     def error(self, event: str, **fields: Any) -> None:
         self._write(logging.ERROR, event, fields)
 
-    def write(self, line: Line, **more: Any) -> None:
+    def write(self, line: LogLine, **more: Any) -> None:
         """Write a line of a fact, with more fields."""
         getattr(self, line.level)(line.event, **line.fields, **more)
 

@@ -21,7 +21,7 @@ from aviso_workers.backends import ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.declare.agents import Agent, Task
 from aviso_workers.declare.timers import Timer
-from aviso_workers.engine.subscription import Run
+from aviso_workers.engine.subscription import SubscriptionRun
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.events import (
     Acked,
@@ -68,7 +68,7 @@ DEAD_LETTER_REASONS = (
     "worker_died",
 )
 ENDINGS = ("crashed", "in_order", "killed")
-MOST_REASONS = 50
+MAX_REASONS = 50
 """Reasons after these are counted as one, because authors may make up names of exceptions as they go."""
 COUNTER: Kind = "counter"
 GAUGE: Kind = "gauge"
@@ -121,7 +121,7 @@ class _Counts(dict[str, int]):
         super().__init__(dict.fromkeys(known, 0))
 
     def add(self, word: str, count: int = 1) -> None:
-        known = word if word in self or len(self) < MOST_REASONS else "other"
+        known = word if word in self or len(self) < MAX_REASONS else "other"
         self[known] = self.get(known, 0) + count
 
 
@@ -136,7 +136,7 @@ class Missed(Struct, frozen=True, kw_only=True):
 class _Agent:
     """The numbers of one agent."""
 
-    def __init__(self, run: Callable[[], Run | None]) -> None:
+    def __init__(self, run: Callable[[], SubscriptionRun | None]) -> None:
         self.run = run
         self.pending = self.ack_pending = self.missed = math.nan
         self.outcomes = _Counts(OUTCOMES)
@@ -206,7 +206,7 @@ class _Agent:
             stored_to_settled = [max(0.0, seconds) for seconds in stored_to_settled]
         self.stored_to_settled.add(stored_to_settled)
 
-    def of_run(self, read: Callable[[Run], float]) -> float:
+    def of_run(self, read: Callable[[SubscriptionRun], float]) -> float:
         """Something of what the agent holds; 0 while it does not run."""
         run = self.run()
         return 0 if run is None else read(run)
@@ -244,7 +244,7 @@ class Metric(Struct, frozen=True):
         return f"aviso_worker_{self.name}{'_total' if self.kind == COUNTER else ''}"
 
 
-OF_PROCESS = (
+PROCESS_METRICS = (
     Metric(
         GAUGE,
         "ready",
@@ -461,7 +461,7 @@ METRICS = {
     ("version",): (
         Metric(GAUGE, "build_info", "Always 1; the label is the version of aviso-workers that runs.", lambda _: 1),
     ),
-    ("app",): OF_PROCESS,
+    ("app",): PROCESS_METRICS,
     ("app", "base"): PER_BASE,
     ("app", "agent", "base"): PER_AGENT,
     ("app", "timer"): PER_TIMER,
@@ -469,7 +469,7 @@ METRICS = {
     ("app", "agent"): PER_WINDOWS,
 }
 """All of a worker process, by the labels that they have in common."""
-OF_FLEET: dict[tuple[str, ...], tuple[Metric, ...]] = {
+FLEET_METRICS: dict[tuple[str, ...], tuple[Metric, ...]] = {
     ("app", "process"): (
         Metric(
             GAUGE,
@@ -501,7 +501,7 @@ class Measurable(Protocol):
     def config(self) -> Config: ...
 
     @property
-    def runs(self) -> Mapping[str, Run]: ...
+    def runs(self) -> Mapping[str, SubscriptionRun]: ...
 
 
 class Metrics:
@@ -627,7 +627,7 @@ class Metrics:
     def _leadership(self, event: LeadershipHindered | LeadershipUnhindered) -> None:
         (self.hindered.add if isinstance(event, LeadershipHindered) else self.hindered.discard)(event.bucket)
 
-    def _keep_measured(self, event: Measured) -> None:
+    def _note_measured(self, event: Measured) -> None:
         self._measured[event.name] = event
 
     COUNTED: ClassVar[Mapping[type[Event], Callable[[Metrics, Any], None]]] = {
@@ -645,7 +645,7 @@ class Metrics:
         ForeignAnswer: _foreign_answer,
         LeadershipHindered: _leadership,
         LeadershipUnhindered: _leadership,
-        Measured: _keep_measured,
+        Measured: _note_measured,
         NotReadAgain: _read_again,
         Published: _count_published,
         ReadAgain: _read_again,
@@ -699,7 +699,7 @@ class FleetMetrics:
 
     def render(self) -> bytes:
         """Return the numbers in Prometheus' text format."""
-        own = self._table.render(OF_FLEET, dict.fromkeys(OF_FLEET, self._rows))
+        own = self._table.render(FLEET_METRICS, dict.fromkeys(FLEET_METRICS, self._rows))
         return own + exposition.joined(self._scrape(), label="process").encode()
 
 
@@ -761,7 +761,7 @@ def _gauge(measured: Measured) -> str:
     return "".join(lines)
 
 
-def _run_of(app: Measurable, agent: str) -> Callable[[], Run | None]:
+def _run_of(app: Measurable, agent: str) -> Callable[[], SubscriptionRun | None]:
     return lambda: app.runs.get(agent)
 
 

@@ -15,9 +15,9 @@ from aviso_workers.errors import LONGEST_TEXT, text_of
 
 __all__ = ["loggable"]
 
-MOST_EXCEPTIONS = 50
+MAX_EXCEPTIONS = 50
 """Exceptions that one may have as causes, contexts and members of groups, to be logged as it is."""
-MOST_CAUSES = 10
+MAX_CAUSES = 10
 """Causes and contexts that a stand-in is given."""
 FOLLOWED = ("__cause__", "__context__", "__suppress_context__", "__traceback__", "__notes__", "exceptions")
 """Attributes that are looked at where a traceback is formatted. A class of an author's may have its own ones."""
@@ -28,7 +28,7 @@ def loggable(error: BaseException) -> BaseException:
     with suppress(BaseException):  # of the author's code
         if _is_plain(error):
             return error
-    return _stand_in(error, MOST_CAUSES)
+    return _stand_in(error, MAX_CAUSES)
 
 
 def _is_plain(error: BaseException) -> bool:
@@ -40,7 +40,7 @@ def _is_plain(error: BaseException) -> bool:
         if id(found) in seen:
             continue
         seen.add(id(found))
-        if len(seen) > MOST_EXCEPTIONS or _has_own_attributes(found) or _is_long(found):
+        if len(seen) > MAX_EXCEPTIONS or _has_own_attributes(found) or _is_long(found):
             return False
         waiting += _next(found)
     return True

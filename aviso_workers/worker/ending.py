@@ -34,7 +34,7 @@ __all__ = ["GRACE_SECONDS", "Ending"]
 GRACE_SECONDS = 5.0
 """How much longer than its drain timeout a process may take to end, and how long it may take after a second signal.
 Settlements that have begun have 3 seconds of it (`engine.shields`)."""
-MOST_LINES = 20
+MAX_LINES = 20
 """How many lines of the author's code are named."""
 TIME_OVER: Literal["the time is over"] = "the time is over"
 NOT_OF_AUTHORS = (
@@ -129,7 +129,7 @@ class Ending:
             "worker.not_ended",
             **({"seconds": round(seconds, 1)} if seconds else {}),
             running=list(running),
-            awaits=awaits[:MOST_LINES],
+            awaits=awaits[:MAX_LINES],
             threads=threads,
             exit_code=NOT_ENDED,
             cure="give what the code waits for a timeout of its own, and let threads of the app be daemons"

@@ -41,7 +41,7 @@ from aviso_workers.worker.ending import GRACE_SECONDS, Ending
 from aviso_workers.worker.fleet_process import ENDS_IN_ORDER
 from aviso_workers.worker.signals import TOLD_TO_END
 
-__all__ = ["Fleet", "Plan", "run"]
+__all__ = ["Fleet", "FleetPlan", "run"]
 
 log = structlog.get_logger("aviso_workers")
 
@@ -59,7 +59,7 @@ NOT_STARTED = 127
 CONFIG_FILES = (".yaml", ".yml")
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class FleetPlan(Struct, frozen=True, kw_only=True):
     """The command and the number of the processes of a fleet."""
 
     command: tuple[str, ...]
@@ -69,7 +69,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     """Whether the processes are replaced when the sources of the app, or its configuration, change."""
 
 
-def run(app: App, plan: Plan, *, status_port: int | None = None) -> None:
+def run(app: App, plan: FleetPlan, *, status_port: int | None = None) -> None:
     """Run the fleet until SIGTERM, SIGINT or SIGHUP, which all processes then obey, as they do a second one; a third
     kills. Raises SystemExit with `NOT_ENDED` where a process had to be ended by force.
 
@@ -94,7 +94,7 @@ def run(app: App, plan: Plan, *, status_port: int | None = None) -> None:
         sys.exit(NOT_ENDED)
 
 
-class _Place:
+class _Slot:
     """A place in the fleet, and the process that has it now."""
 
     def __init__(self, name: str, *, token: Secret | None) -> None:
@@ -189,11 +189,11 @@ class _Sources:
 class Fleet:
     """The processes of one app. What probes and Prometheus ask of it is answered on the status port's threads."""
 
-    def __init__(self, app: App, plan: Plan) -> None:
+    def __init__(self, app: App, plan: FleetPlan) -> None:
         self._command = plan.command
         self._sources = _Sources(app.config.sources) if plan.reload else None
         token = app.config.workers.status.token
-        self._places = [_Place(str(number), token=token) for number in range(1, plan.processes + 1)]
+        self._places = [_Slot(str(number), token=token) for number in range(1, plan.processes + 1)]
         self._drain_timeout_seconds = app.config.workers.drain_timeout_seconds
         self._health = Health()
         self._stopping = False
@@ -227,7 +227,7 @@ class Fleet:
         if self._failure is not None:
             raise self._failure
 
-    async def _keep_running(self, place: _Place) -> None:
+    async def _keep_running(self, place: _Slot) -> None:
         """Have a process in this place, one after another, until the fleet stops."""
         restarts = Restarts(RESTARTS, healthy_seconds=HEALTHY_SECONDS)
         while not self._stopping:
@@ -244,7 +244,7 @@ class Fleet:
             else:
                 log.info("process.replaced", process=place.name, exit_code=code)
 
-    async def _recover(self, place: _Place, code: int, restarts: Restarts) -> None:
+    async def _recover(self, place: _Slot, code: int, restarts: Restarts) -> None:
         """Wait until a crashed process may be started again, or give the fleet up."""
         delay, crashes = restarts.next_wait(time.monotonic()), restarts.failures
         how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
@@ -262,7 +262,7 @@ class Fleet:
             )
             self._stop()
 
-    async def _run(self, place: _Place) -> int:
+    async def _run(self, place: _Slot) -> int:
         """Run one process; its exit code, negative for a signal."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -289,7 +289,7 @@ class Fleet:
         assert process.returncode is not None
         return process.returncode
 
-    async def _kill_late(self, place: _Place) -> None:
+    async def _kill_late(self, place: _Slot) -> None:
         """Kill the process where it does not end in time, once it is about to end."""
         await place.ends.wait()
         began = time.monotonic()
@@ -309,7 +309,7 @@ class Fleet:
             start_new_session=True,  # a terminal's Ctrl-C comes to us alone, and is passed on once
         )
 
-    async def _listen(self, place: _Place, line: socket.socket) -> None:
+    async def _listen(self, place: _Slot, line: socket.socket) -> None:
         listens = True
         while listens:
             await anyio.wait_readable(line)
@@ -345,7 +345,7 @@ class Fleet:
         self._woken.set()
         self._woken = anyio.Event()
 
-    def _ask(self, path: str) -> Iterator[tuple[_Place, int, str]]:
+    def _ask(self, path: str) -> Iterator[tuple[_Slot, int, str]]:
         """Yield all at a time, because one that is stuck takes its time."""
         with ThreadPoolExecutor(len(self._places)) as pool:
             for place, answer in zip(self._places, pool.map(lambda place: place.ask(path), self._places), strict=True):

@@ -23,7 +23,7 @@ from aviso_workers.aviso.literals import Size
 from aviso_workers.errors import ConfigError
 from aviso_workers.events import Acked, Failed
 
-__all__ = ["ENDS_IN_ORDER", "Limits", "Member"]
+__all__ = ["ENDS_IN_ORDER", "FleetMember", "RecycleLimits"]
 
 ENDS_IN_ORDER = b"ends in order"
 """The last line that a process writes, when it begins to drain. An exit code of 0 alone does not say that it was to
@@ -34,7 +34,7 @@ SPREAD = 0.1
 STATM = Path("/proc/self/statm")
 
 
-class Limits(Struct, frozen=True, kw_only=True):
+class RecycleLimits(Struct, frozen=True, kw_only=True):
     """When a worker process is recycled, which means that it ends and is replaced; None is never."""
 
     max_notifications: int | None = None
@@ -43,10 +43,10 @@ class Limits(Struct, frozen=True, kw_only=True):
     """Memory that is resident."""
 
 
-class Member:
+class FleetMember:
     """A worker process as one of a fleet. Raises `ConfigError` where a limit can never be kept."""
 
-    def __init__(self, name: str, *, line: int, limits: Limits) -> None:
+    def __init__(self, name: str, *, line: int, limits: RecycleLimits) -> None:
         """`line` is the descriptor of the socket to the supervisor."""
         if limits.max_rss is not None and (now := _resident()) > limits.max_rss:
             raise ConfigError([f"--max-rss: {limits.max_rss} is less than a worker needs at its start ({now >> 20}Mi)"])

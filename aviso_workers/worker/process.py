@@ -20,14 +20,14 @@ from aviso_workers.telemetry.listeners import Listeners, listening
 from aviso_workers.telemetry.logs import log
 from aviso_workers.worker import loops, threads_run_on
 from aviso_workers.worker.ending import Ending
-from aviso_workers.worker.fleet_process import Member
+from aviso_workers.worker.fleet_process import FleetMember
 
 __all__ = ["run", "serve"]
 
 
 Ready = Callable[[str], None]
 """Called once all agents read their streams, with the URL of the status port."""
-MOST_TOLD = 20
+MAX_TOLD = 20
 """How many running notifications are named, any of which may have ended the event loop."""
 
 
@@ -35,7 +35,7 @@ def run(
     app: App,
     *,
     status_port: int | None = None,
-    member: Member | None = None,
+    member: FleetMember | None = None,
     quiet: bool = False,
     ready: Ready | None = None,
 ) -> None:
@@ -62,7 +62,7 @@ async def serve(
     ending: Ending,
     *,
     status_port: int | None = None,
-    member: Member | None = None,
+    member: FleetMember | None = None,
     quiet: bool = False,
     ready: Ready | None = None,
 ) -> None:
@@ -102,11 +102,13 @@ def _running(app: App) -> list[str]:
         if (run := app.runs.get(agent.name)) is not None
         for delivery in [*run.buffer.taken(), *run.abandoned]
     ]
-    more = len(all_running) - MOST_TOLD
-    return all_running if more <= 0 else [*all_running[:MOST_TOLD], f"and {more} more"]
+    more = len(all_running) - MAX_TOLD
+    return all_running if more <= 0 else [*all_running[:MAX_TOLD], f"and {more} more"]
 
 
-async def _work(app: App, ending: Ending, listeners: Listeners, member: Member | None, ready: Ready | None) -> None:
+async def _work(
+    app: App, ending: Ending, listeners: Listeners, member: FleetMember | None, ready: Ready | None
+) -> None:
     connected, begun, stop = anyio.Event(), anyio.Event(), anyio.Event()
     app.events.listen(lambda change: connected.set() if change.connected else None, ConnectionChanged)
     async with task_group() as watching:
@@ -121,7 +123,7 @@ async def _work(app: App, ending: Ending, listeners: Listeners, member: Member |
 
 async def _obey_signals(
     ending: Ending,
-    member: Member | None,
+    member: FleetMember | None,
     connected: anyio.Event,
     stop: anyio.Event,
     listeners: Listeners,
@@ -147,7 +149,7 @@ async def _tell_when_begun(begun: anyio.Event, ready: Ready, status_url: str) ->
 
 
 async def _leave_when_recycled(
-    member: Member, ending: Ending, connected: anyio.Event, stop: anyio.Event, listeners: Listeners
+    member: FleetMember, ending: Ending, connected: anyio.Event, stop: anyio.Event, listeners: Listeners
 ) -> None:
     await connected.wait()
     reason = await member.until_recycled()

@@ -38,7 +38,7 @@ APP = "backlog"
 EVENT = "deed"
 CONFIG = Path(__file__).with_name("config.yaml")
 AGENT = "drain"
-MOST_PAUSE_HELP = (
+MAX_PAUSE_HELP = (
     "seconds that none may pause (default: 4); give 25 with --leader-change: what a singleton held is its own for "
     "ack_wait, and a publish whose leader is gone is repeated after 10 s"
 )
@@ -175,7 +175,7 @@ def main() -> int:
     parser.add_argument("--servers", type=int, choices=(1, 3), default=3, help="how many servers (default: 3)")
     parser.add_argument("--kind", choices=list(KINDS), action="append", help="only this kind; may be repeated")
     parser.add_argument("--leader-change", action="store_true", help="let the leaders step down half-way")
-    parser.add_argument("--most-pause", type=float, default=4.0, help=MOST_PAUSE_HELP)
+    parser.add_argument("--most-pause", type=float, default=4.0, help=MAX_PAUSE_HELP)
     asked = parser.parse_args()
     results: list[Result] = []
     try:

@@ -24,8 +24,8 @@ from aviso_workers.config import streams
 from aviso_workers.errors import BackendError
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.spark import event_log, job_events
-from aviso_workers.spark.event_log import EventLogReader, Position
-from aviso_workers.spark.job_events import Application
+from aviso_workers.spark.event_log import EventLogReader, LogPosition
+from aviso_workers.spark.job_events import SparkApplication
 
 __all__ = [
     "LATER_SECONDS",
@@ -84,8 +84,8 @@ class Growing:
         logs = [log for path in paths if (log := event_log.snapshot(path)) is not None and log.files]
         found = []
         for log in logs:
-            decode = partial(job_events.decode, application=Application.of_log(log.name))
-            reader = EventLogReader(decode, Position())
+            decode = partial(job_events.decode, application=SparkApplication.of_log(log.name))
+            reader = EventLogReader(decode, LogPosition())
             more = True
             while more:
                 batch = reader.read(log)

@@ -32,7 +32,7 @@ may have more to do."""
 HANDLED_SECONDS = 60.0
 STOP_SECONDS = 60.0
 ASK_SECONDS = 1.0
-MOST_CPU = 0.01
+MAX_CPU = 0.01
 """Of one core."""
 
 console = Console(highlight=False, soft_wrap=True, markup=False)
@@ -76,8 +76,8 @@ class Case:
     def cpu_share(self) -> float:
         """Of one core, since it has no server. Raises `ShortfallError` where that is too much."""
         share = (self.worker.cpu_seconds() - self._used) / (time.monotonic() - self._since)
-        if share >= MOST_CPU:
-            raise ShortfallError(f"{self.name}: used {share:.2%} of a core, {MOST_CPU:.0%} is too much")
+        if share >= MAX_CPU:
+            raise ShortfallError(f"{self.name}: used {share:.2%} of a core, {MAX_CPU:.0%} is too much")
         return share
 
     def recover(self) -> tuple[float, float]:

@@ -21,7 +21,7 @@ LIMIT = 0.03
 """By how much a cost may be above the committed one."""
 LIMITS = {"failing": 0.1, "batch": 0.06, "batch_pure": 0.06, "ordered": 0.06}
 """Others, by name: it varies how many answers to what became dead letters come at a time, and how large batches are."""
-MOST_FUNCTIONS = 40
+MAX_FUNCTIONS = 40
 """Of each table, so many are committed: the largest ones."""
 FEATURES = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "lzcnt", "rdrand", "sse4_2"}
 """Of processors: those by which libraries choose their functions under valgrind."""
@@ -79,7 +79,7 @@ def store(costs: Mapping[str, Cost]) -> None:
 
 def _largest(cost: Cost) -> Cost:
     def cut(table: Mapping[str, float], digits: int | None) -> dict[str, float]:
-        largest = sorted(table, key=lambda name: (-table[name], name))[:MOST_FUNCTIONS]
+        largest = sorted(table, key=lambda name: (-table[name], name))[:MAX_FUNCTIONS]
         return {name: round(table[name], digits) for name in largest}
 
     return Cost(round(cost.instructions), cut(cost.functions, None), cut(cost.calls, 3))

@@ -34,7 +34,7 @@ STREAMS: Mapping[str, tuple[int, ...]] = {
 
 OPERATIONAL = ("0001", "0079")
 INCOMPLETE_CYCLES = 9
-MOST_LEFT_OUT = 6
+MAX_LEFT_OUT = 6
 STUMBLE_ONE_IN = 1500
 
 
@@ -100,7 +100,7 @@ def _schedule(chance: random.Random, experiments: int) -> Iterator[Cycle]:
 
 def _leave_out(chance: random.Random, steps: tuple[int, ...]) -> tuple[int, ...]:
     """Either the last steps, as of a run that ended early, or some from anywhere."""
-    count = chance.randint(1, MOST_LEFT_OUT)
+    count = chance.randint(1, MAX_LEFT_OUT)
     return steps[-count:] if chance.random() < 0.3 else tuple(sorted(chance.sample(steps, count)))
 
 

@@ -23,7 +23,7 @@ TOOLS = ("cli", "ops", "projects", "server", "spark")
 """The parts that are no core: nothing of the core imports them."""
 FEATURES = {
     "tables": ("declare.tables", "features.tables.applied", "features.tables.store", "state.table_records"),
-    "windows": ("declare.windows", "features.windows.counted", "features.windows.closing", "state.window_records"),
+    "windows": ("declare.windows", "features.windows.counted", "features.windows.handler", "state.window_records"),
     "timers": ("declare.timers", "features.timers", "state.timer_records"),
     "delayed delivery": ("features.delayed_delivery", "state.delayed_messages"),
     "singletons": ("engine.singletons",),

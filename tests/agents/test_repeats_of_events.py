@@ -16,7 +16,7 @@ import yaml
 from aviso_workers import App
 from aviso_workers.config import load
 from aviso_workers.spark import job_events
-from aviso_workers.spark.job_events import EVENT_TYPE, Application, JobEvent
+from aviso_workers.spark.job_events import EVENT_TYPE, JobEvent, SparkApplication
 from aviso_workers.spark.listeners import Listener
 from tests.agents.test_spark_events import app_of, config_file, job_start
 from tests.stories.processes import Server
@@ -24,7 +24,7 @@ from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-APPLICATION = Application(id="local-1")
+APPLICATION = SparkApplication(id="local-1")
 
 
 async def test_a_listener_ends_an_attempt_that_outlasts_the_duplicate_window(tmp_path: Path) -> None:

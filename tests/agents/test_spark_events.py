@@ -33,7 +33,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import Event, Measured, Published
 from aviso_workers.spark import duplicate_window, job_events
-from aviso_workers.spark.job_events import Application
+from aviso_workers.spark.job_events import SparkApplication
 from tests import forgeries
 from tests.stories.processes import Server
 from tests.waits import PATIENCE_SECONDS
@@ -226,7 +226,7 @@ class Story:
 
     async def publish_as_a_listener(self, line: str) -> None:
         """What the driver's own listener does with an event."""
-        event = job_events.decode(line, Application(id="local-1"))
+        event = job_events.decode(line, SparkApplication(id="local-1"))
         assert event is not None
         cluster = cluster_of(self.app)
         await self.app.notify(
@@ -482,7 +482,7 @@ async def test_what_fails_for_one_application_stops_no_other(
 ) -> None:
     decode = job_events.decode
 
-    def decode_one(line: bytes, application: Application) -> Any:
+    def decode_one(line: bytes, application: SparkApplication) -> Any:
         if application.id == "local-2":
             raise ZeroDivisionError("of this one")
         return decode(line, application)
@@ -541,13 +541,13 @@ async def test_a_checkpoint_that_cannot_be_read_is_told_and_costs_nothing(story:
 async def test_a_file_that_shows_when_it_is_closed_adds_what_nobody_published(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learn = spark_events._Application._learn
+    learn = spark_events._ApplicationLog._learn
 
     async def learn_after_an_hour(self: Any, *arguments: Any, **options: Any) -> None:
         self._known_at = -math.inf
         await learn(self, *arguments, **options)
 
-    monkeypatch.setattr(spark_events._Application, "_learn", learn_after_an_hour)
+    monkeypatch.setattr(spark_events._ApplicationLog, "_learn", learn_after_an_hour)
     log = story.log(rolling=True)
     async with story.following():
         await story.arrived(1)
@@ -604,7 +604,7 @@ async def shorten_duplicate_window(app: App) -> None:
 
 
 async def test_what_was_asked_for_is_forgotten_when_it_is_read(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    learn = spark_events._Application._learn
+    learn = spark_events._ApplicationLog._learn
     held: list[int] = []
 
     async def learn_anew(self: Any, *arguments: Any, **options: Any) -> None:
@@ -612,7 +612,7 @@ async def test_what_was_asked_for_is_forgotten_when_it_is_read(story: Story, mon
         self._known_at = -math.inf
         await learn(self, *arguments, **options)
 
-    monkeypatch.setattr(spark_events._Application, "_learn", learn_anew)
+    monkeypatch.setattr(spark_events._ApplicationLog, "_learn", learn_anew)
     monkeypatch.setattr(spark_events, "SLACK_SECONDS", 0.0)
     log = story.log()
     async with story.following():

@@ -23,7 +23,7 @@ COUNT = 30
 
 @pytest.fixture(autouse=True)
 def small_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "MOST_WAITING_BYTES", BUDGET)
+    monkeypatch.setattr(flow, "MAX_WAITING_BYTES", BUDGET)
 
 
 def one_by_one(**policy: Any) -> Agent[Any, Any]:

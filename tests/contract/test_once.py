@@ -424,7 +424,7 @@ async def test_an_update_whose_acknowledgement_was_lost_is_applied_once(
 
     @app.agent("mars")
     async def count(notification: Notification[Any]) -> None:
-        kept = counts._kept
+        kept = counts._bucket
         put = kept.put
 
         async def put_and_lose(*arguments: Any, **stated: Any) -> int:

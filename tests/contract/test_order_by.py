@@ -23,7 +23,7 @@ from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-PREFETCH = flow.MOST_PREFETCH
+PREFETCH = flow.MAX_PREFETCH
 LATER = Backoff(first=3600.0, factor=1.0, attempts=5, jitter=0.0)
 SOON = Backoff(first=0.05, factor=1.0, attempts=2, jitter=0.0)
 BACKENDS = (InMemoryBackend, JetStreamBackend)
@@ -134,8 +134,8 @@ class TestWhatIsTooLargeTogether:
 
     @pytest.fixture(autouse=True)
     def small_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(buffer, "MOST_SURPLUS_BYTES", 10_000)
-        monkeypatch.setattr(flow, "MOST_WAITING_BYTES", 20_000)
+        monkeypatch.setattr(buffer, "MAX_SURPLUS_BYTES", 10_000)
+        monkeypatch.setattr(flow, "MAX_WAITING_BYTES", 20_000)
 
     async def test_is_handled_whole_and_in_order(self, app: App, url: str | None) -> None:
         handled, goes_on = held_up(app)

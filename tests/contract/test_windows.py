@@ -17,8 +17,8 @@ from aviso_workers.declare import windows
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.errors import DeclarationError, LateError, RefusedError, UndecodableError
 from aviso_workers.events import AgentDisturbed, Event, Published, Unreadable, WindowDone
-from aviso_workers.features.windows import closing
-from aviso_workers.features.windows.closing import AsWindows
+from aviso_workers.features.windows import handler
+from aviso_workers.features.windows.handler import WindowHandler
 from aviso_workers.jetstream import sequences
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.state import window_records
@@ -268,7 +268,7 @@ async def test_what_is_out_of_order_is_waited_for_by_the_lateness(
     async with harness(app, server=url) as t:
         await notify(t, 70, 10, 74, 59)
         await t.settle()
-        await t.advance(2 * closing.CHECK_SECONDS)
+        await t.advance(2 * handler.CHECK_SECONDS)
         await notify(t, 58)
         await t.settle()
         assert sums(t) == {}
@@ -284,10 +284,10 @@ async def test_while_nothing_comes_nothing_is_stored(
     async with harness(app, server=url) as t:
         await notify(t, 10)
         await t.settle()
-        await t.advance(2 * closing.CHECK_SECONDS)
+        await t.advance(2 * handler.CHECK_SECONDS)
         bucket = await app.key_value("contract_windows_sums")
         revision = await bucket.revision()
-        await t.advance(2 * closing.CHECK_SECONDS)
+        await t.advance(2 * handler.CHECK_SECONDS)
         assert await bucket.revision() == revision
 
 
@@ -366,16 +366,16 @@ async def test_a_notification_that_comes_again_counts_once(
     app: App, url: str | None, declare: Callable[..., Agent[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a worker dies between counting and acknowledging."""
-    count = AsWindows._count
+    count = WindowHandler._count
     failed: list[Notification[Field]] = []
 
-    async def count_and_fail(self: AsWindows, notification: Notification[Field]) -> None:
+    async def count_and_fail(self: WindowHandler, notification: Notification[Field]) -> None:
         await count(self, notification)
         if len(failed) < 2:
             failed.append(notification)
             raise ConnectionError("the worker dies here")
 
-    monkeypatch.setattr(AsWindows, "_count", count_and_fail)
+    monkeypatch.setattr(WindowHandler, "_count", count_and_fail)
     agent = declare(hourly())
     async with harness(app, server=url) as t:
         await notify(t, 10, size=5)
@@ -949,7 +949,7 @@ async def test_what_windows_of_two_keys_publish_alike_is_stored_for_each(app: Ap
 async def test_a_key_is_forgotten_after_its_last_window_and_not_before(
     app: App, url: str | None, declare: Callable[..., Agent[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(closing, "FORGOTTEN_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr(handler, "FORGOTTEN_AFTER_SECONDS", 1.0)
     declare(hourly(key=class_of))
     async with harness(app, server=url) as t:
         await notify(t, 10, of="od")

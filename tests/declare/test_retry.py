@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from aviso_workers.declare.retry import MOST_LATER_SECONDS, Backoff, Restarts, RetryShare, Tries
+from aviso_workers.declare.retry import MAX_LATER_SECONDS, Backoff, Restarts, RetryShare, Tries
 from aviso_workers.errors import DeclarationError
 from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
 
@@ -117,7 +117,7 @@ class TestTheShareOfRetries:
         assert self.delays(1.0, 1.0, takes=3.0) == [1.0, 7.0]
 
     def test_none_is_retried_later_than_that_by_more_than_ten_minutes(self) -> None:
-        assert max(self.delays(*[1.0] * 20, takes=60.0)) <= 1.0 + MOST_LATER_SECONDS + 1.0
+        assert max(self.delays(*[1.0] * 20, takes=60.0)) <= 1.0 + MAX_LATER_SECONDS + 1.0
 
     def test_seconds_that_are_over_are_forgotten(self) -> None:
         share = RetryShare()

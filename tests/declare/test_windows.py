@@ -18,7 +18,7 @@ from msgspec import structs
 from aviso_workers import Notification, Windowing
 from aviso_workers.declare import windows
 from aviso_workers.declare.verdicts import FinalError
-from aviso_workers.declare.windows import Page, Settled, State
+from aviso_workers.declare.windows import CountedPage, KeyState, SettledUpTo
 from aviso_workers.errors import DeclarationError, LateError
 from aviso_workers.jetstream.sequences import PAGE_SEQUENCES
 
@@ -40,12 +40,12 @@ def notification(sequence: int, *, payload: int = 1, stored: float | None = None
     return Notification(event_type="mars", identifier={}, payload=payload, sequence=sequence, time=time)
 
 
-def begun(window: Windowing[Any, Any] | None = None) -> State[Any]:
+def begun(window: Windowing[Any, Any] | None = None) -> KeyState[Any]:
     """The state of a new key."""
-    return State(sizings=((window or windowing()).sizing,))
+    return KeyState(sizings=((window or windowing()).sizing,))
 
 
-def counted(state: State[int], *times: float, window: Windowing[int, int]) -> State[int]:
+def counted(state: KeyState[int], *times: float, window: Windowing[int, int]) -> KeyState[int]:
     """The state after notifications of these times, of sequences that follow those before."""
     for time in times:
         state = windows.add(state, notification(max(state.counted, default=0) + 1), window, time=time)
@@ -129,7 +129,7 @@ class TestAState:
             return found
 
         gathering: Windowing[list[int], int] = Windowing(size="10s", every="5s", fold=gather, initial=[])
-        state: State[list[int]] = windows.add(begun(gathering), notification(1), gathering, time=7)
+        state: KeyState[list[int]] = windows.add(begun(gathering), notification(1), gathering, time=7)
         assert (state.open, gathering.initial) == ({5: [1], 0: [1]}, [])
 
     def test_closes_windows_that_are_over(self) -> None:
@@ -166,21 +166,23 @@ class TestAState:
 
     def test_leaves_out_what_is_settled(self) -> None:
         state = counted(begun(), 1, 2, 3, window=windowing())
-        pruned = windows.prune(state, Settled(sequence=2, time=9))
+        pruned = windows.prune(state, SettledUpTo(sequence=2, time=9))
         assert (set(pruned.counted), pruned.left_out) == ({3}, (2, 2.0))
         assert [windows.is_older(pruned, sequence, sequence) for sequence in (1, 2, 3, 4)] == [True, True, False, False]
         assert not windows.is_older(pruned, 1, 10), "of a new stream"
 
     def test_keeps_what_was_stored_after_the_server_said_what_is_settled(self) -> None:
         state = counted(begun(), 1, 2, 3, window=windowing())
-        assert windows.prune(state, Settled(sequence=3, time=0.5)) is state, "those sequences were of another stream"
+        assert windows.prune(state, SettledUpTo(sequence=3, time=0.5)) is state, (
+            "those sequences were of another stream"
+        )
 
     def test_leaves_out_the_older_half_where_it_lists_too_many(self) -> None:
         state = counted(begun(), 1, 2, 3, 4, window=windowing())
         assert windows.oldest(state) == {1: 1.0, 2: 2.0}
 
     def test_counts_a_dead_letter_that_is_tried_again_once(self) -> None:
-        state = windows.prune(counted(begun(), 1, 2, window=windowing()), Settled(sequence=2, time=9))
+        state = windows.prune(counted(begun(), 1, 2, window=windowing()), SettledUpTo(sequence=2, time=9))
         late_letter = notification(1)
         state = windows.add(state, late_letter, windowing(), time=1, retry="letter")
         assert state.open == {0: 3}
@@ -196,24 +198,28 @@ class TestAState:
 class TestAPage:
     @given(st.lists(st.integers(0, PAGE_SEQUENCES - 1)), st.lists(st.integers(0, PAGE_SEQUENCES - 1)))
     def test_has_what_was_put_on_it(self, numbers: list[int], late: list[int]) -> None:
-        page = Page(created=0.0).plus({PAGE_SEQUENCES + each: 5.0 for each in [*numbers, *late]}, [])
+        page = CountedPage(created=0.0).plus({PAGE_SEQUENCES + each: 5.0 for each in [*numbers, *late]}, [])
         page = page.plus({}, [PAGE_SEQUENCES + each for each in late])
         found = {each for each in range(PAGE_SEQUENCES) if page.has(PAGE_SEQUENCES + each, 5.0)}
         assert found == {*numbers, *late}
         assert {each for each in found if page.has_missed(PAGE_SEQUENCES + each)} == set(late)
 
     def test_has_nothing_of_a_stream_that_was_deleted_or_made_anew(self) -> None:
-        page = Page(created=3.0).plus({7: 5.0}, [])
+        page = CountedPage(created=3.0).plus({7: 5.0}, [])
         assert [page.has(7, stored) for stored in (2.0, 5.0, 6.0)] == [False, True, False]
 
     def test_is_small_whatever_it_has(self) -> None:
-        page = Page(created=0.0).plus(dict.fromkeys(range(PAGE_SEQUENCES), 1.0), range(PAGE_SEQUENCES))
+        page = CountedPage(created=0.0).plus(dict.fromkeys(range(PAGE_SEQUENCES), 1.0), range(PAGE_SEQUENCES))
         assert len(msgspec.json.encode(page)) < 6000
 
     def test_is_settled_when_its_last_sequence_is(self) -> None:
-        page = Page(created=0.0).plus({5: 5.0}, [])
+        page = CountedPage(created=0.0).plus({5: 5.0}, [])
         last = PAGE_SEQUENCES - 1
-        settled = [Settled(sequence=last, time=5), Settled(sequence=last - 1, time=5), Settled(sequence=last, time=4)]
+        settled = [
+            SettledUpTo(sequence=last, time=5),
+            SettledUpTo(sequence=last - 1, time=5),
+            SettledUpTo(sequence=last, time=4),
+        ]
         assert [page.is_settled(0, each) for each in settled] == [True, False, False]
 
 
@@ -246,8 +252,8 @@ class Versions:
     """One key that workers of several versions count, whose code states different sizes, and that know late of it."""
 
     def __init__(self, first: Windowing[Any, Any]) -> None:
-        self.state: State[Any] = State()
-        self.known = [windows.Progress(sizings=(first.sizing,))]
+        self.state: KeyState[Any] = KeyState()
+        self.known = [windows.WindowProgress(sizings=(first.sizing,))]
         """What is known for all keys, as it was after each change of it."""
         self.closed: dict[tuple[int, int], int] = {}
         """The values of windows by their start and end, in the order in which they closed."""
@@ -404,7 +410,7 @@ def test_a_sizing_is_needed_until_no_window_of_before_the_next_takes_anything(
 def test_a_key_takes_the_new_size_when_that_changes_none_of_its_windows(
     state: dict[str, float], passed: int, of_all: int, since: int
 ) -> None:
-    counted = State(sizings=(sizing(HOUR),), **state)  # type: ignore[arg-type]
+    counted = KeyState(sizings=(sizing(HOUR),), **state)  # type: ignore[arg-type]
     found = windows.sized(counted, (sizing(HOUR), sizing(DAY, since=of_all)), passed=passed)
     assert found.sizings == (sizing(HOUR), sizing(DAY, since=since))
 

@@ -46,7 +46,7 @@ def app_with(*types: str, settings: Config = EMPTY) -> App:
     return app
 
 
-async def recorded(backend: InMemoryBackend, app: App) -> declarations.Declared:
+async def recorded(backend: InMemoryBackend, app: App) -> declarations.AppDeclarations:
     schema = app.config.notification_schema
     await declarations.record(backend, app=app.name, declared=app, schema=schema, agents=app.agents)
     return (await declarations.stored(backend))[app.name]

@@ -74,7 +74,7 @@ async def test_those_who_ask_while_a_request_is_under_way_go_on_and_share_the_ne
 
 
 async def test_who_asks_while_too_much_waits_waits_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_writes, "MOST_WAITING", 2)
+    monkeypatch.setattr(grouped_writes, "MAX_WAITING", 2)
     bucket = Bucket()
     callers = Callers(bucket)
 

@@ -14,12 +14,12 @@ from msgspec import Struct, structs
 from aviso_workers import Backoff, Batch, Notification, Reject, Router, Stream, config
 from aviso_workers.backends import Delivery, Message, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.backends.in_memory.connection import Connection
-from aviso_workers.declare.verdicts import Record
+from aviso_workers.backends.in_memory.connection import InMemoryConnection
+from aviso_workers.declare.verdicts import DeliveryRecord
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.dead_letter_store import LONGEST_ERROR
 from aviso_workers.engine.handlers.one import HandlerContext
-from aviso_workers.engine.rate_limit import Pace
+from aviso_workers.engine.rate_limit import RateLimit
 from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.subscription import LONGEST_WAIT_SECONDS
 from aviso_workers.errors import BackendError, OutcomeUnknownError, RefusedError, UnavailableError, UndecodableError
@@ -346,7 +346,7 @@ async def test_a_dead_letter_that_cannot_be_made_to_fit_keeps_no_other_from_bein
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
 
-    monkeypatch.setattr(Connection, "max_payload", 2000)
+    monkeypatch.setattr(InMemoryConnection, "max_payload", 2000)
     async with working(index):
         await store("mars.od.6", b"?", {"all": "x" * 1500})
         (refused,) = await facts.wait_for(DeadLettersRefused)
@@ -672,9 +672,9 @@ async def test_what_waited_for_its_rate_while_the_worker_was_away_is_left_to_oth
     monkeypatch: pytest.MonkeyPatch,
     form: Callable[..., Any],
 ) -> None:
-    wait, waits = Pace.wait, 0
+    wait, waits = RateLimit.wait, 0
 
-    async def wait_and_be_away(pace: Pace) -> None:
+    async def wait_and_be_away(pace: RateLimit) -> None:
         nonlocal waits
         await wait(pace)
         waits += 1
@@ -688,7 +688,7 @@ async def test_what_waited_for_its_rate_while_the_worker_was_away_is_left_to_oth
         contexts.append(context)
         return await wait_for_rate(context, *deliveries, lapsed=lapsed)
 
-    monkeypatch.setattr(Pace, "wait", wait_and_be_away)
+    monkeypatch.setattr(RateLimit, "wait", wait_and_be_away)
     monkeypatch.setattr(HandlerContext, "wait_for_rate", waited)
     delivered.clear()
     index = router.agent("mars", rate_limit=100.0)(form)
@@ -721,9 +721,9 @@ async def test_failures_are_those_of_one_notification_and_one_agent(backend: Dea
         return Failures(backend, **names, shield=Shield(backend.clock), events=Events())
 
     index = counts()
-    record = Record()
+    record = DeliveryRecord()
 
-    def counted(record_then: Record) -> None:
+    def counted(record_then: DeliveryRecord) -> None:
         nonlocal record
         record = record_then
 

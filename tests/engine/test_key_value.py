@@ -161,7 +161,7 @@ async def test_what_no_repeat_cures_is_not_repeated(backend: Lossy, bucket: Retr
 async def cached(backend: Lossy) -> AsyncGenerator[CachedKeyValue, None]:
     cached = CachedKeyValue(backend, "counts", patience_seconds=30)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(cached.keep)
+        tasks.start_soon(cached.keep_current)
         await at_rest()
         yield cached
         tasks.cancel_scope.cancel()

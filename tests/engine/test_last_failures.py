@@ -64,7 +64,7 @@ async def test_the_first_failure_is_recorded_at_once_and_those_that_follow_toget
     backend: InMemoryBackend, failures: LastFailures
 ) -> None:
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(failures.keep)
+        tasks.start_soon(failures.keep_writing)
         failures.note("agents", "index", raised("no field\nhere"))
         await pass_time(backend, WRITE_SECONDS / 2)
         first = await recorded(backend)
@@ -138,7 +138,7 @@ async def test_those_that_are_due_next_are_kept_of_very_many(backend: InMemoryBa
     for sequence in range(200):
         failures.note("agents", "index", raised("a"), again_in_seconds=sequence, retrying=retrying(sequence))
     await failures.write()
-    assert len((await recorded(backend)).retrying) == failure_recorder.MOST_RETRYING
+    assert len((await recorded(backend)).retrying) == failure_recorder.MAX_RETRYING
 
 
 async def test_a_timer_fails_until_it_succeeds(backend: InMemoryBackend, failures: LastFailures) -> None:

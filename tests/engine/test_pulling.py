@@ -19,8 +19,8 @@ from aviso_workers.clocks import Clock, LoopClock, VirtualClock
 from aviso_workers.config import Config
 from aviso_workers.engine import flow as in_flight
 from aviso_workers.engine.buffer import Buffer
-from aviso_workers.engine.flow import MOST_PREFETCH, PREFETCH_SECONDS, Flow
-from aviso_workers.engine.subscription import Run
+from aviso_workers.engine.flow import MAX_PREFETCH, PREFETCH_SECONDS, Flow
+from aviso_workers.engine.subscription import SubscriptionRun
 from aviso_workers.errors import UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStopped, Settled
 from aviso_workers.sessions.session import Session
@@ -120,13 +120,13 @@ class Discarding:
             self._buffer.done(delivery)
 
 
-def run_of(form: Callable[[Buffer], Any]) -> Run:
+def run_of(form: Callable[[Buffer], Any]) -> SubscriptionRun:
     clock = LoopClock()
     return run_with(form, clock, Flow(clock, workers=1, least=2))
 
 
-def run_with(form: Callable[[Buffer], Any], clock: Clock, flow: Flow) -> Run:
-    return Run(form(flow.buffer), flow=flow, clock=clock, ack_wait_seconds=20.0)
+def run_with(form: Callable[[Buffer], Any], clock: Clock, flow: Flow) -> SubscriptionRun:
+    return SubscriptionRun(form(flow.buffer), flow=flow, clock=clock, ack_wait_seconds=20.0)
 
 
 async def test_its_consumer_is_told_when_there_is_room_again() -> None:
@@ -359,7 +359,7 @@ async def test_what_it_asks_for_follows_the_pace_at_which_handling_begins() -> N
     await begin(1000, every_seconds=0.001)
     assert 90 <= run.capacity() <= 110  # a tenth of a second's worth
     await begin(4000, every_seconds=0.00005)
-    assert run.capacity() == MOST_PREFETCH
+    assert run.capacity() == MAX_PREFETCH
     await begin(200, every_seconds=1.0)
     assert run.capacity() == 2
 
@@ -389,10 +389,10 @@ class TestBytes:
 
     @pytest.fixture(autouse=True)
     def small_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(in_flight, "MOST_WAITING_BYTES", 1000)
+        monkeypatch.setattr(in_flight, "MAX_WAITING_BYTES", 1000)
 
     @staticmethod
-    def run_with_room_for(count: int) -> Run:
+    def run_with_room_for(count: int) -> SubscriptionRun:
         clock = LoopClock()
         return run_with(Discarding, clock, Flow(clock, workers=1, least=count, key=lambda subject: subject))
 
@@ -610,7 +610,7 @@ async def test_what_is_held_is_reported_at_once_where_it_has_to_be_reported_more
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=0.0))
         await anyio.wait_all_tasks_blocked()
         began = anyio.current_time()
-        run.keep_within(3.0)
+        run.report_within(3.0)
         await anyio.sleep(2.5)
         assert [round(time - began) for time in reported] == [0, 1, 2]
         stop.set()

@@ -131,7 +131,7 @@ class Deployment:
                     delivery.ack()
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(filters.keep)
+            tasks.start_soon(filters.keep_in_line)
             while True:
                 try:
                     await filters.ensure()

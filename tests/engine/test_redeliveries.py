@@ -423,7 +423,7 @@ class TestAMessageWhoseBodyWasLeftOut:
     @pytest.fixture
     async def here(self, backend: Unreadable, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> Worker:
         """A worker that holds one, which is due for its retry in a second."""
-        monkeypatch.setattr(buffers, "MOST_SURPLUS_BYTES", 0)
+        monkeypatch.setattr(buffers, "MAX_SURPLUS_BYTES", 0)
         here, delivery = worker(ordered=True), Delivered(1, num_delivered=1)
         here.buffer.put(delivery)
         await here.buffer.take()

@@ -9,7 +9,7 @@ import pytest
 
 from aviso_workers.backends import ConsumerInfo, Message
 from aviso_workers.engine import acknowledging
-from aviso_workers.engine.repeats import MOST_REMEMBERED, Repeats
+from aviso_workers.engine.repeats import MAX_REMEMBERED, Repeats
 from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import ConsumerConfig
@@ -78,12 +78,12 @@ async def settled(repeats: Repeats, delivery: Delivery) -> str:
 
 
 def test_it_remembers_the_latest_and_no_more(repeats: Repeats) -> None:
-    last = 3 * MOST_REMEMBERED
+    last = 3 * MAX_REMEMBERED
     for sequence in range(1, last + 1):
         repeats.note(Delivery(sequence))
-        assert len(repeats) <= MOST_REMEMBERED
+        assert len(repeats) <= MAX_REMEMBERED
     assert repeats.includes(Delivery(last, num_delivered=2))
-    assert repeats.includes(Delivery(last - MOST_REMEMBERED // 2 + 1, num_delivered=2))
+    assert repeats.includes(Delivery(last - MAX_REMEMBERED // 2 + 1, num_delivered=2))
     assert not repeats.includes(Delivery(1, num_delivered=2))
 
 

@@ -18,7 +18,7 @@ from aviso_workers.aviso.positions import Position
 from aviso_workers.backends import Message, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import LoopClock
-from aviso_workers.engine.replay import MOST_FAILURES, Replayer
+from aviso_workers.engine.replay import MAX_FAILURES, Replayer
 from aviso_workers.errors import InvalidIdentifierError, NotFoundError, UnavailableError, UnknownEventTypeError
 from aviso_workers.events import Skipped, StreamMadeAgain, StreamNotRead
 from aviso_workers.sessions.session import Session
@@ -185,7 +185,7 @@ class TestAReplay:
                     yield message
                     raise UnavailableError("broken off")
 
-        count = MOST_FAILURES + 5
+        count = MAX_FAILURES + 5
         for step in range(5, count):
             await notify(step)
         monkeypatch.setattr(backend, "read", read_one)
@@ -333,7 +333,7 @@ class TestAWatch:
         async with anyio.create_task_group() as tasks:
 
             async def answer() -> None:
-                await anyio.sleep(10 * MOST_FAILURES)
+                await anyio.sleep(10 * MAX_FAILURES)
                 backend.unreadable = False
 
             tasks.start_soon(answer)

@@ -68,7 +68,7 @@ def worker(backend: Backend, filters: tuple[str, ...], stated: list[Any]) -> Sha
 async def keeping(filters: SharedFilter) -> AsyncIterator[None]:
     """Its worker runs meanwhile."""
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(filters.keep)
+        tasks.start_soon(filters.keep_in_line)
         yield
         tasks.cancel_scope.cancel()
 
@@ -89,9 +89,9 @@ async def test_one_that_nobody_runs_is_gone_and_one_that_somebody_runs_is_not(ba
         with anyio.CancelScope() as wide_runs:
             await wide.ensure()
             await narrow.ensure()
-            tasks.start_soon(narrow.keep)
+            tasks.start_soon(narrow.keep_in_line)
             async with anyio.create_task_group() as other:
-                other.start_soon(wide.keep)
+                other.start_soon(wide.keep_in_line)
                 await backend.clock.sleep(10 * GONE_SECONDS)
                 assert await filters_of(backend) == EVERYTHING
                 wide_runs.cancel()
@@ -124,8 +124,8 @@ async def test_one_that_was_cut_off_together_with_who_looks_is_not_gone(backend:
         wide, narrow = worker(peer, WIDE, stated), worker(backend, NARROW, stated)
         await wide.ensure()
         await narrow.ensure()
-        tasks.start_soon(narrow.keep)
-        tasks.start_soon(wide.keep)
+        tasks.start_soon(narrow.keep_in_line)
+        tasks.start_soon(wide.keep_in_line)
         await backend.clock.sleep(GONE_SECONDS)
         backend.disconnect()
         peer.disconnect()

@@ -92,7 +92,7 @@ def states() -> WindowStates:
 
 def told(known: WindowStates, entry: Entry) -> None:
     """Read the state, and make the windows of it that are told to authors."""
-    progress = windows.Progress(sizings=(HOURLY.sizing,))
+    progress = windows.WindowProgress(sizings=(HOURLY.sizing,))
     for key, state in known.by_key([entry], progress).items():
         for start in state.open:
             windows.window(state, key, start)
@@ -114,8 +114,8 @@ OF_JSON: dict[str, tuple[bytes, type]] = {
         consumer_records.ConsumerRecord,
     ),
     "a window of a dead letter": (b'{"start":1700000000,"end":1700003600,"value":{"a":1}}', window_records.KeptWindow),
-    "progress": (b'{"closed":1700000000,"settled":{"sequence":7,"time":1700000000.5}}', windows.Progress),
-    "a page": (b'{"created":1700000000.5,"newest":1700000001.5,"bits":"AAAA"}', windows.Page),
+    "progress": (b'{"closed":1700000000,"settled":{"sequence":7,"time":1700000000.5}}', windows.WindowProgress),
+    "a page": (b'{"created":1700000000.5,"newest":1700000001.5,"bits":"AAAA"}', windows.CountedPage),
 }
 TEXTS: dict[str, tuple[bytes, Callable[[str], object], type[Exception]]] = {
     "a subject": (b"mars.od.0001.g.2026%2E1.0000.oper.12", topics.check_subject, UndecodableError),

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from aviso_workers.spark import event_log
-from aviso_workers.spark.event_log import EventLogReader, Position
-from aviso_workers.spark.job_events import Application, Decoder, JobEvent
+from aviso_workers.spark.event_log import EventLogReader, LogPosition
+from aviso_workers.spark.job_events import Decoder, JobEvent, SparkApplication
 from tests.interop import programs
 from tests.spark.logs import NAMES, logs_in
 
@@ -95,7 +95,7 @@ def subject_of(kind: str, line: dict[str, Any]) -> str | None:
 
 
 def published(log: event_log.EventLog) -> list[JobEvent]:
-    with closing(EventLogReader(Decoder(Application.of_log(log.name)), Position())) as reader:
+    with closing(EventLogReader(Decoder(SparkApplication.of_log(log.name)), LogPosition())) as reader:
         batch = reader.read(log)
     assert (batch.problems, batch.more) == ([], False), log.name
     return batch.events

@@ -13,8 +13,8 @@ from aviso_workers.backends import Administration
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.backends.jetstream import admin as module
-from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.management import Management
+from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.management import JetStreamManagement
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.server import NatsServer
 from tests.waits import PATIENCE_SECONDS, PROMPT_SECONDS
@@ -112,8 +112,8 @@ class ListingConnection:
     """A connection to a server whose answers to a listing are these, one after another."""
 
     @property
-    def management(self) -> Management:
-        return Management(cast(Connection, self))
+    def management(self) -> JetStreamManagement:
+        return JetStreamManagement(cast(JetStreamConnection, self))
 
     def __init__(self, *answers: tuple[int, list[str]]) -> None:
         self._answers = list(answers)

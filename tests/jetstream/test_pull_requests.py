@@ -10,7 +10,7 @@ import pytest
 
 from aviso_workers._fast import SEQUENCE
 from aviso_workers.backends.jetstream import pull_requests
-from aviso_workers.backends.jetstream.pull_requests import MOST_BYTES, PullSubscription
+from aviso_workers.backends.jetstream.pull_requests import MAX_BYTES, PullSubscription
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnansweredError, UnavailableError
 from tests.jetstream.conftest import PlayedConnection
 from tests.waits import PATIENCE_SECONDS
@@ -38,7 +38,7 @@ async def test_a_request_is_for_some_messages_within_half_a_minute_and_not_too_m
     pulls.ask(10)
 
     assert asked(played) == [
-        {"batch": 10, "max_bytes": MOST_BYTES, "expires": 30 * SECOND, "idle_heartbeat": 5 * SECOND}
+        {"batch": 10, "max_bytes": MAX_BYTES, "expires": 30 * SECOND, "idle_heartbeat": 5 * SECOND}
     ]
     assert pulls.outstanding == 10
 
@@ -91,12 +91,12 @@ async def test_a_new_consumer_that_is_not_known_everywhere_is_asked_again(
         ("404", "No Messages", {}, 0, None),
         ("409", "Leadership Change", {"Nats-Pending-Messages": "4", "Nats-Pending-Bytes": "9"}, 6, None),
         ("409", "Batch Completed", {"Nats-Pending-Messages": "4", "Nats-Pending-Bytes": "9"}, 6, None),
-        ("409", "Server Shutdown", {"Nats-Pending-Messages": "10", "Nats-Pending-Bytes": str(MOST_BYTES)}, 0, None),
+        ("409", "Server Shutdown", {"Nats-Pending-Messages": "10", "Nats-Pending-Bytes": str(MAX_BYTES)}, 0, None),
         ("409", "Message Size Exceeds MaxBytes", {"Nats-Pending-Messages": "4", "Nats-Pending-Bytes": "9"}, 6, None),
         (
             "409",
             "Message Size Exceeds MaxBytes",
-            {"Nats-Pending-Messages": "10", "Nats-Pending-Bytes": str(MOST_BYTES)},
+            {"Nats-Pending-Messages": "10", "Nats-Pending-Bytes": str(MAX_BYTES)},
             0,
             RefusedError,
         ),

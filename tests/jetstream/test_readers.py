@@ -260,7 +260,7 @@ async def test_a_reading_raises_where_its_stream_holds_more_than_comes(monkeypat
         assert (await anext(messages)).sequence == 1
         with pytest.raises(UnavailableError, match="delivers nothing of MARS after 1"):
             await anext(messages)
-    assert stream.asked == [{"seq": 2, "next_by_subj": "mars.>"}] * (readers.MOST_CHECKS + 1)
+    assert stream.asked == [{"seq": 2, "next_by_subj": "mars.>"}] * (readers.MAX_CHECKS + 1)
 
 
 async def test_a_leader_that_lacks_what_comes_meanwhile_has_not_proven_the_end() -> None:
@@ -317,7 +317,7 @@ async def test_a_chunk_is_full_when_it_has_so_many_bytes(monkeypatch: pytest.Mon
 async def test_a_consumer_that_delivers_slowly_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks in a row count, and a message ends the row."""
     monkeypatch.setattr(readers, "CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(readers, "MOST_CHECKS", 3)
+    monkeypatch.setattr(readers, "MAX_CHECKS", 3)
     stream = PlayedStream(held=6)
 
     async def deliver_slowly() -> None:

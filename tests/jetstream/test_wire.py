@@ -17,9 +17,9 @@ from nats.protocol.parser import Parser
 from aviso_workers._fast import Arrival
 from aviso_workers.backends.jetstream import wire
 from aviso_workers.backends.jetstream.wire import (
-    Dispatcher,
     HeaderBlocks,
     Headers,
+    ListeningParser,
     PublicWire,
     Wire,
     header_block,
@@ -112,7 +112,7 @@ async def feed(parser: Parser, data: bytes, cuts: list[int]) -> type[Exception] 
 def both(data: bytes, cuts: list[int]) -> tuple[Recorded, Recorded, type[Exception] | None, type[Exception] | None]:
     """What nats-py makes of the data, and what we do."""
     theirs, ours = Recorded(), Recorded()
-    dispatcher = Dispatcher(ours, Parser(ours))  # type: ignore[arg-type]
+    dispatcher = ListeningParser(ours, Parser(ours))  # type: ignore[arg-type]
     dispatcher.listeners[OURS] = ours.listen
     return theirs, ours, asyncio.run(feed(Parser(theirs), data, cuts)), asyncio.run(feed(dispatcher, data, cuts))
 
@@ -143,7 +143,7 @@ def test_what_is_malformed_ends_it_after_what_was_not(malformed: bytes, pieces: 
 async def test_a_subject_may_hold_what_python_takes_for_a_blank(control: str) -> None:
     """A server parts the words of a line by spaces and tabs, and takes all else that a client puts into a subject."""
     heard = Recorded()
-    dispatcher = Dispatcher(heard, Parser(heard))  # type: ignore[arg-type]
+    dispatcher = ListeningParser(heard, Parser(heard))  # type: ignore[arg-type]
     dispatcher.listeners[OURS] = heard.listen
     subject = f"mars.a{control}b"
 
@@ -155,7 +155,7 @@ async def test_a_subject_may_hold_what_python_takes_for_a_blank(control: str) ->
 
 async def test_a_command_that_is_not_whole_is_kept_for_the_next_read() -> None:
     heard = Recorded()
-    dispatcher = Dispatcher(heard, Parser(heard))  # type: ignore[arg-type]
+    dispatcher = ListeningParser(heard, Parser(heard))  # type: ignore[arg-type]
     dispatcher.listeners[OURS] = heard.listen
     whole = message("a", OURS, "r", b"NATS/1.0\r\n\r\n", b"x" * 10)
     for position in range(len(whole) - 1):
@@ -170,7 +170,7 @@ async def test_a_command_that_is_not_whole_is_kept_for_the_next_read() -> None:
 
 async def test_what_was_left_of_a_lost_connection_does_not_come_into_the_next() -> None:
     heard = Recorded()
-    dispatcher = Dispatcher(heard, Parser(heard))  # type: ignore[arg-type]
+    dispatcher = ListeningParser(heard, Parser(heard))  # type: ignore[arg-type]
     dispatcher.listeners[OURS] = heard.listen
     await dispatcher.parse(message("a", OURS, "", b"", b"lost")[:-3])
     dispatcher.reset()
@@ -182,7 +182,7 @@ async def test_what_was_left_of_a_lost_connection_does_not_come_into_the_next() 
 
 async def test_a_connection_that_ends_within_a_read_ends_it() -> None:
     heard = Recorded()
-    dispatcher = Dispatcher(heard, Parser(heard))  # type: ignore[arg-type]
+    dispatcher = ListeningParser(heard, Parser(heard))  # type: ignore[arg-type]
     dispatcher.listeners[OURS] = heard.listen
 
     async def lose_connection(error: str) -> None:
@@ -199,7 +199,7 @@ async def test_a_listener_that_fails_does_not_end_the_reading() -> None:
     reported: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context["message"]))
     heard = Recorded()
-    dispatcher = Dispatcher(heard, Parser(heard))  # type: ignore[arg-type]
+    dispatcher = ListeningParser(heard, Parser(heard))  # type: ignore[arg-type]
 
     def fail(arrivals: Sequence[Arrival]) -> None:
         raise ValueError("not now")
@@ -251,7 +251,7 @@ def test_header_blocks_are_read_where_somebody_looks() -> None:
 async def test_a_listener_is_told_at_once_of_all_that_came_for_it_in_one_read() -> None:
     told: list[int] = []
     heard = Recorded()
-    dispatcher = Dispatcher(heard, Parser(heard))  # type: ignore[arg-type]
+    dispatcher = ListeningParser(heard, Parser(heard))  # type: ignore[arg-type]
     dispatcher.listeners[OURS] = lambda arrivals: told.append(len(arrivals))
 
     await dispatcher.parse(message("a", OURS, "", b"", b"1") * 3 + b"PING\r\n" + message("a", OURS, "", b"", b"1"))

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Notification, config
-from aviso_workers.backends.jetstream.connection import MOST_DENIALS, Connection
+from aviso_workers.backends.jetstream.connection import MAX_DENIALS, JetStreamConnection
 from aviso_workers.engine import replay
 from aviso_workers.errors import DeniedError, UnansweredError
 from aviso_workers.events import AgentDisturbed
@@ -19,7 +19,7 @@ from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-MANY = 2 * MOST_DENIALS
+MANY = 2 * MAX_DENIALS
 
 
 async def test_what_is_denied_is_told_once_for_each_kind_of_subject(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ async def test_what_is_denied_is_told_once_for_each_kind_of_subject(tmp_path: Pa
         settings = config.JetStream(
             nats_url=config.ServerUrls(server.url), user="worker", password=config.Secret("right")
         )
-        connection = Connection(settings, on_connection=listen)
+        connection = JetStreamConnection(settings, on_connection=listen)
         await connection.open()
         for number in range(MANY):
             for subject in (
@@ -56,7 +56,7 @@ async def test_what_is_denied_is_told_once_for_each_kind_of_subject(tmp_path: Pa
         "publish to $kv.field_failures.>",
         "publish to mars.>",
     ]
-    assert remembered <= MOST_DENIALS
+    assert remembered <= MAX_DENIALS
 
 
 @pytest.mark.parametrize("read", ["replay", "watch"])
@@ -83,7 +83,7 @@ async def test_a_reading_that_may_not_pull_ends_and_names_the_subject(tmp_path: 
 async def test_a_reading_whose_account_lacks_an_import_ends_and_names_the_request(
     tmp_path: Path, read: str, lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replay, "MOST_UNANSWERED", 2)
+    monkeypatch.setattr(replay, "MAX_UNANSWERED", 2)
     requests = ("INFO", "STREAM.INFO.MARS", "STREAM.MSG.GET.MARS", "CONSUMER.CREATE.MARS", "CONSUMER.MSG.NEXT.MARS.*")
     imported = [f"$JS.API.{request}" for request in requests if not request.startswith(lacking)]
     imports = ", ".join(f'{{service: {{account: OWNER, subject: "{subject}"}}}}' for subject in imported)

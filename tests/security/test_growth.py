@@ -23,7 +23,7 @@ from aviso_workers.jetstream import subjects
 PACKAGES = (aviso_workers, aviso_agents)
 LENGTH = 500
 TIMES_LONGER = 4
-MOST_GROWTH = 9.0
+MAX_GROWTH = 9.0
 """Linear is 4, quadratic is 16."""
 SHORT_SECONDS = 0.005
 """What takes less is not judged: so little says nothing about growth. A quadratic pattern takes longer."""
@@ -145,7 +145,7 @@ def test_no_pattern_takes_longer_than_its_text(place: str) -> None:
     if begin:
         deeds[f"{begin!r} again and again"] = lambda length: tried(begin * length)
 
-    slow = {what: round(grown, 1) for what, deed in deeds.items() if (grown := growth(deed)) > MOST_GROWTH}
+    slow = {what: round(grown, 1) for what, deed in deeds.items() if (grown := growth(deed)) > MAX_GROWTH}
 
     assert methods, f"{place}: nobody uses {pattern.pattern!r}"
     assert not slow, f"{place}: {pattern.pattern!r} takes so many times longer for {TIMES_LONGER} times the text"
@@ -189,7 +189,7 @@ def test_a_payload_of_numbers_that_are_slow_to_read_is_refused_within_no_time(nu
 
 
 def test_a_polygon_whose_points_are_next_to_nothing_apart_is_compared_at_once() -> None:
-    ring = [(0.0 if each % 2 else 1e-310 * (each + 1), 1e-310 * (each + 3)) for each in range(spatial.MOST_POINTS - 1)]
+    ring = [(0.0 if each % 2 else 1e-310 * (each + 1), 1e-310 * (each + 3)) for each in range(spatial.MAX_POINTS - 1)]
     polygon = spatial.parse_polygon([*map(list, ring), list(ring[0])])
 
     assert seconds(lambda: polygon.contains((1e-310, 1e-309))) < 0.3

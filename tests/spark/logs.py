@@ -14,8 +14,8 @@ import pyarrow
 import zstandard
 
 from aviso_workers.spark import event_log, job_events
-from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
-from aviso_workers.spark.job_events import Application
+from aviso_workers.spark.event_log import EventLog, EventLogReader, LogPosition
+from aviso_workers.spark.job_events import SparkApplication
 
 __all__ = ["NAMES", "ids_in", "logs_in", "raw"]
 
@@ -71,8 +71,8 @@ WHOLE: dict[str, Callable[[bytes], bytes]] = {"": bytes, "zstd": _of_zstd, "lz4"
 
 def ids_in(log: EventLog) -> list[str]:
     """The ids of all events of a log, in order."""
-    decode = partial(job_events.decode, application=Application.of_log(log.name))
-    with closing(EventLogReader(decode, Position())) as reader:
+    decode = partial(job_events.decode, application=SparkApplication.of_log(log.name))
+    with closing(EventLogReader(decode, LogPosition())) as reader:
         batch = reader.read(log)
     assert not batch.more
     return [event.message_id("local") for event in batch.events]

@@ -7,11 +7,11 @@ import re
 import pytest
 
 from aviso_workers.spark import archive_lists
-from aviso_workers.spark.archive_lists import Entry, FileList
+from aviso_workers.spark.archive_lists import ArchivedFile, FileList
 
 
-def entry(number: int) -> Entry:
-    return Entry(path=f"file:/data/%7B/date=2026-11-20/{number}-0.parquet", size=number, modification_time=1)
+def entry(number: int) -> ArchivedFile:
+    return ArchivedFile(path=f"file:/data/%7B/date=2026-11-20/{number}-0.parquet", size=number, modification_time=1)
 
 
 WHOLE = archive_lists.encode([entry(number) for number in range(3)])

@@ -16,7 +16,7 @@ from aviso_workers.engine.publisher import Publisher
 from aviso_workers.events import Events
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import writers
-from aviso_workers.spark.connections import Connection, connected, load_config
+from aviso_workers.spark.connections import BlockingConnection, connected, load_config
 from tests.waits import PATIENCE_SECONDS
 
 DEFAULT_ATTEMPTS, DEFAULT_ATTEMPTS_AT_START = 5, 3
@@ -44,7 +44,7 @@ def config(server: NatsServer, tmp_path: Path) -> str:
     return str(path)
 
 
-def publisher_of(connection: Connection, settings: Config) -> Publisher:
+def publisher_of(connection: BlockingConnection, settings: Config) -> Publisher:
     """What a task that writes publishes with, once it has made the stream."""
     provisioner = Provisioner(connection.backend, management="reconcile", events=Events())
     connection.call(provisioner.ensure, streams.event_stream("mars", settings.notification_schema["mars"], settings))

@@ -12,9 +12,9 @@ from pyarrow import parquet
 from aviso_workers.backends import OutgoingChunk
 from aviso_workers.errors import InvalidNotificationError, PipelineError
 from aviso_workers.spark import dead_letters
-from aviso_workers.spark.dead_letters import DeadLetters
+from aviso_workers.spark.dead_letters import RefusedRows
 from aviso_workers.spark.options import WriteOptions
-from aviso_workers.spark.writers import BatchWriter, Written
+from aviso_workers.spark.writers import BatchWriter, WrittenRows
 
 
 def batch_of(*steps: int) -> pa.RecordBatch:
@@ -45,7 +45,7 @@ def test_each_row_that_is_wrong_stands_alone_and_the_others_keep_their_order(ste
 
 def test_the_same_rows_are_the_same_file_and_others_another_one(tmp_path: Path) -> None:
     def save(*steps: int) -> Path:
-        refused = DeadLetters(str(tmp_path / "bad rows"), task="query/1/0")
+        refused = RefusedRows(str(tmp_path / "bad rows"), task="query/1/0")
         for step in steps:
             refused.add(batch_of(step), f"{step} is below 0")
         return Path(refused.save())
@@ -58,13 +58,13 @@ def test_the_same_rows_are_the_same_file_and_others_another_one(tmp_path: Path) 
         {"step": -2, "reason": "-2 is below 0"},
     ]
     assert {path.name for path in first.parent.iterdir()} == {first.name, other.name}
-    assert DeadLetters(str(tmp_path / "none"), task="").save() == ""
+    assert RefusedRows(str(tmp_path / "none"), task="").save() == ""
     assert not (tmp_path / "none").exists()
 
 
 def test_a_file_that_a_power_cut_has_left_empty_is_written_again(tmp_path: Path) -> None:
     def save() -> Path:
-        refused = DeadLetters(str(tmp_path), task="query/1/0")
+        refused = RefusedRows(str(tmp_path), task="query/1/0")
         refused.add(batch_of(-1), "-1 is below 0")
         return Path(refused.save())
 
@@ -76,7 +76,7 @@ def test_a_file_that_a_power_cut_has_left_empty_is_written_again(tmp_path: Path)
 def test_a_row_is_cut_in_an_error() -> None:
     assert dead_letters.excerpt(batch_of(1)) == "{'step': 1}"
     long = pa.RecordBatch.from_pydict({"payload": ["x" * 1000]})
-    assert len(dead_letters.excerpt(long)) == dead_letters.MOST_SHOWN + len("...")
+    assert len(dead_letters.excerpt(long)) == dead_letters.MAX_SHOWN + len("...")
 
 
 class TestTheEndOfAWrite:
@@ -84,7 +84,9 @@ class TestTheEndOfAWrite:
         writer = BatchWriter(WriteOptions(event="mars", id_column="id", dead_letters="/bad"))
 
         with caplog.at_level(logging.INFO):
-            writer.commit([Written(rows=10, duplicates=3, refused=0), Written(rows=5, duplicates=1, replaced=1), None])
+            writer.commit(
+                [WrittenRows(rows=10, duplicates=3, refused=0), WrittenRows(rows=5, duplicates=1, replaced=1), None]
+            )
 
         assert caplog.messages == [
             "mars: 15 rows, 11 stored, 4 discarded because the stream had them already (of which 1 were not compared: "
@@ -97,6 +99,6 @@ class TestTheEndOfAWrite:
         there, elsewhere = tmp_path / "a.parquet", tmp_path / "b.parquet"
         there.touch()
 
-        writer.commit([Written(rows=1, refused=1, dead_letters=str(there))])
+        writer.commit([WrittenRows(rows=1, refused=1, dead_letters=str(there))])
         with pytest.raises(PipelineError, match=f"{elsewhere} was written by an executor, and the driver finds no"):
-            writer.commit([Written(rows=1, refused=1, dead_letters=str(elsewhere))])
+            writer.commit([WrittenRows(rows=1, refused=1, dead_letters=str(elsewhere))])

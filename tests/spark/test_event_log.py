@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from aviso_workers.errors import UndecodableError
 from aviso_workers.spark import event_log
-from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
+from aviso_workers.spark.event_log import EventLog, EventLogReader, LogPosition
 
 CODECS = ["", ".zstd", ".lz4", ".snappy"]
 
@@ -70,8 +70,8 @@ def readers_are_closed() -> Iterator[None]:
         READERS.pop().close()
 
 
-def reader_at(position: Position | None = None) -> EventLogReader[bytes]:
-    READERS.append(EventLogReader(take, position or Position()))
+def reader_at(position: LogPosition | None = None) -> EventLogReader[bytes]:
+    READERS.append(EventLogReader(take, position or LogPosition()))
     return READERS[-1]
 
 
@@ -209,7 +209,7 @@ def test_a_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
         log = event_log.snapshot(str(tmp_path / "app-1"))
         assert log is not None
         assert read_all(reader, log) == (expected, [])
-    assert reader.position == Position(index=0, offset=len(line(1)) + 1, size=file.stat().st_size)
+    assert reader.position == LogPosition(index=0, offset=len(line(1)) + 1, size=file.stat().st_size)
     with file.open("ab") as out:
         out.write(line(2)[20:] + b"\n")
     log = event_log.snapshot(str(tmp_path / "app-1"))
@@ -312,7 +312,7 @@ def test_a_large_log_comes_in_parts_and_is_never_held_whole(tmp_path: Path, monk
             out.write(zstandard.ZstdCompressor().compress(part))
     log = event_log.snapshot(str(file))
     assert log is not None
-    reader: EventLogReader[bytes] = EventLogReader(lambda _: None, Position())
+    reader: EventLogReader[bytes] = EventLogReader(lambda _: None, LogPosition())
     READERS.append(reader)
     tracemalloc.start()
     read_all(reader, log)

@@ -16,7 +16,7 @@ import yaml
 from aviso_agents import spark_events
 from aviso_workers import App
 from aviso_workers.spark import log_directories
-from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
+from aviso_workers.spark.event_log import EventLog, EventLogReader, LogPosition
 from aviso_workers.spark.log_directories import LogDirectories
 from tests.spark.test_event_log import line, on_disk, read_all, take
 from tests.waits import PATIENCE_SECONDS
@@ -107,7 +107,7 @@ def found(directories: LogDirectories) -> dict[str, EventLog]:
     return {log.name: log for log in logs if isinstance(log, EventLog)}
 
 
-def reader_of(directories: LogDirectories, log: EventLog, position: Position) -> EventLogReader[bytes]:
+def reader_of(directories: LogDirectories, log: EventLog, position: LogPosition) -> EventLogReader[bytes]:
     return EventLogReader(take, position, open_file=lambda path: directories.open(path, log=log.path))
 
 
@@ -118,7 +118,7 @@ def test_a_rolling_log_is_read_file_by_file_as_its_objects_appear(bucket: Bucket
     bucket.put(f"eventlog_v2_app-1/events_1_app-1{codec}", on_disk([line(1), line(2)], codec))
     directories = LogDirectories([bucket.url])
     log = found(directories)["app-1"]
-    reader = reader_of(directories, log, Position())
+    reader = reader_of(directories, log, LogPosition())
     assert (read_all(reader, log), log.complete) == (([line(1), line(2)], []), False)
 
     bucket.put(f"eventlog_v2_app-1/events_2_app-1{codec}", on_disk([line(3)], codec))
@@ -127,7 +127,7 @@ def test_a_rolling_log_is_read_file_by_file_as_its_objects_appear(bucket: Bucket
     bucket.put(f"eventlog_v2_app-1/events_2_app-1{codec}.compact", on_disk([line(2)], ".zstd"))
     bucket.put(f"eventlog_v2_app-1/events_3_app-1{codec}", on_disk([line(4)], codec))
     bucket.put("eventlog_v2_app-1/appstatus_app-1")  # a rename is a copy, and then a removal
-    again = reader_of(directories, log, Position(index=3))
+    again = reader_of(directories, log, LogPosition(index=3))
     log = found(directories)["app-1"]
     assert log.complete
     assert [file.place for file in log.files] == [(2, True), (3, False)]
@@ -140,7 +140,7 @@ def test_a_single_log_is_read_on_where_its_object_is_replaced_by_one_that_has_mo
     bucket.make().put(f"app-1{codec}.inprogress", on_disk([line(1)], codec))
     directories = LogDirectories([bucket.url])
     log = found(directories)["app-1"]
-    reader = reader_of(directories, log, Position())
+    reader = reader_of(directories, log, LogPosition())
     assert read_all(reader, log) == ([line(1)], [])
 
     bucket.put(f"app-1{codec}", on_disk([line(1), line(2)], codec))
@@ -179,11 +179,11 @@ def test_a_file_is_read_by_ranges_from_where_the_reader_is(bucket: Bucket, reque
     log = found(directories)["app-1"]
     requests.take("GET")
 
-    first = reader_of(directories, log, Position())
+    first = reader_of(directories, log, LogPosition())
     assert read_all(first, log) == (events, [])
     whole = requests.take("GET")
     half = sum(len(event) + 1 for event in events[:75_000])
-    rest = reader_of(directories, log, Position(offset=half, size=half))
+    rest = reader_of(directories, log, LogPosition(offset=half, size=half))
     assert read_all(rest, log) == (events[75_000:], [])
     assert (len(whole), len(requests.take("GET"))) == (4, 1)
     assert all(" 206 " in request for request in whole)
@@ -208,10 +208,10 @@ def test_an_object_that_is_gone_since_the_listing_is_no_event_and_no_loss(bucket
     log = found(directories)["app-1"]
     bucket.delete("app-1")
     bucket.put("app-2")
-    reader = reader_of(directories, log, Position())
+    reader = reader_of(directories, log, LogPosition())
     with pytest.raises(FileNotFoundError):
         reader.read(log)
-    assert reader.position == Position()
+    assert reader.position == LogPosition()
     assert set(found(directories)) == {"app-2"}
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from aviso_workers.errors import UndecodableError
 from aviso_workers.spark import job_events
-from aviso_workers.spark.job_events import Application, JobEvent
+from aviso_workers.spark.job_events import JobEvent, SparkApplication
 
-APPLICATION = Application(id="local-1795221705647")
+APPLICATION = SparkApplication(id="local-1795221705647")
 SQL = "org.apache.spark.sql.execution.ui.SparkListenerSQLExecution"
 QUERY = "org.apache.spark.sql.streaming.StreamingQueryListener$Query"
 STAGE = {"Stage ID": 7, "Stage Attempt ID": 1, "Stage Name": "collect at job.py:16", "Number of Tasks": 200}
@@ -377,15 +377,15 @@ def test_each_run_of_a_query_and_each_of_its_reports_has_its_own_id() -> None:
 @pytest.mark.parametrize(
     ("log", "application"),
     [
-        ("local-1795221705647", Application(id="local-1795221705647")),
-        ("app-20261121004156-0000", Application(id="app-20261121004156-0000")),
-        ("application_1795221705647_0001", Application(id="application_1795221705647_0001")),
-        ("application_1795221705647_0001_2", Application(id="application_1795221705647_0001", attempt="2")),
-        ("spark-4f1c2d_1", Application(id="spark-4f1c2d_1")),
+        ("local-1795221705647", SparkApplication(id="local-1795221705647")),
+        ("app-20261121004156-0000", SparkApplication(id="app-20261121004156-0000")),
+        ("application_1795221705647_0001", SparkApplication(id="application_1795221705647_0001")),
+        ("application_1795221705647_0001_2", SparkApplication(id="application_1795221705647_0001", attempt="2")),
+        ("spark-4f1c2d_1", SparkApplication(id="spark-4f1c2d_1")),
     ],
 )
-def test_the_name_of_a_log_tells_the_application(log: str, application: Application) -> None:
-    assert Application.of_log(log) == application
+def test_the_name_of_a_log_tells_the_application(log: str, application: SparkApplication) -> None:
+    assert SparkApplication.of_log(log) == application
 
 
 def test_text_and_bytes_are_read_alike() -> None:

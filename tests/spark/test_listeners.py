@@ -20,7 +20,7 @@ from aviso_workers.config import load
 from aviso_workers.errors import UnknownEventTypeError
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import listen, listeners
-from aviso_workers.spark.job_events import Application
+from aviso_workers.spark.job_events import SparkApplication
 from aviso_workers.spark.listeners import Listener
 from tests.spark.logs import ids_in, logs_in
 from tests.waits import LONG_SECONDS, PATIENCE_SECONDS
@@ -88,7 +88,7 @@ async def test_what_spark_tells_its_listeners_late_is_left_to_the_agent(app: App
         hear(event)
         return lambda: None
 
-    listener = Listener(load(config), Application(id="local-1"))
+    listener = Listener(load(config), SparkApplication(id="local-1"))
     await anyio.to_thread.run_sync(listener.start, tell, None)
     await anyio.to_thread.run_sync(listener.close)
     assert (listener.stored, listener.dropped) == (0, 1)
@@ -118,7 +118,7 @@ async def test_without_a_server_spark_works_on_and_what_is_dropped_is_counted(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(listeners, "MOST_WAITING", 5)
+    monkeypatch.setattr(listeners, "MAX_WAITING", 5)
     server.stop()
     spark = await anyio.to_thread.run_sync(start_spark, tmp_path / "logs", {})
     try:

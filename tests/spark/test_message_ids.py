@@ -78,7 +78,7 @@ def test_the_same_rows_in_another_order_store_nothing_twice(rows: list[Row], ord
 def test_more_rows_than_are_remembered_are_all_stored_and_once_in_the_same_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(message_ids, "MOST_REMEMBERED", 3)
+    monkeypatch.setattr(message_ids, "MAX_REMEMBERED", 3)
     rows = [(step, "null") for step in (1, 2, 3, 4, 4, 1, 5)]
     stored: Stored = {}
 

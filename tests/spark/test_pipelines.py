@@ -25,7 +25,7 @@ from aviso_workers.aviso.codec import MARKER_HEADER
 from aviso_workers.errors import InvalidIdentifierError, PipelineError
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import archive_filters, archives, backfill, completeness, once, sessions
-from aviso_workers.spark.archive_lists import Entry
+from aviso_workers.spark.archive_lists import ArchivedFile
 from aviso_workers.spark.backfill import Backfilled
 from aviso_workers.spark.completeness import Reported
 from aviso_workers.spark.files import Files
@@ -292,7 +292,7 @@ class TestArchive:
         slow.add(self.batch(place, 1), 1)
         take_in = archives._Archive._take_in
 
-        def sleep_then(run: archives._Archive, number: int) -> list[Entry]:
+        def sleep_then(run: archives._Archive, number: int) -> list[ArchivedFile]:
             taken = take_in(run, number)
             if run is slow:
                 quick.add(self.batch(place, 2), 2)
@@ -313,7 +313,7 @@ class TestArchive:
         first, second = (archives._Archive(Files(place.spark, self.path(place))) for _ in range(2))
         take_in = archives._Archive._take_in
 
-        def be_overtaken(run: archives._Archive, number: int) -> list[Entry]:
+        def be_overtaken(run: archives._Archive, number: int) -> list[ArchivedFile]:
             if run is first:
                 second.add(batch, number)
             return take_in(run, number)

@@ -16,8 +16,8 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from aviso_workers.spark import event_log, job_events
-from aviso_workers.spark.event_log import EventLog, EventLogReader, Position
-from aviso_workers.spark.job_events import Application, JobEvent
+from aviso_workers.spark.event_log import EventLog, EventLogReader, LogPosition
+from aviso_workers.spark.job_events import JobEvent, SparkApplication
 from tests.spark.logs import NAMES, raw
 
 MODES = {
@@ -69,11 +69,11 @@ def log(application: Recorded) -> EventLog:
 
 @pytest.fixture
 def events(log: EventLog) -> list[JobEvent]:
-    return read(log, Position())
+    return read(log, LogPosition())
 
 
-def read(log: EventLog, position: Position) -> list[JobEvent]:
-    decode = partial(job_events.decode, application=Application.of_log(log.name))
+def read(log: EventLog, position: LogPosition) -> list[JobEvent]:
+    decode = partial(job_events.decode, application=SparkApplication.of_log(log.name))
     with closing(EventLogReader(decode, position)) as reader:
         batch = reader.read(log)
     assert (batch.problems, batch.more) == ([], False)
@@ -82,7 +82,7 @@ def read(log: EventLog, position: Position) -> list[JobEvent]:
 
 def test_the_log_is_complete_and_named_by_its_application(log: EventLog, application: Recorded) -> None:
     assert (log.complete, log.problem) == (True, None)
-    assert Application.of_log(log.name) == Application(id=application.id)
+    assert SparkApplication.of_log(log.name) == SparkApplication(id=application.id)
 
 
 def test_each_event_but_those_of_tasks_is_there_once(log: EventLog, events: list[JobEvent]) -> None:
@@ -130,7 +130,7 @@ def test_reading_goes_on_anywhere(log: EventLog, events: list[JobEvent]) -> None
     (file,) = log.files
     lines = [json.dumps(event, separators=(",", ":")) for event in raw(log)]
     offset = len("".join(f"{line}\n" for line in lines[: len(lines) // 2]))
-    rest = read(log, Position(index=file.index, offset=offset, size=1))
+    rest = read(log, LogPosition(index=file.index, offset=offset, size=1))
     assert 0 < len(rest) < len(events)
     assert rest == events[-len(rest) :]
 
@@ -141,7 +141,7 @@ def test_wherever_the_log_is_cut_it_is_read_on_when_it_has_grown(log: EventLog, 
     whole = raw(log)
     cut = tmp_path / Path(file.path).name
     for end in [*range(1, 25), *range(25, len(content), len(content) // 20), *range(len(content) - 25, len(content))]:
-        reader = EventLogReader(json.loads, Position())
+        reader = EventLogReader(json.loads, LogPosition())
         events = []
         for size in (end, len(content)):
             cut.write_bytes(content[:size])
@@ -175,8 +175,8 @@ def test_what_sparks_own_compaction_leaves_is_read(
         ((3, False), ""),
         ((4, False), ""),
     ]
-    decode = partial(job_events.decode, application=Application(id=log.name))
-    with closing(EventLogReader(decode, Position())) as reader:
+    decode = partial(job_events.decode, application=SparkApplication(id=log.name))
+    with closing(EventLogReader(decode, LogPosition())) as reader:
         batch = reader.read(compacted)
     left = [event for event in events if event in batch.events]
     assert batch.events == left

@@ -18,7 +18,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from aviso_workers.errors import NotFoundError
 from aviso_workers.jetstream.info import StreamConfig, StreamInfo
 from aviso_workers.spark import job_events, offsets
-from aviso_workers.spark.job_events import Application
+from aviso_workers.spark.job_events import SparkApplication
 from tests.presence import present
 from tests.spark.place import Place, run_to_its_end
 from tests.waits import PATIENCE_SECONDS
@@ -128,7 +128,7 @@ def test_progress_says_how_far_the_query_is_behind(place: Place, copying: Copyin
 
     assert (first["stream"], first["sequence"], first["lag"], second["lag"]) == ("MARS", 6, 1, 0)
     told = job_events.decode(
-        f'{{"Event":"{PROGRESS}","progress":{query.recentProgress[0].json}}}', Application(id="local-1")
+        f'{{"Event":"{PROGRESS}","progress":{query.recentProgress[0].json}}}', SparkApplication(id="local-1")
     )
     assert told is not None
     assert told.payload["sources"][0]["description"] == "aviso stream MARS"

@@ -106,7 +106,7 @@ def test_any_value_is_read_as_what_it_is_and_written_as_it_was(
     )
 
     wanted = cast(StructType, StructType.fromDDL(columns.ddl(reading, layout)))
-    batch = columns.Columns(wanted, layout, reading=reading).batch(chunk)
+    batch = columns.ColumnConverter(wanted, layout, reading=reading).batch(chunk)
     frame = pa.RecordBatch.from_pydict({name: batch[name] for name in ("identifier", "payload")})
     written = Rows("all", known, most_bytes=10_000).chunk(frame, ContentIds("test", partition=0))
 

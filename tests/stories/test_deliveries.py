@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from aviso_workers import App
-from aviso_workers.engine.flow import MOST_PREFETCH
+from aviso_workers.engine.flow import MAX_PREFETCH
 from aviso_workers.errors import NotFoundError
 from aviso_workers.state.dead_letter_records import DeadLetter
 from aviso_workers.state.own_streams import DEAD_LETTERS
@@ -334,7 +334,7 @@ async def test_a_worker_whose_threads_are_stuck_is_not_ready_says_so_once_and_st
 async def test_a_key_with_more_than_a_worker_prefetches_stays_in_order_in_each_worker_although_they_are_killed(
     run_worker: RunWorker, publish: Publish, record: Record, server: Server
 ) -> None:
-    slow, fast = range(MOST_PREFETCH + 200), range(10_000, 10_100)
+    slow, fast = range(MAX_PREFETCH + 200), range(10_000, 10_100)
     await publish(slow, expver="0001", seconds=0.002)
     await publish(fast, expver="0002")
     pids = []

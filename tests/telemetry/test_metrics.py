@@ -40,7 +40,7 @@ from aviso_workers.events import (
 )
 from aviso_workers.jetstream import identities
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
-from aviso_workers.telemetry.metrics import MOST_REASONS, RETRY_REASONS, FleetMetrics, Metrics, Missed
+from aviso_workers.telemetry.metrics import MAX_REASONS, RETRY_REASONS, FleetMetrics, Metrics, Missed
 from tests import programs
 
 OF_APP = {"app": "field-index"}
@@ -353,9 +353,9 @@ def test_an_author_who_makes_up_exceptions_makes_up_no_series_without_end(metric
     for number in range(1000):
         metrics.observe(settled("retried", reason=f"Error{number}"))
     reasons = series(metrics, "retries_total")
-    assert len(reasons) == MOST_REASONS + 1
+    assert len(reasons) == MAX_REASONS + 1
     assert sum(reasons.values()) == 1000
-    assert sample(metrics, "retries_total", **OF_INDEX, reason="other") == 1000 - (MOST_REASONS - len(RETRY_REASONS))
+    assert sample(metrics, "retries_total", **OF_INDEX, reason="other") == 1000 - (MAX_REASONS - len(RETRY_REASONS))
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,8 @@ def test_connections_that_say_nothing_keep_no_probe_from_its_answer(server: Stat
     try:
         assert get(server, "/livez") == (200, "ok\n")
         # The oldest are closed: else each would take a thread and a descriptor for as long as it likes.
-        assert [connection.recv(1) for connection in idle[: 300 - status.MOST_CONNECTIONS]] == [b""] * (
-            300 - status.MOST_CONNECTIONS
+        assert [connection.recv(1) for connection in idle[: 300 - status.MAX_CONNECTIONS]] == [b""] * (
+            300 - status.MAX_CONNECTIONS
         )
     finally:
         for connection in idle:

@@ -19,8 +19,8 @@ from aviso_workers.aviso.literals import Size
 from aviso_workers.declare.retry import Backoff
 from aviso_workers.errors import ConfigError, WorkerProcessError
 from aviso_workers.worker import fleet
-from aviso_workers.worker.fleet import Fleet, Plan
-from aviso_workers.worker.fleet_process import Limits, Member
+from aviso_workers.worker.fleet import Fleet, FleetPlan
+from aviso_workers.worker.fleet_process import FleetMember, RecycleLimits
 from tests.stories.processes import until
 
 pytestmark = pytest.mark.anyio
@@ -58,7 +58,7 @@ async def test_a_process_that_crashes_again_and_again_ends_the_fleet_and_says_wh
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fleet, "RESTARTS", Backoff(first=0.01, max=0.01, attempts=3))
-    crashing = Fleet(app, Plan(command=(sys.executable, "-c", FIRST_CRASHES), processes=2))
+    crashing = Fleet(app, FleetPlan(command=(sys.executable, "-c", FIRST_CRASHES), processes=2))
     with pytest.raises(WorkerProcessError) as raised:
         await crashing.work()
     assert str(raised.value) == (
@@ -75,7 +75,7 @@ async def test_a_process_that_leaves_with_0_though_nothing_has_stopped_it_counts
     app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet, "RESTARTS", Backoff(first=0.01, max=0.01, attempts=3))
-    leaving = Fleet(app, Plan(command=(sys.executable, "-c", FIRST_LEAVES), processes=2))
+    leaving = Fleet(app, FleetPlan(command=(sys.executable, "-c", FIRST_LEAVES), processes=2))
     with pytest.raises(WorkerProcessError, match=r"crashed 3 times in a row.* with exit code 0"):
         await leaving.work()
     shown = leaving.metrics.render().decode()
@@ -86,7 +86,7 @@ async def test_a_third_signal_kills_what_does_not_obey(
     app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    stubborn = Fleet(app, Plan(command=(sys.executable, "-c", DEAF), processes=1))
+    stubborn = Fleet(app, FleetPlan(command=(sys.executable, "-c", DEAF), processes=1))
     with capture_logs() as log:
 
         def is_logged(event: str) -> bool:
@@ -107,11 +107,11 @@ async def test_a_process_that_cannot_be_started_counts_as_one_that_crashed(
 ) -> None:
     monkeypatch.setattr(fleet, "RESTARTS", Backoff(first=0.01, max=0.01, attempts=2))
     with pytest.raises(WorkerProcessError, match=r"crashed 2 times in a row.* with exit code 127"):
-        await Fleet(app, Plan(command=("/no/such/python",), processes=1)).work()
+        await Fleet(app, FleetPlan(command=("/no/such/python",), processes=1)).work()
 
 
 async def test_a_fleet_is_not_ready_before_its_processes_are(app: App) -> None:
-    starting = Fleet(app, Plan(command=(), processes=2))
+    starting = Fleet(app, FleetPlan(command=(), processes=2))
     assert starting.unready == ["process 1: does not run", "process 2: does not run"]
     assert starting.stuck() == []
 
@@ -119,11 +119,11 @@ async def test_a_fleet_is_not_ready_before_its_processes_are(app: App) -> None:
 def test_a_reload_without_watchfiles_says_how_to_get_it(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "watchfiles", None)
     with pytest.raises(ConfigError, match=r"--reload needs watchfiles: pip install 'aviso-workers\[reload\]'"):
-        Fleet(app, Plan(command=(), processes=1, reload=True))
+        Fleet(app, FleetPlan(command=(), processes=1, reload=True))
 
 
 def test_a_limit_that_is_no_room_to_start_in_is_refused() -> None:
     ours, theirs = socket.socketpair()
     refused = pytest.raises(ConfigError, match=r"--max-rss: 1Mi is less than a worker needs at its start \(\d+Mi\)")
     with ours, theirs, refused:
-        Member("1", line=theirs.fileno(), limits=Limits(max_rss=Size.parse("1Mi")))
+        FleetMember("1", line=theirs.fileno(), limits=RecycleLimits(max_rss=Size.parse("1Mi")))

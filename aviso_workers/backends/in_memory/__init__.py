@@ -33,8 +33,8 @@ from aviso_workers.backends import (
     buckets,
 )
 from aviso_workers.backends.in_memory import readers
-from aviso_workers.backends.in_memory.account import Account
-from aviso_workers.backends.in_memory.connection import Connection
+from aviso_workers.backends.in_memory.account import InMemoryAccount
+from aviso_workers.backends.in_memory.connection import InMemoryConnection
 from aviso_workers.backends.in_memory.consumer import Dispatcher, InMemoryConsumer
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.errors import BackendError, RefusedError
@@ -63,8 +63,8 @@ class InMemoryBackend:
         self.clock: Clock = clock or LoopClock()
         self._settings = settings
         self._on_foreign = on_foreign
-        self._account = Account(settings, self.clock)
-        self.connection = Connection(on_connection)
+        self._account = InMemoryAccount(settings, self.clock)
+        self.connection = InMemoryConnection(on_connection)
         self._dispatchers: dict[tuple[str, str], Dispatcher] = {}
 
     async def __aenter__(self) -> Self:

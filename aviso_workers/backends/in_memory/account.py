@@ -16,13 +16,13 @@ from aviso_workers.aviso.topics import LONGEST_SUBJECT
 from aviso_workers.backends import Outgoing, PubAck
 from aviso_workers.backends.in_memory import schedules
 from aviso_workers.backends.in_memory.durable import Durable
-from aviso_workers.backends.in_memory.stream import Stream, complete, header_size, total_of, ttl_of
+from aviso_workers.backends.in_memory.stream import InMemoryStream, complete, header_size, total_of, ttl_of
 from aviso_workers.clocks import Clock
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes, identities, specs, subjects
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 
-__all__ = ["MAX_PAYLOAD", "Account"]
+__all__ = ["MAX_PAYLOAD", "InMemoryAccount"]
 
 MAX_PAYLOAD = 1024 * 1024
 """A nats-server's own default."""
@@ -30,11 +30,11 @@ MAX_HEADERS = 65_535
 """JetStream's, which cannot be changed."""
 
 
-class Account:
+class InMemoryAccount:
     def __init__(self, settings: config.InMemory, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, InMemoryStream] = {}
         self._last_ns = 0
         self._created_ns: dict[str, int] = {}
         """By name, when the stream was made, or the one that was deleted."""
@@ -42,7 +42,7 @@ class Account:
     def names(self) -> list[str]:
         return list(self._streams)
 
-    def stream(self, name: str) -> Stream:
+    def stream(self, name: str) -> InMemoryStream:
         """Return the stream as it is now. Raises `NotFoundError`."""
         stream = self._streams.get(name)
         if stream is None:
@@ -68,7 +68,7 @@ class Account:
             raise NotFoundError(f"consumer {name} of stream {stream}: not found", code=error_codes.CONSUMER_NOT_FOUND)
         return durable
 
-    def create(self, spec: StreamSpec) -> Stream:
+    def create(self, spec: StreamSpec) -> InMemoryStream:
         """Return the new stream, or the one that was created with the same configuration."""
         wanted = complete(specs.stated(spec))
         found = self._streams.get(spec.name)
@@ -76,7 +76,7 @@ class Account:
             self._refuse_overlap(wanted)
             # No two streams of a name are made at the same time, so that one can be told from the one before it.
             created_ns = self._created_now(spec.name)
-            self._streams[spec.name] = Stream(
+            self._streams[spec.name] = InMemoryStream(
                 wanted, history=self._settings.max_history_per_topic, created_ns=created_ns
             )
         elif found.config != wanted:
@@ -85,7 +85,7 @@ class Account:
             )
         return self.stream(spec.name)
 
-    def update(self, config: Mapping[str, Any]) -> Stream:
+    def update(self, config: Mapping[str, Any]) -> InMemoryStream:
         stream = self.stream(config["name"])
         wanted = complete(config)
         self._refuse_overlap(wanted)
@@ -134,7 +134,7 @@ class Account:
             sequence, _ = self._store(taker, whole, each)
         return PubAck(stream=stream, sequence=sequence)
 
-    def _store(self, taker: Stream, whole: Message, outgoing: Outgoing) -> tuple[int, bool]:
+    def _store(self, taker: InMemoryStream, whole: Message, outgoing: Outgoing) -> tuple[int, bool]:
         sequence, duplicate = self.store(taker, whole, message_id=outgoing.message_id)
         if (ttl_ns := ttl_of(whole)) is not None and (stored := taker.messages.get(sequence)) is not None:
             over, over_ns = self._clock.monotonic() + ttl_ns / 1e9, stored.timestamp_ns + ttl_ns
@@ -145,7 +145,7 @@ class Account:
             self._clock.call_at(due, lambda: self._store_due(taker, whole, sequence))
         return sequence, duplicate
 
-    def _store_due(self, taker: Stream, schedule: Message, sequence: int) -> None:
+    def _store_due(self, taker: InMemoryStream, schedule: Message, sequence: int) -> None:
         """Store what a schedule produces, unless the schedule or its stream was removed or replaced meanwhile."""
         newest = taker.newest(schedule.subject)
         if newest is None or newest.sequence != sequence or self._streams.get(taker.config["name"]) is not taker:
@@ -153,7 +153,7 @@ class Account:
         taker.delete(sequence)
         self.store(taker, schedules.produced(schedule))
 
-    def _accepted(self, outgoing: Outgoing) -> tuple[Stream, Message]:
+    def _accepted(self, outgoing: Outgoing) -> tuple[InMemoryStream, Message]:
         """Return where it is to be stored, and as what."""
         message, stream = outgoing.message, outgoing.stream
         if not subjects.is_one_word(message.subject) or len(message.subject.encode()) > LONGEST_SUBJECT:
@@ -193,7 +193,7 @@ class Account:
         """The time of day; nothing was stored later."""
         return max(self._clock.time_ns(), self._last_ns)
 
-    def store(self, stream: Stream, message: Message, *, message_id: str | None = None) -> tuple[int, bool]:
+    def store(self, stream: InMemoryStream, message: Message, *, message_id: str | None = None) -> tuple[int, bool]:
         # No two messages have the same time, so that one of two topics is always the older.
         self._last_ns = max(self._clock.time_ns(), self._last_ns + 1)
         stored = stream.store(message, message_id=message_id, now_ns=self._last_ns)

@@ -11,11 +11,11 @@ from aviso_workers.backends import ConnectionListener
 from aviso_workers.backends.in_memory.account import MAX_PAYLOAD
 from aviso_workers.errors import UnavailableError
 
-__all__ = ["Connection"]
+__all__ = ["InMemoryConnection"]
 
 
-class Connection:
-    """The connection to a server that lives in this process; see `backends.Connection`."""
+class InMemoryConnection:
+    """The connection to a server that lives in this process; see `backends.InMemoryConnection`."""
 
     def __init__(self, listener: ConnectionListener | None) -> None:
         self.watchers: set[Callable[[], None]] = set()

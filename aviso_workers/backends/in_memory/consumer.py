@@ -19,10 +19,10 @@ from anyio.lowlevel import checkpoint
 
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Delivery, Noted
-from aviso_workers.backends.in_memory.connection import Connection
+from aviso_workers.backends.in_memory.connection import InMemoryConnection
 from aviso_workers.backends.in_memory.durable import Durable
-from aviso_workers.backends.in_memory.stream import Stream
-from aviso_workers.clocks import Clock, Timer
+from aviso_workers.backends.in_memory.stream import InMemoryStream
+from aviso_workers.clocks import Clock, ScheduledCall
 from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
@@ -38,7 +38,7 @@ class InMemoryConsumer:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        connection: Connection,
+        connection: InMemoryConnection,
         *,
         deliver: Callable[[Sequence[Delivery]], None],
         capacity: Callable[[], int],
@@ -136,14 +136,14 @@ class Dispatcher:
         """Who is given everything, where the policy is to pin one."""
         self._unpin_at = math.inf
         self.durable: Durable
-        self._stream: Stream
+        self._stream: InMemoryStream
         self._clock = clock
         self._readers: deque[InMemoryConsumer] = deque()
         self._woken = False
-        self._timer: Timer | None = None
-        self._pause: Timer | None = None
+        self._timer: ScheduledCall | None = None
+        self._pause: ScheduledCall | None = None
 
-    def serve(self, stream: Stream, durable: Durable) -> None:
+    def serve(self, stream: InMemoryStream, durable: Durable) -> None:
         """Hand out this consumer's messages from now on."""
         self.serving, self._stream, self.durable = True, stream, durable
 
@@ -158,7 +158,7 @@ class Dispatcher:
 
     def join(
         self,
-        connection: Connection,
+        connection: InMemoryConnection,
         *,
         deliver: Callable[[Sequence[Delivery]], None],
         capacity: Callable[[], int],

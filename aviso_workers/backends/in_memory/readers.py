@@ -9,9 +9,9 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from aviso_workers.aviso.codec import Message
-from aviso_workers.backends.in_memory.account import Account
-from aviso_workers.backends.in_memory.connection import Connection
-from aviso_workers.backends.in_memory.stream import Stream
+from aviso_workers.backends.in_memory.account import InMemoryAccount
+from aviso_workers.backends.in_memory.connection import InMemoryConnection
+from aviso_workers.backends.in_memory.stream import InMemoryStream
 from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream.subjects import pattern
 
@@ -21,8 +21,8 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 async def read(
-    account: Account,
-    connection: Connection,
+    account: InMemoryAccount,
+    connection: InMemoryConnection,
     stream: str,
     *,
     filter_subjects: Sequence[str],
@@ -66,7 +66,9 @@ async def read(
         connection.watchers.discard(wake)
 
 
-def count(stream: Stream, filter_subjects: Sequence[str], *, start_sequence: int, start_time: datetime | None) -> int:
+def count(
+    stream: InMemoryStream, filter_subjects: Sequence[str], *, start_sequence: int, start_time: datetime | None
+) -> int:
     """Return how many messages a reading from there would give now."""
     wanted = pattern(filter_subjects)
     position, start_ns = _start(start_sequence, start_time)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
 from aviso_workers.aviso.codec import Message
-from aviso_workers.backends.in_memory.stream import Stream
+from aviso_workers.backends.in_memory.stream import InMemoryStream
 from aviso_workers.errors import RefusedError
 from aviso_workers.jetstream import error_codes
 
@@ -40,7 +40,7 @@ def due_ns(message: Message) -> int | None:
     return (time - EPOCH) // timedelta(microseconds=1) * 1000
 
 
-def refuse(message: Message, taker: Stream) -> None:
+def refuse(message: Message, taker: InMemoryStream) -> None:
     """Raise `RefusedError` for a schedule that the stream does not take, and for what only a schedule produces."""
     if PRODUCED_BY in _headers(message) and taker.config.get("allow_msg_schedules"):
         raise RefusedError(

@@ -27,7 +27,7 @@ from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, STREAM
 from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.jetstream.subjects import pattern
 
-__all__ = ["Stream", "complete", "header_size", "total_of", "ttl_of"]
+__all__ = ["InMemoryStream", "complete", "header_size", "total_of", "ttl_of"]
 
 DEFAULTS = {name: field.zero for name, field in STREAM.items() if field.zero not in (None, [])}
 MESSAGE_OVERHEAD = 16
@@ -54,7 +54,7 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-class Stream:
+class InMemoryStream:
     """`history` is how many messages per subject an Aviso stream that limits them keeps at least."""
 
     def __init__(self, config: dict[str, Any], *, history: int, created_ns: int) -> None:

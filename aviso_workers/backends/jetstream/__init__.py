@@ -34,12 +34,12 @@ from aviso_workers.backends import (
     buckets,
 )
 from aviso_workers.backends.jetstream import creation, readers
-from aviso_workers.backends.jetstream.admin import Administration
-from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.admin import JetStreamAdministration
+from aviso_workers.backends.jetstream.connection import JetStreamConnection
 from aviso_workers.backends.jetstream.consumer import Outbox, PullConsumer
 from aviso_workers.backends.jetstream.fast_batches import Ingester
-from aviso_workers.backends.jetstream.management import Management
-from aviso_workers.backends.jetstream.publisher import Publisher
+from aviso_workers.backends.jetstream.management import JetStreamManagement
+from aviso_workers.backends.jetstream.publisher import JetStreamPublisher
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
 from aviso_workers.jetstream import error_codes, identities, plans
@@ -54,7 +54,7 @@ LIMIT = re.compile(r"limit of (\d+)")
 LEAVE_SECONDS = 2.0
 
 
-class JetStreamBackend(Management):
+class JetStreamBackend(JetStreamManagement):
     """See `backends.Backend`. Connected while its `async with` block runs."""
 
     def __init__(
@@ -64,16 +64,16 @@ class JetStreamBackend(Management):
         on_connection: ConnectionListener | None = None,
         on_foreign: ForeignListener | None = None,
     ) -> None:
-        connection = Connection(settings, on_connection=on_connection)
+        connection = JetStreamConnection(settings, on_connection=on_connection)
         super().__init__(connection)
         self.connection = connection
         self.clock: Clock = LoopClock()
         self._settings = settings
         self._on_foreign = on_foreign
-        self._publisher = Publisher(connection)
+        self._publisher = JetStreamPublisher(connection)
         self._ingester = Ingester(connection, self._publisher)
         self._outbox = Outbox(connection)
-        self._administration = Administration(connection)
+        self._administration = JetStreamAdministration(connection)
         self._made: dict[tuple[str, str], Identity] = {}
         self._marks = True
         """Whether consumers without a mark get one: not where this user may not update a consumer."""
@@ -102,10 +102,10 @@ class JetStreamBackend(Management):
         finally:
             await self._connection.close()
 
-    def at(self, prefix: str) -> Management:
-        return Management(self._connection, prefix=prefix) if prefix else self
+    def at(self, prefix: str) -> JetStreamManagement:
+        return JetStreamManagement(self._connection, prefix=prefix) if prefix else self
 
-    def administration(self) -> Administration:
+    def administration(self) -> JetStreamAdministration:
         return self._administration
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:

@@ -15,20 +15,20 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from aviso_workers._fast import Arrival
-from aviso_workers.backends import Received, Snapshot
+from aviso_workers.backends import Received, StreamSnapshot
 from aviso_workers.backends.jetstream import faults, readers, snapshots, tls, unreadable, wire
-from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, Connection
-from aviso_workers.backends.jetstream.management import Management
+from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, JetStreamConnection
+from aviso_workers.backends.jetstream.management import JetStreamManagement
 from aviso_workers.jetstream import info
-from aviso_workers.jetstream.info import Account, StreamInfo
+from aviso_workers.jetstream.info import AccountInfo, StreamInfo
 
-__all__ = ["Administration"]
+__all__ = ["JetStreamAdministration"]
 
 
-class Administration:
-    """The requests of operators to a nats-server, through its JetStream API; see `backends.Administration`."""
+class JetStreamAdministration:
+    """The requests of operators to a nats-server, through its JetStream API; see `backends.JetStreamAdministration`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: JetStreamConnection) -> None:
         self._connection = connection
 
     @property
@@ -49,7 +49,7 @@ class Administration:
     ) -> dict[str, Any]:
         return await self._connection.api(subject, request, prefix=prefix, timeout_seconds=timeout_seconds)
 
-    async def account(self) -> Account:
+    async def account(self) -> AccountInfo:
         return info.account(await self.api("INFO"))
 
     async def request(
@@ -84,7 +84,7 @@ class Administration:
             sender.close()
             receiver.close()
 
-    def snapshot(self, stream: str) -> AbstractAsyncContextManager[Snapshot]:
+    def snapshot(self, stream: str) -> AbstractAsyncContextManager[StreamSnapshot]:
         return snapshots.snapshot(self, self._connection, stream)
 
     async def replica_count(self, stream: str, *, filter_subjects: Sequence[str]) -> tuple[str, int]:
@@ -101,7 +101,7 @@ class Administration:
         return await snapshots.restore(self, self._connection, config, state, read, stays_unfinished=stays_unfinished)
 
     async def require_readable(self, stream: str) -> None:
-        await unreadable.require_no_mark(Management(self._connection), stream)
+        await unreadable.require_no_mark(JetStreamManagement(self._connection), stream)
 
 
 def _received(arrival: Arrival) -> Received:

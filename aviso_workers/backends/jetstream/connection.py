@@ -34,7 +34,7 @@ from aviso_workers.backends.jetstream.requests import Answer, Requests
 from aviso_workers.errors import BackendError, DeniedError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers
 
-__all__ = ["Connection"]
+__all__ = ["JetStreamConnection"]
 
 API_TIMEOUT_SECONDS = 5.0
 TELL_AGAIN_SECONDS = 10.0
@@ -50,9 +50,9 @@ SILENT_PINGS = 2
 """A server that leaves so many PINGs in a row unanswered is left. One may be our own fault: a loop that was stuck."""
 REFUSALS = 3
 """Attempts in a row in which a server does not take our credentials, or we do not trust it, before we believe it."""
-MOST_DENIALS = 1000
+MAX_DENIALS = 1000
 """How many subjects that were denied are remembered, to be found by who waits for an answer to what he sent there."""
-MOST_REPORTED = 100
+MAX_REPORTED = 100
 """How many kinds of denied subjects are told, each once."""
 KINDS = {"$js.ack": 4, "$kv": 2, "$js.api": 5, "_inbox": 1}
 """How many tokens of a subject tell its kind: what follows is of one message, or of one request."""
@@ -62,7 +62,7 @@ READING = re.compile(r"((STREAM|CONSUMER|META)\.)?(INFO|NAMES|LIST|MSG\.GET|SNAP
 """The subjects behind `$JS.API.` of requests that only read. A reader makes a consumer without a name for itself."""
 
 
-class Connection:
+class JetStreamConnection:
     """A connection to the servers of `settings`. `open` it before use, `watch` it meanwhile, `close` it after."""
 
     def __init__(self, settings: config.JetStream, *, on_connection: ConnectionListener | None) -> None:
@@ -295,7 +295,7 @@ class Connection:
     def tell_foreign(self, request: str, body: bytes) -> None:
         """State that this body came as an answer to a request to which it does not belong."""
         what = f"{request}: {answers.described(body)} came as its answer"
-        if what not in self._foreign and len(self._foreign) >= MOST_REPORTED:
+        if what not in self._foreign and len(self._foreign) >= MAX_REPORTED:
             what = "one request of many: an answer came that does not belong to it"
         self._foreign[what] += 1
         if self._listener:
@@ -446,10 +446,10 @@ class Connection:
     def _note_denial(self, said: str) -> None:
         self._denials.pop(said, None)
         self._denials[said] = anyio.current_time()
-        if len(self._denials) > MOST_DENIALS:
+        if len(self._denials) > MAX_DENIALS:
             del self._denials[next(iter(self._denials))]
         kind = _kind(said)
-        if self._opened and kind not in self._reported and len(self._reported) < MOST_REPORTED:
+        if self._opened and kind not in self._reported and len(self._reported) < MAX_REPORTED:
             self._reported.add(kind)
             if self._listener:
                 self._listener(connected=self.ready, reason="", denied=kind)

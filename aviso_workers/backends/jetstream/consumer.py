@@ -27,9 +27,9 @@ import anyio
 from aviso_workers._fast import Arrival, Stored
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Delivery, Noted
-from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.connection import JetStreamConnection
 from aviso_workers.backends.jetstream.inboxes import Inbox
-from aviso_workers.backends.jetstream.management import Management
+from aviso_workers.backends.jetstream.management import JetStreamManagement
 from aviso_workers.backends.jetstream.pull_requests import HEARTBEAT_SECONDS, PullSubscription, message_of
 from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
@@ -59,7 +59,7 @@ class _Unconfirmed(NamedTuple):
 class Outbox:
     """Sends settlements, and sends those again that are to be confirmed and are not. `open` it before use."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: JetStreamConnection) -> None:
         self._connection = connection
         self._unconfirmed: dict[bytes, _Unconfirmed] = {}
         """By the subject on which the confirmation comes."""
@@ -219,7 +219,7 @@ class PullConsumer:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: JetStreamConnection,
         outbox: Outbox,
         *,
         stream: str,
@@ -231,7 +231,7 @@ class PullConsumer:
     ) -> None:
         self._connection = connection
         self._wire = connection.wire
-        self._management = Management(connection)
+        self._management = JetStreamManagement(connection)
         self._outbox = outbox
         self._consumer = (stream, consumer)
         self._name = f"consumer {consumer} of stream {stream}"

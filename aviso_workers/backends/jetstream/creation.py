@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from aviso_workers.backends.jetstream import server_versions
-from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.management import Management
-from aviso_workers.backends.jetstream.server_versions import Version
+from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.management import JetStreamManagement
+from aviso_workers.backends.jetstream.server_versions import ServerVersion
 from aviso_workers.errors import RefusedError, UnavailableError
 from aviso_workers.jetstream import fields, specs
 from aviso_workers.jetstream.info import StreamInfo
@@ -22,7 +22,7 @@ __all__ = ["create"]
 BATCHES = ("allow_atomic", "allow_batched")
 
 
-async def create(connection: Connection, spec: StreamSpec) -> StreamInfo:
+async def create(connection: JetStreamConnection, spec: StreamSpec) -> StreamInfo:
     """Create the stream, and return its configuration and state.
 
     Raises `UnreadableStreamError` where the server cannot read a stream that it has, this one or another one;
@@ -33,17 +33,17 @@ async def create(connection: Connection, spec: StreamSpec) -> StreamInfo:
     config = specs.stated(spec)
     if spec.takes_batches:  # ours to say as long as nobody else has made the stream
         config = {each: True for each in BATCHES if fields.STREAM[each].since <= oldest} | config
-    _require_known(config, oldest=oldest, connected=Version(*connection.server_version))
-    return await Management(connection).add_stream(config)
+    _require_known(config, oldest=oldest, connected=ServerVersion(*connection.server_version))
+    return await JetStreamManagement(connection).add_stream(config)
 
 
-def _require_known(config: Mapping[str, Any], *, oldest: Version, connected: Version) -> None:
+def _require_known(config: Mapping[str, Any], *, oldest: ServerVersion, connected: ServerVersion) -> None:
     used = (fields.STREAM[each] for each in config if each in fields.STREAM and fields.something(config[each]))
     unknown = [field for field in used if field.since > oldest and config[field.name] != field.zero]
     if not unknown:
         return
     newest = max(unknown, key=lambda field: field.since)
-    since = Version(*newest.since)
+    since = ServerVersion(*newest.since)
     wanted = f"to create stream {config['name']} with {newest.name}, nats-server {since} or newer is needed"
     if since > connected:
         raise RefusedError(f"{wanted}; this one is {connected}")

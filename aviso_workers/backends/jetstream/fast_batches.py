@@ -22,9 +22,9 @@ import msgspec
 from aviso_workers._fast import Arrival
 from aviso_workers.backends import Outgoing, OutgoingChunk, PubAck
 from aviso_workers.backends.jetstream import faults
-from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.connection import JetStreamConnection
 from aviso_workers.backends.jetstream.inboxes import Inbox
-from aviso_workers.backends.jetstream.publisher import Publisher, encode, encode_all
+from aviso_workers.backends.jetstream.publisher import JetStreamPublisher, encode, encode_all
 from aviso_workers.errors import BackendError, RefusedError
 from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.info import StreamConfig
@@ -38,7 +38,7 @@ FLOW = 500
 START, ADD, COMMIT = 0, 1, 2
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _BatchAnswer(msgspec.Struct, frozen=True):
     """The server's answer to a batch: its result, or, if it has a type, its progress."""
 
     type: str = ""
@@ -49,17 +49,17 @@ class _Answer(msgspec.Struct, frozen=True):
     error: dict[str, str | int] = {}
 
 
-_decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_answer = msgspec.json.Decoder(_BatchAnswer).decode
 
 
-def _decoded(data: bytes) -> _Answer | None:
+def _decoded(data: bytes) -> _BatchAnswer | None:
     try:
         return _decode_answer(data)
     except msgspec.MsgspecError:
         return None
 
 
-class _Batch:
+class _FastBatch:
     """Messages of one stream. It is over when there is an answer, or will be none."""
 
     def __init__(self, stream: str) -> None:
@@ -69,9 +69,9 @@ class _Batch:
         self.places: list[int] = []
         """Of each, among those that are published together."""
         self.over = anyio.Event()
-        self.answer: _Answer | None = None
+        self.answer: _BatchAnswer | None = None
 
-    def ends(self, answer: _Answer) -> None:
+    def ends(self, answer: _BatchAnswer) -> None:
         self.answer = answer
         self.over.set()
 
@@ -79,12 +79,12 @@ class _Batch:
 class Ingester:
     """The bulk publishing of a connection. `open` it before use."""
 
-    def __init__(self, connection: Connection, publisher: Publisher) -> None:
+    def __init__(self, connection: JetStreamConnection, publisher: JetStreamPublisher) -> None:
         self._connection = connection
         self._publisher = publisher
         self._streams: set[str] = set()
         """Those that take fast batches, as far as we know."""
-        self._under_way: dict[bytes, _Batch] = {}
+        self._under_way: dict[bytes, _FastBatch] = {}
         """By id."""
         self._inbox: Inbox
 
@@ -122,7 +122,7 @@ class Ingester:
         """Publish a chunk as one batch, as `backends.Backend.publish_chunk` does."""
         if stream not in self._streams or len(chunk) < FEWEST or not self._connection.ready:
             return 0
-        batch = _Batch(stream)
+        batch = _FastBatch(stream)
         try:
             batch.messages = encode_all(stream, chunk, most=self._connection.nc.max_payload)
         except RefusedError:  # of one: there is an answer for each where they are published one by one
@@ -132,9 +132,9 @@ class Ingester:
             raise faults.outcome_unknown(f"publish {len(chunk)} messages to stream {stream}")
         return batch.answer.count
 
-    def _batches(self, outgoing: Sequence[Outgoing]) -> list[_Batch]:
+    def _batches(self, outgoing: Sequence[Outgoing]) -> list[_FastBatch]:
         """Return what of it can go as batches. A message that is refused before it is sent would end its batch."""
-        batches: dict[str, _Batch] = {}
+        batches: dict[str, _FastBatch] = {}
         if len(outgoing) < FEWEST or not self._connection.ready:
             return []
         most = self._connection.nc.max_payload
@@ -145,12 +145,12 @@ class Ingester:
                 subject, headers = encode(each, most=most)
             except RefusedError:
                 continue
-            batch = batches.get(each.stream) or batches.setdefault(each.stream, _Batch(each.stream))
+            batch = batches.get(each.stream) or batches.setdefault(each.stream, _FastBatch(each.stream))
             batch.messages.append((subject, headers, each.message.data))
             batch.places.append(place)
         return [batch for batch in batches.values() if len(batch.messages) >= FEWEST]
 
-    async def _ingest(self, batches: list[_Batch], *, timeout_seconds: float) -> list[_Batch]:
+    async def _ingest(self, batches: list[_FastBatch], *, timeout_seconds: float) -> list[_FastBatch]:
         """Send the batches; returns them when they are over, or the time is."""
         ids = [self._send(batch) for batch in batches]
         try:
@@ -162,7 +162,7 @@ class Ingester:
                 del self._under_way[batch_id]
         return batches
 
-    def _send(self, batch: _Batch) -> bytes:
+    def _send(self, batch: _FastBatch) -> bytes:
         """Returns the batch's id."""
         batch_id = secrets.token_hex(8).encode()  # a stream has one batch of an id, whoever sends to it
         self._under_way[batch_id] = batch
@@ -179,7 +179,7 @@ class Ingester:
             batch = self._under_way.get(batch_id)
             if batch is None or batch.answer:
                 continue
-            answer = _decoded(data) if data else _Answer(stream=batch.stream)  # it is a status: no stream takes it
+            answer = _decoded(data) if data else _BatchAnswer(stream=batch.stream)  # it is a status: no stream takes it
             if answer is None or not (answer.type or self._is_of(batch, answer)):
                 self._connection.tell_foreign(f"publish to stream {batch.stream}", data)
                 continue
@@ -188,11 +188,11 @@ class Ingester:
             if data and not (answer.type or answer.error or answer.batch):
                 # Of one message: there is something between us and the server that does not hand on what makes a batch.
                 self._streams.discard(batch.stream)
-                answer = _Answer(stream=batch.stream)
+                answer = _BatchAnswer(stream=batch.stream)
             if not answer.type:
                 batch.ends(answer)
 
-    def _is_of(self, batch: _Batch, answer: _Answer) -> bool:
+    def _is_of(self, batch: _FastBatch, answer: _BatchAnswer) -> bool:
         return answer.stream == batch.stream and self._connection.is_own(answer.domain)
 
     def _on_disconnect(self) -> None:

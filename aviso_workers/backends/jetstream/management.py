@@ -15,22 +15,22 @@ from typing import Any, Literal
 
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends.jetstream import unreadable
-from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, Connection
+from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, JetStreamConnection
 from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes, identities, info, metadata
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 
-__all__ = ["Management"]
+__all__ = ["JetStreamManagement"]
 
-MOST_LISTINGS = 5
+MAX_LISTINGS = 5
 """How often a listing is begun again, because it changed while it was read."""
 
 
-class Management:
-    """The management of streams and consumers through JetStream's API; see `backends.Management`."""
+class JetStreamManagement:
+    """The management of streams and consumers through JetStream's API; see `backends.JetStreamManagement`."""
 
-    def __init__(self, connection: Connection, *, prefix: str = "") -> None:
+    def __init__(self, connection: JetStreamConnection, *, prefix: str = "") -> None:
         self._connection = connection
         self._prefix = prefix
 
@@ -182,7 +182,7 @@ class Management:
 
     async def _listing(self, subject: str, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return all pages of a listing, which is begun again where the number of entries changes meanwhile."""
-        for _ in range(MOST_LISTINGS):
+        for _ in range(MAX_LISTINGS):
             pages: list[dict[str, Any]] = []
             offset = 0  # not by how many came: a cluster leaves out those that do not answer
             while not pages or pages[-1]["total"] == pages[0]["total"]:

@@ -16,19 +16,19 @@ from aviso_workers._fast import Arrival
 from aviso_workers.aviso.topics import LONGEST_SUBJECT
 from aviso_workers.backends import Outgoing, OutgoingChunk, PubAck
 from aviso_workers.backends.jetstream import faults
-from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.connection import JetStreamConnection
 from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.wire import header_block, status
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes, subjects
 
-__all__ = ["Publisher", "encode", "encode_all"]
+__all__ = ["JetStreamPublisher", "encode", "encode_all"]
 
 
-MOST_BYTES_OF_CHARACTER = 4
+MAX_BYTES_OF_CHARACTER = 4
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _PublishAnswer(msgspec.Struct, frozen=True):
     stream: str = ""
     domain: str = ""
     seq: int = 0
@@ -37,15 +37,15 @@ class _Answer(msgspec.Struct, frozen=True):
     error: dict[str, str | int] | None = None
 
 
-_decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_answer = msgspec.json.Decoder(_PublishAnswer).decode
 
 
-class Publisher:
+class JetStreamPublisher:
     """The publishing side of a connection. `open` it before use."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: JetStreamConnection) -> None:
         self._connection = connection
-        self._waiting: dict[bytes, tuple[_Batch, int]] = {}
+        self._waiting: dict[bytes, tuple[_PendingMessages, int]] = {}
         """By the subject on which the acknowledgement comes: whose it is, and which of them."""
         self._inbox: Inbox
 
@@ -60,7 +60,7 @@ class Publisher:
             return [UnavailableError(f"{_described(each)}: not connected") for each in outgoing]
         loop = asyncio.get_running_loop()
         sent_at = loop.time()
-        batch = _Batch(outgoing)
+        batch = _PendingMessages(outgoing)
         most = self._connection.nc.max_payload
         replies = [self._send(batch, index, each, most=most) for index, each in enumerate(outgoing)]
         # A cancel scope would cost as much as all the rest of a publish.
@@ -94,7 +94,7 @@ class Publisher:
             return PubAck(stream=last.stream, sequence=0, duplicate=True)
         raise result
 
-    def _send(self, batch: _Batch, index: int, outgoing: Outgoing, *, most: int) -> bytes:
+    def _send(self, batch: _PendingMessages, index: int, outgoing: Outgoing, *, most: int) -> bytes:
         """Send one; returns where its acknowledgement comes."""
         try:
             subject, headers = encode(outgoing, most=most)
@@ -140,7 +140,7 @@ class Publisher:
             code = error.get("err_code")
             if not is_own and answer.stream and code != error_codes.WRONG_STREAM:  # which names the other stream
                 return None
-            if setting := error_codes.OF_SETTING.get(code):
+            if setting := error_codes.ALLOWING_SETTINGS.get(code):
                 error["description"] = f"stream {outgoing.stream} does not take it, switch on its {setting}"
             return faults.from_api(_described(outgoing), error)
         if not is_own:
@@ -153,7 +153,7 @@ class Publisher:
             batch.breaks(ConnectionResetError)
 
 
-class _Batch:
+class _PendingMessages:
     """Messages that are published together."""
 
     def __init__(self, outgoing: Sequence[Outgoing]) -> None:
@@ -213,7 +213,7 @@ def encode_all(stream: str, chunk: OutgoingChunk, *, most: int) -> list[tuple[by
     headers = [b"NATS/1.0\r\nNats-Msg-Id: %b%b" % (message_id.encode(), ends) for message_id in chunk.message_ids]
     largest = max(map(len, headers)) + max(map(len, chunk.data))
     plain = _are_plain(chunk.subjects) and _are_plain(chunk.message_ids)
-    short = max(map(len, chunk.subjects)) * MOST_BYTES_OF_CHARACTER <= LONGEST_SUBJECT
+    short = max(map(len, chunk.subjects)) * MAX_BYTES_OF_CHARACTER <= LONGEST_SUBJECT
     if any(chunk.headers) or largest > most or not (plain and short):
         return [(*encode(each, most=most), each.message.data) for each in chunk.each(stream)]
     return list(zip([subject.encode() for subject in chunk.subjects], headers, chunk.data, strict=True))

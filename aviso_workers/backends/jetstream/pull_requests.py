@@ -23,7 +23,7 @@ import msgspec
 
 from aviso_workers._fast import Arrival, Stored, stored
 from aviso_workers.aviso.codec import Message
-from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.connection import JetStreamConnection
 from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.wire import Headers, status
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnansweredError, UnavailableError
@@ -39,7 +39,7 @@ PINNED_HEARTBEAT_SECONDS = 1.0
 ELECTION_SECONDS = 3.5
 """Less than the four seconds that followers wait, at least, before they elect another leader of a consumer."""
 HEARTBEAT_SECONDS = 5.0
-MOST_BYTES = 16 * 1024 * 1024
+MAX_BYTES = 16 * 1024 * 1024
 """The most bytes of one request. A server cuts off who leaves 64 MiB unread, as a loop does that an author blocks."""
 UNKNOWN_SECONDS = 1.0
 """For so long the server that we are connected to may say that nobody answers for a consumer which another server of
@@ -60,7 +60,7 @@ class PullSubscription:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: JetStreamConnection,
         *,
         stream: str,
         consumer: str,
@@ -95,7 +95,7 @@ class PullSubscription:
         """How the subjects begin by which the consumer's messages are settled, as far as that is known; what else comes
         is a status, or none of ours."""
         self._most_messages = sys.maxsize
-        self._most_bytes = max(MOST_BYTES, 2 * connection.nc.max_payload)
+        self._most_bytes = max(MAX_BYTES, 2 * connection.nc.max_payload)
         self._expires_ns = EXPIRES_SECONDS * SECOND
 
     async def open(self, *, limits: Mapping[str, Any] | None = None, priority: int = 0) -> None:

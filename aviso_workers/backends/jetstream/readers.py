@@ -25,8 +25,8 @@ import anyio
 from aviso_workers._fast import DATA, NUMBER, PENDING, SEQUENCE, Stored
 from aviso_workers.aviso.codec import Message, store_time
 from aviso_workers.backends import Chunk
-from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.management import Management
+from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.management import JetStreamManagement
 from aviso_workers.backends.jetstream.pull_requests import (
     HEARTBEAT_SECONDS,
     PullSubscription,
@@ -47,7 +47,7 @@ INACTIVE_SECONDS = 60
 """After this long without a pull the server removes the consumer: longer than any heartbeat, short for a crash."""
 CHECK_SECONDS = 1.0
 """When nothing has come for so long, the stream's leader is asked whether anything is left to come."""
-MOST_CHECKS = 10
+MAX_CHECKS = 10
 """How often in a row it may say so, while nothing comes."""
 CREATE_SECONDS = 1.0
 """A server that lives creates a consumer within milliseconds."""
@@ -59,7 +59,7 @@ ELECTION_SECONDS = 8.0
 
 
 async def read(
-    connection: Connection,
+    connection: JetStreamConnection,
     stream: str,
     *,
     filter_subjects: Sequence[str],
@@ -81,7 +81,12 @@ async def read(
 
 
 async def read_chunks(
-    connection: Connection, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
+    connection: JetStreamConnection,
+    stream: str,
+    *,
+    filter_subjects: Sequence[str],
+    start_sequence: int,
+    last_sequence: int,
 ) -> AsyncGenerator[Chunk, None]:
     """Yield a stream's messages in chunks, as `backends.Backend.read_chunks` does."""
     start = _start(start_sequence)
@@ -99,7 +104,7 @@ async def read_chunks(
 
 
 async def count(
-    connection: Connection,
+    connection: JetStreamConnection,
     stream: str,
     *,
     filter_subjects: Sequence[str],
@@ -110,23 +115,25 @@ async def count(
     return (await _counting(connection, stream, filter_subjects, _start(start_sequence, start_time))).num_pending
 
 
-async def replica_count(connection: Connection, stream: str, filter_subjects: Sequence[str]) -> tuple[str, int]:
+async def replica_count(
+    connection: JetStreamConnection, stream: str, filter_subjects: Sequence[str]
+) -> tuple[str, int]:
     """See `backends.Administration.replica_count`. A server counts for a consumer what its own replica holds."""
     created = await _counting(connection, stream, filter_subjects, _start(1))
     return created.cluster.leader, created.num_pending
 
 
 async def _counting(
-    connection: Connection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
+    connection: JetStreamConnection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
 ) -> ConsumerInfo:
     created = await _create_consumer(connection, stream, filter_subjects, start)
     await _delete_consumer(connection, stream, created.name)
     return created
 
 
-async def next_sequence(connection: Connection, stream: str, subject: str, *, after: int) -> int | None:
+async def next_sequence(connection: JetStreamConnection, stream: str, subject: str, *, after: int) -> int | None:
     """Return the sequence of the next message that a filter takes, as the stream's leader holds it; None for none."""
-    found = await Management(connection).message(stream, after + 1, next_by_subject=subject)
+    found = await JetStreamManagement(connection).message(stream, after + 1, next_by_subject=subject)
     return found.sequence if found else None
 
 
@@ -138,7 +145,7 @@ def _start(sequence: int, time: datetime | None = None) -> dict[str, Any]:
 
 
 async def _create_consumer(
-    connection: Connection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
+    connection: JetStreamConnection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
 ) -> ConsumerInfo:
     """Return the consumer as it was made.
 
@@ -150,12 +157,12 @@ async def _create_consumer(
     for _ in range(CREATE_TRIES):
         with suppress(UnavailableError):
             return await create(replicas=1, timeout_seconds=CREATE_SECONDS)
-    found = await Management(connection).stream_info(stream)
+    found = await JetStreamManagement(connection).stream_info(stream)
     return await create(replicas=found.config.num_replicas, timeout_seconds=ELECTION_SECONDS)
 
 
 async def _create_replicated(
-    connection: Connection,
+    connection: JetStreamConnection,
     stream: str,
     filter_subjects: Sequence[str],
     start: Mapping[str, Any],
@@ -175,7 +182,7 @@ async def _create_replicated(
         "mem_storage": True,
         "num_replicas": replicas,
     }
-    management = Management(connection)
+    management = JetStreamManagement(connection)
     try:
         return await management.add_unnamed_consumer(stream, config, timeout_seconds=timeout_seconds)
     except UnavailableError:
@@ -185,23 +192,23 @@ async def _create_replicated(
         raise
 
 
-async def _delete_consumer(connection: Connection, stream: str, name: str) -> None:
+async def _delete_consumer(connection: JetStreamConnection, stream: str, name: str) -> None:
     with suppress(BackendError):  # the server removes it when it was inactive for long enough
-        await Management(connection).delete_consumer(stream, name)
+        await JetStreamManagement(connection).delete_consumer(stream, name)
 
 
 @asynccontextmanager
 async def _reader(
-    connection: Connection,
+    connection: JetStreamConnection,
     stream: str,
     filter_subjects: Sequence[str],
     start: Mapping[str, Any],
     *,
     ahead: int,
     last_sequence: int | None,
-) -> AsyncIterator[_Reader]:
+) -> AsyncIterator[_EphemeralReader]:
     created = await _create_consumer(connection, stream, filter_subjects, start)
-    reader = _Reader(
+    reader = _EphemeralReader(
         connection, stream, created, filter_subjects=filter_subjects, ahead=ahead, last_sequence=last_sequence
     )
     await reader.open()
@@ -215,7 +222,7 @@ async def _reader(
 
 
 async def _require_beginning(
-    connection: Connection, stream: str, filter_subjects: Sequence[str], begin: int, created: ConsumerInfo
+    connection: JetStreamConnection, stream: str, filter_subjects: Sequence[str], begin: int, created: ConsumerInfo
 ) -> None:
     """Raise `UnavailableError` where the stream's leader has messages from `begin` on that the replica which serves the
     consumer has not: that begins after `created.position`. Another consumer may get a better replica.
@@ -234,7 +241,7 @@ async def _require_beginning(
             )
 
 
-class _Reader:
+class _EphemeralReader:
     """A buffer that is kept filled from one ephemeral consumer, up to `last_sequence` or on and on.
 
     `created` is what the server answered when the consumer was created.
@@ -242,7 +249,7 @@ class _Reader:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: JetStreamConnection,
         stream: str,
         created: ConsumerInfo,
         *,
@@ -340,7 +347,7 @@ class _Reader:
         else:
             return seen == self._seen
         self._checks += 1
-        if self._checks > MOST_CHECKS and seen == self._seen:
+        if self._checks > MAX_CHECKS and seen == self._seen:
             raise UnavailableError(f"consumer {self._consumer} delivers nothing of {self._stream} after {seen}")
         return False
 

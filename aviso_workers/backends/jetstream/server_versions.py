@@ -17,9 +17,9 @@ from msgspec import Struct
 
 from aviso_workers._fast import Arrival
 from aviso_workers.backends.jetstream import wire
-from aviso_workers.backends.jetstream.connection import Connection
+from aviso_workers.backends.jetstream.connection import JetStreamConnection
 
-__all__ = ["PING", "Version", "oldest"]
+__all__ = ["PING", "ServerVersion", "oldest"]
 
 PING = "$SYS.REQ.ACCOUNT.PING.CONNZ"
 """Each server of a cluster answers it to every user who may publish to it, whatever the account."""
@@ -27,7 +27,7 @@ ANSWER_SECONDS = 1.0
 """All answer within milliseconds. Where one does not, or we may not ask, it is done without."""
 
 
-class Version(NamedTuple):
+class ServerVersion(NamedTuple):
     """The version of a nats-server."""
 
     major: int
@@ -37,29 +37,29 @@ class Version(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-class _Server(Struct, frozen=True):
+class _PingedServer(Struct, frozen=True):
     id: str
     ver: str
 
 
-class _Answer(Struct, frozen=True):
-    server: _Server
+class _PingAnswer(Struct, frozen=True):
+    server: _PingedServer
 
 
-_decode = msgspec.json.Decoder(_Answer).decode
+_decode = msgspec.json.Decoder(_PingAnswer).decode
 
 
-async def oldest(connection: Connection) -> Version:
+async def oldest(connection: JetStreamConnection) -> ServerVersion:
     """Return the lowest version among the servers that answer; where there is one server only, its own."""
-    own = Version(*connection.server_version)
+    own = ServerVersion(*connection.server_version)
     others = wire.cluster_size(connection.nc)
     if not others:
         return own
     return min([own, *await _ask(connection, others)])
 
 
-async def _ask(connection: Connection, expected: int) -> list[Version]:
-    found: dict[str, Version] = {}
+async def _ask(connection: JetStreamConnection, expected: int) -> list[ServerVersion]:
+    found: dict[str, ServerVersion] = {}
     all_answered = anyio.Event()
 
     def listener(arrivals: Sequence[Arrival]) -> None:
@@ -67,7 +67,7 @@ async def _ask(connection: Connection, expected: int) -> list[Version]:
             try:
                 server = _decode(data).server
                 major, minor = server.ver.split(".")[:2]
-                found[server.id] = Version(int(major), int(minor))
+                found[server.id] = ServerVersion(int(major), int(minor))
             except (msgspec.MsgspecError, ValueError):
                 continue  # no answer of a server: nobody listens, or we are denied
         if len(found) >= expected:

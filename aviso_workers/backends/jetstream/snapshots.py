@@ -21,10 +21,10 @@ import anyio
 import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from aviso_workers.backends import Administration, Received, Snapshot
+from aviso_workers.backends import Administration, Received, StreamSnapshot
 from aviso_workers.backends.jetstream import faults, unreadable
-from aviso_workers.backends.jetstream.connection import Connection
-from aviso_workers.backends.jetstream.management import Management
+from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.management import JetStreamManagement
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers, info
 from aviso_workers.jetstream.info import StreamConfig, StreamInfo
@@ -50,18 +50,20 @@ Read = Callable[[int], Awaitable[bytes]]
 
 
 @asynccontextmanager
-async def snapshot(server: Administration, connection: Connection, stream: str) -> AsyncIterator[Snapshot]:
+async def snapshot(
+    server: Administration, connection: JetStreamConnection, stream: str
+) -> AsyncIterator[StreamSnapshot]:
     """See `Administration.snapshot`."""
     inbox = server.new_inbox()
     async with _answers(server, connection, inbox, f"snapshot of {stream}") as answers:
         request = {"deliver_subject": inbox, "chunk_size": CHUNK_BYTES}
         config, state = info.snapshot(await connection.api(f"STREAM.SNAPSHOT.{stream}", request))
-        yield Snapshot(config=config, state=state, chunks=_chunks(server, answers))
+        yield StreamSnapshot(config=config, state=state, chunks=_chunks(server, answers))
 
 
 async def restore(
     server: Administration,
-    connection: Connection,
+    connection: JetStreamConnection,
     config: Mapping[str, Any],
     state: Mapping[str, Any],
     read: Read,
@@ -70,7 +72,7 @@ async def restore(
 ) -> StreamInfo:
     """Restore a stream from a snapshot, as `Administration.restore` does."""
     name = config["name"]
-    management = Management(connection)
+    management = JetStreamManagement(connection)
     request = {"config": _unfinished(config), "state": state}
     async with unreadable.guarding_unreadable(management, name):
         begun = await connection.api(f"STREAM.RESTORE.{name}", request)
@@ -96,16 +98,18 @@ async def restore(
     return made
 
 
-async def _remove(connection: Connection, stream: str) -> None:
+async def _remove(connection: JetStreamConnection, stream: str) -> None:
     with anyio.move_on_after(GIVE_UP_SECONDS, shield=True), suppress(BackendError):
         await connection.flush()  # if it was the connection that failed, wait for the next one
-        await Management(connection).delete_stream(stream)
+        await JetStreamManagement(connection).delete_stream(stream)
 
 
 class _Answers:
     """The messages to an inbox, over one connection: one that is lost while there is none is not sent again."""
 
-    def __init__(self, connection: Connection, received: MemoryObjectReceiveStream[Received], what: str) -> None:
+    def __init__(
+        self, connection: JetStreamConnection, received: MemoryObjectReceiveStream[Received], what: str
+    ) -> None:
         self.what = what
         self._connection = connection
         self._received = received
@@ -137,7 +141,9 @@ class _Answers:
 
 
 @asynccontextmanager
-async def _answers(server: Administration, connection: Connection, inbox: str, what: str) -> AsyncIterator[_Answers]:
+async def _answers(
+    server: Administration, connection: JetStreamConnection, inbox: str, what: str
+) -> AsyncIterator[_Answers]:
     async with server.listen(inbox) as received:
         answers = _Answers(connection, received, what)
         connection.on_disconnect.add(answers.lose)

@@ -32,7 +32,7 @@ CURE = (
 )
 
 
-class Streams(Protocol):
+class StreamCreation(Protocol):
     """The verbs of `Management` for this, which cannot be imported here: it asks before it creates a stream."""
 
     async def stream_info(self, stream: str, *, timeout_seconds: float) -> StreamInfo: ...
@@ -41,7 +41,7 @@ class Streams(Protocol):
 
 
 @asynccontextmanager
-async def guarding_unreadable(streams: Streams, name: str) -> AsyncIterator[None]:
+async def guarding_unreadable(streams: StreamCreation, name: str) -> AsyncIterator[None]:
     """Create the stream `name` in the block, if the server has no mark, and leave one where it cannot read the stream.
 
     Raises `UnreadableStreamError` where the server cannot read a stream that it has, this one or another one.
@@ -63,7 +63,7 @@ async def guarding_unreadable(streams: Streams, name: str) -> AsyncIterator[None
         ) from error
 
 
-async def require_no_mark(streams: Streams, name: str) -> None:
+async def require_no_mark(streams: StreamCreation, name: str) -> None:
     """Raise `UnreadableStreamError` where the server has the mark, so that the stream `name` must not be created."""
     try:
         found = await streams.stream_info(UNREADABLE, timeout_seconds=ASK_SECONDS)
@@ -77,7 +77,7 @@ async def require_no_mark(streams: Streams, name: str) -> None:
     )
 
 
-async def mark(streams: Streams, name: str) -> None:
+async def mark(streams: StreamCreation, name: str) -> None:
     """Leave the mark, because the server cannot read the stream `name`. Raises `BackendError`."""
     await streams.add_unguarded(
         {

@@ -3,7 +3,7 @@
 nats-py gives each message a queue, a task switch and an object of its own, and each publish a coroutine. Here a
 listener is called with messages that followed each other in a read of the socket, and what is sent within one turn of
 the event loop becomes one write.
-`Connection` opens a wire with `attach` and hands it to `publisher`, `pull_requests` and `consumer`.
+`JetStreamConnection` opens a wire with `attach` and hands it to `publisher`, `pull_requests` and `consumer`.
 
 This file and `tls` are the only ones that touch nats-py's private parts. They are those of the versions in `TESTED`;
 where `attach` finds anything else it takes `PublicWire`, which does the same by nats-py's public names at nats-py's
@@ -192,7 +192,7 @@ class _ShortWire:
     def __init__(self, nc: Client) -> None:
         self._nc = nc
         self._loop = asyncio.get_running_loop()
-        self._dispatcher = nc._ps = Dispatcher(nc, nc._ps)
+        self._dispatcher = nc._ps = ListeningParser(nc, nc._ps)
         self._waiting: list[bytes] = []
         self.acks = 0
 
@@ -255,7 +255,7 @@ class _ShortWire:
             writer.put_nowait(self._loop.create_future())
 
 
-class Dispatcher(Parser):
+class ListeningParser(Parser):
     """nats-py's parser, from which it takes the messages for our listeners; all else it leaves to it."""
 
     def __init__(self, nc: Client, before: Parser) -> None:

@@ -14,10 +14,10 @@ from aviso_workers.engine import calls
 from aviso_workers.engine.handlers.one import HandlerContext
 from aviso_workers.engine.idempotency import IdempotencyKeys
 
-__all__ = ["InBatches"]
+__all__ = ["BatchHandler"]
 
 
-class InBatches:
+class BatchHandler:
     """Runs `async def agent(batch: Batch[T])`."""
 
     def __init__(self, context: HandlerContext) -> None:

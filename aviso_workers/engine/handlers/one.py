@@ -27,13 +27,13 @@ from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.handlers.outputs import Outputs
 from aviso_workers.engine.idempotency import IdempotencyKeys
-from aviso_workers.engine.rate_limit import Pace
+from aviso_workers.engine.rate_limit import RateLimit
 from aviso_workers.engine.singletons import SingletonCalls
 from aviso_workers.engine.threads import in_thread
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import UndecodableError
 
-__all__ = ["HandlerContext", "OneByOne"]
+__all__ = ["HandlerContext", "NotificationHandler"]
 
 Call = Callable[[Any], Awaitable[object]]
 Step = Callable[[Any], Awaitable[Failure | None]]
@@ -65,7 +65,7 @@ class HandlerContext:
         self.outputs = outputs
         self.settler = settler
         self.clock = clock
-        self.pace = Pace(clock, per_second=agent.policy.rate_limit)
+        self.pace = RateLimit(clock, per_second=agent.policy.rate_limit)
         self._timeouts = timeouts
         self._generation = forks.generation
         self.function = _awaitable(agent, outputs=outputs)
@@ -156,7 +156,7 @@ class HandlerContext:
         return None
 
 
-class OneByOne:
+class NotificationHandler:
     """Runs `async def agent(notification: Notification[T])`, or something else for each."""
 
     def __init__(self, context: HandlerContext, *, step: Step | None = None) -> None:

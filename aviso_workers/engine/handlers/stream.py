@@ -19,10 +19,10 @@ from aviso_workers.engine import calls
 from aviso_workers.engine.handlers.one import HandlerContext
 from aviso_workers.engine.idempotency import IdempotencyKeys
 
-__all__ = ["AsStream"]
+__all__ = ["StreamHandler"]
 
 
-class AsStream:
+class StreamHandler:
     """Runs `async def agent(stream: Stream[T])`."""
 
     def __init__(self, context: HandlerContext) -> None:
@@ -34,14 +34,14 @@ class AsStream:
         with context.outputs.keys() as keys:
             delivery = await context.buffer.take()
             while delivery is not None:
-                source = _Source(delivery, context=context, keys=keys)
+                source = _BufferSource(delivery, context=context, keys=keys)
                 failure = await calls.attempt_apart(context.step, Stream(source))
                 delivery = await source.end(failure)
                 del failure  # else it would be kept until the next notification comes
                 delivery = delivery or await context.buffer.take()
 
 
-class _Source:
+class _BufferSource:
     """The deliveries of one run of the function: one that was taken already, then those in the buffer."""
 
     def __init__(self, first: Delivery, *, context: HandlerContext, keys: IdempotencyKeys) -> None:

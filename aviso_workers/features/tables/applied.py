@@ -40,14 +40,14 @@ CERTAIN_SECONDS = 30 * DAY_SECONDS
 """The page of a notification is certainly kept until its dead letter is as old as this; clocks may differ by a day."""
 LISTED = 64
 """A header lists at most so many notifications of an agent; when it is full, the older half is moved to pages."""
-MOST_STREAMS = 8
+MAX_STREAMS = 8
 """A page keeps the bits of at most so many streams that had the name one after another."""
 DIGEST_BYTES = 16
 NEVER = -(2**53)
 """Before every time."""
 
 
-class Listed(Struct, frozen=True, omit_defaults=True):
+class AppliedOfAgent(Struct, frozen=True, omit_defaults=True):
     """The notifications of one agent, in the header of a key. Times are those at which notifications were stored."""
 
     newest: tuple[tuple[int, float], ...] = ()
@@ -61,16 +61,16 @@ class Listed(Struct, frozen=True, omit_defaults=True):
         return sequence <= greatest and time <= latest
 
 
-class Header(Struct, frozen=True):
+class AppliedHeader(Struct, frozen=True):
     """The header of a key."""
 
     generation: str
     """Made where the key has no header, as after a `put`. Its pages carry it, so that older pages are not read."""
-    agents: dict[str, Listed]
+    agents: dict[str, AppliedOfAgent]
     """By name."""
 
 
-class Bits(Struct, frozen=True):
+class AppliedBits(Struct, frozen=True):
     """The sequences of one page (`jetstream.sequences`) for which an update was applied."""
 
     created: float
@@ -85,7 +85,7 @@ class Bits(Struct, frozen=True):
         """Return whether the update was applied for the notification of this sequence and store time."""
         return self.created <= time <= self.latest and has_bit(self._bits(), sequence)
 
-    def plus(self, notifications: Mapping[int, float]) -> Bits:
+    def plus(self, notifications: Mapping[int, float]) -> AppliedBits:
         """Return these with the bits of other notifications set as well."""
         latest = max([self.latest, *notifications.values()])
         return structs.replace(self, latest=latest, compressed=zlib.compress(with_bits(self._bits(), notifications)))
@@ -94,28 +94,28 @@ class Bits(Struct, frozen=True):
         return zlib.decompress(self.compressed) if self.compressed else b""
 
 
-class Page(Struct, frozen=True):
+class AppliedPage(Struct, frozen=True):
     """The bits of the same sequences in each stream that has had the name, the newest first.
 
     Those of an earlier stream are kept because its notifications may come again: from a backup, a promoted mirror, or a
     dead letter.
     """
 
-    streams: tuple[Bits, ...] = ()
+    streams: tuple[AppliedBits, ...] = ()
 
     def has(self, sequence: int, time: float) -> bool:
         """Return whether the update was applied for the notification of this sequence and store time."""
         return any(bits.has(sequence, time) for bits in self.streams)
 
-    def plus(self, notifications: Mapping[int, float], *, created: float) -> Page:
+    def plus(self, notifications: Mapping[int, float], *, created: float) -> AppliedPage:
         """Return the page with the bits of these notifications set as well; `created` is when the stream was."""
         streams = {bits.created: bits for bits in self.streams}
         stored_by: defaultdict[float, dict[int, float]] = defaultdict(dict)
         for sequence, time in notifications.items():
             when = max((each for each in (*streams, created) if each <= time), default=NEVER)
             stored_by[when][sequence] = time
-        streams |= {when: streams.get(when, Bits(when)).plus(stored) for when, stored in stored_by.items()}
-        return Page(tuple(streams[each] for each in sorted(streams, reverse=True)[:MOST_STREAMS]))
+        streams |= {when: streams.get(when, AppliedBits(when)).plus(stored) for when, stored in stored_by.items()}
+        return AppliedPage(tuple(streams[each] for each in sorted(streams, reverse=True)[:MAX_STREAMS]))
 
 
 class AppliedNotifications:
@@ -165,8 +165,8 @@ class AppliedNotifications:
         """
         handling = idempotency.handling()
         assert handling is not None, "only within `once`"
-        known = read_json(header.encode(), Header) if header else Header(secrets.token_hex(4), {})
-        listed = known.agents.get(handling.agent, Listed())
+        known = read_json(header.encode(), AppliedHeader) if header else AppliedHeader(secrets.token_hex(4), {})
+        listed = known.agents.get(handling.agent, AppliedOfAgent())
         this = (notification.sequence, notification.time.timestamp())
         if this in listed.newest:
             return None
@@ -179,7 +179,7 @@ class AppliedNotifications:
             self._require_known(notification)
         listed = await pages.shortened(listed)
         listed = structs.replace(listed, newest=(*listed.newest, this))
-        return msgspec.json.encode(Header(known.generation, {**known.agents, handling.agent: listed})).decode()
+        return msgspec.json.encode(AppliedHeader(known.generation, {**known.agents, handling.agent: listed})).decode()
 
     def _require_known(self, notification: Notification[Any]) -> None:
         """Raise `OutcomeUnknownError` where the bucket may have forgotten the page of this notification."""
@@ -213,7 +213,7 @@ class _Pages:
         await self._write(number, {sequence: time}, created=NEVER, always=True)
         return True
 
-    async def shortened(self, listed: Listed) -> Listed:
+    async def shortened(self, listed: AppliedOfAgent) -> AppliedOfAgent:
         """Return the header's list with room for one more notification, after writing what it leaves out to pages."""
         if len(listed.newest) < LISTED:
             return listed
@@ -223,16 +223,16 @@ class _Pages:
         for number, notifications in by_page(gone).items():
             await self._write(number, notifications, created=created)
         sequence, time = listed.left_out
-        return Listed(
+        return AppliedOfAgent(
             newest=tuple(left),
             left_out=(max([sequence, *(each for each, _ in gone)]), max([time, *(each for _, each in gone)])),
         )
 
-    async def _read(self, number: int) -> tuple[Page, int]:
+    async def _read(self, number: int) -> tuple[AppliedPage, int]:
         entry = await self._bucket.newest(f"{self._prefix}{number}")
         if entry is None:
-            return Page(), 0
-        return Page() if entry.deleted else read_json(entry.value, Page), entry.revision
+            return AppliedPage(), 0
+        return AppliedPage() if entry.deleted else read_json(entry.value, AppliedPage), entry.revision
 
     async def _write(
         self, number: int, notifications: Mapping[int, float], *, created: float, always: bool = False

@@ -118,7 +118,7 @@ class Tables:
         if table.keeps_history > 1:
             self._keeping.start_soon(self._raise_history, bucket.name, table.keeps_history)
         if isinstance(bucket, CachedKeyValue):
-            self._keeping.start_soon(bucket.keep)
+            self._keeping.start_soon(bucket.keep_current)
 
     async def _raise_history(self, bucket: str, history: int) -> None:
         """Let a bucket that an older version of the app has made keep as many values as this one wants."""

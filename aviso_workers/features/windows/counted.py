@@ -2,7 +2,7 @@
 
 A state lists the newest few hundred of its key, whatever happens. What it leaves out is settled, as the progress says,
 or has a bit on a page: so a notification that stays unsettled for long costs one bit for each message that its stream
-stores meanwhile, and no write grows. `closing` asks here about what is older than what its state lists.
+stores meanwhile, and no write grows. `handler` asks here about what is older than what its state lists.
 
 The order keeps it exact whoever is killed in between: a page is written before a state leaves out what is on it, and
 the progress before a page is removed. So it is read the other way round: the state, then the page, then the progress;
@@ -21,7 +21,7 @@ import msgspec
 from aviso_workers.aviso.codec import read_json, read_number
 from aviso_workers.backends import Backend
 from aviso_workers.declare import windows
-from aviso_workers.declare.windows import Page, Settled, State
+from aviso_workers.declare.windows import CountedPage, KeyState, SettledUpTo
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import ConflictError, UndecodableError
 from aviso_workers.jetstream.key_value import Entry
@@ -29,10 +29,10 @@ from aviso_workers.jetstream.sequences import by_page, page_of
 from aviso_workers.state import window_records
 from aviso_workers.state.window_records import PAGES, PROGRESS
 
-__all__ = ["Counted", "newest_stream"]
+__all__ = ["CountedPages", "newest_stream"]
 
 
-class Counted:
+class CountedPages:
     """The pages of one agent, in the bucket of its windows."""
 
     def __init__(self, bucket: RetryingKeyValue, backend: Backend, *, stream: str) -> None:
@@ -43,9 +43,9 @@ class Counted:
         """So that the calls of one worker do not get in each other's way."""
 
     async def find(
-        self, state: State[Any], sequence: int, stored: float, *, retried: bool
+        self, state: KeyState[Any], sequence: int, stored: float, *, retried: bool
     ) -> Literal["counted", "missed"] | None:
-        """Return what became of a notification that the state does not list: `missed` is as in `State`, None: not
+        """Return what became of a notification that the state does not list: `missed` is as in `KeyState`, None: not
         counted.
 
         `retried`: it is a dead letter that is tried again, which was settled without being counted.
@@ -59,7 +59,7 @@ class Counted:
         settled = window_records.read_progress(await self._bucket.get(PROGRESS)).settled
         return "counted" if not retried and settled.covers(sequence, stored) else None
 
-    async def shortened(self, state: State[Any], settled: Settled) -> State[Any]:
+    async def shortened(self, state: KeyState[Any], settled: SettledUpTo) -> KeyState[Any]:
         """Return the state, which lists fewer than `windows.LISTED` as counted; the others are on pages then."""
         if len(state.counted) < windows.LISTED:
             return state
@@ -74,7 +74,7 @@ class Counted:
                 await self._write(number, counted, state.missed.keys() & counted.keys(), created)
         return windows.leave_out(state, gone)
 
-    async def remove_settled(self, entries: Iterable[Entry], settled: Settled) -> None:
+    async def remove_settled(self, entries: Iterable[Entry], settled: SettledUpTo) -> None:
         """Remove the pages among these entries of the bucket on which everything is settled, as the progress says."""
         for entry, number, page in _pages(entries):
             if page.is_settled(number, settled):
@@ -88,7 +88,7 @@ class Counted:
             if page is not None and page.created > created:
                 return  # the stream was deleted meanwhile, so that these do not come again
             if page is None or page.created < created:
-                page = Page(created=created)
+                page = CountedPage(created=created)
             changed = page.plus(counted, missed)
             if changed == page:
                 return
@@ -120,12 +120,12 @@ def _number(entry: Entry) -> int | None:
         return None
 
 
-def _page(entry: Entry) -> Page:
+def _page(entry: Entry) -> CountedPage:
     """Return the page that an entry stores. Raises `UndecodableError`."""
-    return read_json(entry.value, Page)
+    return read_json(entry.value, CountedPage)
 
 
-def _pages(entries: Iterable[Entry]) -> Iterator[tuple[Entry, int, Page]]:
+def _pages(entries: Iterable[Entry]) -> Iterator[tuple[Entry, int, CountedPage]]:
     """Yield the pages among the entries that can be read. Who counts on one that cannot, fails, and is heard."""
     for entry in entries:
         number = _number(entry)

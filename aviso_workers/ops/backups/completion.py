@@ -28,7 +28,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from aviso_workers.aviso.codec import Message
-from aviso_workers.backends import Admin, Snapshot
+from aviso_workers.backends import Admin, StreamSnapshot
 from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.errors import BackupError
 from aviso_workers.jetstream.info import SnapshotState, StreamConfig, StreamInfo
@@ -55,7 +55,7 @@ def may_lack(config: Mapping[str, Any]) -> bool:
 @asynccontextmanager
 async def snapshot(
     admin: Admin, stream: str, *, beside: Path, encrypted: bool, earlier: Spool | None = None
-) -> AsyncIterator[Snapshot]:
+) -> AsyncIterator[StreamSnapshot]:
     """Take a snapshot as `Administration.snapshot` does, and complete it. Spools meanwhile take space in the directory
     `beside`; with `encrypted` they are encrypted, as the backup is.
 
@@ -110,7 +110,7 @@ def _removed(before: SnapshotState, after: StreamInfo) -> int:
     return (after.last_sequence - before.last_sequence) - (after.messages - before.messages)
 
 
-async def _receive(sent: Snapshot, received: Spool) -> None:
+async def _receive(sent: StreamSnapshot, received: Spool) -> None:
     await anyio.to_thread.run_sync(lambda: received.write(arriving(sent.chunks)))
 
 
@@ -171,7 +171,7 @@ class _Merge:
     but one is what the server sent, and has the consumers.
     """
 
-    def __init__(self, archives: Sequence[Spool], sent: Snapshot, *, last_sequence: int) -> None:
+    def __init__(self, archives: Sequence[Spool], sent: StreamSnapshot, *, last_sequence: int) -> None:
         self._archives = archives
         self._received = archives[-2]
         self._sent = sent

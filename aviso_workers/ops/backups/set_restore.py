@@ -27,7 +27,7 @@ from aviso_workers.backends import Admin, ConsumerInfo, StreamInfo
 from aviso_workers.errors import BackendError, BackupError, NotFoundError, UnavailableError, UnreadableStreamError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import StreamConfig
-from aviso_workers.jetstream.metadata import OF_SET, UNFINISHED
+from aviso_workers.jetstream.metadata import SET_MARK, UNFINISHED
 from aviso_workers.ops.backups import consumer_entries, sets
 from aviso_workers.ops.backups.consumer_entries import StoredConsumer
 from aviso_workers.ops.backups.encryption import Identities
@@ -104,7 +104,7 @@ class _SetRestoration:
     def __init__(self, admin: Admin, found: BackupSet, configs: Mapping[str, dict[str, Any]]) -> None:
         self._admin = admin
         self._set = found
-        self._whole, self._empty = (f"{what}, {OF_SET}{found.id}" for what in ("whole", "empty"))
+        self._whole, self._empty = (f"{what}, {SET_MARK}{found.id}" for what in ("whole", "empty"))
         self._configs = configs
 
     async def begin(self) -> None:

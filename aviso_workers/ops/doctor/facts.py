@@ -26,7 +26,7 @@ from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import BackendError, DeniedError, NotFoundError, ServerProcessError, UnavailableError
 from aviso_workers.jetstream import plans
-from aviso_workers.jetstream.info import Account, ConsumerInfo, StreamInfo
+from aviso_workers.jetstream.info import AccountInfo, ConsumerInfo, StreamInfo
 from aviso_workers.jetstream.plans import Plan, Stored
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import backups, deployment
@@ -89,7 +89,7 @@ class Sample(Struct, frozen=True, kw_only=True):
     names: Mapping[str, frozenset[str]] = {}
     """By stream, the names of all its consumers, also of those that do not answer; a stream that was not asked is
     missing."""
-    account: Account = Account()
+    account: AccountInfo = AccountInfo()
 
     @property
     def groups(self) -> Groups:
@@ -337,7 +337,7 @@ class _Requests:
             "consumers", [partial(self._consumer_names, stream) for stream in found.values()], within=LISTING_SECONDS
         )
         within = UNREACHABLE_SECONDS if "streams" in self.unknown else ANSWER_SECONDS
-        account = await self.ask("account", self._administration.account, within=within) or Account()
+        account = await self.ask("account", self._administration.account, within=within) or AccountInfo()
         return Sample(
             streams=found,
             unavailable=frozenset(names) - found.keys() if may_list else frozenset(),

@@ -34,7 +34,7 @@ STOP_SECONDS = 0.1
 """The longest that ending the port may hold up the end of the worker."""
 READ_SECONDS = 5.0
 """A connection that sends nothing for so long, or takes nothing, is closed."""
-MOST_CONNECTIONS = 32
+MAX_CONNECTIONS = 32
 """Where more are open, the oldest is closed: Prometheus and the probes of an orchestrator need a few."""
 
 
@@ -96,7 +96,7 @@ class StatusServer:
         self, *, host: str, port: int, health: Probed, metrics: Callable[[], bytes], token: Secret | None = None
     ) -> None:
         try:
-            self._server = _Server((host, port), _handler(health, metrics, token))
+            self._server = _StatusServer((host, port), _handler(health, metrics, token))
         except OSError as error:
             raise ConfigError(
                 [
@@ -123,7 +123,7 @@ class StatusServer:
         self._server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
+class _StatusServer(ThreadingHTTPServer):
     """A thread for each connection, of which the newest few are open."""
 
     daemon_threads = True
@@ -137,7 +137,7 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            if len(self._open) >= MOST_CONNECTIONS:
+            if len(self._open) >= MAX_CONNECTIONS:
                 oldest = next(iter(self._open))
                 del self._open[oldest]
                 with suppress(OSError):

@@ -12,8 +12,8 @@ from msgspec import structs
 from aviso_workers import App
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
-from aviso_workers.jetstream.info import Lost, Source
-from aviso_workers.jetstream.metadata import FENCED, OF_SET, UNFINISHED
+from aviso_workers.jetstream.info import Lost, SourceInfo
+from aviso_workers.jetstream.metadata import FENCED, SET_MARK, UNFINISHED
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.mirrors import PROMOTED
 from aviso_workers.state import dead_letter_records
@@ -50,7 +50,7 @@ async def break_streams(loaded: Config) -> None:
         await add_stream(server, "HEAVY", max_bytes=10_000, discard="new")
         await publish(server, "HEAVY", 1, size=9_700)
         await add_stream(server, "HALF", metadata={UNFINISHED: "true"})
-        await add_stream(server, "HALF_OF_SET", metadata={UNFINISHED: f"whole, {OF_SET}0123"})
+        await add_stream(server, "HALF_OF_SET", metadata={UNFINISHED: f"whole, {SET_MARK}0123"})
         await add_stream(server, "UNHEARD", retention="interest")
         await add_stream(server, "HEARD", retention="interest")
         await add_consumer(server, "HEARD", "reader")
@@ -232,12 +232,12 @@ def test_what_a_killed_restore_leaves(broken: Seen) -> None:
 @pytest.mark.parametrize(
     ("origin", "found"),
     [
-        (Source(name="LIMITED", active=40 * SECOND), "last contact with LIMITED 40 s ago"),
-        (Source(name="LIMITED", active=0, error={"description": "no"}), "LIMITED: no"),
-        (Source(name="LIMITED", active=0, lag=500), "500 behind LIMITED, and"),
+        (SourceInfo(name="LIMITED", active=40 * SECOND), "last contact with LIMITED 40 s ago"),
+        (SourceInfo(name="LIMITED", active=0, error={"description": "no"}), "LIMITED: no"),
+        (SourceInfo(name="LIMITED", active=0, lag=500), "500 behind LIMITED, and"),
     ],
 )
-def test_an_origin_that_was_lost_or_is_too_fast(broken: Seen, origin: Source, found: str) -> None:
+def test_an_origin_that_was_lost_or_is_too_fast(broken: Seen, origin: SourceInfo, found: str) -> None:
     """By hand: a server says so after half a minute, or where it is slower than the test."""
     mirror = structs.replace(broken.facts.streams["mirrored"], mirror=origin)
     after = structs.replace(broken.facts.after, streams={**broken.facts.streams, "mirrored": mirror})

@@ -8,7 +8,7 @@ from functools import partial
 from aviso_workers.config.streams import OURS
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import NEVER, StreamInfo
-from aviso_workers.jetstream.metadata import OF_SET, UNFINISHED
+from aviso_workers.jetstream.metadata import SET_MARK, UNFINISHED
 from aviso_workers.jetstream.specs import stated
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, check
@@ -361,7 +361,7 @@ def half_restored(facts: Facts) -> Iterator[Finding]:
     """If a restore was killed, or a restore of a [set](../backup.md#sets) failed, the marks stay."""
     for stream in facts.streams.values():
         mark = stream.config.metadata.get(UNFINISHED, "")
-        if OF_SET in mark:
+        if SET_MARK in mark:
             found = "the stream belongs to a set of backups whose restore is running, has failed or was killed"
             yield Finding(stream=stream.name, found=found, cure=RESTORE_SET)
         elif mark:

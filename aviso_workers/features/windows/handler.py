@@ -31,9 +31,9 @@ from aviso_workers.aviso.notifications import Notification
 from aviso_workers.backends import Backend, ConsumerInfo
 from aviso_workers.declare import windows
 from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, OtherVersionError, Verdict
-from aviso_workers.declare.windows import Progress, Settled, State, Window, Windowing
+from aviso_workers.declare.windows import KeyState, SettledUpTo, Window, Windowing, WindowProgress
 from aviso_workers.engine import calls
-from aviso_workers.engine.handlers.one import HandlerContext, OneByOne
+from aviso_workers.engine.handlers.one import HandlerContext, NotificationHandler
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue
 from aviso_workers.engine.leases import OVERDUE_SECONDS, Lease, drained
 from aviso_workers.errors import (
@@ -44,7 +44,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import Events, Unreadable, WindowDone, WindowFunctionsChanged, WindowsResized
 from aviso_workers.features.windows import counted
-from aviso_workers.features.windows.counted import Counted
+from aviso_workers.features.windows.counted import CountedPages
 from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import window_records
@@ -52,10 +52,10 @@ from aviso_workers.state.dead_letter_records import RETRIED
 from aviso_workers.state.window_records import PROGRESS
 
 __all__ = [
-    "AsWindows",
+    "WindowHandler",
 ]
 
-_Change = Callable[[State[Any], Progress], Awaitable[State[Any]]]
+_Change = Callable[[KeyState[Any], WindowProgress], Awaitable[KeyState[Any]]]
 
 CHECK_SECONDS = 1.0
 """How often windows are checked for whether they are over."""
@@ -66,7 +66,7 @@ FORGOTTEN_AFTER_SECONDS = 86400.0
 a worker that was paused while it counted has lost its deliveries."""
 
 
-class AsWindows:
+class WindowHandler:
     """Runs `async def agent(window: Window[A])`."""
 
     def __init__(
@@ -95,18 +95,18 @@ class AsWindows:
         bucket = window_records.bucket_of(app, agent.name)
         self._bucket = CachedKeyValue(backend, bucket, patience_seconds=patience_seconds)
         from_server = RetryingKeyValue(backend, bucket, patience_seconds=patience_seconds)
-        self._counted = Counted(from_server, backend, stream=stream)
+        self._counted = CountedPages(from_server, backend, stream=stream)
         self._lease = Lease(backend, app, of=f"windows/{agent.name}", events=events)
-        self._counting = OneByOne(context, step=self._count)
+        self._counting = NotificationHandler(context, step=self._count)
         self._locks: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
         """By key, so that the calls of one worker do not get in each other's way."""
-        self._held: _Held | None = None
+        self._contents: _Contents | None = None
         self._awaited: tuple[float, int] | None = None
         """A time that has come when everything up to this sequence is settled."""
         self._failures: dict[tuple[str, int], int] = {}
         """By key and start of a window, how often the function failed for it."""
         self._again_at: dict[tuple[str, int], float] = {}
-        self._progress_known = Progress()
+        self._progress_known = WindowProgress()
         """What was read last of what is known for all keys. It counts while a foreign value is in its place."""
         self._refused = _set_event()
         """Set while this worker must not count, because the windows have values of another type than its own, or
@@ -146,7 +146,7 @@ class AsWindows:
         """Run the function for windows that are over, whenever this worker holds the lease, until `stop`."""
         in_time = drained(stop, clock=self._context.clock, timeout_seconds=self._drain_timeout_seconds)
         async with in_time, anyio.create_task_group() as keeping:
-            keeping.start_soon(self._bucket.keep)
+            keeping.start_soon(self._bucket.keep_current)
             while not stop.is_set():
                 if self._refused.is_set():
                     seconds = GIVEN_WAY_SECONDS if self._gives_way else CHECK_SECONDS
@@ -166,7 +166,7 @@ class AsWindows:
         retry = notification.headers.get(RETRIED, "")
         was_missed = False
 
-        async def add(state: State[Any], progress: Progress) -> State[Any]:
+        async def add(state: KeyState[Any], progress: WindowProgress) -> KeyState[Any]:
             nonlocal was_missed
             found = await self._counted.find(state, sequence, stored, retried=bool(retry))
             was_missed = found == "missed"
@@ -178,7 +178,7 @@ class AsWindows:
         if was_missed or windows.has_missed(state, notification):
             raise windows.late("one of its windows had closed; it was counted in the others")
 
-    async def _change(self, spelled: str, change: _Change) -> State[Any]:
+    async def _change(self, spelled: str, change: _Change) -> KeyState[Any]:
         """Change the state of a key by compare-and-set. Nothing is stored where `change` returns what it is given.
 
         Raises `OtherVersionError` where the windows have values of another type.
@@ -187,7 +187,7 @@ class AsWindows:
             while True:
                 entry = await self._bucket.get(spelled)
                 progress = await self._progress()
-                state = self._read_own(entry) if entry else State()
+                state = self._read_own(entry) if entry else KeyState()
                 state = windows.sized(state, progress.sizings, passed=progress.closed)
                 state = await self._counted.shortened(state, progress.settled)
                 changed = await change(state, progress)
@@ -204,15 +204,15 @@ class AsWindows:
                     continue  # somebody else's change went through instead
                 return changed
 
-    async def _update(self, key: str, change: Callable[[State[Any]], State[Any]]) -> State[Any]:
+    async def _update(self, key: str, change: Callable[[KeyState[Any]], KeyState[Any]]) -> KeyState[Any]:
         """Change a key's state as `_change` does, by what the state alone says."""
 
-        async def changed(state: State[Any], _: Progress) -> State[Any]:
+        async def changed(state: KeyState[Any], _: WindowProgress) -> KeyState[Any]:
             return change(state)
 
         return await self._change(window_records.bucket_key(key), changed)
 
-    async def _progress(self) -> Progress:
+    async def _progress(self) -> WindowProgress:
         """Return what is known for all keys. The first worker of all stores by which sizings windows are opened."""
         progress = self._read_progress(await self._bucket.get(PROGRESS))
         if progress.values not in ("", self._states.fingerprint):
@@ -225,7 +225,7 @@ class AsWindows:
             else await self._advance(partial(window_records.sized, windowing=self._windowing))
         )
 
-    def _read_own(self, entry: Entry) -> State[Any]:
+    def _read_own(self, entry: Entry) -> KeyState[Any]:
         """Return the state of an entry. Raises `OtherVersionError` where its values are of another type, and
         `UndecodableError` for a foreign one: what was counted is gone, which the notifications of this key alone show.
         """
@@ -237,12 +237,12 @@ class AsWindows:
             self._refused.set()
             raise OtherVersionError(error) from error
 
-    def _read_progress(self, entry: Entry | None) -> Progress:
+    def _read_progress(self, entry: Entry | None) -> WindowProgress:
         if entry is None or not entry.foreign:
             self._progress_known = window_records.read_progress(entry)
         return self._progress_known
 
-    async def _advance(self, change: Callable[[Progress], Progress]) -> Progress:
+    async def _advance(self, change: Callable[[WindowProgress], WindowProgress]) -> WindowProgress:
         """Change what is known for all keys, as `_change` does."""
         _, changed = await key_value.compare_and_set(self._bucket, PROGRESS, read=self._read_progress, change=change)
         return changed
@@ -257,68 +257,68 @@ class AsWindows:
             await clocks.sleep_until(self._context.clock, CHECK_SECONDS, stop)
 
     async def _close_due(self, stop: anyio.Event) -> None:
-        held = await self._read()
-        await self._resize(held)
-        await self._note_functions(held)
-        if held.first_end == math.inf:
+        contents = await self._read()
+        await self._resize(contents)
+        await self._note_functions(contents)
+        if contents.first_end == math.inf:
             return
         info = await self._backend.consumer_info(self._stream, self._durable)
-        progress = await self._settle(info, held)
-        passed = await self._pass(info, held, progress)
-        idle = self._is_idle(info, held)
-        if passed < held.first_end and not idle:
+        progress = await self._settle(info, contents)
+        passed = await self._pass(info, contents, progress)
+        idle = self._is_idle(info, contents)
+        if passed < contents.first_end and not idle:
             return
-        for key, state in held.states.items():
+        for key, state in contents.states.items():
             until = windows.last_end(state) if idle and state.open else passed
             if stop.is_set():
                 return
             if windows.due(windows.close(state, until)):
                 await self._close(key, until)
 
-    async def _read(self) -> _Held:
+    async def _read(self) -> _Contents:
         """Return what the bucket holds. It is read again only where it has changed, because there may be many keys."""
         version = self._bucket.version
-        if version is None or self._held is None or version != self._held.version:
+        if version is None or self._contents is None or version != self._contents.version:
             progress = await self._progress()
             entries = await self._bucket.entries()
-            self._held = _Held(version, entries, self._states.by_key(entries, progress), progress)
-        return self._held
+            self._contents = _Contents(version, entries, self._states.by_key(entries, progress), progress)
+        return self._contents
 
-    async def _resize(self, held: _Held) -> None:
+    async def _resize(self, contents: _Contents) -> None:
         """Have windows opened as this worker's code says, as soon as that can be.
 
         Only the worker that closes windows does this, so that the workers of two versions of a deploy do not do it in
         turns, and the last of them that stays has its way.
         """
-        wanted, (newest, _) = self._windowing.sizing, held.newest
+        wanted, (newest, _) = self._windowing.sizing, contents.newest
 
-        def resized(progress: Progress) -> Progress:
-            before = progress.sizings or held.sizings
+        def resized(progress: WindowProgress) -> WindowProgress:
+            before = progress.sizings or contents.sizings
             return structs.replace(
                 progress, sizings=windows.resized(before, wanted, counted=newest, closed=progress.closed)
             )
 
-        if held.sizings[-1].is_as(wanted):
+        if contents.sizings[-1].is_as(wanted):
             return
         progress = await self._advance(resized)
-        if progress.sizings != held.sizings:
+        if progress.sizings != contents.sizings:
             self._events.emit(
                 WindowsResized(
                     agent=self._agent.name,
                     size_seconds=wanted.size,
                     every_seconds=wanted.every,
-                    before_size_seconds=held.sizings[-1].size,
-                    before_every_seconds=held.sizings[-1].every,
+                    before_size_seconds=contents.sizings[-1].size,
+                    before_every_seconds=contents.sizings[-1].every,
                     since=progress.sizings[-1].since,
                 )
             )
 
-    async def _note_functions(self, held: _Held) -> None:
+    async def _note_functions(self, contents: _Contents) -> None:
         """State which of the functions that make windows are others than those of the worker that closed them before.
 
         What they have made of the open windows stays, because only the code of an older version could make it anew.
         """
-        before, own = held.functions, self._functions
+        before, own = contents.functions, self._functions
         if before == own:
             return
         await self._advance(lambda progress: structs.replace(progress, functions=own))
@@ -332,33 +332,33 @@ class AsWindows:
         stream = f"KV_{window_records.bucket_of(self._app, self._agent.name)}"
         self._events.emit(Unreadable(stream=stream, sequence=entry.revision, error=error))
 
-    async def _settle(self, info: ConsumerInfo, held: _Held) -> Progress:
+    async def _settle(self, info: ConsumerInfo, contents: _Contents) -> WindowProgress:
         """Note how far everything is settled, and remove the pages that nobody needs after that."""
-        settled = Settled(sequence=info.ack_floor, time=info.time.timestamp())
+        settled = SettledUpTo(sequence=info.ack_floor, time=info.time.timestamp())
 
-        def advance(progress: Progress) -> Progress:
+        def advance(progress: WindowProgress) -> WindowProgress:
             # A stream that was recreated begins at 1 again; an agent that was reset has counted what it had counted.
-            made_anew = counted.newest_stream(held.entries) > progress.settled.time
+            made_anew = counted.newest_stream(contents.entries) > progress.settled.time
             if settled.sequence <= progress.settled.sequence and not made_anew:
                 return progress
             return structs.replace(progress, settled=settled)
 
         progress = await self._advance(advance)
-        await self._counted.remove_settled(held.entries, progress.settled)
+        await self._counted.remove_settled(contents.entries, progress.settled)
         return progress
 
-    async def _pass(self, info: ConsumerInfo, held: _Held, progress: Progress) -> float:
+    async def _pass(self, info: ConsumerInfo, contents: _Contents, progress: WindowProgress) -> float:
         """Up to when windows are closed now. It is told to all before any window is."""
         known = progress.closed
-        time, sequence = self._awaited = self._awaited or held.newest
+        time, sequence = self._awaited = self._awaited or contents.newest
         if info.ack_floor < sequence and (info.num_pending or info.num_ack_pending):
             return known
         self._awaited = None
         passed = int((time - self._windowing.lateness_seconds) // 1)
-        if windows.ended(held.sizings, passed) <= windows.ended(held.sizings, known):
+        if windows.ended(contents.sizings, passed) <= windows.ended(contents.sizings, known):
             return known
 
-        def advance(progress: Progress) -> Progress:
+        def advance(progress: WindowProgress) -> WindowProgress:
             closed = max(progress.closed, passed)
             needed = windows.still_needed(progress.sizings, closed=closed)
             return structs.replace(progress, closed=closed, sizings=needed)
@@ -366,12 +366,12 @@ class AsWindows:
         await self._advance(advance)
         return passed
 
-    def _is_idle(self, info: ConsumerInfo, held: _Held) -> bool:
+    def _is_idle(self, info: ConsumerInfo, contents: _Contents) -> bool:
         """Return whether the agent was given nothing for long, by the server's clock: the worker's may be wrong."""
         if self._windowing.idle_seconds is None or info.num_pending or info.num_ack_pending:
             return False
         delivered = info.last_delivered.timestamp() if info.last_delivered else windows.NEVER
-        return info.time.timestamp() - max(held.stored, delivered) >= self._windowing.idle_seconds
+        return info.time.timestamp() - max(contents.stored, delivered) >= self._windowing.idle_seconds
 
     async def _close(self, key: str, until: float) -> None:
         state = await self._update(key, lambda state: windows.close(state, until))
@@ -433,15 +433,15 @@ class AsWindows:
         return verdict.after_seconds
 
 
-class _Held:
+class _Contents:
     """What the bucket of an agent's windows holds, and what of it is asked again and again."""
 
     def __init__(
         self,
         version: int | None,
         entries: Sequence[Entry],
-        states: Mapping[str, State[Any]],
-        progress: Progress,
+        states: Mapping[str, KeyState[Any]],
+        progress: WindowProgress,
     ) -> None:
         self.version = version
         """See `CachedKeyValue.version`."""
