@@ -146,7 +146,7 @@ def _of_app(found: list[Progress], app: str) -> list[Progress]:
 def show(
     target: Target = None,
     agent: AgentOption = None,
-    app: Annotated[str | None, typer.Option("--app", metavar="MODULE:APP", help="The same as MODULE:APP.")] = None,
+    app: Annotated[str | None, typer.Option(metavar="MODULE:APP", help="The same as MODULE:APP.")] = None,
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:

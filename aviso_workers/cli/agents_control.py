@@ -81,7 +81,6 @@ def reset(
     to: Annotated[
         str,
         typer.Option(
-            "--to",
             metavar="ID|DATE|all|new",
             help="Where it goes on: at a sequence, at a time such as 2026-11-20T06:00:00Z, at the first stored "
             "notification (all), or at the next one to be published (new).",
@@ -160,15 +159,13 @@ def remove(
     agent: Annotated[
         str,
         typer.Option(
-            "--agent",
             metavar="AGENT",
             autocompletion=completion.agents,
             help="Remove only this agent, and nothing that the app's agents share. Default: the whole app.",
         ),
     ] = "",
     app: Annotated[
-        str | None,
-        typer.Option("--app", metavar="APP", autocompletion=completion.apps, help="The same as the argument APP."),
+        str | None, typer.Option(metavar="APP", autocompletion=completion.apps, help="The same as the argument APP.")
     ] = None,
     workers_stopped: Annotated[
         bool,

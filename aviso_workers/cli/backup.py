@@ -68,8 +68,7 @@ def create(
     ] = None,
     *,
     to: Annotated[
-        Path,
-        typer.Option("--to", metavar="DIR", help="Directory for the backups. Each one is written to DIR/STREAM/TIME."),
+        Path, typer.Option(metavar="DIR", help="Directory for the backups. Each one is written to DIR/STREAM/TIME.")
     ],
     everything: Annotated[
         bool, typer.Option("--all", help="Back up all streams of the account, as a set that is restored as one.")
@@ -309,10 +308,7 @@ def merge(
     directory: Directory,
     *,
     to: Annotated[
-        Path,
-        typer.Option(
-            "--to", metavar="DIR", help="Directory for the merged backup, which is written to DIR/STREAM/TIME."
-        ),
+        Path, typer.Option(metavar="DIR", help="Directory for the merged backup, which is written to DIR/STREAM/TIME.")
     ],
     encrypt_to: EncryptTo = None,
     identity: IdentityOption = None,

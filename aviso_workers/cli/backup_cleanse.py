@@ -48,14 +48,12 @@ def cleanse(
     ] = None,
     erasure: Annotated[
         list[Path] | None,
-        typer.Option("--erasure", metavar="FILE", help="Remove what this record of `erase` lists; may be repeated."),
+        typer.Option(metavar="FILE", help="Remove what this record of `erase` lists; may be repeated."),
     ] = None,
     key: Annotated[
         list[str] | None,
         typer.Option(
-            "--key",
-            metavar="BUCKET/KEY",
-            help="Also remove this key of a table, windows or a counter; may be repeated.",
+            metavar="BUCKET/KEY", help="Also remove this key of a table, windows or a counter; may be repeated."
         ),
     ] = None,
     subject: Annotated[

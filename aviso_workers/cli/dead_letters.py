@@ -208,11 +208,7 @@ def retry(
     rate: Annotated[
         float | None,
         typer.Option(
-            "--rate",
-            metavar="NUMBER",
-            min=0.001,
-            callback=finite,
-            help="Return at most so many a second. Default: all at once.",
+            metavar="NUMBER", min=0.001, callback=finite, help="Return at most so many a second. Default: all at once."
         ),
     ] = None,
     dry_run: DryRun = False,

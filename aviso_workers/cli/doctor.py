@@ -25,14 +25,11 @@ Format = Literal["text", "json", "prometheus", "nagios"]
 def doctor(
     app: Annotated[
         str | None,
-        typer.Option(
-            "--app", metavar="MODULE:APP", help="Check the agents of this app too, and use its configuration."
-        ),
+        typer.Option(metavar="MODULE:APP", help="Check the agents of this app too, and use its configuration."),
     ] = None,
     monitor: Annotated[
         list[str] | None,
         typer.Option(
-            "--monitor",
             metavar="URL",
             help="URL of a server's monitoring port; repeat it for each server. Default: that of the "
             "configuration's section server.",
@@ -44,7 +41,6 @@ def doctor(
     seconds: Annotated[
         float,
         typer.Option(
-            "--seconds",
             metavar="SECONDS",
             min=0.1,
             callback=finite,
@@ -54,7 +50,6 @@ def doctor(
     backups: Annotated[
         Path | None,
         typer.Option(
-            "--backups",
             metavar="DIR",
             exists=True,
             file_okay=False,
@@ -62,7 +57,7 @@ def doctor(
             "not checked.",
         ),
     ] = None,
-    format: Annotated[Format, typer.Option("--format", help="Format of the results.")] = "text",
+    format: Annotated[Format, typer.Option(help="Format of the results.")] = "text",
     verbose: Annotated[
         bool,
         typer.Option(

@@ -36,21 +36,17 @@ def erase(
     ] = None,
     id: Annotated[
         int | None,
-        typer.Option(
-            "--id", metavar="N", min=1, help="Erase the notification with this sequence, instead of KEY=VALUE."
-        ),
+        typer.Option(metavar="N", min=1, help="Erase the notification with this sequence, instead of KEY=VALUE."),
     ] = None,
     key: Annotated[
         list[str] | None,
         typer.Option(
-            "--key", metavar="BUCKET/KEY", help="Also erase this key of a table, windows or a counter; may be repeated."
+            metavar="BUCKET/KEY", help="Also erase this key of a table, windows or a counter; may be repeated."
         ),
     ] = None,
     audit: Annotated[
         Path | None,
-        typer.Option(
-            "--audit", metavar="FILE", help="New file for the record of the erasure. Default: erasure-TIME.json here."
-        ),
+        typer.Option(metavar="FILE", help="New file for the record of the erasure. Default: erasure-TIME.json here."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be erased.")] = False,
     yes: Yes = False,

@@ -13,10 +13,9 @@ from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.arguments import finite
 from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, load
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, load, on_server
 from aviso_workers.ops import failover_drill, mirrors, promotion, recovery
 from aviso_workers.ops.consumer_positions import Carried
-from aviso_workers.ops.failover_drill import Drill
 from aviso_workers.ops.promotion import Promotion
 from aviso_workers.ops.recovery import Recovered
 
@@ -42,7 +41,6 @@ def promote(
     subject: Annotated[
         list[str] | None,
         typer.Option(
-            "--subject",
             metavar="SUBJECT",
             help="Subject on which the mirror takes publishes; may be repeated. Default: the origin's subjects.",
         ),
@@ -102,7 +100,6 @@ def recover(
     origin_config: Annotated[
         Path | None,
         typer.Option(
-            "--origin-config",
             metavar="FILE",
             help="Configuration file with the connection to the origin. Default: the origin is in this account, or "
             "in a JetStream domain.",
@@ -196,11 +193,12 @@ def unfence(stream: Stream, api: Api = "", yes: Yes = False, config: ConfigOptio
 
 
 @mirror.command()
-def drill(
+@on_server
+async def drill(
+    server: Opened,
     origin_api: Annotated[
         str,
         typer.Option(
-            "--origin-api",
             metavar="PREFIX",
             help="API prefix of the domain for the origin, e.g. '$JS.hub.API'. Default: that of the configuration.",
         ),
@@ -208,17 +206,12 @@ def drill(
     messages: Annotated[
         int, typer.Option(metavar="N", min=2, help="Number of messages to publish during the drill.")
     ] = 1000,
-    config: ConfigOption = None,
 ) -> None:
     """Rehearse a failover on a scratch stream and its mirror. Exit with 1 if a message was lost or stored twice.
 
     Example: aviso-workers mirror drill --messages 10000
     """
-
-    async def run(server: Opened) -> Drill:
-        return await failover_drill.rehearse(server.admin, origin_api=origin_api, messages=messages)
-
-    found = connected(config, run)
+    found = await failover_drill.rehearse(server.admin, origin_api=origin_api, messages=messages)
     _print_promotion(found.promotion)
     typer.echo(f"no publish was stored for {found.interrupted_seconds:.3f} s at most")
     typer.echo(f"the fenced origin took {found.after_fence}; {found.stored} of {found.published} published are stored")

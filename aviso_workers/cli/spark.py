@@ -32,14 +32,11 @@ def reconcile(
     ],
     application: Annotated[
         list[str] | None,
-        typer.Option(
-            "--application", metavar="ID", help="Compare only this application; may be repeated. Default: all."
-        ),
+        typer.Option(metavar="ID", help="Compare only this application; may be repeated. Default: all."),
     ] = None,
     since: Annotated[
         str | None,
         typer.Option(
-            "--since",
             metavar="DATE",
             help="Compare only applications that began at this time or later, e.g. 2026-11-20T06:00:00Z.",
         ),

@@ -41,12 +41,11 @@ def archive(
     where: Filter = None,
     *,
     to: Annotated[
-        str, typer.Option("--to", metavar="PATH", help="Directory of the archive, which Spark must be able to reach.")
+        str, typer.Option(metavar="PATH", help="Directory of the archive, which Spark must be able to reach.")
     ],
     every: Annotated[
         str | None,
         typer.Option(
-            "--every",
             metavar="DURATION",
             help="Keep running until Ctrl-C, and archive at this interval, e.g. 5m. Default: archive once.",
         ),
@@ -84,16 +83,12 @@ def backfill(
     to: Annotated[
         str,
         typer.Option(
-            "--to",
-            metavar="EVENT",
-            autocompletion=completion.event_types,
-            help="Event type of the published notifications.",
+            metavar="EVENT", autocompletion=completion.event_types, help="Event type of the published notifications."
         ),
     ],
     dead_letters: Annotated[
         str | None,
         typer.Option(
-            "--dead-letters",
             metavar="PATH",
             help="Directory for Parquet of what cannot be published, and why. Default: if there is any, nothing is "
             "published.",
@@ -102,7 +97,6 @@ def backfill(
     fill: Annotated[
         list[str] | None,
         typer.Option(
-            "--fill",
             metavar="FIELD=VALUE",
             help="Value of an identifier field that older notifications lack, e.g. level=0; may be repeated.",
         ),
@@ -134,12 +128,9 @@ def report(
     where: Filter = None,
     *,
     schedule: Annotated[
-        str,
-        typer.Option(
-            "--schedule", metavar="FILE", help="Schedule of what is expected: YAML, or a table in CSV or Parquet."
-        ),
+        str, typer.Option(metavar="FILE", help="Schedule of what is expected: YAML, or a table in CSV or Parquet.")
     ],
-    to: Annotated[str, typer.Option("--to", metavar="PATH", help="Directory for the tables and report.html.")],
+    to: Annotated[str, typer.Option(metavar="PATH", help="Directory for the tables and report.html.")],
     start: Annotated[
         str | None,
         typer.Option(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, redirect_stdout
+from functools import partial, wraps
 from importlib.metadata import EntryPoint, entry_points
+from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import anyio
 import typer
@@ -39,6 +42,7 @@ __all__ = [
     "find_app",
     "load",
     "named_app",
+    "on_server",
     "opened",
     "run_connected",
     "settings_of_installed",
@@ -47,6 +51,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 ENTRY_POINTS = "aviso_workers.agents"
 PACKAGE = Path(__file__).parents[1]
@@ -241,6 +246,19 @@ def connected(
             return await run(await _with_declared(server) if declared else server)
 
     return anyio.run(connect)
+
+
+def on_server(command: Callable[Concatenate[Opened, P], Awaitable[None]]) -> Callable[..., None]:
+    """Return a command for typer that has `--config` as its last option, connects, and awaits `command`."""
+
+    @wraps(command)
+    def run(*, config: ConfigSource | None, **others: Any) -> None:
+        connected(config, partial(command, **others))
+
+    signature = inspect.signature(command, eval_str=True)
+    option = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigOption)
+    run.__signature__ = signature.replace(parameters=[*[*signature.parameters.values()][1:], option])  # type: ignore[attr-defined]
+    return run
 
 
 async def _with_declared(server: Opened) -> Opened:
