@@ -259,11 +259,8 @@ def retrying(
 
     Example: aviso-workers agents retrying fields index_field
     """
-
-    async def report(server: Opened) -> list[Progress]:
-        return await agent_report.of_deployment(server.admin, server.config)
-
-    found = [each for each in _of_app(connected(config, report, declared=True), app) if each.agent == agent]
+    everyones = connected(config, lambda server: agent_report.of_deployment(server.admin, server.config), declared=True)
+    found = [each for each in _of_app(everyones, app) if each.agent == agent]
     if not found:
         raise NotFoundError(f"app {app} has no agent {agent} that reads one of the configured streams")
     waiting = [each for progress in found for each in progress.retrying]

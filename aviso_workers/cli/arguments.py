@@ -19,7 +19,18 @@ import typer
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.errors import InvalidNotificationError, InvalidPositionError
 
-__all__ = ["Line", "LinesFile", "finite", "lines_file", "parse_duration", "parse_pairs", "parse_payload"]
+__all__ = [
+    "Line",
+    "LinesFile",
+    "filter_argument",
+    "finite",
+    "lines_file",
+    "parse_duration",
+    "parse_pairs",
+    "parse_payload",
+    "parse_where",
+    "seconds_between",
+]
 
 Number = TypeVar("Number", float, float | None)
 TYPE = "int.ecmwf.aviso."
@@ -63,6 +74,18 @@ class _CloudEvent(msgspec.Struct, frozen=True):
             raise msgspec.ValidationError("its data has a payload and a payload_base64: give one")
         body = data.payload if data.payload_base64 is None else data.payload_base64
         return Line(self.type.removeprefix(TYPE), data.identifier, body)
+
+
+def filter_argument(what: str, *, more: str = "") -> Any:
+    """Return the argument of a filter; `what` says to which notifications it is applied, and `more` what follows."""
+    example = 'e.g. class=od, or a constraint in JSON, e.g. step={"gte":24}.'
+    return typer.Argument(metavar="KEY=VALUE...", help=f"{what} with this value, {example}{more}")
+
+
+def seconds_between(two: str) -> Any:
+    """Return the option for the seconds between two samples or snapshots, from which rates are computed."""
+    help_text = f"Seconds between the two {two} from which rates are computed."
+    return typer.Option(metavar="SECONDS", min=0.1, callback=finite, help=help_text)
 
 
 def parse_pairs(pairs: Sequence[str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from aviso_workers.cli.arguments import finite
+from aviso_workers.cli.arguments import seconds_between
 from aviso_workers.cli.output import echo, print_json, printable
 from aviso_workers.cli.targets import ConfigOption, connected, find_app, load
 from aviso_workers.errors import AvisoWorkersError, BackendError
@@ -38,15 +38,7 @@ def doctor(
     production: Annotated[
         bool, typer.Option("--production", help="Also check what only production needs, such as three replicas.")
     ] = False,
-    seconds: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            min=0.1,
-            callback=finite,
-            help="Seconds between the two samples from which rates are computed.",
-        ),
-    ] = 5.0,
+    seconds: Annotated[float, seconds_between("samples")] = 5.0,
     backups: Annotated[
         Path | None,
         typer.Option(

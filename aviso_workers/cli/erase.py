@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from aviso_workers.aviso.literals import quoted
-from aviso_workers.cli.arguments import parse_where
+from aviso_workers.cli.arguments import filter_argument, parse_where
 from aviso_workers.cli.completion import Event
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import echo, print_table
@@ -27,13 +27,7 @@ SHOWN_KEYS = 50
 
 def erase(
     event: Event,
-    where: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE...",
-            help='Erase notifications with this value, e.g. class=od, or a constraint in JSON, e.g. step={"gte":24}.',
-        ),
-    ] = None,
+    where: Annotated[list[str] | None, filter_argument("Erase notifications")] = None,
     id: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Erase the notification with this sequence, instead of KEY=VALUE."),

@@ -78,17 +78,17 @@ def promote(
     """
     confirm(yes, to=f"fence the origin of {stream}, and let {stream} take publishes in its place")
 
-    async def run(server: Opened) -> Promotion:
-        return await promotion.promote(
+    found = connected(
+        config,
+        lambda server: promotion.promote(
             server.admin,
             stream,
             subjects=subject or (),
             origin_is_lost=origin_is_lost,
             origin_was_recreated=origin_was_recreated,
             patience_seconds=patience,
-        )
-
-    found = connected(config, run)
+        ),
+    )
     _print_promotion(found)
     if not found.proven:
         raise typer.Exit(NOT_PROVEN)
@@ -170,11 +170,8 @@ def fence(stream: Stream, api: Api = "", yes: Yes = False, config: ConfigOption 
     """
     confirm(yes, to=f"take its subjects from {stream}")
 
-    async def run(server: Opened) -> tuple[str, ...]:
-        return (await mirrors.fence(server.admin.at(api), stream)).subjects
-
-    subjects = connected(config, run)
-    typer.echo(f"{stream} is fenced; it took {', '.join(subjects)}")
+    fenced = connected(config, lambda server: mirrors.fence(server.admin.at(api), stream))
+    typer.echo(f"{stream} is fenced; it took {', '.join(fenced.subjects)}")
 
 
 @mirror.command()
@@ -185,10 +182,7 @@ def unfence(stream: Stream, api: Api = "", yes: Yes = False, config: ConfigOptio
     """
     confirm(yes, to=f"give {stream} its subjects back")
 
-    async def run(server: Opened) -> tuple[str, ...]:
-        return await mirrors.unfence(server.admin.at(api), stream)
-
-    subjects = connected(config, run)
+    subjects = connected(config, lambda server: mirrors.unfence(server.admin.at(api), stream))
     typer.echo(f"{stream} takes {', '.join(subjects)} again")
 
 

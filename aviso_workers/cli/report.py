@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from aviso_workers.backends import Admin
-from aviso_workers.cli.arguments import finite
+from aviso_workers.cli.arguments import seconds_between
 from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows, printable, terminal
 from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import Opened, on_server
@@ -36,15 +36,7 @@ SHOWN = 20
 """Consumers that fit on a screen: those that lag behind most."""
 
 Take = Callable[[Admin], Awaitable[Snapshot]]
-Seconds = Annotated[
-    float,
-    typer.Option(
-        metavar="SECONDS",
-        min=0.1,
-        callback=finite,
-        help="Seconds between the two snapshots from which rates are computed.",
-    ),
-]
+Seconds = Annotated[float, seconds_between("snapshots")]
 
 
 @report.command()

@@ -14,7 +14,7 @@ import typer
 
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
-from aviso_workers.cli.arguments import parse_duration, parse_pairs, parse_where
+from aviso_workers.cli.arguments import filter_argument, parse_duration, parse_pairs, parse_where
 from aviso_workers.cli.completion import Event
 from aviso_workers.cli.spark import spark
 from aviso_workers.cli.targets import ConfigOption, ConfigSource
@@ -23,13 +23,7 @@ from aviso_workers.spark import installed
 
 __all__ = ["archive", "backfill", "report"]
 
-Filter = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE...",
-        help='Only notifications with this value, e.g. class=od, or a constraint in JSON, e.g. step={"gte":24}.',
-    ),
-]
+Filter = Annotated[list[str] | None, filter_argument("Only notifications")]
 
 MOST_PER_BATCH = 1_000_000
 """Messages of a long backlog that are handled at a time, and not again after a failure."""
