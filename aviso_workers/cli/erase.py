@@ -71,24 +71,7 @@ def erase(
             return survey.whole
         record = audit or Path(f"erasure-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}.json")
         left = await eraser.erase(survey, audit=record, progress=ProgressLines("erased", total=survey.messages))
-        erased = sum(eraser.erased(left).values())
-        typer.echo(f"{erased} erased, {left.messages} left; the record is {record}")
-        for each in left.unreached:
-            if each.waits or each.unknown:
-                echo(f"not proven: {each.where}: {each.why}. {each.cure.capitalize()}.")
-        if not erased:
-            return left.whole
-        typer.echo(
-            "the subjects of what is erased, with the values that are in them, stay in the index files of the servers "
-            f"until {datetime.now(UTC) + INDEX_WITHIN:%Y-%m-%dT%H:%M:%SZ} at the latest, and the whole messages in the "
-            "Raft logs of streams with replicas: keep no copy of these before"
-        )
-        typer.echo(
-            "next, for all backups below a directory: "
-            f"aviso-workers backup cleanse DIR --erasure {quoted(str(record))}, "
-            "with the KEY=VALUE given here where there are any, because backups also hold what had left the streams "
-            "before"
-        )
+        _print_erased(sum(eraser.erased(left).values()), left, record)
         return left.whole
 
     if not connected(config, run):
@@ -110,6 +93,26 @@ def _print(survey: Survey) -> None:
         echo(f"not reached: {each.where}: {each.why}. {each.cure.capitalize()}.")
     for what in ELSEWHERE:
         echo(f"not searched: {what}.")
+
+
+def _print_erased(erased: int, left: Survey, record: Path) -> None:
+    typer.echo(f"{erased} erased, {left.messages} left; the record is {record}")
+    for each in left.unreached:
+        if each.waits or each.unknown:
+            echo(f"not proven: {each.where}: {each.why}. {each.cure.capitalize()}.")
+    if not erased:
+        return
+    typer.echo(
+        "the subjects of what is erased, with the values that are in them, stay in the index files of the servers "
+        f"until {datetime.now(UTC) + INDEX_WITHIN:%Y-%m-%dT%H:%M:%SZ} at the latest, and the whole messages in the "
+        "Raft logs of streams with replicas: keep no copy of these before"
+    )
+    typer.echo(
+        "next, for all backups below a directory: "
+        f"aviso-workers backup cleanse DIR --erasure {quoted(str(record))}, "
+        "with the KEY=VALUE given here where there are any, because backups also hold what had left the streams "
+        "before"
+    )
 
 
 def _print_suspect(suspect: Suspect) -> None:

@@ -163,9 +163,7 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
         async def publish() -> None:
             nonlocal stored
             async with app:
-                size, number, event = checked.largest
-                if size > (most := app.session.backend.connection.max_payload):
-                    raise InvalidNotificationError(f"{lines.name}:{number}: {too_large(event, size, most=most)}")
+                _require_fit(lines, checked, most=app.session.backend.connection.max_payload)
                 stored = await app.session.publisher.notify_many(notifications(), answered=checked.has_ids)
 
         app.events.listen(count_known, Published)
@@ -182,6 +180,13 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
             typer.echo(MAY_BE_STORED.format(begun=begun, total=checked.total), err=True)
         raise typer.Exit(128 + signalled)
     _tell(f"{stored - known} notifications stored" + (f", {known} known already by their ids" if known else ""))
+
+
+def _require_fit(lines: LinesFile, checked: _Checked, *, most: int) -> None:
+    """Raise `InvalidNotificationError` where a notification of the file has more bytes than a server takes."""
+    size, number, event = checked.largest
+    if size > most:
+        raise InvalidNotificationError(f"{lines.name}:{number}: {too_large(event, size, most=most)}")
 
 
 def _notification(line: Line) -> Notify:
