@@ -22,7 +22,7 @@ from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import AgentOption, ConfigOption, Opened, Target, connected, find_app, opened
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError
-from aviso_workers.ops import agent_report, deployment
+from aviso_workers.ops import agent_inventory, agent_report
 from aviso_workers.ops.agent_report import AgentRow, Progress
 from aviso_workers.state import declarations
 from aviso_workers.state.failure_records import Retrying
@@ -100,12 +100,12 @@ class _Asked(Struct, frozen=True):
         self, server: Opened, now: list[Progress], before: list[Progress], *, seconds: float
     ) -> list[AgentRow]:
         """Return the rows of agents, from two reports, and those of timers and tasks that fail."""
-        recorded = await deployment.recorded(server.admin)
+        recorded = await agent_inventory.recorded(server.admin)
         return agent_report.rows(now, before, seconds=seconds) + agent_report.failing(recorded, self.name)
 
     async def unlisted(self, server: Opened) -> str:
         """Return which agents cannot be listed, and what to do, as text; empty where there are none."""
-        found = [] if self.name else await deployment.elsewhere(server.admin, server.config)
+        found = [] if self.name else await agent_inventory.elsewhere(server.admin, server.config)
         if not found:
             return ""
         return (

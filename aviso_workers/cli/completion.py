@@ -20,7 +20,7 @@ from aviso_workers.cli.targets import Opened, opened, source_of
 from aviso_workers.cli.targets import load as load_config
 from aviso_workers.config import Config
 from aviso_workers.errors import AvisoWorkersError
-from aviso_workers.ops import aviso_admin, deployment
+from aviso_workers.ops import agent_inventory, aviso_admin
 
 __all__ = ["Event", "Stream", "agents", "apps", "consumers", "event_types", "events_and_streams", "streams"]
 
@@ -67,7 +67,7 @@ async def _agents(server: Opened) -> set[tuple[str, str]]:
     """Return the names of all agents that read one of the configured event streams, each after that of its app."""
     found = set[tuple[str, str]]()
     for stream in await aviso_admin.event_streams(server.admin, server.config):
-        found |= (await deployment.agents(server.admin, stream)).keys()
+        found |= (await agent_inventory.agents(server.admin, stream)).keys()
     return found
 
 

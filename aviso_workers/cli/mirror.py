@@ -23,7 +23,7 @@ __all__ = ["mirror"]
 
 mirror = typer.Typer(help="Promote mirrors, fence streams, and rehearse a failover.", no_args_is_help=True)
 
-MOST_LISTED = 20
+MAX_LISTED = 20
 """Messages that are listed one by one."""
 Api = Annotated[
     str,
@@ -120,7 +120,7 @@ def recover(
             count = 0
             async for message in found.only_there():
                 count += 1
-                if count <= MOST_LISTED:
+                if count <= MAX_LISTED:
                     typer.echo(f"{message.sequence} {store_time(message).isoformat()} {message.subject}")
             return count, found.undecided
 
@@ -138,8 +138,8 @@ def _print_missing(stream: str, count: int, undecided: int) -> None:
     """Print how many messages only the origin has; exit 2 where some are to be published, 3 where some cannot be
     compared.
     """
-    if count > MOST_LISTED:
-        typer.echo(f"... and {count - MOST_LISTED} more")
+    if count > MAX_LISTED:
+        typer.echo(f"... and {count - MAX_LISTED} more")
     typer.echo(f"only the origin of {stream} has {count} messages")
     _print_undecided(undecided)
     confirm(not count, to=f"publish them to {stream}, behind what it has")

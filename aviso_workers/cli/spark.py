@@ -21,7 +21,7 @@ spark = typer.Typer(
     help="Archive, backfill and report with Spark, and compare its jobs with their notifications.", no_args_is_help=True
 )
 
-MOST_LINES = 20
+MAX_LINES = 20
 
 
 @spark.command()
@@ -80,10 +80,10 @@ def _print(found: list[Comparison]) -> None:
     columns = ("application", "attempt", "kind", "Spark", "published", "different", "twice", "only published", "state")
     print_table(columns, map(_row, found), none="no applications")
     lines = [line for comparison in found for line in _lines(comparison)]
-    for line in lines[:MOST_LINES]:
+    for line in lines[:MAX_LINES]:
         typer.echo(printable(line))
-    if len(lines) > MOST_LINES:
-        typer.echo(f"and {len(lines) - MOST_LINES} more: --json has all of them")
+    if len(lines) > MAX_LINES:
+        typer.echo(f"and {len(lines) - MAX_LINES} more: --json has all of them")
 
 
 def _row(comparison: Comparison) -> tuple[str, ...]:

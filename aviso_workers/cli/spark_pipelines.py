@@ -25,7 +25,7 @@ __all__ = ["archive", "backfill", "report"]
 
 Filter = Annotated[list[str] | None, filter_argument("Only notifications")]
 
-MOST_PER_BATCH = 1_000_000
+MAX_PER_BATCH = 1_000_000
 """Messages of a long backlog that are handled at a time, and not again after a failure."""
 
 
@@ -53,7 +53,7 @@ def archive(
     installed.require()
     from aviso_workers.spark import archive_filters, archives, sessions
 
-    options = _source(event, where, config) | {"startingOffsets": "earliest", "maxMessagesPerTrigger": MOST_PER_BATCH}
+    options = _source(event, where, config) | {"startingOffsets": "earliest", "maxMessagesPerTrigger": MAX_PER_BATCH}
     selection = archive_filters.selection(options)
     seconds = float(parse_duration(every, name="--every")) if every is not None else None
     with sessions.session(f"aviso-workers: archive {event}") as spark:

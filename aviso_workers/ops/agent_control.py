@@ -19,7 +19,7 @@ from aviso_workers.config import Config
 from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Router
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
-from aviso_workers.ops import aviso_admin, deployment, retirement
+from aviso_workers.ops import agent_inventory, aviso_admin, retirement
 from aviso_workers.state import consumer_records, failure_records, window_records
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.dead_letter_records import RETRIES
@@ -118,7 +118,7 @@ async def find(admin: Admin, config: Config, owner: str, agent: str, *, several:
     if not found:  # it was deleted, or removed
         found = [stream for stream in event_streams if stream in recorded]
     if not found:
-        present = [found for stream in event_streams for found in await deployment.agents(admin, stream)]
+        present = [found for stream in event_streams for found in await agent_inventory.agents(admin, stream)]
         of_app = {name for name_of_app, name in present if name_of_app == owner}
         known = f"; that app has: {', '.join(sorted(of_app))}" if of_app else ""
         apps = f"; there are apps: {', '.join(sorted({found for found, _ in present}))}" if present else ""

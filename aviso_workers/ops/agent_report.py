@@ -20,9 +20,9 @@ from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Agent, Router
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerConfig
-from aviso_workers.ops import aviso_admin, deployment, stuck
+from aviso_workers.ops import agent_inventory, aviso_admin, stuck
 from aviso_workers.ops.agent_control import UNTIL_RESUMED
-from aviso_workers.ops.deployment import Recorded
+from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.dead_letter_records import RETRIES
 from aviso_workers.state.failure_records import WRITE_SECONDS, LastFailure, Retrying
@@ -119,7 +119,7 @@ class Progress(Struct, frozen=True, kw_only=True):
         """The reason why the agent has no consumer, where that is as it should be; empty where it has one, or has lost
         it.
         """
-        return deployment.why_none(self.record) if self.events is None and self.behind is None else ""
+        return agent_inventory.why_none(self.record) if self.events is None and self.behind is None else ""
 
     @property
     def ack_pending(self) -> int:
@@ -236,14 +236,14 @@ def _row(now: Progress, before: Progress | None, seconds: float) -> AgentRow:
 
 
 async def _snapshot(admin: Admin, streams: Iterable[str]) -> _Snapshot:
-    recorded, consumers, behind = await deployment.recorded(admin), {}, {}
+    recorded, consumers, behind = await agent_inventory.recorded(admin), {}, {}
     for stream in streams:
-        for (owner, agent), events in (await deployment.agents(admin, stream)).items():
+        for (owner, agent), events in (await agent_inventory.agents(admin, stream)).items():
             consumers[owner, agent, stream] = events
-        for (owner, agent), record in (await deployment.missing(admin, stream, recorded.consumers)).items():
+        for (owner, agent), record in (await agent_inventory.missing(admin, stream, recorded.consumers)).items():
             behind[owner, agent, stream] = await _behind(admin, stream, record)
-    retries = await deployment.agents(admin, RETRIES)
-    dead_letters = await deployment.dead_letters(admin)
+    retries = await agent_inventory.agents(admin, RETRIES)
+    dead_letters = await agent_inventory.dead_letters(admin)
     return _Snapshot(
         consumers=consumers,
         retries=retries,

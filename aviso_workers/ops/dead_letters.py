@@ -25,7 +25,7 @@ from aviso_workers.config import Config
 from aviso_workers.declare import agents
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Events, Skipped
-from aviso_workers.ops import deployment
+from aviso_workers.ops import agent_inventory
 from aviso_workers.state import dead_letter_records, parts, window_records
 from aviso_workers.state.dead_letter_records import RETRIES, STREAM, DeadLetter
 
@@ -157,7 +157,7 @@ class StoredDeadLetters:
 
     async def count(self) -> int:
         """Return how many dead letters are kept."""
-        return sum((await deployment.dead_letters(self._admin)).values())
+        return sum((await agent_inventory.dead_letters(self._admin)).values())
 
     async def retry(self, *dead_letters: DeadLetter, note: Callable[[], None] = _nothing) -> None:
         """Hand dead letters back to the agents that failed, as if they were new notifications; `note` is called for

@@ -43,7 +43,7 @@ POLL_SECONDS = 1.0
 PROGRESS_SECONDS = 5.0
 """How often is reported how far it is, while the original stores more and more."""
 PUBLISH_SECONDS = 30.0
-MOST_TRIES = 10
+MAX_TRIES = 10
 """How often in a row appending may fail before the error is raised."""
 FILLER = "aviso_workers_filler"
 """The last part of the subject of what is stored for a sequence that the original does not have."""
@@ -169,7 +169,7 @@ class _FollowingCopy:
                     failures = 0  # what is to be done is known, or some of it is there
                     continue
                 failures += 1
-                if failures == MOST_TRIES:
+                if failures == MAX_TRIES:
                     raise
                 await anyio.sleep(POLL_SECONDS)
         if at > last and at > (await self.original()).last_sequence:

@@ -18,7 +18,7 @@ from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.errors import NotFoundError, ServerProcessError
 from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
-from aviso_workers.ops import deployment, inventory, stuck
+from aviso_workers.ops import agent_inventory, inventory, stuck
 from aviso_workers.ops.doctor import monitoring_port
 from aviso_workers.ops.doctor.monitoring_port import Monitored
 from aviso_workers.ops.inventory import Listed
@@ -136,7 +136,7 @@ async def take(admin: Admin) -> Snapshot:
             continue
         consumers |= _by_name(name, found)
         unavailable = [*unavailable, *_unavailable(name, found)]
-    records = (await deployment.recorded(admin)).consumers
+    records = (await agent_inventory.recorded(admin)).consumers
     return Snapshot(
         at=anyio.current_time(), streams=streams, unavailable=unavailable, consumers=consumers, records=records
     )
@@ -150,7 +150,7 @@ async def take_consumers(admin: Admin, stream: str) -> Snapshot:
         streams={},
         unavailable=_unavailable(stream, found),
         consumers=_by_name(stream, found),
-        records=(await deployment.recorded(admin)).consumers,
+        records=(await agent_inventory.recorded(admin)).consumers,
     )
 
 

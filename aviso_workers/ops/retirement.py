@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
-from aviso_workers.ops import deployment, inventory
+from aviso_workers.ops import agent_inventory, inventory
 from aviso_workers.ops.inventory import Listed, T
 from aviso_workers.state import (
     consumer_records,
@@ -69,7 +69,7 @@ async def plan(admin: Admin, owner: str, agent: str = "", *, workers_stopped: bo
     listed = [_require_all(await inventory.consumers(admin, stream.name)) for stream in streams if stream.consumers]
     consumers = [consumer for found in listed for consumer in found if _is_of(consumer.name, owner, agent)]
     _require_no_workers(consumers, workers_stopped=workers_stopped)
-    dead_letters = await deployment.dead_letters(admin)
+    dead_letters = await agent_inventory.dead_letters(admin)
     found = Retirement(
         app=owner,
         agent=agent,
@@ -158,5 +158,5 @@ async def _subjects(admin: Admin, owner: str, agent: str) -> dict[tuple[str, str
 
 
 def _is_of(consumer: str, owner: str, agent: str) -> bool:
-    of = deployment.agent_of(consumer)
+    of = agent_inventory.agent_of(consumer)
     return of is not None and of[0] == owner and agent in ("", of[1])

@@ -29,7 +29,7 @@ __all__ = ["NOT_PUBLISHED", "Comparison", "Difference", "Incomparable", "Publish
 KINDS = ("application", "job", "stage", "sql")
 LOST = "lost"
 NOT_PUBLISHED = "not published"
-MOST_SECONDS = 3600
+MAX_SECONDS = 3600
 """After which no further application is compared."""
 
 
@@ -89,7 +89,7 @@ async def reconcile(
     An application that Spark cannot describe, as where its event log is damaged, stops no other, and neither does one
     whose id cannot be the id of an application.
     """
-    ends = anyio.current_time() + MOST_SECONDS
+    ends = anyio.current_time() + MAX_SECONDS
     found = await anyio.to_thread.run_sync(lambda: rest.applications(since=since))
     if unknown := set(only) - {application_id for application_id, _, _ in found}:
         raise SparkRestError(f"Spark knows no application {', '.join(sorted(unknown))}")
@@ -100,7 +100,7 @@ async def reconcile(
         try:
             if anyio.current_time() > ends:
                 raise SparkRestError(
-                    f"no time was left after {MOST_SECONDS} s: compare less, by --since or --application"
+                    f"no time was left after {MAX_SECONDS} s: compare less, by --since or --application"
                 )
             if not application_id.strip():
                 raise SparkRestError("Spark gives an application without an id: see which server answers")

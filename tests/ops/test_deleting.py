@@ -9,7 +9,7 @@ import pytest
 
 from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.ops.erasure import deletion
-from aviso_workers.ops.erasure.deletion import MOST_UNDER_WAY, Pace
+from aviso_workers.ops.erasure.deletion import MAX_UNDER_WAY, Pace
 
 pytestmark = pytest.mark.anyio
 
@@ -68,11 +68,11 @@ async def test_an_election_of_a_leader_is_waited_for(monkeypatch: pytest.MonkeyP
 
 def test_the_pace_grows_by_answers_and_falls_by_half() -> None:
     pace = Pace()
-    for _ in range(2 * MOST_UNDER_WAY):
+    for _ in range(2 * MAX_UNDER_WAY):
         pace.answered(0.001)
-    assert pace.limiter.total_tokens == MOST_UNDER_WAY
+    assert pace.limiter.total_tokens == MAX_UNDER_WAY
     pace.answered(1.0)
-    assert pace.limiter.total_tokens == MOST_UNDER_WAY // 2
-    for _ in range(math.ceil(math.log2(MOST_UNDER_WAY))):
+    assert pace.limiter.total_tokens == MAX_UNDER_WAY // 2
+    for _ in range(math.ceil(math.log2(MAX_UNDER_WAY))):
         pace.answered(1.0)
     assert pace.limiter.total_tokens == 1

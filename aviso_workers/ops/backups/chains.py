@@ -22,7 +22,7 @@ from aviso_workers.ops.backups.s2 import MalformedError, Pieces, Readable
 from aviso_workers.ops.backups.storage import Backup, Counted, Previous, Progress, damage, find, ignore, load, opened
 
 __all__ = [
-    "MOST_LINKS",
+    "MAX_LINKS",
     "chain",
     "family",
     "link_to",
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-MOST_LINKS = 40
+MAX_LINKS = 40
 """The most backups of a chain. The files of all are open while it is read, and every message passes through each."""
 
 
@@ -194,8 +194,8 @@ def _links(backup: Backup) -> tuple[list[Backup], BackupError | None]:
     """Return the links that were found, and an error where the first of them is not a full backup."""
     links = [backup]
     while previous := links[0].previous:
-        if len(links) == MOST_LINKS:
-            return links, BackupError(f"{backup.directory} is in a chain of more than {MOST_LINKS} backups")
+        if len(links) == MAX_LINKS:
+            return links, BackupError(f"{backup.directory} is in a chain of more than {MAX_LINKS} backups")
         place = backup.directory.resolve().parent / previous.directory
         try:
             link = load(place)

@@ -209,8 +209,8 @@ def _newest_to_continue(to: Path, stream: str, full_every_seconds: float | None)
         return None, str(error)
     if not found[-1].of_entries:
         return None, f"{found[-1].directory} was made by a nats-server before 2.15"
-    if len(links) == chains.MOST_LINKS:
-        return None, f"a chain has {chains.MOST_LINKS} backups at most"
+    if len(links) == chains.MAX_LINKS:
+        return None, f"a chain has {chains.MAX_LINKS} backups at most"
     age = datetime.now(UTC) - links[0].made
     if full_every_seconds is not None and age.total_seconds() >= full_every_seconds:
         return None, f"the last full one is of {links[0].made:%Y-%m-%dT%H:%M:%SZ}"
@@ -225,8 +225,8 @@ def _require_continuable(since: Backup, place: Path, encrypt_to: Sequence[str], 
         raise BackupError(f"{since.directory} was made by another program or an older server: make a full backup first")
     if since.directory.resolve().parent != place.resolve().parent:
         raise BackupError(f"{since.directory} is not in {place.parent}, where the increment would be stored")
-    if len(chains.chain(since)) == chains.MOST_LINKS:
-        raise BackupError(f"a chain has {chains.MOST_LINKS} backups at most: make a full one")
+    if len(chains.chain(since)) == chains.MAX_LINKS:
+        raise BackupError(f"a chain has {chains.MAX_LINKS} backups at most: make a full one")
     if since.encrypted and not encrypt_to:
         raise BackupError(f"{since.directory} is encrypted: give the public keys for the increment with --encrypt-to")
     chains.require_identities(since, identities)

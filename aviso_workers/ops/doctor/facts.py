@@ -30,9 +30,9 @@ from aviso_workers.jetstream import plans
 from aviso_workers.jetstream.info import Account, ConsumerInfo, StreamInfo
 from aviso_workers.jetstream.plans import Plan, Stored
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.ops import backups, deployment
+from aviso_workers.ops import agent_inventory, backups
+from aviso_workers.ops.agent_inventory import RunAlone
 from aviso_workers.ops.backups import Backup
-from aviso_workers.ops.deployment import RunAlone
 from aviso_workers.ops.doctor import divergence, monitoring_port, replicas
 from aviso_workers.ops.doctor.answers import Advisory, Server
 from aviso_workers.ops.doctor.divergence import Looks
@@ -57,7 +57,7 @@ UNREACHABLE_SECONDS = 1.0
 LISTING_SECONDS = 30.0
 """How long is waited for listings of streams and consumers, of which there may be a hundred thousand. A cluster waits
 for 4 s for those whose server is down before it lists the others."""
-MOST_LATER, LATER_SECONDS = 3, 1.0
+MAX_LATER, LATER_SECONDS = 3, 1.0
 """How many more samples are taken where replicas seem to be behind, and the time before each: a replica of a busy
 stream is behind for moments."""
 AT_ONCE = 32
@@ -194,7 +194,7 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
             elapsed = time.monotonic() - sampled
             after = await requests.sample()
     later: list[Sample] = []
-    while len(later) < MOST_LATER and replicas.is_doubtful([each.groups for each in (before, after, *later)]):
+    while len(later) < MAX_LATER and replicas.is_doubtful([each.groups for each in (before, after, *later)]):
         await anyio.sleep(LATER_SECONDS)
         later.append(await requests.sample())
     once = await _unsampled_facts(admin, config, requests, after, server, scope)
@@ -243,10 +243,10 @@ async def _unsampled_facts(
     """
     ask = requests.ask
     async with anyio.create_task_group() as tasks:
-        dead_letters = _Later(tasks, lambda: ask("dead_letters", lambda: deployment.dead_letters(admin)))
-        recorded = _Later(tasks, lambda: ask("records", lambda: deployment.recorded(admin)))
-        run_alone = _Later(tasks, lambda: ask("records", lambda: deployment.run_alone(admin, after.streams)))
-        due = _Later(tasks, lambda: ask("streams", lambda: deployment.due(admin)))
+        dead_letters = _Later(tasks, lambda: ask("dead_letters", lambda: agent_inventory.dead_letters(admin)))
+        recorded = _Later(tasks, lambda: ask("records", lambda: agent_inventory.recorded(admin)))
+        run_alone = _Later(tasks, lambda: ask("records", lambda: agent_inventory.run_alone(admin, after.streams)))
+        due = _Later(tasks, lambda: ask("streams", lambda: agent_inventory.due(admin)))
         links = _Later(tasks, lambda: ask("streams", Mirrors(admin).links, within=LISTING_SECONDS))
         monitored = _Later(tasks, lambda: _monitored(config, requests, server, scope))
         is_strict = _Later(tasks, lambda: monitoring_port.is_strict(admin))

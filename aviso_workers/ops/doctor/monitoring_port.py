@@ -30,7 +30,7 @@ __all__ = ["LOOPBACK", "Monitored", "connected_server", "inspect", "is_strict", 
 ANSWER_SECONDS = 5.0
 NAME_SECONDS = 2.0
 LOOPBACK = (*LOOPBACK_NAMES, "::1")
-MOST_LOOKS, LOOK_AGAIN_SECONDS = 4, 1.0
+MAX_LOOKS, LOOK_AGAIN_SECONDS = 4, 1.0
 EVERY_ADDRESS = ("0.0.0.0", "::")
 NEAR = build_opener(ProxyHandler({}))
 """A monitoring port is near: a proxy that the environment names is for the web."""
@@ -183,7 +183,7 @@ def _with_meta_group(varz: Varz, url: str) -> Varz:
     a follower is behind its leader for moments.
     """
     looks = 0
-    while looks < MOST_LOOKS and _seems_behind(varz):
+    while looks < MAX_LOOKS and _seems_behind(varz):
         time.sleep(LOOK_AGAIN_SECONDS)
         meta = VARZ.decode(_ask(url, "/varz")).jetstream.meta
         varz = structs.replace(varz, jetstream=structs.replace(varz.jetstream, meta=meta))

@@ -19,7 +19,7 @@ from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 
 __all__ = ["Pace", "delete"]
 
-MOST_UNDER_WAY = 512
+MAX_UNDER_WAY = 512
 SOON_SECONDS = 0.02
 """A publish may wait for so long because of the deletions before it."""
 PATIENCE_SECONDS, AGAIN_SECONDS = 30.0, 0.2
@@ -36,7 +36,7 @@ class Pace:
     def answered(self, seconds: float) -> None:
         """Adjust the pace by how many seconds a deletion took."""
         now = int(self.limiter.total_tokens)
-        self.limiter.total_tokens = min(now + 1, MOST_UNDER_WAY) if seconds <= SOON_SECONDS else max(now // 2, 1)
+        self.limiter.total_tokens = min(now + 1, MAX_UNDER_WAY) if seconds <= SOON_SECONDS else max(now // 2, 1)
 
 
 async def delete(

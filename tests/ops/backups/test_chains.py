@@ -243,7 +243,7 @@ def test_a_chain_is_merged_into_a_full_backup(links: list[Backup], tmp_path: Pat
 
 
 def test_a_chain_ends_somewhere(tmp_path: Path) -> None:
-    moments = tuple({1: b"one"} for _ in range(chains.MOST_LINKS + 1))
+    moments = tuple({1: b"one"} for _ in range(chains.MAX_LINKS + 1))
     made = chained(tmp_path, moments)
     assert bodies(made[-2]) == {1: b"one"}
     with pytest.raises(BackupError, match="a chain of more than 40"):

@@ -1,4 +1,4 @@
-"""The agents of a whole deployment as the server knows them, whether their workers run or not.
+"""The inventory of a server's agents, whether their workers run or not: those of all apps, as the server knows them.
 
 Consumers are asked for by stream and some hundreds at a time, and counts are those of a stream's subjects: a handful of
 requests, however many agents there are. An agent is known by its durable consumer, `<app>__<agent>`. A stream that does
