@@ -10,18 +10,18 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 65_368,
+    "lines": 65_386,
     "lines of the core": 35_762,
     "lines of agents": 808,
     "lines of aviso": 2_708,
     "lines of aviso_workers": 4_040,
     "lines of backends": 6_772,
-    "lines of cli": 6_093,
+    "lines of cli": 6_095,
     "lines of config": 2_712,
     "lines of declare": 3_697,
     "lines of engine": 8_882,
     "lines of jetstream": 2_415,
-    "lines of ops": 14_165,
+    "lines of ops": 14_181,
     "lines of projects": 77,
     "lines of server": 2_163,
     "lines of spark": 6_300,
@@ -39,7 +39,7 @@ BUDGETS = {
     "files that use singletons": 5,
     "files that use dead letters": 21,
     "files that use order": 3,
-    "class names that stand twice": 66,
+    "class names that stand twice": 42,
     "functions above a complexity of 10": 10,
 }
 SLACK = 0.98

@@ -19,11 +19,11 @@ from aviso_workers.cli import completion
 from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, printable, terminal
 from aviso_workers.cli.report import Seconds
 from aviso_workers.cli.tables import table
-from aviso_workers.cli.targets import AgentOption, ConfigOption, Opened, Target, connected, find_app, opened
+from aviso_workers.cli.targets import AgentOption, ConfigOption, OpenedServer, Target, connected, find_app, opened
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError
 from aviso_workers.ops import agent_inventory, agent_report
-from aviso_workers.ops.agent_report import AgentRow, Progress
+from aviso_workers.ops.agent_report import AgentProgress, AgentRow
 from aviso_workers.state import declarations
 from aviso_workers.state.failure_records import Retrying
 
@@ -90,20 +90,20 @@ class _Asked(Struct, frozen=True):
     name: str | None
     """The name of the app; None for the agents of all apps."""
 
-    async def report(self, server: Opened) -> list[Progress]:
+    async def report(self, server: OpenedServer) -> list[AgentProgress]:
         if self.app is not None:
             return await agent_report.of_app(server.admin, server.config, self.app)
         everyones = await agent_report.of_deployment(server.admin, server.config)
         return _of_app(everyones, self.name) if self.name else everyones
 
     async def rows(
-        self, server: Opened, now: list[Progress], before: list[Progress], *, seconds: float
+        self, server: OpenedServer, now: list[AgentProgress], before: list[AgentProgress], *, seconds: float
     ) -> list[AgentRow]:
         """Return the rows of agents, from two reports, and those of timers and tasks that fail."""
         recorded = await agent_inventory.recorded(server.admin)
         return agent_report.rows(now, before, seconds=seconds) + agent_report.failing(recorded, self.name)
 
-    async def unlisted(self, server: Opened) -> str:
+    async def unlisted(self, server: OpenedServer) -> str:
         """Return which agents cannot be listed, and what to do, as text; empty where there are none."""
         found = [] if self.name else await agent_inventory.elsewhere(server.admin, server.config)
         if not found:
@@ -114,7 +114,7 @@ class _Asked(Struct, frozen=True):
         )
 
 
-async def _compared(server: Opened, asked: _Asked, seconds: float) -> list[AgentRow]:
+async def _compared(server: OpenedServer, asked: _Asked, seconds: float) -> list[AgentRow]:
     """Return the rows of two reports that are made `seconds` apart."""
     before, began = await asked.report(server), anyio.current_time()
     await anyio.sleep(seconds)
@@ -134,7 +134,7 @@ def one_app(argument: str | None, option: str | None) -> str | None:
     return argument or option
 
 
-def _of_app(found: list[Progress], app: str) -> list[Progress]:
+def _of_app(found: list[AgentProgress], app: str) -> list[AgentProgress]:
     named = [progress for progress in found if progress.app == app]
     if not named:
         apps = ", ".join(sorted({progress.app for progress in found})) or "none"
@@ -167,7 +167,7 @@ def show(
     anyio.run(_show, found, as_json)
 
 
-async def _show_recorded(server: Opened, *, app: str, as_json: bool) -> None:
+async def _show_recorded(server: OpenedServer, *, app: str, as_json: bool) -> None:
     recorded = (await declarations.stored(server.admin)).get(app)
     for progress in _of_app(await agent_report.of_deployment(server.admin, server.config), app):
         policy = recorded.policies.get(progress.agent) if recorded else None
@@ -184,7 +184,7 @@ def _print_pairs(pairs: Mapping[str, str], *, as_json: bool) -> None:
 
 
 async def _show(app: App, as_json: bool) -> None:
-    known: dict[str, Progress] = {}
+    known: dict[str, AgentProgress] = {}
     unknown = ""
     try:
         with anyio.fail_after(ANSWER_SECONDS):
@@ -209,7 +209,7 @@ async def _show(app: App, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _progress(progress: Progress) -> dict[str, str]:
+def _progress(progress: AgentProgress) -> dict[str, str]:
     if progress.why_none:
         return {"consumer": progress.why_none}
     record = progress.record
@@ -231,14 +231,14 @@ def _progress(progress: Progress) -> dict[str, str]:
     }
 
 
-def _last_failure(progress: Progress) -> str:
+def _last_failure(progress: AgentProgress) -> str:
     if progress.failing:
         return progress.failing
     failure = progress.failure
     return f"over, the last was at {time_text(failure.last)}: {failure.described}" if failure else ""
 
 
-def _differing(app: App, agent: Agent[Any, Any], progress: Progress) -> dict[str, str]:
+def _differing(app: App, agent: Agent[Any, Any], progress: AgentProgress) -> dict[str, str]:
     if progress.events is None:
         return {}
     found = agent_report.differing(app.config, agent, progress.events.config)
@@ -279,7 +279,7 @@ def _retrying_row(each: Retrying) -> tuple[str, ...]:
     return (str(each.sequence), attempt, time_text(each.again_at), each.error, *blocked)
 
 
-async def _watch(server: Opened, asked: _Asked, seconds: float) -> None:
+async def _watch(server: OpenedServer, asked: _Asked, seconds: float) -> None:
     if elsewhere := await asked.unlisted(server):
         echo(elsewhere, err=True)
     console = terminal()

@@ -15,7 +15,7 @@ from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.details import AsAnswered, print_details, replicas, time_text
 from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows
 from aviso_workers.cli.report import Seconds, consumer_state, duration, snapshots
-from aviso_workers.cli.targets import Opened, on_server
+from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.jetstream.info import ConsumerInfo
 from aviso_workers.ops import maintenance, reports
 from aviso_workers.ops.reports import ConsumerRow
@@ -39,7 +39,7 @@ Consumer = Annotated[
 @consumers.command("ls")
 @on_server
 async def list_consumers(
-    server: Opened,
+    server: OpenedServer,
     stream: Annotated[
         str | None,
         typer.Argument(
@@ -68,7 +68,7 @@ async def list_consumers(
 
 @consumers.command()
 @on_server
-async def show(server: Opened, stream: Stream, consumer: Consumer, as_json: AsAnswered = False) -> None:
+async def show(server: OpenedServer, stream: Stream, consumer: Consumer, as_json: AsAnswered = False) -> None:
     """Show the configuration, the state and the replicas of a consumer.
 
     Example: aviso-workers consumers show MARS field-index__index_field
@@ -78,7 +78,7 @@ async def show(server: Opened, stream: Stream, consumer: Consumer, as_json: AsAn
 
 @consumers.command("rm")
 @on_server
-async def remove_consumer(server: Opened, stream: Stream, consumer: Consumer, yes: Yes = False) -> None:
+async def remove_consumer(server: OpenedServer, stream: Stream, consumer: Consumer, yes: Yes = False) -> None:
     """Remove a consumer, and with it its position in the stream.
 
     Example: aviso-workers consumers rm MARS field-index__index_field --yes
@@ -94,7 +94,7 @@ async def remove_consumer(server: Opened, stream: Stream, consumer: Consumer, ye
 @consumers.command()
 @on_server
 async def unpin(
-    server: Opened,
+    server: OpenedServer,
     stream: Stream,
     consumer: Consumer,
     group: Annotated[str, typer.Argument(metavar="GROUP", help="Priority group of the consumer, e.g. aviso-workers.")],

@@ -8,7 +8,7 @@ import typer
 
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import print_table
-from aviso_workers.cli.targets import Opened, on_server
+from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.ops import aviso_admin
 from aviso_workers.ops.inventory import StoredMessage
 
@@ -17,7 +17,7 @@ __all__ = ["delete"]
 
 @on_server
 async def delete(
-    server: Opened,
+    server: OpenedServer,
     notification: Annotated[
         str,
         typer.Argument(metavar="EVENT@SEQUENCE", help="Event type and sequence of the notification, e.g. mars@4711."),

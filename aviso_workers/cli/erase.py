@@ -14,7 +14,7 @@ from aviso_workers.cli.completion import Event
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import echo, print_table
 from aviso_workers.cli.progress import ProgressLines
-from aviso_workers.cli.targets import ConfigOption, Opened, connected
+from aviso_workers.cli.targets import ConfigOption, OpenedServer, connected
 from aviso_workers.errors import DeclarationError
 from aviso_workers.ops.erasure import ELSEWHERE, INDEX_WITHIN, Eraser, Survey, Suspect
 
@@ -59,7 +59,7 @@ def erase(
         )
     wanted = parse_where(where or [])
 
-    async def run(server: Opened) -> bool:
+    async def run(server: OpenedServer) -> bool:
         eraser = Eraser(server.admin, server.config, event, where=wanted, sequence=id, keys=key or ())
         survey = await eraser.survey()
         _print(survey)

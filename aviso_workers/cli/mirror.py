@@ -13,7 +13,7 @@ from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.arguments import finite
 from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, load, on_server
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, load, on_server
 from aviso_workers.ops import failover_drill, mirrors, promotion, recovery
 from aviso_workers.ops.consumer_positions import Carried
 from aviso_workers.ops.promotion import Promotion
@@ -115,7 +115,7 @@ def recover(
     """
     origin = load(ConfigSource(origin_config)) if origin_config else None
 
-    async def list_missing(server: Opened) -> tuple[int, int]:
+    async def list_missing(server: OpenedServer) -> tuple[int, int]:
         async with recovery.opened(server.admin, server.config, stream, origin_config=origin) as found:
             count = 0
             async for message in found.only_there():
@@ -124,7 +124,7 @@ def recover(
                     typer.echo(f"{message.sequence} {store_time(message).isoformat()} {message.subject}")
             return count, found.undecided
 
-    async def publish(server: Opened) -> Recovered:
+    async def publish(server: OpenedServer) -> Recovered:
         async with recovery.opened(server.admin, server.config, stream, origin_config=origin) as found:
             return await found.publish()
 
@@ -189,7 +189,7 @@ def unfence(stream: Stream, api: Api = "", yes: Yes = False, config: ConfigOptio
 @mirror.command()
 @on_server
 async def drill(
-    server: Opened,
+    server: OpenedServer,
     origin_api: Annotated[
         str,
         typer.Option(

@@ -19,7 +19,7 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.notifications import Notify
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
-from aviso_workers.cli.arguments import Line, LinesFile, lines_file, parse_duration, parse_pairs, parse_payload
+from aviso_workers.cli.arguments import FileLine, LinesFile, lines_file, parse_duration, parse_pairs, parse_payload
 from aviso_workers.cli.details import time_text
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.signals import until_signal
@@ -189,11 +189,11 @@ def _require_fit(lines: LinesFile, checked: _Checked, *, most: int) -> None:
         raise InvalidNotificationError(f"{lines.name}:{number}: {too_large(event, size, most=most)}")
 
 
-def _notification(line: Line) -> Notify:
+def _notification(line: FileLine) -> Notify:
     return Notify(line.event, line.identifier, line.payload, line.id)
 
 
-def _encoded(config: Config, line: Line, origin: str) -> tuple[Notify, Message]:
+def _encoded(config: Config, line: FileLine, origin: str) -> tuple[Notify, Message]:
     """Return the notification of a line, and its message. That of a CloudEvent has a message id of its `origin` and of
     what is stored, since two streams may have the same ids, and a polygon two spellings. Raises
     `InvalidNotificationError`.

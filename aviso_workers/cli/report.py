@@ -18,12 +18,12 @@ from aviso_workers.backends import Admin
 from aviso_workers.cli.arguments import seconds_between
 from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows, printable, terminal
 from aviso_workers.cli.tables import table
-from aviso_workers.cli.targets import Opened, on_server
+from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.errors import BackendError
 from aviso_workers.ops import inventory, reports
-from aviso_workers.ops.inventory import Use
+from aviso_workers.ops.inventory import ResourceUse
 from aviso_workers.ops.mirrors import Link, Mirrors
-from aviso_workers.ops.reports import ConsumerRow, ServerRow, Snapshot, StreamRow
+from aviso_workers.ops.reports import ConsumerRow, ServerRow, ServerSnapshot, StreamRow
 
 __all__ = ["Seconds", "consumer_state", "duration", "report", "snapshots", "top"]
 
@@ -35,13 +35,13 @@ REMEMBERED = 30
 SHOWN = 20
 """Consumers that fit on a screen: those that lag behind most."""
 
-Take = Callable[[Admin], Awaitable[Snapshot]]
+Take = Callable[[Admin], Awaitable[ServerSnapshot]]
 Seconds = Annotated[float, seconds_between("snapshots")]
 
 
 @report.command()
 @on_server
-async def mirrors(server: Opened, as_json: AsJson = False) -> None:
+async def mirrors(server: OpenedServer, as_json: AsJson = False) -> None:
     """List mirrors and sources with their origins and their lag. Exit with 1 if one does not follow its origin.
 
     Example: aviso-workers report mirrors
@@ -54,7 +54,7 @@ async def mirrors(server: Opened, as_json: AsJson = False) -> None:
 
 @report.command()
 @on_server
-async def account(server: Opened, as_json: AsJson = False) -> None:
+async def account(server: OpenedServer, as_json: AsJson = False) -> None:
     """Show how much of JetStream the account uses, and its limits.
 
     Example: aviso-workers report account
@@ -66,7 +66,7 @@ async def account(server: Opened, as_json: AsJson = False) -> None:
 @report.command()
 @on_server
 async def streams(
-    server: Opened,
+    server: OpenedServer,
     seconds: Seconds = 2.0,
     monitor: Annotated[
         list[str] | None,
@@ -94,7 +94,7 @@ async def streams(
 
 
 @on_server
-async def top(server: Opened, seconds: Seconds = 2.0) -> None:
+async def top(server: OpenedServer, seconds: Seconds = 2.0) -> None:
     """Show streams and consumers as they change, until Ctrl-C.
 
     The lag of a consumer is pending plus ack pending, as `consumers ls` lists them.
@@ -118,7 +118,9 @@ async def top(server: Opened, seconds: Seconds = 2.0) -> None:
                 live.update(Text(printable(str(error))), refresh=True)
 
 
-async def snapshots(server: Opened, seconds: float, take: Take = reports.take) -> tuple[Snapshot, Snapshot]:
+async def snapshots(
+    server: OpenedServer, seconds: float, take: Take = reports.take
+) -> tuple[ServerSnapshot, ServerSnapshot]:
     """Return two snapshots that are taken `seconds` apart, the later one first."""
     before = await take(server.admin)
     await anyio.sleep(seconds)
@@ -132,7 +134,7 @@ class _Screen:
         self._rates: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._lags: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
-    def shown(self, now: Snapshot, before: Snapshot, *, width: int) -> Group:
+    def shown(self, now: ServerSnapshot, before: ServerSnapshot, *, width: int) -> Group:
         streams = []
         for stream in reports.streams(now, before):
             self._rates[stream.stream].append(stream.rate)
@@ -197,7 +199,7 @@ def _mirror_row(link: Link) -> tuple[str, ...]:
     )
 
 
-def _use_row(use: Use) -> tuple[str, ...]:
+def _use_row(use: ResourceUse) -> tuple[str, ...]:
     number = decimal if use.what.startswith("bytes") else str
     return (use.what, number(use.used), "none" if use.limit < 0 else number(use.limit))
 

@@ -227,7 +227,7 @@ def _as_account(config: Config) -> str:
     return "".join(f"# {line}\n" for line in (*IN_AN_ACCOUNT, *text.splitlines())).rstrip()
 
 
-def _print_states(states: Iterable[processes.State], *, as_json: bool = False) -> None:
+def _print_states(states: Iterable[processes.NodeState], *, as_json: bool = False) -> None:
     rows = [
         (
             state.node.name,

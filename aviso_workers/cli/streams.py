@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.details import AsAnswered, print_details, replicas, time_text
 from aviso_workers.cli.output import AsJson, end_where_unavailable, print_json, print_rows
-from aviso_workers.cli.targets import ConfigOption, Opened, connected, on_server
+from aviso_workers.cli.targets import ConfigOption, OpenedServer, connected, on_server
 from aviso_workers.errors import DeclarationError
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops import inventory, stream_policy
@@ -34,7 +34,7 @@ MISSING = (
 
 @streams.command()
 @on_server
-async def ls(server: Opened, as_json: AsJson = False) -> None:
+async def ls(server: OpenedServer, as_json: AsJson = False) -> None:
     """List all streams of the account, and whether the configuration has them; exit 1 where one does not answer.
     Standard error names configured streams that do not exist.
 
@@ -50,7 +50,7 @@ async def ls(server: Opened, as_json: AsJson = False) -> None:
 
 @streams.command()
 @on_server
-async def info(server: Opened, stream: Stream, as_json: AsAnswered = False) -> None:
+async def info(server: OpenedServer, stream: Stream, as_json: AsAnswered = False) -> None:
     """Show the configuration, the state and the replicas of a stream.
 
     Example: aviso-workers streams info MARS
@@ -60,7 +60,7 @@ async def info(server: Opened, stream: Stream, as_json: AsAnswered = False) -> N
 
 @streams.command()
 @on_server
-async def gaps(server: Opened, stream: Stream, as_json: AsJson = False) -> None:
+async def gaps(server: OpenedServer, stream: Stream, as_json: AsJson = False) -> None:
     """Show which sequences between a stream's first and last are gone.
 
     Example: aviso-workers streams gaps MARS
@@ -98,7 +98,7 @@ def get(
         raise DeclarationError("say which message: its sequence, or --last SUBJECT")
     ask = inventory.direct_message if direct else inventory.message
 
-    async def run(server: Opened) -> None:
+    async def run(server: OpenedServer) -> None:
         print_json(_document(await ask(server.admin, stream, sequence=sequence, subject=last)))
 
     connected(config, run)

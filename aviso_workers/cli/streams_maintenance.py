@@ -14,7 +14,7 @@ from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import print_table
 from aviso_workers.cli.streams import streams
-from aviso_workers.cli.targets import Opened, on_server
+from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.ops import maintenance
 
 __all__ = ["streams"]
@@ -23,7 +23,7 @@ __all__ = ["streams"]
 @streams.command()
 @on_server
 async def purge(
-    server: Opened,
+    server: OpenedServer,
     stream: Stream,
     subject: Annotated[
         str, typer.Option(metavar="SUBJECT", help="Remove only messages with a matching subject, e.g. mars.od.>")
@@ -48,7 +48,7 @@ async def purge(
 
 @streams.command()
 @on_server
-async def seal(server: Opened, stream: Stream, yes: Yes = False) -> None:
+async def seal(server: OpenedServer, stream: Stream, yes: Yes = False) -> None:
     """Seal a stream for good: no message is added, deleted or expired any more.
 
     Example: aviso-workers streams seal MARS --yes
@@ -62,7 +62,7 @@ async def seal(server: Opened, stream: Stream, yes: Yes = False) -> None:
 
 @streams.command("rm")
 @on_server
-async def remove(server: Opened, stream: Stream, yes: Yes = False) -> None:
+async def remove(server: OpenedServer, stream: Stream, yes: Yes = False) -> None:
     """Remove a stream with its messages and its consumers.
 
     Example: aviso-workers streams rm MARS --yes
@@ -78,7 +78,7 @@ async def remove(server: Opened, stream: Stream, yes: Yes = False) -> None:
 @streams.command("step-down")
 @on_server
 async def step_down(
-    server: Opened,
+    server: OpenedServer,
     stream: Stream,
     consumer: Annotated[
         str,
@@ -103,7 +103,7 @@ async def step_down(
 @streams.command("remove-peer")
 @on_server
 async def remove_peer(
-    server: Opened,
+    server: OpenedServer,
     stream: Stream,
     peer: Annotated[str, typer.Argument(metavar="PEER", help="Name of the server whose copy is removed, e.g. n-2.")],
     yes: Yes = False,

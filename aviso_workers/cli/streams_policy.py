@@ -12,7 +12,7 @@ from aviso_workers.cli.completion import Event
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import AsJson, print_rows, print_table
 from aviso_workers.cli.streams import name_missing, streams
-from aviso_workers.cli.targets import Opened, on_server
+from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.config.streams import event_streams
 from aviso_workers.jetstream.fields import readable
 from aviso_workers.jetstream.plans import ConsumerPlan, Difference, Plan
@@ -36,7 +36,7 @@ Configured = Annotated[
 @streams.command()
 @on_server
 async def plan(
-    server: Opened,
+    server: OpenedServer,
     exit_code: Annotated[
         bool, typer.Option("--exit-code", help="Exit with 1 if something differs. Default: exit with 0.")
     ] = False,
@@ -55,7 +55,7 @@ async def plan(
 @streams.command()
 @on_server
 async def apply(
-    server: Opened,
+    server: OpenedServer,
     yes: Annotated[bool, typer.Option("--yes", help="Also make updates that remove stored messages.")] = False,
 ) -> None:
     """Create missing streams and consumers, and update those that differ from the configuration. Exit with 1 if some
@@ -78,7 +78,7 @@ async def apply(
 
 @streams.command()
 @on_server
-async def show(server: Opened, name: Configured, as_json: AsJson = False) -> None:
+async def show(server: OpenedServer, name: Configured, as_json: AsJson = False) -> None:
     """Show a stream's configured policy beside the one in effect. Exit with 1 if they differ.
 
     Example: aviso-workers streams show mars
@@ -92,7 +92,7 @@ async def show(server: Opened, name: Configured, as_json: AsJson = False) -> Non
 
 @streams.command()
 @on_server
-async def wipe(server: Opened, event: Event, yes: Yes = False) -> None:
+async def wipe(server: OpenedServer, event: Event, yes: Yes = False) -> None:
     """Remove all notifications of one event type. Its stream, configuration and consumers stay.
 
     Example: aviso-workers streams wipe mars --yes
@@ -104,7 +104,7 @@ async def wipe(server: Opened, event: Event, yes: Yes = False) -> None:
 
 @streams.command("wipe-all")
 @on_server
-async def wipe_all(server: Opened, yes: Yes = False) -> None:
+async def wipe_all(server: OpenedServer, yes: Yes = False) -> None:
     """Remove all notifications of all configured event types. Nothing else is changed. Exit with 3 if one has no
     stream.
 
@@ -117,7 +117,7 @@ async def wipe_all(server: Opened, yes: Yes = False) -> None:
         raise typer.Exit(NOT_PROVEN)
 
 
-async def _wipe(server: Opened, found: Mapping[str, int], *, yes: bool) -> None:
+async def _wipe(server: OpenedServer, found: Mapping[str, int], *, yes: bool) -> None:
     if not found:
         typer.echo("no stream of a configured event type exists")
         return

@@ -27,10 +27,10 @@ from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.dead_letter_records import RETRIES
 from aviso_workers.state.failure_records import WRITE_SECONDS, LastFailure, Retrying
 
-__all__ = ["AgentRow", "Progress", "differing", "failing", "failing_text", "of_app", "of_deployment", "rows"]
+__all__ = ["AgentProgress", "AgentRow", "differing", "failing", "failing_text", "of_app", "of_deployment", "rows"]
 
 
-class Progress(Struct, frozen=True, kw_only=True):
+class AgentProgress(Struct, frozen=True, kw_only=True):
     """How far an agent has come on one event stream: what is pending, delivered and dead-lettered."""
 
     app: str
@@ -68,7 +68,7 @@ class Progress(Struct, frozen=True, kw_only=True):
         """
         return self.trouble_since(None)
 
-    def trouble_since(self, before: Progress | None) -> str:
+    def trouble_since(self, before: AgentProgress | None) -> str:
         """Return the reason, as `trouble`, judged by an earlier snapshot as well."""
         if self.events is None:
             return "" if self.behind is None else "its consumer is gone"
@@ -106,7 +106,7 @@ class Progress(Struct, frozen=True, kw_only=True):
         """The time of this snapshot, by the server's clock."""
         return self.events.time if self.events else datetime.now(UTC)
 
-    def state_since(self, before: Progress | None) -> str:
+    def state_since(self, before: AgentProgress | None) -> str:
         """Return what the agent does or what is wrong with it, judged by an earlier snapshot as well."""
         paused = f"paused until {self.paused_until}" if self.paused_until else ""
         trouble = self.trouble_since(before)
@@ -180,8 +180,8 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
     """By app and agent."""
     recorded: Recorded
 
-    def progress(self, app: str, agent: str, stream: str) -> Progress:
-        return Progress(
+    def progress(self, app: str, agent: str, stream: str) -> AgentProgress:
+        return AgentProgress(
             app=app,
             agent=agent,
             stream=stream,
@@ -195,14 +195,14 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
         )
 
 
-async def of_app(admin: Admin, config: Config, app: Router) -> list[Progress]:
+async def of_app(admin: Admin, config: Config, app: Router) -> list[AgentProgress]:
     """Return the progress of the app's own agents. Raises `BackendError`."""
     streams = {agent.name: aviso_admin.stream_of(config, agent.event_type) for agent in app.agents}
     snapshot = await _snapshot(admin, set(streams.values()))
     return [snapshot.progress(app.name, agent, stream) for agent, stream in streams.items()]
 
 
-async def of_deployment(admin: Admin, config: Config) -> list[Progress]:
+async def of_deployment(admin: Admin, config: Config) -> list[AgentProgress]:
     """Return the progress of all agents, of whatever app, that have ever read one of the configured event streams.
     Raises `BackendError`.
     """
@@ -211,13 +211,13 @@ async def of_deployment(admin: Admin, config: Config) -> list[Progress]:
     return [snapshot.progress(*key) for key in known]
 
 
-def rows(now: Sequence[Progress], before: Sequence[Progress], *, seconds: float) -> list[AgentRow]:
+def rows(now: Sequence[AgentProgress], before: Sequence[AgentProgress], *, seconds: float) -> list[AgentRow]:
     """Return a row for each agent, from two reports that were made `seconds` apart, in the order of the later one."""
     known = {(each.app, each.agent, each.stream): each for each in before}
     return [_row(each, known.get((each.app, each.agent, each.stream)), seconds) for each in now]
 
 
-def _row(now: Progress, before: Progress | None, seconds: float) -> AgentRow:
+def _row(now: AgentProgress, before: AgentProgress | None, seconds: float) -> AgentRow:
     return AgentRow(
         app=now.app,
         agent=now.agent,
@@ -294,5 +294,5 @@ def failing_text(failure: LastFailure, *, doing: str = "failing") -> str:
     return f"{doing} since {time_text(failure.since)}, {times}: {failure.described}"
 
 
-def _sum(progress: Progress, field: str) -> int:
+def _sum(progress: AgentProgress, field: str) -> int:
     return sum(int(getattr(info, field)) for info in (progress.events, progress.retries) if info)

@@ -31,7 +31,7 @@ from aviso_workers.errors import (
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import StreamConfig, StreamInfo
 from aviso_workers.ops import consumer_positions, stream_copies, stream_pairs
-from aviso_workers.ops.consumer_positions import Place
+from aviso_workers.ops.consumer_positions import StreamPlace
 from aviso_workers.ops.mirrors import COPY_OF, NOWHERE
 
 __all__ = ["Followed", "follow", "is_begun"]
@@ -181,7 +181,7 @@ class _FollowingCopy:
         await self._remove_fillers()
         messages, deleted = await self._compare(last)
         await self._unfinished()
-        source, target = (Place(streams=admin, stream=self._stream) for admin in (self._source, self._target))
+        source, target = (StreamPlace(streams=admin, stream=self._stream) for admin in (self._source, self._target))
         consumers = await consumer_positions.bring_on(source, target)
         subjects = await stream_copies.release(self._target, self._stream, original)
         return Followed(

@@ -17,7 +17,7 @@ from msgspec import Struct
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.ops import agent_inventory, inventory
-from aviso_workers.ops.inventory import Listed, T
+from aviso_workers.ops.inventory import Listing, T
 from aviso_workers.state import (
     consumer_records,
     dead_letter_records,
@@ -112,7 +112,7 @@ def why_active(consumer: ConsumerInfo) -> str:
     return f"{consumer.name} of {consumer.stream} was active {(consumer.time - last).total_seconds():.0f} s ago"
 
 
-def _require_all(listed: Listed[T]) -> list[T]:
+def _require_all(listed: Listing[T]) -> list[T]:
     if listed.unavailable:
         raise UnavailableError(
             f"no server answers for {', '.join(listed.unavailable)}: start the server that has it first"

@@ -24,7 +24,7 @@ from aviso_workers.spark import job_events
 from aviso_workers.spark.job_events import EVENT_TYPE, Application
 from aviso_workers.spark.rest import ENDED, RUNNING, SparkRest, States
 
-__all__ = ["NOT_PUBLISHED", "Comparison", "Difference", "Incomparable", "Published", "compare", "reconcile"]
+__all__ = ["NOT_PUBLISHED", "Comparison", "Incomparable", "PublishedStates", "StateDifference", "compare", "reconcile"]
 
 KINDS = ("application", "job", "stage", "sql")
 LOST = "lost"
@@ -33,7 +33,7 @@ MAX_SECONDS = 3600
 """After which no further application is compared."""
 
 
-class Difference(Struct, frozen=True, kw_only=True):
+class StateDifference(Struct, frozen=True, kw_only=True):
     id: str
     spark: str
     """The state that Spark reports: `running`, `succeeded`, `failed` or `ended`."""
@@ -50,7 +50,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
     spark: int
     """The number of things that Spark knows."""
     published: int
-    differences: list[Difference]
+    differences: list[StateDifference]
     twice: list[str]
     """Ids of events that the stream holds more than once."""
     only_published: int
@@ -73,7 +73,7 @@ class Incomparable(Struct, frozen=True, kw_only=True):
     problem: str
 
 
-class Published(Struct, frozen=True):
+class PublishedStates(Struct, frozen=True):
     """The published events of one application."""
 
     states: States
@@ -113,7 +113,7 @@ async def reconcile(
             yield comparison
 
 
-async def published(replay: Replay, config: Config, application: Application) -> Published:
+async def published(replay: Replay, config: Config, application: Application) -> PublishedStates:
     """Return the published events of this attempt of an application."""
     cluster = job_events.cluster_of(config)
     ours = application.message_ids(cluster)
@@ -126,7 +126,7 @@ async def published(replay: Replay, config: Config, application: Application) ->
             if message_id.startswith(ours):
                 times[message_id] += 1
                 _follow(states, notification)
-    return Published(states, times)
+    return PublishedStates(states, times)
 
 
 def _follow(states: dict[tuple[str, str], str], notification: Notification[dict[str, str]]) -> None:
@@ -143,7 +143,7 @@ def _follow(states: dict[tuple[str, str], str], notification: Notification[dict[
             states.setdefault(key, RUNNING)
 
 
-def compare(application: Application, spark: States, published: Published) -> Iterable[Comparison]:
+def compare(application: Application, spark: States, published: PublishedStates) -> Iterable[Comparison]:
     """Compare an application, and return a comparison for each kind."""
     for kind in KINDS:
         in_spark = {of: state for (kind_of, of), state in spark.items() if kind_of == kind}
@@ -156,7 +156,7 @@ def compare(application: Application, spark: States, published: Published) -> It
             spark=len(in_spark),
             published=len(ours),
             differences=[
-                Difference(id=of, spark=state, published=ours.get(of, NOT_PUBLISHED))
+                StateDifference(id=of, spark=state, published=ours.get(of, NOT_PUBLISHED))
                 for of, state in in_spark.items()
                 if not _fits(state, ours.get(of, NOT_PUBLISHED))
             ],

@@ -50,7 +50,7 @@ from aviso_workers.server.store import Asset
 __all__ = [
     "DIRECTORY",
     "Node",
-    "State",
+    "NodeState",
     "ask",
     "eventually",
     "free_ports",
@@ -112,7 +112,7 @@ class Node(Struct, frozen=True, kw_only=True):
         return file.read_text(errors="replace") if file.exists() else ""
 
 
-class State(Struct, frozen=True, kw_only=True):
+class NodeState(Struct, frozen=True, kw_only=True):
     """The state of a node. `health` is `ok`, or what is wrong."""
 
     node: Node
@@ -234,7 +234,7 @@ def stop(directory: Path, *, lame_duck: bool = False) -> tuple[Node, ...]:
     return tuple(running)
 
 
-def states(directory: Path) -> tuple[State, ...]:
+def states(directory: Path) -> tuple[NodeState, ...]:
     """Return the state of every node that was started in a directory and not stopped, in the order of their names."""
     return tuple(_state(node) for node in recorded(directory))
 
@@ -600,15 +600,15 @@ def _is_healthy(node: Node) -> bool:
     return health == "ok"
 
 
-def _state(node: Node) -> State:
+def _state(node: Node) -> NodeState:
     if not is_running(node):
-        return State(node=node, pid=None, health=f"ended by itself; its log ends with: {_last_line(node.log)}")
+        return NodeState(node=node, pid=None, health=f"ended by itself; its log ends with: {_last_line(node.log)}")
     try:
         pid = node.pid
     except (OSError, ValueError):
-        return State(node=node, pid=None, health="starting")
+        return NodeState(node=node, pid=None, health="starting")
     health = _health(node)
-    return State(node=node, pid=pid, health=unserved(node) or health if health == "ok" else health)
+    return NodeState(node=node, pid=pid, health=unserved(node) or health if health == "ok" else health)
 
 
 def _health(node: Node) -> str:

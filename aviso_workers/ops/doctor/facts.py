@@ -34,7 +34,7 @@ from aviso_workers.ops import agent_inventory, backups
 from aviso_workers.ops.agent_inventory import RunAlone
 from aviso_workers.ops.backups import Backup
 from aviso_workers.ops.doctor import divergence, monitoring_port, replicas
-from aviso_workers.ops.doctor.answers import Advisory, Server
+from aviso_workers.ops.doctor.answers import Advisory, ConnectedServer
 from aviso_workers.ops.doctor.divergence import Looks
 from aviso_workers.ops.doctor.monitoring_port import Monitored
 from aviso_workers.ops.doctor.replicas import Groups
@@ -131,7 +131,7 @@ class Facts(_UnsampledFacts, frozen=True, kw_only=True):
     now: datetime
     scope: Scope
     config: Config
-    server: Server
+    server: ConnectedServer
     before: Sample
     after: Sample
     elapsed_seconds: float
@@ -236,7 +236,7 @@ class _Later(Generic[T]):
 
 
 async def _unsampled_facts(
-    admin: Admin, config: Config, requests: _Requests, after: Sample, server: Server, scope: Scope
+    admin: Admin, config: Config, requests: _Requests, after: Sample, server: ConnectedServer, scope: Scope
 ) -> _UnsampledFacts:
     """Return the facts that are requested once. Requests run side by side, so that missing answers are waited for
     together.
@@ -267,7 +267,7 @@ async def _unsampled_facts(
 
 
 async def _monitored(
-    config: Config, requests: _Requests, server: Server, scope: Scope
+    config: Config, requests: _Requests, server: ConnectedServer, scope: Scope
 ) -> tuple[tuple[Monitored, ...], Mapping[str, str], Looks | None]:
     urls = monitoring_port.urls(config, scope.monitors)
     found, unreachable = await requests.monitored(urls, named=bool(scope.monitors), of=server)
@@ -368,7 +368,7 @@ class _Requests:
             return frozenset()
 
     async def monitored(
-        self, urls: Sequence[str], *, named: bool, of: Server
+        self, urls: Sequence[str], *, named: bool, of: ConnectedServer
     ) -> tuple[tuple[Monitored, ...], dict[str, str]]:
         found: list[Monitored] = []
         unreachable: dict[str, str] = {}
@@ -422,7 +422,7 @@ async def _advisories(requests: _Requests) -> AsyncIterator[list[Advisory]]:
                 received.append(structs.replace(advisory, kind=one.subject.removeprefix(EVENTS)))
 
 
-def _members(found: Sequence[Monitored], of: Server) -> set[str]:
+def _members(found: Sequence[Monitored], of: ConnectedServer) -> set[str]:
     """Return the names of all servers of the cluster that are known."""
     members = {of.name} if of.id or not found else set[str]()
     for one in found:

@@ -17,7 +17,7 @@ import anyio
 from aviso_workers.backends import Backend
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 
-__all__ = ["Pace", "delete"]
+__all__ = ["DeletionPace", "delete"]
 
 MAX_UNDER_WAY = 512
 SOON_SECONDS = 0.02
@@ -27,7 +27,7 @@ AT_A_TIME = 1000
 """Tasks that wait for their turn."""
 
 
-class Pace:
+class DeletionPace:
     """The pace of deletions: how many may be under way at a time."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Pace:
 
 
 async def delete(
-    backend: Backend, stream: str, sequences: Sequence[int], *, pace: Pace, progress: Callable[[int], None]
+    backend: Backend, stream: str, sequences: Sequence[int], *, pace: DeletionPace, progress: Callable[[int], None]
 ) -> None:
     """Delete messages and have their bytes overwritten; one that is gone already is passed over.
 

@@ -14,7 +14,7 @@ import pytest
 from aviso_workers.errors import BackupError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, Identities, Keep, chains, storage
-from aviso_workers.ops.backups.archive import Entry
+from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.storage import Draft
 from tests.ops.backups.entries import BEGAN, backed_up
 
@@ -175,7 +175,7 @@ def test_what_must_be_forgotten_is_in_no_link(links: list[Backup], named: int) -
 def test_a_cleansing_that_is_killed_leaves_backups_that_restore_and_is_repeated(
     links: list[Backup], killed_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def takes(entry: Entry) -> bool:
+    def takes(entry: ArchiveEntry) -> bool:
         return entry.sequence in (1, 4)
 
     class KilledError(BaseException):

@@ -16,7 +16,7 @@ from aviso_workers import App, Notification, Reject
 from aviso_workers.errors import BackupError, InvalidNotificationError, NotFoundError, UnknownEventTypeError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, Forgotten, s2
-from aviso_workers.ops.erasure import Eraser, Record, records
+from aviso_workers.ops.erasure import Eraser, ErasureRecord, records
 from aviso_workers.server import NatsServer
 from tests.cli.conftest import Ran
 from tests.cli.conftest import run as run
@@ -81,7 +81,7 @@ class Place:
             await backups.create(self.app.session.admin, stream, self.backups) for stream in streams or (*OWN, *COPIES)
         ]
 
-    async def erase(self, **wanted: Any) -> Record:
+    async def erase(self, **wanted: Any) -> ErasureRecord:
         eraser = Eraser(self.app.session.admin, self.app.config, "mars", **wanted)
         await eraser.erase(await eraser.survey(), audit=self.audit)
         return records.read(self.audit)
