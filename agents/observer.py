@@ -20,8 +20,8 @@ from msgspec import Meta, Struct
 
 from aviso_workers import App, Router
 from aviso_workers.errors import BackendError
-from aviso_workers.ops import deployment, stuck
-from aviso_workers.ops.deployment import ConsumerInfo, ConsumerRecord
+from aviso_workers.ops import agent_inventory, stuck
+from aviso_workers.ops.agent_inventory import ConsumerInfo, ConsumerRecord
 from aviso_workers.state.own_streams import DEAD_LETTERS
 
 __all__ = ["Observer", "observe", "router"]
@@ -74,7 +74,7 @@ class _Rounds:
     async def go(self) -> None:
         questions: dict[str, Callable[[], Awaitable[None]]] = {"records": self._ask_for_records}
         questions |= {
-            stream: partial(self._ask_for_agents, stream) for stream in deployment.streams_of(self._app.config)
+            stream: partial(self._ask_for_agents, stream) for stream in agent_inventory.streams_of(self._app.config)
         }
         questions |= {"dead letters": self._ask_for_dead_letters}
         while True:
@@ -93,8 +93,8 @@ class _Rounds:
         self._problems[about] = problem
 
     async def _ask_for_agents(self, stream: str) -> None:
-        found = await deployment.agents(self._app.session.admin, stream)
-        self._missing[stream] = await deployment.missing(self._app.session.admin, stream, self._records)
+        found = await agent_inventory.agents(self._app.session.admin, stream)
+        self._missing[stream] = await agent_inventory.missing(self._app.session.admin, stream, self._records)
         before = self._agents.get(stream, {})
         self._agents[stream] = {agent: self._seen(stream, each, before.get(agent)) for agent, each in found.items()}
         self._polled_at[stream,] = time.time()
@@ -108,7 +108,7 @@ class _Rounds:
         await self._ask_for_use(stream)
 
     async def _ask_for_use(self, stream: str) -> None:
-        used = await deployment.part_used(self._app.session.admin, stream)
+        used = await agent_inventory.part_used(self._app.session.admin, stream)
         self._used.pop(stream, None)
         if used is not None:
             self._used[stream] = used
@@ -125,10 +125,10 @@ class _Rounds:
         return Seen(consumer, stuck.why_stuck(consumer, before.consumer if before else None, record))
 
     async def _ask_for_records(self) -> None:
-        self._records = (await deployment.recorded(self._app.session.admin)).consumers
+        self._records = (await agent_inventory.recorded(self._app.session.admin)).consumers
 
     async def _ask_for_dead_letters(self) -> None:
-        counts = await deployment.dead_letters(self._app.session.admin)
+        counts = await agent_inventory.dead_letters(self._app.session.admin)
         none: dict[tuple[str, ...], float] = {agent: 0.0 for agents in self._agents.values() for agent in agents}
         self._show("dead_letters", "Dead letters that are stored now.", labels=AGENT, values={**none, **counts})
         await self._ask_for_use(DEAD_LETTERS)

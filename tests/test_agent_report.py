@@ -11,7 +11,7 @@ import pytest
 from aviso_workers import App, Backoff, Batch, Batching, Notification, Window, Windowing
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
-from aviso_workers.ops.agent_report import Progress
+from aviso_workers.ops.agent_report import AgentProgress
 from aviso_workers.state import declarations
 from aviso_workers.state.failure_records import Retrying
 from tests.contract.settings import app_config
@@ -66,7 +66,7 @@ def test_an_agent_that_is_stuck_because_it_fails_is_told_with_its_error() -> Non
     begun = now - timedelta(minutes=10)
     failure = last_failure(now, text="no index", since=begun, times=9)
     events = ConsumerInfo(name="i", config=ConsumerConfig(), time=now, num_ack_pending=2, last_delivered=begun)
-    progress = Progress(app="field", agent="index", stream="MARS", events=events, retries=None, failure=failure)
+    progress = AgentProgress(app="field", agent="index", stream="MARS", events=events, retries=None, failure=failure)
     stuck = "2 delivered and not finished; the oldest one, after sequence 0, for 10 min"
     assert progress.state_since(None) == f"{stuck}; failing since {time_text(begun)}, 9 times: OSError: no index"
 
@@ -88,7 +88,7 @@ def test_what_is_settled_since_its_failure_was_recorded_is_not_retried(
     retried = Retrying(again_at=due, sequence=4, attempt=1, attempts=6, error="OSError")
     failure = last_failure(now, until=now + timedelta(seconds=30), retrying=(retried,))
     events = ConsumerInfo(name="i", config=ConsumerConfig(), time=now, num_ack_pending=ack_pending)
-    progress = Progress(app="field", agent="index", stream="MARS", events=events, retries=None, failure=failure)
+    progress = AgentProgress(app="field", agent="index", stream="MARS", events=events, retries=None, failure=failure)
     assert progress.retrying == ([retried] if waits else [])
     assert ("retrying" in progress.state_since(None)) is waits
 

@@ -25,9 +25,9 @@ from aviso_workers.errors import SparkRestError
 from aviso_workers.ops import spark_reconciliation
 from aviso_workers.ops.spark_reconciliation import (
     Comparison,
-    Difference,
     Incomparable,
-    Published,
+    PublishedStates,
+    StateDifference,
     compare,
     published,
     reconcile,
@@ -43,7 +43,7 @@ APPLICATIONS = b'[{"id": "bad", "attempts": [{"completed": true}]}, {"id": "app-
 
 
 def compare_jobs(spark: States, published: States, *, times: dict[str, int] | None = None) -> Comparison:
-    comparisons = compare(APPLICATION, spark, Published(published, Counter(times or {})))
+    comparisons = compare(APPLICATION, spark, PublishedStates(published, Counter(times or {})))
     return next(each for each in comparisons if each.kind == "job")
 
 
@@ -59,13 +59,13 @@ def test_what_is_the_same_agrees(state: str) -> None:
 def test_what_is_not_the_same_differs(spark: str, published: str) -> None:
     found = compare_jobs({("job", "1"): spark}, {("job", "1"): published})
     assert not found.agrees
-    assert found.differences == [Difference(id="1", spark=spark, published=published)]
+    assert found.differences == [StateDifference(id="1", spark=spark, published=published)]
 
 
 @pytest.mark.parametrize("state", ["running", "succeeded"])
 def test_what_is_not_published_differs(state: str) -> None:
     found = compare_jobs({("job", "1"): state, ("stage", "1.0"): state}, {("stage", "1.0"): state})
-    assert found.differences == [Difference(id="1", spark=state, published="not published")]
+    assert found.differences == [StateDifference(id="1", spark=state, published="not published")]
 
 
 def test_spark_may_lag_behind() -> None:
@@ -83,7 +83,7 @@ def test_a_lost_application_runs_by_sparks_word() -> None:
             compare(
                 APPLICATION,
                 {("application", "local-1"): "running"},
-                Published({("application", "local-1"): "lost"}, Counter()),
+                PublishedStates({("application", "local-1"): "lost"}, Counter()),
             )
         )
     )
@@ -146,8 +146,8 @@ def test_the_command_tells_of_all_others_and_ends_with_2(
     assert told.err.startswith("bad: not compared: http://127.0.0.1")
 
 
-async def nothing_published(replay: Any, config: Any, application: SparkApplication) -> Published:
-    return Published({}, Counter())
+async def nothing_published(replay: Any, config: Any, application: SparkApplication) -> PublishedStates:
+    return PublishedStates({}, Counter())
 
 
 def write_config(directory: Path, **backend: Any) -> Path:

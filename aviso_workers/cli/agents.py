@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
 import anyio
 import typer
+from msgspec import Struct
 from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
@@ -18,11 +19,11 @@ from aviso_workers.cli import completion
 from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, printable, terminal
 from aviso_workers.cli.report import Seconds
 from aviso_workers.cli.tables import table
-from aviso_workers.cli.targets import AgentOption, ConfigOption, Opened, Target, connected, find_app, opened
+from aviso_workers.cli.targets import AgentOption, ConfigOption, OpenedServer, Target, connected, find_app, opened
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError
-from aviso_workers.ops import agent_report, deployment
-from aviso_workers.ops.agent_report import AgentRow, Progress
+from aviso_workers.ops import agent_inventory, agent_report
+from aviso_workers.ops.agent_report import AgentProgress, AgentRow
 from aviso_workers.state import declarations
 from aviso_workers.state.failure_records import Retrying
 
@@ -42,7 +43,6 @@ OfApp = Annotated[
         help="List only agents of this app: its name, or MODULE:APP.",
     ),
 ]
-Report = Callable[[Opened], Awaitable[list[Progress]]]
 
 
 @agents.command("ls")
@@ -72,59 +72,59 @@ def list_agents(
     given = one_app(target, app)
     is_name = app is not None and ":" not in app and agent is None
     found = find_app(given, agent=agent, config=config) if (given or agent) and not is_name else None
-
-    async def report(server: Opened) -> list[Progress]:
-        if found is not None:
-            return await agent_report.of_app(server.admin, server.config, found)
-        everyones = await agent_report.of_deployment(server.admin, server.config)
-        return _of_app(everyones, given) if given else everyones
-
-    of_all = found is None and not given
-    app_name = found.name if found else given
-
-    async def snapshots(server: Opened) -> list[AgentRow]:
-        before, began = await report(server), anyio.current_time()
-        await anyio.sleep(seconds)
-        now = await report(server)
-        rows = await _rows(server, now, before, seconds=anyio.current_time() - began, app=app_name)
-        if of_all and (elsewhere := await _unlisted(server)):
-            if not now:
-                raise NotFoundError(elsewhere)
-            echo(elsewhere, err=True)
-        return rows
-
-    async def watch_all(server: Opened) -> None:
-        if of_all and (elsewhere := await _unlisted(server)):
-            echo(elsewhere, err=True)
-        await _watch(server, report, seconds, app=app_name)
-
+    asked = _Asked(found, found.name if found else given)
     source = found.config if found else config
     if watch:
-        connected(source, watch_all, declared=True)
+        connected(source, lambda server: _watch(server, asked, seconds), declared=True)
         return
-    rows = connected(source, snapshots, declared=True)
+    rows = connected(source, lambda server: _compared(server, asked, seconds), declared=True)
     print_rows(AGENTS, map(_row, rows), rows, none="no agents", as_json=as_json)
     if any(row.trouble for row in rows):
         raise typer.Exit(1)
 
 
-async def _rows(
-    server: Opened, now: list[Progress], before: list[Progress], *, seconds: float, app: str | None
-) -> list[AgentRow]:
-    """Return the rows of agents, from two reports, and those of timers and tasks that fail."""
-    recorded = await deployment.recorded(server.admin)
-    return agent_report.rows(now, before, seconds=seconds) + agent_report.failing(recorded, app)
+class _Asked(Struct, frozen=True):
+    """The agents that are asked for: those of an app whose code is at hand, those of an app by its name, or all."""
+
+    app: App | None
+    name: str | None
+    """The name of the app; None for the agents of all apps."""
+
+    async def report(self, server: OpenedServer) -> list[AgentProgress]:
+        if self.app is not None:
+            return await agent_report.of_app(server.admin, server.config, self.app)
+        everyones = await agent_report.of_deployment(server.admin, server.config)
+        return _of_app(everyones, self.name) if self.name else everyones
+
+    async def rows(
+        self, server: OpenedServer, now: list[AgentProgress], before: list[AgentProgress], *, seconds: float
+    ) -> list[AgentRow]:
+        """Return the rows of agents, from two reports, and those of timers and tasks that fail."""
+        recorded = await agent_inventory.recorded(server.admin)
+        return agent_report.rows(now, before, seconds=seconds) + agent_report.failing(recorded, self.name)
+
+    async def unlisted(self, server: OpenedServer) -> str:
+        """Return which agents cannot be listed, and what to do, as text; empty where there are none."""
+        found = [] if self.name else await agent_inventory.elsewhere(server.admin, server.config)
+        if not found:
+            return ""
+        return (
+            f"agents also read {'; '.join(found)}, of whose event types nothing is known here: name the configuration "
+            "that has them by --config, or the app by --app MODULE:APP"
+        )
 
 
-async def _unlisted(server: Opened) -> str:
-    """Return which agents cannot be listed, and what to do, as text; empty where there are none."""
-    found = await deployment.elsewhere(server.admin, server.config)
-    if not found:
-        return ""
-    return (
-        f"agents also read {'; '.join(found)}, of whose event types nothing is known here: name the configuration that "
-        "has them by --config, or the app by --app MODULE:APP"
-    )
+async def _compared(server: OpenedServer, asked: _Asked, seconds: float) -> list[AgentRow]:
+    """Return the rows of two reports that are made `seconds` apart."""
+    before, began = await asked.report(server), anyio.current_time()
+    await anyio.sleep(seconds)
+    now = await asked.report(server)
+    rows = await asked.rows(server, now, before, seconds=anyio.current_time() - began)
+    if elsewhere := await asked.unlisted(server):
+        if not now:
+            raise NotFoundError(elsewhere)
+        echo(elsewhere, err=True)
+    return rows
 
 
 def one_app(argument: str | None, option: str | None) -> str | None:
@@ -134,7 +134,7 @@ def one_app(argument: str | None, option: str | None) -> str | None:
     return argument or option
 
 
-def _of_app(found: list[Progress], app: str) -> list[Progress]:
+def _of_app(found: list[AgentProgress], app: str) -> list[AgentProgress]:
     named = [progress for progress in found if progress.app == app]
     if not named:
         apps = ", ".join(sorted({progress.app for progress in found})) or "none"
@@ -146,7 +146,7 @@ def _of_app(found: list[Progress], app: str) -> list[Progress]:
 def show(
     target: Target = None,
     agent: AgentOption = None,
-    app: Annotated[str | None, typer.Option("--app", metavar="MODULE:APP", help="The same as MODULE:APP.")] = None,
+    app: Annotated[str | None, typer.Option(metavar="MODULE:APP", help="The same as MODULE:APP.")] = None,
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
@@ -167,7 +167,7 @@ def show(
     anyio.run(_show, found, as_json)
 
 
-async def _show_recorded(server: Opened, *, app: str, as_json: bool) -> None:
+async def _show_recorded(server: OpenedServer, *, app: str, as_json: bool) -> None:
     recorded = (await declarations.stored(server.admin)).get(app)
     for progress in _of_app(await agent_report.of_deployment(server.admin, server.config), app):
         policy = recorded.policies.get(progress.agent) if recorded else None
@@ -184,7 +184,7 @@ def _print_pairs(pairs: Mapping[str, str], *, as_json: bool) -> None:
 
 
 async def _show(app: App, as_json: bool) -> None:
-    known: dict[str, Progress] = {}
+    known: dict[str, AgentProgress] = {}
     unknown = ""
     try:
         with anyio.fail_after(ANSWER_SECONDS):
@@ -209,7 +209,7 @@ async def _show(app: App, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _progress(progress: Progress) -> dict[str, str]:
+def _progress(progress: AgentProgress) -> dict[str, str]:
     if progress.why_none:
         return {"consumer": progress.why_none}
     record = progress.record
@@ -231,14 +231,14 @@ def _progress(progress: Progress) -> dict[str, str]:
     }
 
 
-def _last_failure(progress: Progress) -> str:
+def _last_failure(progress: AgentProgress) -> str:
     if progress.failing:
         return progress.failing
     failure = progress.failure
     return f"over, the last was at {time_text(failure.last)}: {failure.described}" if failure else ""
 
 
-def _differing(app: App, agent: Agent[Any, Any], progress: Progress) -> dict[str, str]:
+def _differing(app: App, agent: Agent[Any, Any], progress: AgentProgress) -> dict[str, str]:
     if progress.events is None:
         return {}
     found = agent_report.differing(app.config, agent, progress.events.config)
@@ -259,11 +259,8 @@ def retrying(
 
     Example: aviso-workers agents retrying fields index_field
     """
-
-    async def report(server: Opened) -> list[Progress]:
-        return await agent_report.of_deployment(server.admin, server.config)
-
-    found = [each for each in _of_app(connected(config, report, declared=True), app) if each.agent == agent]
+    everyones = connected(config, lambda server: agent_report.of_deployment(server.admin, server.config), declared=True)
+    found = [each for each in _of_app(everyones, app) if each.agent == agent]
     if not found:
         raise NotFoundError(f"app {app} has no agent {agent} that reads one of the configured streams")
     waiting = [each for progress in found for each in progress.retrying]
@@ -282,14 +279,16 @@ def _retrying_row(each: Retrying) -> tuple[str, ...]:
     return (str(each.sequence), attempt, time_text(each.again_at), each.error, *blocked)
 
 
-async def _watch(server: Opened, report: Report, seconds: float, *, app: str | None) -> None:
+async def _watch(server: OpenedServer, asked: _Asked, seconds: float) -> None:
+    if elsewhere := await asked.unlisted(server):
+        echo(elsewhere, err=True)
     console = terminal()
-    before, began = await report(server), anyio.current_time()
+    before, began = await asked.report(server), anyio.current_time()
 
     async def shown() -> RenderableType:
         nonlocal before, began
-        now, ended = await report(server), anyio.current_time()
-        rows = await _rows(server, now, before, seconds=ended - began, app=app)
+        now, ended = await asked.report(server), anyio.current_time()
+        rows = await asked.rows(server, now, before, seconds=ended - began)
         before, began = now, ended
         return table(AGENTS, [_row(row) for row in rows], width=console.width) if rows else Text("no agents")
 

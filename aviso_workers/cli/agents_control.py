@@ -14,7 +14,7 @@ from aviso_workers.cli.arguments import parse_duration
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.details import time_text
 from aviso_workers.cli.output import print_record, print_table
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, find_app, named_app
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError
 from aviso_workers.ops import agent_control, retirement
 from aviso_workers.ops.agent_control import AgentConsumer, Reset
@@ -53,7 +53,7 @@ def pause(
     if seconds == 0:
         raise DeclarationError("--for 0s would pause nothing: say how long, or leave it out to pause it until resumed")
 
-    async def run(server: Opened, target: AgentConsumer) -> None:
+    async def run(server: OpenedServer, target: AgentConsumer) -> None:
         until = await agent_control.pause(server.admin, target, seconds=seconds)
         typer.echo(f"{agent} is paused until {time_text(until) if for_ else 'it is resumed'}{_on_all(target)}")
 
@@ -67,7 +67,7 @@ def resume(agent: Agent, app: Owner, config: ConfigOption = None) -> None:
     Example: aviso-workers agents resume index_field --app field-index
     """
 
-    async def run(server: Opened, target: AgentConsumer) -> None:
+    async def run(server: OpenedServer, target: AgentConsumer) -> None:
         await agent_control.resume(server.admin, target)
         typer.echo(f"{agent} is resumed{_on_all(target)}")
 
@@ -81,7 +81,6 @@ def reset(
     to: Annotated[
         str,
         typer.Option(
-            "--to",
             metavar="ID|DATE|all|new",
             help="Where it goes on: at a sequence, at a time such as 2026-11-20T06:00:00Z, at the first stored "
             "notification (all), or at the next one to be published (new).",
@@ -97,7 +96,7 @@ def reset(
     """
     position = _position(to)
 
-    async def run(server: Opened, target: AgentConsumer) -> None:
+    async def run(server: OpenedServer, target: AgentConsumer) -> None:
         plan = await agent_control.plan_reset(server.admin, target, position)
         _print_plan(plan)
         confirm(yes, to="reset it")
@@ -136,7 +135,7 @@ def rename(
     name, config = named_app(app, config)
     assert name is not None
 
-    async def run(server: Opened) -> None:
+    async def run(server: OpenedServer) -> None:
         plan = await agent_control.plan_rename(server.admin, name, agent, to, workers_stopped=workers_stopped)
         rows = [(stream, str(record.ack_floor + 1)) for stream, record in plan.records.items()]
         print_table(("stream", "goes on at"), rows, none="")
@@ -160,15 +159,13 @@ def remove(
     agent: Annotated[
         str,
         typer.Option(
-            "--agent",
             metavar="AGENT",
             autocompletion=completion.agents,
             help="Remove only this agent, and nothing that the app's agents share. Default: the whole app.",
         ),
     ] = "",
     app: Annotated[
-        str | None,
-        typer.Option("--app", metavar="APP", autocompletion=completion.apps, help="The same as the argument APP."),
+        str | None, typer.Option(metavar="APP", autocompletion=completion.apps, help="The same as the argument APP.")
     ] = None,
     workers_stopped: Annotated[
         bool,
@@ -190,7 +187,7 @@ def remove(
     if name is None:
         raise DeclarationError("say which app: its name, or MODULE:APP")
 
-    async def run(server: Opened) -> None:
+    async def run(server: OpenedServer) -> None:
         plan = await retirement.plan(server.admin, name, agent, workers_stopped=workers_stopped)
         print_table(("what", "of", "entries"), _retirement_rows(plan), none="no consumers, buckets or tables")
         if plan.dead_letters:
@@ -215,7 +212,7 @@ def _control(
     agent: str,
     owner: str,
     config: ConfigSource | None,
-    run: Callable[[Opened, AgentConsumer], Awaitable[None]],
+    run: Callable[[OpenedServer, AgentConsumer], Awaitable[None]],
     *,
     several: bool = False,
 ) -> None:
@@ -228,7 +225,7 @@ def _control(
         connected(app.config, lambda server: run(server, target))
         return
 
-    async def find_and_run(server: Opened) -> None:
+    async def find_and_run(server: OpenedServer) -> None:
         await run(server, await agent_control.find(server.admin, server.config, owner, agent, several=several))
 
     connected(config, find_and_run, declared=True)

@@ -19,7 +19,18 @@ import typer
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.errors import InvalidNotificationError, InvalidPositionError
 
-__all__ = ["Line", "LinesFile", "finite", "lines_file", "parse_duration", "parse_pairs", "parse_payload"]
+__all__ = [
+    "FileLine",
+    "LinesFile",
+    "filter_argument",
+    "finite",
+    "lines_file",
+    "parse_duration",
+    "parse_pairs",
+    "parse_payload",
+    "parse_where",
+    "seconds_between",
+]
 
 Number = TypeVar("Number", float, float | None)
 TYPE = "int.ecmwf.aviso."
@@ -30,7 +41,7 @@ NEXT_PAIR = re.compile(r",\s*\w+=")
 """The part of a value in which fields were separated by commas, as in listener files."""
 
 
-class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FileLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One line of a notifications file."""
 
     event: str
@@ -54,7 +65,7 @@ class _CloudEvent(msgspec.Struct, frozen=True):
     data: _Data
     time: str = ""
 
-    def line(self) -> Line:
+    def line(self) -> FileLine:
         """Return it as a line of ours, without an id. Raises `ValidationError` where it is none of Aviso's."""
         if not self.type.startswith(TYPE):
             raise msgspec.ValidationError(f"its type must begin with {TYPE!r}, found {self.type!r}")
@@ -62,7 +73,19 @@ class _CloudEvent(msgspec.Struct, frozen=True):
         if data.payload is not None and data.payload_base64 is not None:
             raise msgspec.ValidationError("its data has a payload and a payload_base64: give one")
         body = data.payload if data.payload_base64 is None else data.payload_base64
-        return Line(self.type.removeprefix(TYPE), data.identifier, body)
+        return FileLine(self.type.removeprefix(TYPE), data.identifier, body)
+
+
+def filter_argument(what: str, *, more: str = "") -> Any:
+    """Return the argument of a filter; `what` says to which notifications it is applied, and `more` what follows."""
+    example = 'e.g. class=od, or a constraint in JSON, e.g. step={"gte":24}.'
+    return typer.Argument(metavar="KEY=VALUE...", help=f"{what} with this value, {example}{more}")
+
+
+def seconds_between(two: str) -> Any:
+    """Return the option for the seconds between two samples or snapshots, from which rates are computed."""
+    help_text = f"Seconds between the two {two} from which rates are computed."
+    return typer.Option(metavar="SECONDS", min=0.1, callback=finite, help=help_text)
 
 
 def parse_pairs(pairs: Sequence[str]) -> dict[str, str]:
@@ -138,17 +161,17 @@ def lines_file(given: Path) -> Iterator[LinesFile]:
 
 
 class LinesFile(msgspec.Struct, frozen=True):
-    """A notifications file, of which each line is a `Line` or a CloudEvent."""
+    """A notifications file, of which each line is a `FileLine` or a CloudEvent."""
 
     path: Path
     name: str
     """For people."""
 
-    def read(self) -> Iterator[tuple[int, Line, str]]:
+    def read(self) -> Iterator[tuple[int, FileLine, str]]:
         """Yield its lines with their numbers, and of a CloudEvent its id and time, which tell it from others of the
         same content. Raises `InvalidNotificationError` that names file and line.
         """
-        ours, of_cloud_events = msgspec.json.Decoder(Line), msgspec.json.Decoder(_CloudEvent)
+        ours, of_cloud_events = msgspec.json.Decoder(FileLine), msgspec.json.Decoder(_CloudEvent)
         keys = msgspec.json.Decoder(dict[str, msgspec.Raw])
         try:
             with self.path.open("rb") as file:

@@ -20,11 +20,11 @@ from aviso_workers.cli.identity import IdentityOption, identities_of
 from aviso_workers.cli.output import AsJson, print_rows
 from aviso_workers.cli.progress import bar
 from aviso_workers.cli.signals import until_signal
-from aviso_workers.cli.targets import ConfigOption, Opened, connected, load
+from aviso_workers.cli.targets import ConfigOption, OpenedServer, connected, load
 from aviso_workers.config import Config
 from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationError
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, Identities, Keep, Making, Schedule, Spool
+from aviso_workers.ops.backups import Backup, BackupSchedule, Identities, Keep, Making, Spool
 from aviso_workers.telemetry import logs
 
 __all__ = ["Storage", "backup", "bar"]
@@ -68,8 +68,7 @@ def create(
     ] = None,
     *,
     to: Annotated[
-        Path,
-        typer.Option("--to", metavar="DIR", help="Directory for the backups. Each one is written to DIR/STREAM/TIME."),
+        Path, typer.Option(metavar="DIR", help="Directory for the backups. Each one is written to DIR/STREAM/TIME.")
     ],
     everything: Annotated[
         bool, typer.Option("--all", help="Back up all streams of the account, as a set that is restored as one.")
@@ -128,7 +127,7 @@ def create(
     if every:
         if encrypt_to and (since or full_every) and not identity:
             raise DeclarationError("increments after encrypted backups need --identity, to compare with them")
-        schedule = Schedule(
+        schedule = BackupSchedule(
             names=names or (),
             to=to,
             every_seconds=_parsed(every),
@@ -138,7 +137,7 @@ def create(
         _keep_backing_up(schedule, load(config), making)
         return
 
-    async def run(server: Opened) -> list[AvisoWorkersError]:
+    async def run(server: OpenedServer) -> list[AvisoWorkersError]:
         async def back_up(stream: str, earlier: Spool | None = None) -> Backup:
             with bar(stream) as progress:
                 made = await making.make(server.admin, stream, earlier, progress=progress)
@@ -256,7 +255,7 @@ def restore(
         return
     found = backups.load(directory)
 
-    async def run(server: Opened) -> None:
+    async def run(server: OpenedServer) -> None:
         with bar(found.stream, backups.size(found)) as progress:
             restored = await backups.restore(
                 server.admin,
@@ -288,7 +287,7 @@ def drill(directory: Directory, *, identity: IdentityOption = None, config: Conf
     """
     found, identities = backups.load(directory), identities_of(identity)
 
-    async def run(server: Opened) -> None:
+    async def run(server: OpenedServer) -> None:
         with bar(found.stream, backups.size(found)) as progress:
             done = await backups.drill(server.admin, found, identities=identities, progress=progress)
         if done.differences:
@@ -309,10 +308,7 @@ def merge(
     directory: Directory,
     *,
     to: Annotated[
-        Path,
-        typer.Option(
-            "--to", metavar="DIR", help="Directory for the merged backup, which is written to DIR/STREAM/TIME."
-        ),
+        Path, typer.Option(metavar="DIR", help="Directory for the merged backup, which is written to DIR/STREAM/TIME.")
     ],
     encrypt_to: EncryptTo = None,
     identity: IdentityOption = None,
@@ -334,7 +330,7 @@ def merge(
     typer.echo(_described(made))
 
 
-def _keep_backing_up(schedule: Schedule, config: Config, making: Making) -> None:
+def _keep_backing_up(schedule: BackupSchedule, config: Config, making: Making) -> None:
     logs.configure(config.workers.logging)
 
     async def work() -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from aviso_workers.cli import completion
-from aviso_workers.cli.arguments import parse_where
+from aviso_workers.cli.arguments import filter_argument, parse_where
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.identity import IdentityOption, identities_of
 from aviso_workers.cli.output import echo
@@ -31,13 +31,7 @@ def cleanse(
         Path,
         typer.Argument(metavar="DIR", help="Directory of a backup, or one with backups of streams, e.g. /backups."),
     ],
-    where: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE...",
-            help='Remove notifications with this value, e.g. class=od, or a constraint in JSON, e.g. step={"gte":24}.',
-        ),
-    ] = None,
+    where: Annotated[list[str] | None, filter_argument("Remove notifications")] = None,
     event: Annotated[
         str | None,
         typer.Option(
@@ -48,14 +42,12 @@ def cleanse(
     ] = None,
     erasure: Annotated[
         list[Path] | None,
-        typer.Option("--erasure", metavar="FILE", help="Remove what this record of `erase` lists; may be repeated."),
+        typer.Option(metavar="FILE", help="Remove what this record of `erase` lists; may be repeated."),
     ] = None,
     key: Annotated[
         list[str] | None,
         typer.Option(
-            "--key",
-            metavar="BUCKET/KEY",
-            help="Also remove this key of a table, windows or a counter; may be repeated.",
+            metavar="BUCKET/KEY", help="Also remove this key of a table, windows or a counter; may be repeated."
         ),
     ] = None,
     subject: Annotated[

@@ -16,11 +16,11 @@ import anyio
 import typer
 
 from aviso_workers.aviso.literals import quoted
-from aviso_workers.cli.targets import Opened, opened, source_of
+from aviso_workers.cli.targets import OpenedServer, opened, source_of
 from aviso_workers.cli.targets import load as load_config
 from aviso_workers.config import Config
 from aviso_workers.errors import AvisoWorkersError
-from aviso_workers.ops import aviso_admin, deployment
+from aviso_workers.ops import agent_inventory, aviso_admin
 
 __all__ = ["Event", "Stream", "agents", "apps", "consumers", "event_types", "events_and_streams", "streams"]
 
@@ -63,11 +63,11 @@ def apps(ctx: typer.Context, incomplete: str) -> list[str]:
     return _beginning(incomplete, (app for app, _ in _asked(ctx, _agents)))
 
 
-async def _agents(server: Opened) -> set[tuple[str, str]]:
+async def _agents(server: OpenedServer) -> set[tuple[str, str]]:
     """Return the names of all agents that read one of the configured event streams, each after that of its app."""
     found = set[tuple[str, str]]()
     for stream in await aviso_admin.event_streams(server.admin, server.config):
-        found |= (await deployment.agents(server.admin, stream)).keys()
+        found |= (await agent_inventory.agents(server.admin, stream)).keys()
     return found
 
 
@@ -96,7 +96,7 @@ def _config(ctx: typer.Context) -> Config | None:
             return None
 
 
-def _asked(ctx: typer.Context, ask: Callable[[Opened], Awaitable[Iterable[T]]]) -> Iterable[T]:
+def _asked(ctx: typer.Context, ask: Callable[[OpenedServer], Awaitable[Iterable[T]]]) -> Iterable[T]:
     """Return what the server of the configuration answers; nothing where it does not in time."""
     config = _config(ctx)
 

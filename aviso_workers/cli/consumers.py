@@ -15,7 +15,7 @@ from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.details import AsAnswered, print_details, replicas, time_text
 from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows
 from aviso_workers.cli.report import Seconds, consumer_state, duration, snapshots
-from aviso_workers.cli.targets import ConfigOption, Opened, connected
+from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.jetstream.info import ConsumerInfo
 from aviso_workers.ops import maintenance, reports
 from aviso_workers.ops.reports import ConsumerRow
@@ -37,7 +37,9 @@ Consumer = Annotated[
 
 
 @consumers.command("ls")
-def list_consumers(
+@on_server
+async def list_consumers(
+    server: OpenedServer,
     stream: Annotated[
         str | None,
         typer.Argument(
@@ -48,7 +50,6 @@ def list_consumers(
     ] = None,
     seconds: Seconds = 2.0,
     as_json: AsJson = False,
-    config: ConfigOption = None,
 ) -> None:
     """List consumers, also those of agents, the largest lag first. Exit with 1 if one is stuck or does not answer.
 
@@ -57,7 +58,7 @@ def list_consumers(
     Example: aviso-workers consumers ls MARS
     """
     take = partial(reports.take_consumers, stream=stream) if stream else reports.take
-    now, before = snapshots(config, seconds, take)
+    now, before = await snapshots(server, seconds, take)
     rows = reports.consumers(now, before)
     print_rows(CONSUMERS, map(_consumer_row, rows), rows, none="no consumers", as_json=as_json)
     end_where_unavailable(now.unavailable)
@@ -66,53 +67,43 @@ def list_consumers(
 
 
 @consumers.command()
-def show(stream: Stream, consumer: Consumer, as_json: AsAnswered = False, config: ConfigOption = None) -> None:
+@on_server
+async def show(server: OpenedServer, stream: Stream, consumer: Consumer, as_json: AsAnswered = False) -> None:
     """Show the configuration, the state and the replicas of a consumer.
 
     Example: aviso-workers consumers show MARS field-index__index_field
     """
-
-    async def run(server: Opened) -> None:
-        print_details(await server.admin.consumer_info(stream, consumer), _state, as_json=as_json)
-
-    connected(config, run)
+    print_details(await server.admin.consumer_info(stream, consumer), _state, as_json=as_json)
 
 
 @consumers.command("rm")
-def remove_consumer(stream: Stream, consumer: Consumer, yes: Yes = False, config: ConfigOption = None) -> None:
+@on_server
+async def remove_consumer(server: OpenedServer, stream: Stream, consumer: Consumer, yes: Yes = False) -> None:
     """Remove a consumer, and with it its position in the stream.
 
     Example: aviso-workers consumers rm MARS field-index__index_field --yes
     """
-
-    async def run(server: Opened) -> None:
-        found = await server.admin.consumer_info(stream, consumer)
-        left = f"{found.num_pending + found.num_ack_pending} messages before it"
-        typer.echo(f"{consumer} of {stream} would be removed, at {found.ack_floor}, with {left}")
-        confirm(yes, to="remove it")
-        await maintenance.remove_consumer(server.admin, stream, consumer)
-        typer.echo(f"{consumer}: removed")
-
-    connected(config, run)
+    found = await server.admin.consumer_info(stream, consumer)
+    typer.echo(f"{consumer} of {stream} would be removed, at {found.ack_floor}, with {found.lag} messages before it")
+    confirm(yes, to="remove it")
+    await maintenance.remove_consumer(server.admin, stream, consumer)
+    typer.echo(f"{consumer}: removed")
 
 
 @consumers.command()
-def unpin(
+@on_server
+async def unpin(
+    server: OpenedServer,
     stream: Stream,
     consumer: Consumer,
     group: Annotated[str, typer.Argument(metavar="GROUP", help="Priority group of the consumer, e.g. aviso-workers.")],
-    config: ConfigOption = None,
 ) -> None:
     """Unpin the reader of a priority group, so that the server pins another one.
 
     Example: aviso-workers consumers unpin MARS field-index__index_field aviso-workers
     """
-
-    async def run(server: Opened) -> None:
-        await server.admin.unpin_consumer(stream, consumer, group=group)
-        typer.echo(f"{group} of {consumer}: unpinned")
-
-    connected(config, run)
+    await server.admin.unpin_consumer(stream, consumer, group=group)
+    typer.echo(f"{group} of {consumer}: unpinned")
 
 
 def _state(consumer: ConsumerInfo) -> Iterator[tuple[str, str]]:

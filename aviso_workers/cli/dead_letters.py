@@ -21,7 +21,7 @@ from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import finite
 from aviso_workers.cli.details import time_text
 from aviso_workers.cli.output import Columns, print_json, print_table, printable, skipped_reported, terminal
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, find_app, named_app
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
 from aviso_workers.events import Events
 from aviso_workers.ops import agent_control
@@ -208,11 +208,7 @@ def retry(
     rate: Annotated[
         float | None,
         typer.Option(
-            "--rate",
-            metavar="NUMBER",
-            min=0.001,
-            callback=finite,
-            help="Return at most so many a second. Default: all at once.",
+            metavar="NUMBER", min=0.001, callback=finite, help="Return at most so many a second. Default: all at once."
         ),
     ] = None,
     dry_run: DryRun = False,
@@ -344,7 +340,7 @@ def _run(config: ConfigSource | None, run: Callable[[StoredDeadLetters], Awaitab
     events = Events()
     with skipped_reported(events):
 
-        async def run_connected(server: Opened) -> None:
+        async def run_connected(server: OpenedServer) -> None:
             await run(StoredDeadLetters(server.admin, server.config, events=events))
 
         connected(config, run_connected)

@@ -8,34 +8,31 @@ import typer
 
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import print_table
-from aviso_workers.cli.targets import ConfigOption, Opened, connected
+from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.ops import aviso_admin
 from aviso_workers.ops.inventory import StoredMessage
 
 __all__ = ["delete"]
 
 
-def delete(
+@on_server
+async def delete(
+    server: OpenedServer,
     notification: Annotated[
         str,
         typer.Argument(metavar="EVENT@SEQUENCE", help="Event type and sequence of the notification, e.g. mars@4711."),
     ],
     yes: Yes = False,
-    config: ConfigOption = None,
 ) -> None:
     """Delete one notification, after showing which one it is. `erase` also finds its copies.
 
     Example: aviso-workers delete mars@4711
     """
-
-    async def run(server: Opened) -> None:
-        found = await aviso_admin.find(server.admin, server.config, notification)
-        print_table(("stream", "sequence", "subject", "stored"), [_message_row(found)])
-        confirm(yes, to="delete it")
-        await aviso_admin.delete(server.admin, server.config, notification)
-        typer.echo(f"{notification} deleted")
-
-    connected(config, run)
+    found = await aviso_admin.find(server.admin, server.config, notification)
+    print_table(("stream", "sequence", "subject", "stored"), [_message_row(found)])
+    confirm(yes, to="delete it")
+    await aviso_admin.delete(server.admin, server.config, notification)
+    typer.echo(f"{notification} deleted")
 
 
 def _message_row(found: StoredMessage) -> tuple[str, str, str, str]:

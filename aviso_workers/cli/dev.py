@@ -32,7 +32,7 @@ from aviso_workers.worker.fleet import FleetPlan
 __all__ = ["dev"]
 
 NATS_URL = "notification_backend.jetstream.nats_url"
-MOST_PORTS = 20
+MAX_PORTS = 20
 """How many ports after the configured one are tried for the status port."""
 
 
@@ -117,7 +117,7 @@ def _status_port(config: Config) -> int:
     configured, host = config.workers.status.port, config.workers.status.host
     if not configured:
         return 0
-    following = range(configured + 1, configured + MOST_PORTS)
+    following = range(configured + 1, configured + MAX_PORTS)
     port = next((each for each in (configured, *following) if processes.is_free(each, host=host)), 0)
     if port != configured:
         echo(f"port {configured} is taken: the status port is {port or 'any free one'}", err=True)

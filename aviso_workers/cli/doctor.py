@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from aviso_workers.cli.arguments import finite
+from aviso_workers.cli.arguments import seconds_between
 from aviso_workers.cli.output import echo, print_json, printable
 from aviso_workers.cli.targets import ConfigOption, connected, find_app, load
 from aviso_workers.errors import AvisoWorkersError, BackendError
@@ -25,14 +25,11 @@ Format = Literal["text", "json", "prometheus", "nagios"]
 def doctor(
     app: Annotated[
         str | None,
-        typer.Option(
-            "--app", metavar="MODULE:APP", help="Check the agents of this app too, and use its configuration."
-        ),
+        typer.Option(metavar="MODULE:APP", help="Check the agents of this app too, and use its configuration."),
     ] = None,
     monitor: Annotated[
         list[str] | None,
         typer.Option(
-            "--monitor",
             metavar="URL",
             help="URL of a server's monitoring port; repeat it for each server. Default: that of the "
             "configuration's section server.",
@@ -41,20 +38,10 @@ def doctor(
     production: Annotated[
         bool, typer.Option("--production", help="Also check what only production needs, such as three replicas.")
     ] = False,
-    seconds: Annotated[
-        float,
-        typer.Option(
-            "--seconds",
-            metavar="SECONDS",
-            min=0.1,
-            callback=finite,
-            help="Seconds between the two samples from which rates are computed.",
-        ),
-    ] = 5.0,
+    seconds: Annotated[float, seconds_between("samples")] = 5.0,
     backups: Annotated[
         Path | None,
         typer.Option(
-            "--backups",
             metavar="DIR",
             exists=True,
             file_okay=False,
@@ -62,7 +49,7 @@ def doctor(
             "not checked.",
         ),
     ] = None,
-    format: Annotated[Format, typer.Option("--format", help="Format of the results.")] = "text",
+    format: Annotated[Format, typer.Option(help="Format of the results.")] = "text",
     verbose: Annotated[
         bool,
         typer.Option(

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from aviso_workers.aviso.literals import quoted
-from aviso_workers.cli.arguments import parse_where
+from aviso_workers.cli.arguments import filter_argument, parse_where
 from aviso_workers.cli.completion import Event
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import echo, print_table
 from aviso_workers.cli.progress import ProgressLines
-from aviso_workers.cli.targets import ConfigOption, Opened, connected
+from aviso_workers.cli.targets import ConfigOption, OpenedServer, connected
 from aviso_workers.errors import DeclarationError
 from aviso_workers.ops.erasure import ELSEWHERE, INDEX_WITHIN, Eraser, Survey, Suspect
 
@@ -27,30 +27,20 @@ SHOWN_KEYS = 50
 
 def erase(
     event: Event,
-    where: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE...",
-            help='Erase notifications with this value, e.g. class=od, or a constraint in JSON, e.g. step={"gte":24}.',
-        ),
-    ] = None,
+    where: Annotated[list[str] | None, filter_argument("Erase notifications")] = None,
     id: Annotated[
         int | None,
-        typer.Option(
-            "--id", metavar="N", min=1, help="Erase the notification with this sequence, instead of KEY=VALUE."
-        ),
+        typer.Option(metavar="N", min=1, help="Erase the notification with this sequence, instead of KEY=VALUE."),
     ] = None,
     key: Annotated[
         list[str] | None,
         typer.Option(
-            "--key", metavar="BUCKET/KEY", help="Also erase this key of a table, windows or a counter; may be repeated."
+            metavar="BUCKET/KEY", help="Also erase this key of a table, windows or a counter; may be repeated."
         ),
     ] = None,
     audit: Annotated[
         Path | None,
-        typer.Option(
-            "--audit", metavar="FILE", help="New file for the record of the erasure. Default: erasure-TIME.json here."
-        ),
+        typer.Option(metavar="FILE", help="New file for the record of the erasure. Default: erasure-TIME.json here."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be erased.")] = False,
     yes: Yes = False,
@@ -69,7 +59,7 @@ def erase(
         )
     wanted = parse_where(where or [])
 
-    async def run(server: Opened) -> bool:
+    async def run(server: OpenedServer) -> bool:
         eraser = Eraser(server.admin, server.config, event, where=wanted, sequence=id, keys=key or ())
         survey = await eraser.survey()
         _print(survey)
@@ -81,24 +71,7 @@ def erase(
             return survey.whole
         record = audit or Path(f"erasure-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}.json")
         left = await eraser.erase(survey, audit=record, progress=ProgressLines("erased", total=survey.messages))
-        erased = sum(eraser.erased(left).values())
-        typer.echo(f"{erased} erased, {left.messages} left; the record is {record}")
-        for each in left.unreached:
-            if each.waits or each.unknown:
-                echo(f"not proven: {each.where}: {each.why}. {each.cure.capitalize()}.")
-        if not erased:
-            return left.whole
-        typer.echo(
-            "the subjects of what is erased, with the values that are in them, stay in the index files of the servers "
-            f"until {datetime.now(UTC) + INDEX_WITHIN:%Y-%m-%dT%H:%M:%SZ} at the latest, and the whole messages in the "
-            "Raft logs of streams with replicas: keep no copy of these before"
-        )
-        typer.echo(
-            "next, for all backups below a directory: "
-            f"aviso-workers backup cleanse DIR --erasure {quoted(str(record))}, "
-            "with the KEY=VALUE given here where there are any, because backups also hold what had left the streams "
-            "before"
-        )
+        _print_erased(sum(eraser.erased(left).values()), left, record)
         return left.whole
 
     if not connected(config, run):
@@ -120,6 +93,26 @@ def _print(survey: Survey) -> None:
         echo(f"not reached: {each.where}: {each.why}. {each.cure.capitalize()}.")
     for what in ELSEWHERE:
         echo(f"not searched: {what}.")
+
+
+def _print_erased(erased: int, left: Survey, record: Path) -> None:
+    typer.echo(f"{erased} erased, {left.messages} left; the record is {record}")
+    for each in left.unreached:
+        if each.waits or each.unknown:
+            echo(f"not proven: {each.where}: {each.why}. {each.cure.capitalize()}.")
+    if not erased:
+        return
+    typer.echo(
+        "the subjects of what is erased, with the values that are in them, stay in the index files of the servers "
+        f"until {datetime.now(UTC) + INDEX_WITHIN:%Y-%m-%dT%H:%M:%SZ} at the latest, and the whole messages in the "
+        "Raft logs of streams with replicas: keep no copy of these before"
+    )
+    typer.echo(
+        "next, for all backups below a directory: "
+        f"aviso-workers backup cleanse DIR --erasure {quoted(str(record))}, "
+        "with the KEY=VALUE given here where there are any, because backups also hold what had left the streams "
+        "before"
+    )
 
 
 def _print_suspect(suspect: Suspect) -> None:

@@ -13,10 +13,9 @@ from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.arguments import finite
 from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, Opened, connected, load
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, load, on_server
 from aviso_workers.ops import failover_drill, mirrors, promotion, recovery
 from aviso_workers.ops.consumer_positions import Carried
-from aviso_workers.ops.failover_drill import Drill
 from aviso_workers.ops.promotion import Promotion
 from aviso_workers.ops.recovery import Recovered
 
@@ -24,7 +23,7 @@ __all__ = ["mirror"]
 
 mirror = typer.Typer(help="Promote mirrors, fence streams, and rehearse a failover.", no_args_is_help=True)
 
-MOST_LISTED = 20
+MAX_LISTED = 20
 """Messages that are listed one by one."""
 Api = Annotated[
     str,
@@ -42,7 +41,6 @@ def promote(
     subject: Annotated[
         list[str] | None,
         typer.Option(
-            "--subject",
             metavar="SUBJECT",
             help="Subject on which the mirror takes publishes; may be repeated. Default: the origin's subjects.",
         ),
@@ -80,17 +78,17 @@ def promote(
     """
     confirm(yes, to=f"fence the origin of {stream}, and let {stream} take publishes in its place")
 
-    async def run(server: Opened) -> Promotion:
-        return await promotion.promote(
+    found = connected(
+        config,
+        lambda server: promotion.promote(
             server.admin,
             stream,
             subjects=subject or (),
             origin_is_lost=origin_is_lost,
             origin_was_recreated=origin_was_recreated,
             patience_seconds=patience,
-        )
-
-    found = connected(config, run)
+        ),
+    )
     _print_promotion(found)
     if not found.proven:
         raise typer.Exit(NOT_PROVEN)
@@ -102,7 +100,6 @@ def recover(
     origin_config: Annotated[
         Path | None,
         typer.Option(
-            "--origin-config",
             metavar="FILE",
             help="Configuration file with the connection to the origin. Default: the origin is in this account, or "
             "in a JetStream domain.",
@@ -118,16 +115,16 @@ def recover(
     """
     origin = load(ConfigSource(origin_config)) if origin_config else None
 
-    async def list_missing(server: Opened) -> tuple[int, int]:
+    async def list_missing(server: OpenedServer) -> tuple[int, int]:
         async with recovery.opened(server.admin, server.config, stream, origin_config=origin) as found:
             count = 0
             async for message in found.only_there():
                 count += 1
-                if count <= MOST_LISTED:
+                if count <= MAX_LISTED:
                     typer.echo(f"{message.sequence} {store_time(message).isoformat()} {message.subject}")
             return count, found.undecided
 
-    async def publish(server: Opened) -> Recovered:
+    async def publish(server: OpenedServer) -> Recovered:
         async with recovery.opened(server.admin, server.config, stream, origin_config=origin) as found:
             return await found.publish()
 
@@ -141,8 +138,8 @@ def _print_missing(stream: str, count: int, undecided: int) -> None:
     """Print how many messages only the origin has; exit 2 where some are to be published, 3 where some cannot be
     compared.
     """
-    if count > MOST_LISTED:
-        typer.echo(f"... and {count - MOST_LISTED} more")
+    if count > MAX_LISTED:
+        typer.echo(f"... and {count - MAX_LISTED} more")
     typer.echo(f"only the origin of {stream} has {count} messages")
     _print_undecided(undecided)
     confirm(not count, to=f"publish them to {stream}, behind what it has")
@@ -173,11 +170,8 @@ def fence(stream: Stream, api: Api = "", yes: Yes = False, config: ConfigOption 
     """
     confirm(yes, to=f"take its subjects from {stream}")
 
-    async def run(server: Opened) -> tuple[str, ...]:
-        return (await mirrors.fence(server.admin.at(api), stream)).subjects
-
-    subjects = connected(config, run)
-    typer.echo(f"{stream} is fenced; it took {', '.join(subjects)}")
+    fenced = connected(config, lambda server: mirrors.fence(server.admin.at(api), stream))
+    typer.echo(f"{stream} is fenced; it took {', '.join(fenced.subjects)}")
 
 
 @mirror.command()
@@ -188,19 +182,17 @@ def unfence(stream: Stream, api: Api = "", yes: Yes = False, config: ConfigOptio
     """
     confirm(yes, to=f"give {stream} its subjects back")
 
-    async def run(server: Opened) -> tuple[str, ...]:
-        return await mirrors.unfence(server.admin.at(api), stream)
-
-    subjects = connected(config, run)
+    subjects = connected(config, lambda server: mirrors.unfence(server.admin.at(api), stream))
     typer.echo(f"{stream} takes {', '.join(subjects)} again")
 
 
 @mirror.command()
-def drill(
+@on_server
+async def drill(
+    server: OpenedServer,
     origin_api: Annotated[
         str,
         typer.Option(
-            "--origin-api",
             metavar="PREFIX",
             help="API prefix of the domain for the origin, e.g. '$JS.hub.API'. Default: that of the configuration.",
         ),
@@ -208,17 +200,12 @@ def drill(
     messages: Annotated[
         int, typer.Option(metavar="N", min=2, help="Number of messages to publish during the drill.")
     ] = 1000,
-    config: ConfigOption = None,
 ) -> None:
     """Rehearse a failover on a scratch stream and its mirror. Exit with 1 if a message was lost or stored twice.
 
     Example: aviso-workers mirror drill --messages 10000
     """
-
-    async def run(server: Opened) -> Drill:
-        return await failover_drill.rehearse(server.admin, origin_api=origin_api, messages=messages)
-
-    found = connected(config, run)
+    found = await failover_drill.rehearse(server.admin, origin_api=origin_api, messages=messages)
     _print_promotion(found.promotion)
     typer.echo(f"no publish was stored for {found.interrupted_seconds:.3f} s at most")
     typer.echo(f"the fenced origin took {found.after_fence}; {found.stored} of {found.published} published are stored")

@@ -19,7 +19,7 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.notifications import Notify
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
-from aviso_workers.cli.arguments import Line, LinesFile, lines_file, parse_duration, parse_pairs, parse_payload
+from aviso_workers.cli.arguments import FileLine, LinesFile, lines_file, parse_duration, parse_pairs, parse_payload
 from aviso_workers.cli.details import time_text
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.signals import until_signal
@@ -163,9 +163,7 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
         async def publish() -> None:
             nonlocal stored
             async with app:
-                size, number, event = checked.largest
-                if size > (most := app.session.backend.connection.max_payload):
-                    raise InvalidNotificationError(f"{lines.name}:{number}: {too_large(event, size, most=most)}")
+                _require_fit(lines, checked, most=app.session.backend.connection.max_payload)
                 stored = await app.session.publisher.notify_many(notifications(), answered=checked.has_ids)
 
         app.events.listen(count_known, Published)
@@ -184,11 +182,18 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
     _tell(f"{stored - known} notifications stored" + (f", {known} known already by their ids" if known else ""))
 
 
-def _notification(line: Line) -> Notify:
+def _require_fit(lines: LinesFile, checked: _Checked, *, most: int) -> None:
+    """Raise `InvalidNotificationError` where a notification of the file has more bytes than a server takes."""
+    size, number, event = checked.largest
+    if size > most:
+        raise InvalidNotificationError(f"{lines.name}:{number}: {too_large(event, size, most=most)}")
+
+
+def _notification(line: FileLine) -> Notify:
     return Notify(line.event, line.identifier, line.payload, line.id)
 
 
-def _encoded(config: Config, line: Line, origin: str) -> tuple[Notify, Message]:
+def _encoded(config: Config, line: FileLine, origin: str) -> tuple[Notify, Message]:
     """Return the notification of a line, and its message. That of a CloudEvent has a message id of its `origin` and of
     what is stored, since two streams may have the same ids, and a polygon two spellings. Raises
     `InvalidNotificationError`.

@@ -35,7 +35,7 @@ __all__ = [
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document a row instead of a table.")]
 
 WIDE = 10_000
-MOST_SKIPPED = 10
+MAX_SKIPPED = 10
 """Skipped messages that have a line each; more are only counted."""
 
 
@@ -115,9 +115,9 @@ def skipped_reported(source: Events) -> Iterator[None]:
     def report(event: Skipped | Suspected) -> None:
         kind = type(event)
         counts[kind] += 1
-        if counts[kind] <= MOST_SKIPPED:
+        if counts[kind] <= MAX_SKIPPED:
             print(printable(event.warning()), file=sys.stderr)
-        elif counts[kind] == MOST_SKIPPED + 1:
+        elif counts[kind] == MAX_SKIPPED + 1:
             print(f"more is {words[kind]}, which is counted until the end", file=sys.stderr)
 
     source.listen(report, Skipped, Suspected)
@@ -125,8 +125,8 @@ def skipped_reported(source: Events) -> Iterator[None]:
         yield
     finally:
         for kind, count in counts.items():
-            if count > MOST_SKIPPED:
-                print(f"{count - MOST_SKIPPED} more were {words[kind]} ({count} in all)", file=sys.stderr)
+            if count > MAX_SKIPPED:
+                print(f"{count - MAX_SKIPPED} more were {words[kind]} ({count} in all)", file=sys.stderr)
 
 
 def terminal() -> Console:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 import anyio
 import typer
@@ -15,15 +15,15 @@ from rich.live import Live
 from rich.text import Text
 
 from aviso_workers.backends import Admin
-from aviso_workers.cli.arguments import finite
+from aviso_workers.cli.arguments import seconds_between
 from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows, printable, terminal
 from aviso_workers.cli.tables import table
-from aviso_workers.cli.targets import ConfigOption, Opened, connected
+from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.errors import BackendError
 from aviso_workers.ops import inventory, reports
-from aviso_workers.ops.inventory import Use
+from aviso_workers.ops.inventory import ResourceUse
 from aviso_workers.ops.mirrors import Link, Mirrors
-from aviso_workers.ops.reports import ConsumerRow, ServerRow, Snapshot, StreamRow
+from aviso_workers.ops.reports import ConsumerRow, ServerRow, ServerSnapshot, StreamRow
 
 __all__ = ["Seconds", "consumer_state", "duration", "report", "snapshots", "top"]
 
@@ -35,106 +35,72 @@ REMEMBERED = 30
 SHOWN = 20
 """Consumers that fit on a screen: those that lag behind most."""
 
-Take = Callable[[Admin], Awaitable[Snapshot]]
-Seconds = Annotated[
-    float,
-    typer.Option(
-        metavar="SECONDS",
-        min=0.1,
-        callback=finite,
-        help="Seconds between the two snapshots from which rates are computed.",
-    ),
-]
+Take = Callable[[Admin], Awaitable[ServerSnapshot]]
+Seconds = Annotated[float, seconds_between("snapshots")]
 
 
 @report.command()
-def mirrors(as_json: AsJson = False, config: ConfigOption = None) -> None:
+@on_server
+async def mirrors(server: OpenedServer, as_json: AsJson = False) -> None:
     """List mirrors and sources with their origins and their lag. Exit with 1 if one does not follow its origin.
 
     Example: aviso-workers report mirrors
     """
-
-    async def run(server: Opened) -> list[Link]:
-        return await Mirrors(server.admin).links()
-
-    links = connected(config, run)
-    if not (links or as_json):
-        typer.echo("no stream follows another one")
-        return
-    print_rows(MIRRORS, map(_mirror_row, links), links, none="no mirrors or sources", as_json=as_json)
+    links = await Mirrors(server.admin).links()
+    print_rows(MIRRORS, map(_mirror_row, links), links, none="no stream follows another one", as_json=as_json)
     if any(link.trouble for link in links):
         raise typer.Exit(1)
 
 
 @report.command()
-def account(as_json: AsJson = False, config: ConfigOption = None) -> None:
+@on_server
+async def account(server: OpenedServer, as_json: AsJson = False) -> None:
     """Show how much of JetStream the account uses, and its limits.
 
     Example: aviso-workers report account
     """
-
-    async def run(server: Opened) -> list[Use]:
-        return await inventory.account(server.admin)
-
-    uses = connected(config, run)
+    uses = await inventory.account(server.admin)
     print_rows(ACCOUNT, map(_use_row, uses), uses, none="no limits", as_json=as_json)
 
 
 @report.command()
-def streams(
+@on_server
+async def streams(
+    server: OpenedServer,
     seconds: Seconds = 2.0,
     monitor: Annotated[
         list[str] | None,
         typer.Option(
-            "--monitor",
             metavar="URL",
             help="URL of a server's monitoring port, which is asked for its disk; repeat it for each server. "
             "Default: that of the configuration's section server.",
         ),
     ] = None,
     as_json: AsJson = False,
-    config: ConfigOption = None,
 ) -> None:
     """Show the size, limits, rate and replicas of each stream, and the servers' disks. Exit with 1 if one is in
     trouble.
 
     Example: aviso-workers report streams --json
     """
-    now, before = snapshots(config, seconds)
+    now, before = await snapshots(server, seconds)
     rows = reports.streams(now, before)
     print_rows(STREAMS, map(_stream_row, rows), rows, none="no streams", as_json=as_json)
-    servers: list[ServerRow] = connected(
-        config, lambda server: reports.servers(server.admin, server.config, monitor or ())
-    )
-    if servers:
+    if servers := await reports.servers(server.admin, server.config, monitor or ()):
         print_rows(SERVERS, map(_server_row, servers), servers, none="no servers", as_json=as_json)
     end_where_unavailable(now.unavailable)
     if any(row.trouble for row in rows) or any(row.trouble for row in servers):
         raise typer.Exit(1)
 
 
-def top(seconds: Seconds = 2.0, config: ConfigOption = None) -> None:
+@on_server
+async def top(server: OpenedServer, seconds: Seconds = 2.0) -> None:
     """Show streams and consumers as they change, until Ctrl-C.
 
     The lag of a consumer is pending plus ack pending, as `consumers ls` lists them.
 
     Example: aviso-workers top
     """
-    connected(config, lambda server: _top(server, seconds))
-
-
-def snapshots(config: Any, seconds: float, take: Take = reports.take) -> tuple[Snapshot, Snapshot]:
-    """Return two snapshots that are taken `seconds` apart, the later one first."""
-
-    async def run(server: Opened) -> tuple[Snapshot, Snapshot]:
-        before = await take(server.admin)
-        await anyio.sleep(seconds)
-        return await take(server.admin), before
-
-    return connected(config, run)
-
-
-async def _top(server: Opened, seconds: float) -> None:
     console = terminal()
     screen = _Screen()
     before = now = await reports.take(server.admin)
@@ -152,6 +118,15 @@ async def _top(server: Opened, seconds: float) -> None:
                 live.update(Text(printable(str(error))), refresh=True)
 
 
+async def snapshots(
+    server: OpenedServer, seconds: float, take: Take = reports.take
+) -> tuple[ServerSnapshot, ServerSnapshot]:
+    """Return two snapshots that are taken `seconds` apart, the later one first."""
+    before = await take(server.admin)
+    await anyio.sleep(seconds)
+    return await take(server.admin), before
+
+
 class _Screen:
     """The screen of `top`: the newest snapshot, with the rates and lags of those before."""
 
@@ -159,7 +134,7 @@ class _Screen:
         self._rates: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._lags: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
-    def shown(self, now: Snapshot, before: Snapshot, *, width: int) -> Group:
+    def shown(self, now: ServerSnapshot, before: ServerSnapshot, *, width: int) -> Group:
         streams = []
         for stream in reports.streams(now, before):
             self._rates[stream.stream].append(stream.rate)
@@ -224,7 +199,7 @@ def _mirror_row(link: Link) -> tuple[str, ...]:
     )
 
 
-def _use_row(use: Use) -> tuple[str, ...]:
+def _use_row(use: ResourceUse) -> tuple[str, ...]:
     number = decimal if use.what.startswith("bytes") else str
     return (use.what, number(use.used), "none" if use.limit < 0 else number(use.limit))
 

@@ -40,20 +40,18 @@ Directory = Annotated[
 @server.command()
 def render(
     profile: Annotated[
-        profiles.Profile,
-        typer.Option("--profile", help="Profile that chooses the settings which the configuration leaves open."),
+        profiles.Profile, typer.Option(help="Profile that chooses the settings which the configuration leaves open.")
     ] = "production",
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File to write.")] = Path(
         "nats-server.conf"
     ),
     role: Annotated[
         permissions.Role | None,
-        typer.Option("--role", help="Print the permissions of a user of this role instead, and write nothing."),
+        typer.Option(help="Print the permissions of a user of this role instead, and write nothing."),
     ] = None,
     app: Annotated[
         str | None,
         typer.Option(
-            "--app",
             metavar="MODULE:APP",
             help="App that a worker runs, which --role worker needs. For other roles, the app whose event types "
             "count. Default: those of the configuration.",
@@ -62,7 +60,6 @@ def render(
     user: Annotated[
         str | None,
         typer.Option(
-            "--user",
             metavar="NAME",
             help="User whose permissions --role prints; for an NKey its public key. The answers of servers to the user "
             "go to subjects that no other user may hear. Default: the user of the configuration.",
@@ -94,9 +91,7 @@ def render(
 
 @server.command()
 def start(
-    nodes: Annotated[
-        int, typer.Option("--nodes", metavar="N", min=1, help="Number of servers; more than one are a cluster.")
-    ] = 1,
+    nodes: Annotated[int, typer.Option(metavar="N", min=1, help="Number of servers; more than one are a cluster.")] = 1,
     directory: Directory = DIRECTORY,
     config: ConfigOption = None,
 ) -> None:
@@ -122,16 +117,13 @@ def rotate_key(
     previous_key_file: Annotated[
         Path | None,
         typer.Option(
-            "--previous-key-file",
             metavar="FILE",
             exists=True,
             dir_okay=False,
             help="File with the present key of the stores. Leave it out if they are not encrypted.",
         ),
     ] = None,
-    nodes: Annotated[
-        int, typer.Option("--nodes", metavar="N", min=1, help="Number of servers, as for `server start`.")
-    ] = 1,
+    nodes: Annotated[int, typer.Option(metavar="N", min=1, help="Number of servers, as for `server start`.")] = 1,
     directory: Directory = DIRECTORY,
     config: ConfigOption = None,
 ) -> None:

@@ -21,7 +21,7 @@ spark = typer.Typer(
     help="Archive, backfill and report with Spark, and compare its jobs with their notifications.", no_args_is_help=True
 )
 
-MOST_LINES = 20
+MAX_LINES = 20
 
 
 @spark.command()
@@ -32,14 +32,11 @@ def reconcile(
     ],
     application: Annotated[
         list[str] | None,
-        typer.Option(
-            "--application", metavar="ID", help="Compare only this application; may be repeated. Default: all."
-        ),
+        typer.Option(metavar="ID", help="Compare only this application; may be repeated. Default: all."),
     ] = None,
     since: Annotated[
         str | None,
         typer.Option(
-            "--since",
             metavar="DATE",
             help="Compare only applications that began at this time or later, e.g. 2026-11-20T06:00:00Z.",
         ),
@@ -83,10 +80,10 @@ def _print(found: list[Comparison]) -> None:
     columns = ("application", "attempt", "kind", "Spark", "published", "different", "twice", "only published", "state")
     print_table(columns, map(_row, found), none="no applications")
     lines = [line for comparison in found for line in _lines(comparison)]
-    for line in lines[:MOST_LINES]:
+    for line in lines[:MAX_LINES]:
         typer.echo(printable(line))
-    if len(lines) > MOST_LINES:
-        typer.echo(f"and {len(lines) - MOST_LINES} more: --json has all of them")
+    if len(lines) > MAX_LINES:
+        typer.echo(f"and {len(lines) - MAX_LINES} more: --json has all of them")
 
 
 def _row(comparison: Comparison) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import typer
 
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
-from aviso_workers.cli.arguments import parse_duration, parse_pairs, parse_where
+from aviso_workers.cli.arguments import filter_argument, parse_duration, parse_pairs, parse_where
 from aviso_workers.cli.completion import Event
 from aviso_workers.cli.spark import spark
 from aviso_workers.cli.targets import ConfigOption, ConfigSource
@@ -23,15 +23,9 @@ from aviso_workers.spark import installed
 
 __all__ = ["archive", "backfill", "report"]
 
-Filter = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE...",
-        help='Only notifications with this value, e.g. class=od, or a constraint in JSON, e.g. step={"gte":24}.',
-    ),
-]
+Filter = Annotated[list[str] | None, filter_argument("Only notifications")]
 
-MOST_PER_BATCH = 1_000_000
+MAX_PER_BATCH = 1_000_000
 """Messages of a long backlog that are handled at a time, and not again after a failure."""
 
 
@@ -41,12 +35,11 @@ def archive(
     where: Filter = None,
     *,
     to: Annotated[
-        str, typer.Option("--to", metavar="PATH", help="Directory of the archive, which Spark must be able to reach.")
+        str, typer.Option(metavar="PATH", help="Directory of the archive, which Spark must be able to reach.")
     ],
     every: Annotated[
         str | None,
         typer.Option(
-            "--every",
             metavar="DURATION",
             help="Keep running until Ctrl-C, and archive at this interval, e.g. 5m. Default: archive once.",
         ),
@@ -60,7 +53,7 @@ def archive(
     installed.require()
     from aviso_workers.spark import archive_filters, archives, sessions
 
-    options = _source(event, where, config) | {"startingOffsets": "earliest", "maxMessagesPerTrigger": MOST_PER_BATCH}
+    options = _source(event, where, config) | {"startingOffsets": "earliest", "maxMessagesPerTrigger": MAX_PER_BATCH}
     selection = archive_filters.selection(options)
     seconds = float(parse_duration(every, name="--every")) if every is not None else None
     with sessions.session(f"aviso-workers: archive {event}") as spark:
@@ -84,16 +77,12 @@ def backfill(
     to: Annotated[
         str,
         typer.Option(
-            "--to",
-            metavar="EVENT",
-            autocompletion=completion.event_types,
-            help="Event type of the published notifications.",
+            metavar="EVENT", autocompletion=completion.event_types, help="Event type of the published notifications."
         ),
     ],
     dead_letters: Annotated[
         str | None,
         typer.Option(
-            "--dead-letters",
             metavar="PATH",
             help="Directory for Parquet of what cannot be published, and why. Default: if there is any, nothing is "
             "published.",
@@ -102,7 +91,6 @@ def backfill(
     fill: Annotated[
         list[str] | None,
         typer.Option(
-            "--fill",
             metavar="FIELD=VALUE",
             help="Value of an identifier field that older notifications lack, e.g. level=0; may be repeated.",
         ),
@@ -134,12 +122,9 @@ def report(
     where: Filter = None,
     *,
     schedule: Annotated[
-        str,
-        typer.Option(
-            "--schedule", metavar="FILE", help="Schedule of what is expected: YAML, or a table in CSV or Parquet."
-        ),
+        str, typer.Option(metavar="FILE", help="Schedule of what is expected: YAML, or a table in CSV or Parquet.")
     ],
-    to: Annotated[str, typer.Option("--to", metavar="PATH", help="Directory for the tables and report.html.")],
+    to: Annotated[str, typer.Option(metavar="PATH", help="Directory for the tables and report.html.")],
     start: Annotated[
         str | None,
         typer.Option(

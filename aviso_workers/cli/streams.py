@@ -13,11 +13,11 @@ from rich.filesize import decimal
 from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.details import AsAnswered, print_details, replicas, time_text
 from aviso_workers.cli.output import AsJson, end_where_unavailable, print_json, print_rows
-from aviso_workers.cli.targets import ConfigOption, Opened, connected
+from aviso_workers.cli.targets import ConfigOption, OpenedServer, connected, on_server
 from aviso_workers.errors import DeclarationError
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops import inventory, stream_policy
-from aviso_workers.ops.inventory import Listed, StoredMessage
+from aviso_workers.ops.inventory import StoredMessage
 
 __all__ = ["name_missing", "streams"]
 
@@ -33,55 +33,46 @@ MISSING = (
 
 
 @streams.command()
-def ls(as_json: AsJson = False, config: ConfigOption = None) -> None:
+@on_server
+async def ls(server: OpenedServer, as_json: AsJson = False) -> None:
     """List all streams of the account, and whether the configuration has them; exit 1 where one does not answer.
     Standard error names configured streams that do not exist.
 
     Example: aviso-workers streams ls
     """
-
-    async def run(server: Opened) -> Listed[StreamInfo]:
-        configured = stream_policy.sections(server.config)
-        listed = await inventory.streams(server.admin)
-        documents = [_stream_document(stream, configured) for stream in listed.found]
-        print_rows(STREAMS, map(_stream_row, documents), documents, none="no streams", as_json=as_json)
-        name_missing(configured, {stream.name for stream in listed.found}.union(listed.unavailable))
-        return listed
-
-    end_where_unavailable(connected(config, run).unavailable)
+    configured = stream_policy.sections(server.config)
+    listed = await inventory.streams(server.admin)
+    documents = [_stream_document(stream, configured) for stream in listed.found]
+    print_rows(STREAMS, map(_stream_row, documents), documents, none="no streams", as_json=as_json)
+    name_missing(configured, {stream.name for stream in listed.found}.union(listed.unavailable))
+    end_where_unavailable(listed.unavailable)
 
 
 @streams.command()
-def info(stream: Stream, as_json: AsAnswered = False, config: ConfigOption = None) -> None:
+@on_server
+async def info(server: OpenedServer, stream: Stream, as_json: AsAnswered = False) -> None:
     """Show the configuration, the state and the replicas of a stream.
 
     Example: aviso-workers streams info MARS
     """
-
-    async def run(server: Opened) -> None:
-        print_details(await server.admin.stream_info(stream), _state, as_json=as_json)
-
-    connected(config, run)
+    print_details(await server.admin.stream_info(stream), _state, as_json=as_json)
 
 
 @streams.command()
-def gaps(stream: Stream, as_json: AsJson = False, config: ConfigOption = None) -> None:
+@on_server
+async def gaps(server: OpenedServer, stream: Stream, as_json: AsJson = False) -> None:
     """Show which sequences between a stream's first and last are gone.
 
     Example: aviso-workers streams gaps MARS
     """
-
-    async def run(server: Opened) -> None:
-        found = await inventory.gaps(server.admin, stream)
-        rows = [(first, last, last - first + 1) for first, last in found.ranges]
-        documents = (dict(zip(GAPS, row, strict=True)) for row in rows)
-        print_rows(GAPS, (map(str, row) for row in rows), documents, none="no gaps", as_json=as_json)
-        if not as_json:
-            typer.echo(f"{stream} {found.first} to {found.last}: {found.messages} messages, {found.deleted} gone")
-        if found.lost:
-            typer.echo(f"{found.lost} of them could not be read by the server: their blocks are damaged", err=True)
-
-    connected(config, run)
+    found = await inventory.gaps(server.admin, stream)
+    rows = [(first, last, last - first + 1) for first, last in found.ranges]
+    documents = (dict(zip(GAPS, row, strict=True)) for row in rows)
+    print_rows(GAPS, (map(str, row) for row in rows), documents, none="no gaps", as_json=as_json)
+    if not as_json:
+        typer.echo(f"{stream} {found.first} to {found.last}: {found.messages} messages, {found.deleted} gone")
+    if found.lost:
+        typer.echo(f"{found.lost} of them could not be read by the server: their blocks are damaged", err=True)
 
 
 @streams.command()
@@ -89,7 +80,7 @@ def get(
     stream: Stream,
     sequence: Annotated[int | None, typer.Argument(metavar="SEQUENCE", min=1, help="Sequence of the message.")] = None,
     last: Annotated[
-        str | None, typer.Option("--last", metavar="SUBJECT", help="Print the last message of this subject instead.")
+        str | None, typer.Option(metavar="SUBJECT", help="Print the last message of this subject instead.")
     ] = None,
     direct: Annotated[
         bool,
@@ -107,7 +98,7 @@ def get(
         raise DeclarationError("say which message: its sequence, or --last SUBJECT")
     ask = inventory.direct_message if direct else inventory.message
 
-    async def run(server: Opened) -> None:
+    async def run(server: OpenedServer) -> None:
         print_json(_document(await ask(server.admin, stream, sequence=sequence, subject=last)))
 
     connected(config, run)

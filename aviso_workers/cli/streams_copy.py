@@ -26,7 +26,7 @@ __all__ = ["copy"]
 def copy(
     stream: Stream,
     to_config: Annotated[
-        Path, typer.Option("--to-config", metavar="FILE", help="Configuration file with the connection to the target.")
+        Path, typer.Option(metavar="FILE", help="Configuration file with the connection to the target.")
     ],
     name: Annotated[
         str | None,

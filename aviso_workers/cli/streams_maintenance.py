@@ -14,128 +14,105 @@ from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import print_table
 from aviso_workers.cli.streams import streams
-from aviso_workers.cli.targets import ConfigOption, Opened, connected
+from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.ops import maintenance
 
 __all__ = ["streams"]
 
 
 @streams.command()
-def purge(
+@on_server
+async def purge(
+    server: OpenedServer,
     stream: Stream,
     subject: Annotated[
-        str,
-        typer.Option(
-            "--subject", metavar="SUBJECT", help="Remove only messages with a matching subject, e.g. mars.od.>"
-        ),
+        str, typer.Option(metavar="SUBJECT", help="Remove only messages with a matching subject, e.g. mars.od.>")
     ] = "",
     keep: Annotated[
-        int, typer.Option("--keep", metavar="N", min=0, help="Keep the newest N messages. It excludes --before.")
+        int, typer.Option(metavar="N", min=0, help="Keep the newest N messages. It excludes --before.")
     ] = 0,
     before: Annotated[
-        int | None,
-        typer.Option("--before", metavar="SEQUENCE", min=1, help="Remove only messages before this sequence."),
+        int | None, typer.Option(metavar="SEQUENCE", min=1, help="Remove only messages before this sequence.")
     ] = None,
     yes: Yes = False,
-    config: ConfigOption = None,
 ) -> None:
     """Remove messages of any stream. Its configuration and consumers stay.
 
     Example: aviso-workers streams purge MARS --subject 'mars.od.>' --yes
     """
-
-    async def run(server: Opened) -> None:
-        plan = await maintenance.plan_purge(server.admin, stream, subject=subject, keep=keep, before=before or 0)
-        typer.echo(f"{stream}: {plan.messages} messages would be removed")
-        confirm(yes, to="remove them")
-        typer.echo(f"{stream}: {await maintenance.purge(server.admin, plan)} removed")
-
-    connected(config, run)
+    plan = await maintenance.plan_purge(server.admin, stream, subject=subject, keep=keep, before=before or 0)
+    typer.echo(f"{stream}: {plan.messages} messages would be removed")
+    confirm(yes, to="remove them")
+    typer.echo(f"{stream}: {await maintenance.purge(server.admin, plan)} removed")
 
 
 @streams.command()
-def seal(stream: Stream, yes: Yes = False, config: ConfigOption = None) -> None:
+@on_server
+async def seal(server: OpenedServer, stream: Stream, yes: Yes = False) -> None:
     """Seal a stream for good: no message is added, deleted or expired any more.
 
     Example: aviso-workers streams seal MARS --yes
     """
-
-    async def run(server: Opened) -> None:
-        kept = (await server.admin.stream_info(stream)).messages
-        typer.echo(f"{stream}: {kept} messages would be kept as they are, and no other added, for good")
-        confirm(yes, to="seal it")
-        await maintenance.seal(server.admin, stream)
-        typer.echo(f"{stream}: sealed")
-
-    connected(config, run)
+    kept = (await server.admin.stream_info(stream)).messages
+    typer.echo(f"{stream}: {kept} messages would be kept as they are, and no other added, for good")
+    confirm(yes, to="seal it")
+    await maintenance.seal(server.admin, stream)
+    typer.echo(f"{stream}: sealed")
 
 
 @streams.command("rm")
-def remove(stream: Stream, yes: Yes = False, config: ConfigOption = None) -> None:
+@on_server
+async def remove(server: OpenedServer, stream: Stream, yes: Yes = False) -> None:
     """Remove a stream with its messages and its consumers.
 
     Example: aviso-workers streams rm MARS --yes
     """
-
-    async def run(server: Opened) -> None:
-        found = await server.admin.stream_info(stream)
-        going = f"{found.messages} messages and {found.consumers} consumers"
-        typer.echo(f"{stream}: the stream would be removed with {going}")
-        confirm(yes, to="remove it")
-        await maintenance.remove_stream(server.admin, stream)
-        typer.echo(f"{stream}: removed")
-
-    connected(config, run)
+    found = await server.admin.stream_info(stream)
+    going = f"{found.messages} messages and {found.consumers} consumers"
+    typer.echo(f"{stream}: the stream would be removed with {going}")
+    confirm(yes, to="remove it")
+    await maintenance.remove_stream(server.admin, stream)
+    typer.echo(f"{stream}: removed")
 
 
 @streams.command("step-down")
-def step_down(
+@on_server
+async def step_down(
+    server: OpenedServer,
     stream: Stream,
     consumer: Annotated[
         str,
         typer.Option(
-            "--consumer",
             metavar="CONSUMER",
             autocompletion=completion.consumers,
             help="Move the leader of this consumer instead of the stream's.",
         ),
     ] = "",
     prefer: Annotated[
-        str,
-        typer.Option(
-            "--prefer", metavar="SERVER", help="Server that is to become the leader. Default: the servers elect one."
-        ),
+        str, typer.Option(metavar="SERVER", help="Server that is to become the leader. Default: the servers elect one.")
     ] = "",
-    config: ConfigOption = None,
 ) -> None:
     """Move the leader of a stream, or of one of its consumers, to another server.
 
     Example: aviso-workers streams step-down MARS
     """
-
-    async def run(server: Opened) -> None:
-        leader = await maintenance.step_down(server.admin, stream, consumer=consumer, prefer=prefer)
-        typer.echo(f"{stream}{f' {consumer}' if consumer else ''}: {leader} leads")
-
-    connected(config, run)
+    leader = await maintenance.step_down(server.admin, stream, consumer=consumer, prefer=prefer)
+    typer.echo(f"{stream}{f' {consumer}' if consumer else ''}: {leader} leads")
 
 
 @streams.command("remove-peer")
-def remove_peer(
+@on_server
+async def remove_peer(
+    server: OpenedServer,
     stream: Stream,
     peer: Annotated[str, typer.Argument(metavar="PEER", help="Name of the server whose copy is removed, e.g. n-2.")],
     yes: Yes = False,
-    config: ConfigOption = None,
 ) -> None:
     """Remove a server's copy of a stream. Another server makes a new copy.
 
     Example: aviso-workers streams remove-peer MARS n-2 --yes
     """
-
-    async def run(server: Opened) -> None:
-        print_table(("server", f"copy of {stream}"), (await maintenance.peers(server.admin, stream)).items())
-        confirm(yes, to=f"remove the copy on {peer}")
-        await maintenance.remove_peer(server.admin, stream, peer)
-        typer.echo(f"{stream}: the copy on {peer} is removed")
-
-    connected(config, run)
+    print_table(("server", f"copy of {stream}"), (await maintenance.peers(server.admin, stream)).items())
+    confirm(yes, to=f"remove the copy on {peer}")
+    await maintenance.remove_peer(server.admin, stream, peer)
+    typer.echo(f"{stream}: the copy on {peer} is removed")

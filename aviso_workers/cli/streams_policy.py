@@ -12,7 +12,7 @@ from aviso_workers.cli.completion import Event
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.output import AsJson, print_rows, print_table
 from aviso_workers.cli.streams import name_missing, streams
-from aviso_workers.cli.targets import ConfigOption, Opened, connected
+from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.config.streams import event_streams
 from aviso_workers.jetstream.fields import readable
 from aviso_workers.jetstream.plans import ConsumerPlan, Difference, Plan
@@ -34,31 +34,29 @@ Configured = Annotated[
 
 
 @streams.command()
-def plan(
+@on_server
+async def plan(
+    server: OpenedServer,
     exit_code: Annotated[
         bool, typer.Option("--exit-code", help="Exit with 1 if something differs. Default: exit with 0.")
     ] = False,
     as_json: AsJson = False,
-    config: ConfigOption = None,
 ) -> None:
     """Show what `streams apply` would change, field by field.
 
     Example: aviso-workers streams plan --exit-code
     """
-
-    async def run(server: Opened) -> bool:
-        plans = await stream_policy.plans(server.admin, server.config)
-        _print_plans(plans, as_json=as_json)
-        return any(found.needed or found.fixed for found in plans)
-
-    if connected(config, run) and exit_code:
+    plans = await stream_policy.plans(server.admin, server.config)
+    _print_plans(plans, as_json=as_json)
+    if exit_code and any(found.needed or found.fixed for found in plans):
         raise typer.Exit(1)
 
 
 @streams.command()
-def apply(
+@on_server
+async def apply(
+    server: OpenedServer,
     yes: Annotated[bool, typer.Option("--yes", help="Also make updates that remove stored messages.")] = False,
-    config: ConfigOption = None,
 ) -> None:
     """Create missing streams and consumers, and update those that differ from the configuration. Exit with 1 if some
     cannot be updated.
@@ -67,72 +65,59 @@ def apply(
 
     Example: aviso-workers streams apply
     """
-
-    async def run(server: Opened) -> bool:
-        plans = await stream_policy.plans(server.admin, server.config)
-        _print_plans(plans)
-        if any(found.needed and _removing(found) for found in plans):
-            confirm(yes, to="do all of it, and remove the stored messages that are counted above")
-        for needed in (found for found in plans if found.needed):
-            await stream_policy.carry_out(server.admin, server.config, needed, removals=yes)
-            typer.echo(f"{' '.join(_names(needed)).strip()}: done")
-        return not any(found.fixed for found in plans)
-
-    if not connected(config, run):
+    plans = await stream_policy.plans(server.admin, server.config)
+    _print_plans(plans)
+    if any(found.needed and _removing(found) for found in plans):
+        confirm(yes, to="do all of it, and remove the stored messages that are counted above")
+    for needed in (found for found in plans if found.needed):
+        await stream_policy.carry_out(server.admin, server.config, needed, removals=yes)
+        typer.echo(f"{' '.join(_names(needed)).strip()}: done")
+    if any(found.fixed for found in plans):
         raise typer.Exit(1)
 
 
 @streams.command()
-def show(name: Configured, as_json: AsJson = False, config: ConfigOption = None) -> None:
+@on_server
+async def show(server: OpenedServer, name: Configured, as_json: AsJson = False) -> None:
     """Show a stream's configured policy beside the one in effect. Exit with 1 if they differ.
 
     Example: aviso-workers streams show mars
     """
-
-    async def run(server: Opened) -> bool:
-        rows = await stream_policy.effective_policy(server.admin, server.config, name)
-        cells = [(row.field, row.configured, row.effective, "yes" if row.follows else "NO", row.key) for row in rows]
-        print_rows(POLICY, cells, rows, none="no fields", as_json=as_json)
-        return all(row.follows for row in rows)
-
-    if not connected(config, run):
+    rows = await stream_policy.effective_policy(server.admin, server.config, name)
+    cells = [(row.field, row.configured, row.effective, "yes" if row.follows else "NO", row.key) for row in rows]
+    print_rows(POLICY, cells, rows, none="no fields", as_json=as_json)
+    if not all(row.follows for row in rows):
         raise typer.Exit(1)
 
 
 @streams.command()
-def wipe(event: Event, yes: Yes = False, config: ConfigOption = None) -> None:
+@on_server
+async def wipe(server: OpenedServer, event: Event, yes: Yes = False) -> None:
     """Remove all notifications of one event type. Its stream, configuration and consumers stay.
 
     Example: aviso-workers streams wipe mars --yes
     """
-
-    async def run(server: Opened) -> None:
-        stream = aviso_admin.stream_of(server.config, event)
-        found = {stream: (await server.admin.stream_info(stream)).messages}
-        await _wipe(server, found, yes=yes)
-
-    connected(config, run)
+    stream = aviso_admin.stream_of(server.config, event)
+    found = {stream: (await server.admin.stream_info(stream)).messages}
+    await _wipe(server, found, yes=yes)
 
 
 @streams.command("wipe-all")
-def wipe_all(yes: Yes = False, config: ConfigOption = None) -> None:
+@on_server
+async def wipe_all(server: OpenedServer, yes: Yes = False) -> None:
     """Remove all notifications of all configured event types. Nothing else is changed. Exit with 3 if one has no
     stream.
 
     Example: aviso-workers streams wipe-all --yes
     """
-
-    async def run(server: Opened) -> bool:
-        found = await aviso_admin.event_streams(server.admin, server.config)
-        is_whole = name_missing(event_streams(server.config.notification_schema), found)
-        await _wipe(server, found, yes=yes)
-        return is_whole
-
-    if not connected(config, run):
+    found = await aviso_admin.event_streams(server.admin, server.config)
+    is_whole = name_missing(event_streams(server.config.notification_schema), found)
+    await _wipe(server, found, yes=yes)
+    if not is_whole:
         raise typer.Exit(NOT_PROVEN)
 
 
-async def _wipe(server: Opened, found: Mapping[str, int], *, yes: bool) -> None:
+async def _wipe(server: OpenedServer, found: Mapping[str, int], *, yes: bool) -> None:
     if not found:
         typer.echo("no stream of a configured event type exists")
         return

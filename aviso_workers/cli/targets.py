@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, redirect_stdout
+from functools import partial, wraps
 from importlib.metadata import EntryPoint, entry_points
+from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import anyio
 import typer
@@ -31,7 +34,7 @@ __all__ = [
     "AgentOption",
     "ConfigOption",
     "ConfigSource",
-    "Opened",
+    "OpenedServer",
     "Target",
     "add_source_options",
     "connected",
@@ -39,6 +42,7 @@ __all__ = [
     "find_app",
     "load",
     "named_app",
+    "on_server",
     "opened",
     "run_connected",
     "settings_of_installed",
@@ -47,6 +51,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 ENTRY_POINTS = "aviso_workers.agents"
 PACKAGE = Path(__file__).parents[1]
@@ -204,7 +209,7 @@ def shared(config: Config) -> Config:
     return config
 
 
-class Opened(Struct, frozen=True):
+class OpenedServer(Struct, frozen=True):
     """A connection to the server of a configuration, for commands that need no agents."""
 
     admin: Admin
@@ -212,11 +217,11 @@ class Opened(Struct, frozen=True):
 
 
 @asynccontextmanager
-async def opened(config: Config | ConfigSource | None) -> AsyncIterator[Opened]:
+async def opened(config: Config | ConfigSource | None) -> AsyncIterator[OpenedServer]:
     """Connect to the server of a configuration for the block. Raises `ConfigError` and `BackendError`."""
     loaded = config if isinstance(config, Config) else load(config).with_defaults(timeout_seconds=CONNECT_SECONDS)
     async with open_backend(shared(loaded)) as admin:
-        yield Opened(admin, loaded)
+        yield OpenedServer(admin, loaded)
 
 
 def run_connected(app: App, run: Callable[[App], Awaitable[T]]) -> T:
@@ -230,7 +235,7 @@ def run_connected(app: App, run: Callable[[App], Awaitable[T]]) -> T:
 
 
 def connected(
-    config: Config | ConfigSource | None, run: Callable[[Opened], Awaitable[T]], *, declared: bool = False
+    config: Config | ConfigSource | None, run: Callable[[OpenedServer], Awaitable[T]], *, declared: bool = False
 ) -> T:
     """Connect to the server of a configuration, call `run`, and return its result. `declared` is for commands about
     agents: they know the event types too that only workers have recorded.
@@ -243,7 +248,20 @@ def connected(
     return anyio.run(connect)
 
 
-async def _with_declared(server: Opened) -> Opened:
+def on_server(command: Callable[Concatenate[OpenedServer, P], Awaitable[None]]) -> Callable[..., None]:
+    """Return a command for typer that has `--config` as its last option, connects, and awaits `command`."""
+
+    @wraps(command)
+    def run(*, config: ConfigSource | None, **others: Any) -> None:
+        connected(config, partial(command, **others))
+
+    signature = inspect.signature(command, eval_str=True)
+    option = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigOption)
+    run.__signature__ = signature.replace(parameters=[*[*signature.parameters.values()][1:], option])  # type: ignore[attr-defined]
+    return run
+
+
+async def _with_declared(server: OpenedServer) -> OpenedServer:
     """Return the connection with the event types that workers have recorded and the configuration does not have: those
     that are declared in Python. Say on standard error where they come from.
 
@@ -269,7 +287,7 @@ async def _with_declared(server: Opened) -> Opened:
             _tell(f"event type {name} is not in the configuration; it is that of {entry.place}")
         if others:
             _tell(f"another event type {name} is that of app {', '.join(others)}: use its configuration for its agents")
-    return Opened(server.admin, examined.config)
+    return OpenedServer(server.admin, examined.config)
 
 
 def _tell(text: str) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.cli.output import AsJson, echo, print_rows
-from aviso_workers.cli.targets import ConfigOption, Opened, connected, find_app, run_connected
+from aviso_workers.cli.targets import ConfigOption, connected, find_app, run_connected
 from aviso_workers.errors import DeclarationError, describe
 from aviso_workers.ops import timer_report
 from aviso_workers.ops.timer_report import TimerRow
@@ -32,10 +32,7 @@ def list_timers(app: OfApp, as_json: AsJson = False, config: ConfigOption = None
     """
     found = find_app(app, agent=None, config=config)
 
-    async def report(server: Opened) -> list[TimerRow]:
-        return await timer_report.of_app(server.admin, found.name, found.timers)
-
-    rows = connected(found.config, report)
+    rows = connected(found.config, lambda server: timer_report.of_app(server.admin, found.name, found.timers))
     print_rows(TIMERS, map(_row, rows), rows, none=f"{found.name} has no timers", as_json=as_json)
     if any(row.state != "ok" for row in rows):
         raise typer.Exit(1)

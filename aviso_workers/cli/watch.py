@@ -18,7 +18,7 @@ from aviso_workers.aviso import positions, schema
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.aviso.positions import Position
 from aviso_workers.cli import NOT_PROVEN, completion
-from aviso_workers.cli.arguments import parse_where
+from aviso_workers.cli.arguments import filter_argument, parse_where
 from aviso_workers.cli.details import time_text
 from aviso_workers.cli.output import Columns, echo, print_json, skipped_reported
 from aviso_workers.cli.targets import ConfigOption, connected_app
@@ -44,10 +44,8 @@ Event = Annotated[
 ]
 Filter = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE...",
-        help='Print only notifications with this value, e.g. class=od, or a constraint in JSON, e.g. step={"gte":24}. '
-        "Without EVENT, event types that lack one of the keys are left out.",
+    filter_argument(
+        "Print only notifications", more=" Without EVENT, event types that lack one of the keys are left out."
     ),
 ]
 FromId = Annotated[str | None, typer.Option("--from-id", metavar="ID", help="Begin at this sequence, inclusive.")]

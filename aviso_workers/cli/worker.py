@@ -42,7 +42,6 @@ def worker(
     processes: Annotated[
         int | None,
         typer.Option(
-            "--processes",
             metavar="N",
             min=1,
             help="Run this many processes, and replace those that crash. Default: this process alone.",
@@ -51,22 +50,17 @@ def worker(
     max_notifications: Annotated[
         int | None,
         typer.Option(
-            "--max-notifications",
-            metavar="N",
-            min=1,
-            help="Replace a process once it has settled this many notifications. Default: no limit.",
+            metavar="N", min=1, help="Replace a process once it has settled this many notifications. Default: no limit."
         ),
     ] = None,
     max_rss: Annotated[
         str | None,
         typer.Option(
-            "--max-rss",
-            metavar="SIZE",
-            help="Replace a process that uses more memory than this, e.g. 500Mi. Default: no limit.",
+            metavar="SIZE", help="Replace a process that uses more memory than this, e.g. 500Mi. Default: no limit."
         ),
     ] = None,
     reload: Reload = False,
-    member: Annotated[str | None, typer.Option("--member", hidden=True)] = None,
+    member: Annotated[str | None, typer.Option(hidden=True)] = None,
     quiet: Annotated[bool, typer.Option("--quiet", hidden=True)] = False,
 ) -> None:
     """Run the agents of an app until SIGTERM or Ctrl-C.

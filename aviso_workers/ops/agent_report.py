@@ -20,17 +20,17 @@ from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Agent, Router
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerConfig
-from aviso_workers.ops import aviso_admin, deployment, stuck
+from aviso_workers.ops import agent_inventory, aviso_admin, stuck
 from aviso_workers.ops.agent_control import UNTIL_RESUMED
-from aviso_workers.ops.deployment import Recorded
+from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import WRITE_SECONDS, LastFailure, Retrying
 from aviso_workers.state.own_streams import RETRIES
 
-__all__ = ["AgentRow", "Progress", "differing", "failing", "failing_text", "of_app", "of_deployment", "rows"]
+__all__ = ["AgentProgress", "AgentRow", "differing", "failing", "failing_text", "of_app", "of_deployment", "rows"]
 
 
-class Progress(Struct, frozen=True, kw_only=True):
+class AgentProgress(Struct, frozen=True, kw_only=True):
     """How far an agent has come on one event stream: what is pending, delivered and dead-lettered."""
 
     app: str
@@ -40,7 +40,7 @@ class Progress(Struct, frozen=True, kw_only=True):
     """The consumer of its events; None where it has none."""
     retries: ConsumerInfo | None
     record: ConsumerRecord | None = None
-    """The record of the consumer of this stream; None where no worker, or one of an older version, has run."""
+    """The record of the consumer of this stream; None where no worker has run."""
     behind: int | None = None
     """Notifications after the recorded ack floor, where the consumer is gone and no operator has removed it; else
     None."""
@@ -68,7 +68,7 @@ class Progress(Struct, frozen=True, kw_only=True):
         """
         return self.trouble_since(None)
 
-    def trouble_since(self, before: Progress | None) -> str:
+    def trouble_since(self, before: AgentProgress | None) -> str:
         """Return the reason, as `trouble`, judged by an earlier snapshot as well."""
         if self.events is None:
             return "" if self.behind is None else "its consumer is gone"
@@ -106,7 +106,7 @@ class Progress(Struct, frozen=True, kw_only=True):
         """The time of this snapshot, by the server's clock."""
         return self.events.time if self.events else datetime.now(UTC)
 
-    def state_since(self, before: Progress | None) -> str:
+    def state_since(self, before: AgentProgress | None) -> str:
         """Return what the agent does or what is wrong with it, judged by an earlier snapshot as well."""
         paused = f"paused until {self.paused_until}" if self.paused_until else ""
         trouble = self.trouble_since(before)
@@ -119,7 +119,7 @@ class Progress(Struct, frozen=True, kw_only=True):
         """The reason why the agent has no consumer, where that is as it should be; empty where it has one, or has lost
         it.
         """
-        return deployment.why_none(self.record) if self.events is None and self.behind is None else ""
+        return agent_inventory.why_none(self.record) if self.events is None and self.behind is None else ""
 
     @property
     def ack_pending(self) -> int:
@@ -180,8 +180,8 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
     """By app and agent."""
     recorded: Recorded
 
-    def progress(self, app: str, agent: str, stream: str) -> Progress:
-        return Progress(
+    def progress(self, app: str, agent: str, stream: str) -> AgentProgress:
+        return AgentProgress(
             app=app,
             agent=agent,
             stream=stream,
@@ -195,14 +195,14 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
         )
 
 
-async def of_app(admin: Admin, config: Config, app: Router) -> list[Progress]:
+async def of_app(admin: Admin, config: Config, app: Router) -> list[AgentProgress]:
     """Return the progress of the app's own agents. Raises `BackendError`."""
     streams = {agent.name: aviso_admin.stream_of(config, agent.event_type) for agent in app.agents}
     snapshot = await _snapshot(admin, set(streams.values()))
     return [snapshot.progress(app.name, agent, stream) for agent, stream in streams.items()]
 
 
-async def of_deployment(admin: Admin, config: Config) -> list[Progress]:
+async def of_deployment(admin: Admin, config: Config) -> list[AgentProgress]:
     """Return the progress of all agents, of whatever app, that have ever read one of the configured event streams.
     Raises `BackendError`.
     """
@@ -211,13 +211,13 @@ async def of_deployment(admin: Admin, config: Config) -> list[Progress]:
     return [snapshot.progress(*key) for key in known]
 
 
-def rows(now: Sequence[Progress], before: Sequence[Progress], *, seconds: float) -> list[AgentRow]:
+def rows(now: Sequence[AgentProgress], before: Sequence[AgentProgress], *, seconds: float) -> list[AgentRow]:
     """Return a row for each agent, from two reports that were made `seconds` apart, in the order of the later one."""
     known = {(each.app, each.agent, each.stream): each for each in before}
     return [_row(each, known.get((each.app, each.agent, each.stream)), seconds) for each in now]
 
 
-def _row(now: Progress, before: Progress | None, seconds: float) -> AgentRow:
+def _row(now: AgentProgress, before: AgentProgress | None, seconds: float) -> AgentRow:
     return AgentRow(
         app=now.app,
         agent=now.agent,
@@ -236,14 +236,14 @@ def _row(now: Progress, before: Progress | None, seconds: float) -> AgentRow:
 
 
 async def _snapshot(admin: Admin, streams: Iterable[str]) -> _Snapshot:
-    recorded, consumers, behind = await deployment.recorded(admin), {}, {}
+    recorded, consumers, behind = await agent_inventory.recorded(admin), {}, {}
     for stream in streams:
-        for (owner, agent), events in (await deployment.agents(admin, stream)).items():
+        for (owner, agent), events in (await agent_inventory.agents(admin, stream)).items():
             consumers[owner, agent, stream] = events
-        for (owner, agent), record in (await deployment.missing(admin, stream, recorded.consumers)).items():
+        for (owner, agent), record in (await agent_inventory.missing(admin, stream, recorded.consumers)).items():
             behind[owner, agent, stream] = await _behind(admin, stream, record)
-    retries = await deployment.agents(admin, RETRIES)
-    dead_letters = await deployment.dead_letters(admin)
+    retries = await agent_inventory.agents(admin, RETRIES)
+    dead_letters = await agent_inventory.dead_letters(admin)
     return _Snapshot(
         consumers=consumers,
         retries=retries,
@@ -294,5 +294,5 @@ def failing_text(failure: LastFailure, *, doing: str = "failing") -> str:
     return f"{doing} since {time_text(failure.since)}, {times}: {failure.described}"
 
 
-def _sum(progress: Progress, field: str) -> int:
+def _sum(progress: AgentProgress, field: str) -> int:
     return sum(int(getattr(info, field)) for info in (progress.events, progress.retries) if info)

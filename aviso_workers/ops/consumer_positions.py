@@ -19,7 +19,7 @@ from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.info import ConsumerInfo
 from aviso_workers.ops import inventory
 
-__all__ = ["Carried", "Place", "bring_on", "carry", "consumers", "remove"]
+__all__ = ["Carried", "StreamPlace", "bring_on", "carry", "consumers", "remove"]
 
 UNKNOWN = "no server answers for it, so its position is not known"
 ELECTION_SECONDS = 10.0
@@ -27,7 +27,7 @@ POLL_SECONDS = 0.2
 STARTS = ("opt_start_seq", "opt_start_time")
 
 
-class Place(Struct, frozen=True, kw_only=True):
+class StreamPlace(Struct, frozen=True, kw_only=True):
     """A stream, with the JetStream that it is in."""
 
     streams: Management
@@ -52,7 +52,7 @@ class Carried(Struct, frozen=True, kw_only=True):
     """Why it could not be made; empty where it is there."""
 
 
-async def carry(source: Place, target: Place) -> list[Carried]:
+async def carry(source: StreamPlace, target: StreamPlace) -> list[Carried]:
     """Make the durable consumers of one stream again at another one that has the same sequences. It can be repeated.
 
     Raises `BackendError`; a consumer that the server refuses is in the result, with the reason.
@@ -71,7 +71,7 @@ async def carry(source: Place, target: Place) -> list[Carried]:
     ]
 
 
-async def bring_on(source: Place, target: Place) -> int:
+async def bring_on(source: StreamPlace, target: StreamPlace) -> int:
     """Move the consumers of a copy to the positions of their originals, and return how many there are.
 
     One that has the same ack floor stays as it is, with what was acked behind it. Raises `BackendError`.
@@ -91,7 +91,7 @@ async def bring_on(source: Place, target: Place) -> int:
     return len(originals)
 
 
-async def remove(target: Place, carried: Iterable[Carried]) -> None:
+async def remove(target: StreamPlace, carried: Iterable[Carried]) -> None:
     """Remove the consumers that `carry` made. Raises `BackendError`."""
     for each in carried:
         if each.made:
@@ -99,7 +99,7 @@ async def remove(target: Place, carried: Iterable[Carried]) -> None:
 
 
 async def _carry_one(
-    original: ConsumerInfo, present: ConsumerInfo | None, target: Place, *, replicas: int, last: int
+    original: ConsumerInfo, present: ConsumerInfo | None, target: StreamPlace, *, replicas: int, last: int
 ) -> Carried:
     name, next_sequence = original.name, _next_sequence(original, last=last)
     carried = Carried(
@@ -128,7 +128,7 @@ def _next_sequence(original: ConsumerInfo, *, last: int) -> int:
     return min(original.ack_floor, last) + 1
 
 
-async def _make(original: ConsumerInfo, target: Place, *, replicas: int, last: int) -> None:
+async def _make(original: ConsumerInfo, target: StreamPlace, *, replicas: int, last: int) -> None:
     """Make a consumer that begins after the ack floor of the original."""
     config = {key: value for key, value in original.config.items() if key not in STARTS}
     config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": _next_sequence(original, last=last)}
@@ -136,7 +136,7 @@ async def _make(original: ConsumerInfo, target: Place, *, replicas: int, last: i
     await target.streams.put_consumer(target.stream, original.name, config, action="create")
 
 
-async def consumers(place: Place) -> tuple[list[ConsumerInfo], list[str]]:
+async def consumers(place: StreamPlace) -> tuple[list[ConsumerInfo], list[str]]:
     """Return the consumers of a stream, and the names of those for which no server answers.
 
     The list of a cluster leaves out, without a word, a consumer that has no leader. Elections are waited for. Raises
@@ -150,12 +150,12 @@ async def consumers(place: Place) -> tuple[list[ConsumerInfo], list[str]]:
         await anyio.sleep(POLL_SECONDS)
 
 
-async def _replicas_and_last(place: Place) -> tuple[int, int]:
+async def _replicas_and_last(place: StreamPlace) -> tuple[int, int]:
     """Return the number of replicas of a stream, and its last sequence."""
     found = await place.streams.stream_info(place.stream)
     return found.config.num_replicas, found.last_sequence
 
 
-async def _delete(place: Place, consumer: str) -> None:
+async def _delete(place: StreamPlace, consumer: str) -> None:
     with suppress(NotFoundError):
         await place.streams.delete_consumer(place.stream, consumer)

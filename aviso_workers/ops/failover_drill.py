@@ -20,7 +20,7 @@ from aviso_workers.errors import BackendError
 from aviso_workers.ops import promotion
 from aviso_workers.ops.promotion import Promotion
 
-__all__ = ["Drill", "rehearse"]
+__all__ = ["FailoverDrill", "rehearse"]
 
 ORIGIN = "aviso_workers_drill"
 MIRROR = "aviso_workers_drill_mirror"
@@ -29,7 +29,7 @@ PUBLISH_SECONDS = 1.0
 AGAIN_SECONDS = 0.01
 
 
-class Drill(Struct, frozen=True, kw_only=True):
+class FailoverDrill(Struct, frozen=True, kw_only=True):
     """The result of a drill, which has passed where every message is stored once."""
 
     promotion: Promotion
@@ -47,7 +47,7 @@ class Drill(Struct, frozen=True, kw_only=True):
         return self.stored == self.published and self.after_fence == 0
 
 
-async def rehearse(admin: Admin, *, origin_api: str = "", messages: int = 1000) -> Drill:
+async def rehearse(admin: Admin, *, origin_api: str = "", messages: int = 1000) -> FailoverDrill:
     """Fail over from a scratch stream at `origin_api` (a domain's, such as `$JS.hub.API`; empty: here) to one here.
 
     Both are removed again. Works inside of `async with app:`. Raises `BackendError`.
@@ -72,7 +72,7 @@ async def rehearse(admin: Admin, *, origin_api: str = "", messages: int = 1000) 
         if failure is not None:
             raise failure
         left = await there.stream_info(ORIGIN)
-        return Drill(
+        return FailoverDrill(
             promotion=promoted,
             published=messages,
             stored=(await admin.stream_info(mirror)).messages,

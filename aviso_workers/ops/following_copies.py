@@ -30,8 +30,8 @@ from aviso_workers.errors import (
 )
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import StreamConfig, StreamInfo
-from aviso_workers.ops import consumer_positions, stream_copies, stream_pairs
-from aviso_workers.ops.consumer_positions import Place
+from aviso_workers.ops import consumer_positions, inventory, stream_copies, stream_pairs
+from aviso_workers.ops.consumer_positions import StreamPlace
 from aviso_workers.ops.mirrors import COPY_OF, NOWHERE
 
 __all__ = ["Followed", "follow", "is_begun"]
@@ -43,7 +43,7 @@ POLL_SECONDS = 1.0
 PROGRESS_SECONDS = 5.0
 """How often is reported how far it is, while the original stores more and more."""
 PUBLISH_SECONDS = 30.0
-MOST_TRIES = 10
+MAX_TRIES = 10
 """How often in a row appending may fail before the error is raised."""
 FILLER = "aviso_workers_filler"
 """The last part of the subject of what is stored for a sequence that the original does not have."""
@@ -75,12 +75,9 @@ async def is_begun(source: Admin, target: Admin, stream: str) -> bool:
     """Return whether there is an unfinished copy of this stream. Raises `BackupError` where it is a copy of another
     stream.
     """
-    try:
-        config = (await target.stream_info(stream)).config
-    except NotFoundError:
-        return False
-    copy_of = config.metadata.get(COPY_OF)
-    if copy_of is None or metadata.is_unfinished(config):
+    found = await inventory.existing(target.stream_info(stream))
+    copy_of = found.config.metadata.get(COPY_OF) if found else None
+    if found is None or copy_of is None or metadata.is_unfinished(found.config):
         return False  # a restore that was interrupted is replaced, and anything else refused, by a copy
     original = await source.stream_info(stream)
     if copy_of != original.created_text:
@@ -169,7 +166,7 @@ class _FollowingCopy:
                     failures = 0  # what is to be done is known, or some of it is there
                     continue
                 failures += 1
-                if failures == MOST_TRIES:
+                if failures == MAX_TRIES:
                     raise
                 await anyio.sleep(POLL_SECONDS)
         if at > last and at > (await self.original()).last_sequence:
@@ -181,7 +178,7 @@ class _FollowingCopy:
         await self._remove_fillers()
         messages, deleted = await self._compare(last)
         await self._unfinished()
-        source, target = (Place(streams=admin, stream=self._stream) for admin in (self._source, self._target))
+        source, target = (StreamPlace(streams=admin, stream=self._stream) for admin in (self._source, self._target))
         consumers = await consumer_positions.bring_on(source, target)
         subjects = await stream_copies.release(self._target, self._stream, original)
         return Followed(

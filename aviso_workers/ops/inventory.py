@@ -21,12 +21,13 @@ from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 
 __all__ = [
     "Gaps",
+    "ResourceUse",
     "StoredMessage",
-    "Use",
     "account",
     "consumers",
     "count",
     "direct_message",
+    "existing",
     "gaps",
     "message",
     "messages_before",
@@ -60,7 +61,7 @@ class StoredMessage(Struct, frozen=True, kw_only=True):
     data: bytes
 
 
-class Use(Struct, frozen=True, kw_only=True):
+class ResourceUse(Struct, frozen=True, kw_only=True):
     """The use of one resource of an account; a `limit` of -1 is none."""
 
     what: str
@@ -69,9 +70,10 @@ class Use(Struct, frozen=True, kw_only=True):
 
 
 T = TypeVar("T", StreamInfo, ConsumerInfo)
+E = TypeVar("E")
 
 
-class Listed(Struct, Generic[T], frozen=True, kw_only=True):
+class Listing(Struct, Generic[T], frozen=True, kw_only=True):
     """A listing of streams or consumers. A cluster leaves out those for which no server answers, as where the only
     server that has them is down.
     """
@@ -82,7 +84,15 @@ class Listed(Struct, Generic[T], frozen=True, kw_only=True):
     """The names of those that were left out."""
 
 
-async def streams(admin: Admin) -> Listed[StreamInfo]:
+async def existing(request: Awaitable[E]) -> E | None:
+    """Return the answer to a request; None where the stream or the consumer that it is about does not exist."""
+    try:
+        return await request
+    except NotFoundError:
+        return None
+
+
+async def streams(admin: Admin) -> Listing[StreamInfo]:
     """Return all streams of the account. Raises `BackendError`."""
     return await _listed(admin.stream_names, admin.streams)
 
@@ -162,12 +172,12 @@ async def direct_message(
     )
 
 
-async def consumers(streams: Management, stream: str) -> Listed[ConsumerInfo]:
+async def consumers(streams: Management, stream: str) -> Listing[ConsumerInfo]:
     """Return all consumers of a stream. Raises `NotFoundError`."""
     return await _listed(partial(streams.consumer_names, stream), partial(streams.consumers, stream))
 
 
-async def _listed(names: Callable[[], Awaitable[list[str]]], infos: Callable[[], Awaitable[list[T]]]) -> Listed[T]:
+async def _listed(names: Callable[[], Awaitable[list[str]]], infos: Callable[[], Awaitable[list[T]]]) -> Listing[T]:
     """Return what has these names and infos. What has a name only is looked for once more: it may have been made or
     removed between the two requests, as the consumers of other commands are.
     """
@@ -181,10 +191,10 @@ async def _listed(names: Callable[[], Awaitable[list[str]]], infos: Callable[[],
             unavailable &= {*await names()}
         if not unavailable:
             break
-    return Listed(found=[found[name] for name in sorted(found)], unavailable=sorted(unavailable))
+    return Listing(found=[found[name] for name in sorted(found)], unavailable=sorted(unavailable))
 
 
-async def account(admin: Admin) -> list[Use]:
+async def account(admin: Admin) -> list[ResourceUse]:
     """Return the use of JetStream by the account, or by each of its tiers where it has some. Raises `BackendError`."""
     found = await admin.administration().account()
     uses = list(_uses(found, of="")) if not found.tiers else []
@@ -192,12 +202,12 @@ async def account(admin: Admin) -> list[Use]:
         uses += _uses(inside, of=f" of {tier}")
     return [
         *uses,
-        Use(what="requests to the API", used=found.api.total, limit=-1),
-        Use(what="of which failed", used=found.api.errors, limit=-1),
+        ResourceUse(what="requests to the API", used=found.api.total, limit=-1),
+        ResourceUse(what="of which failed", used=found.api.errors, limit=-1),
     ]
 
 
-def _uses(found: info.Use, *, of: str) -> Iterator[Use]:
+def _uses(found: info.Use, *, of: str) -> Iterator[ResourceUse]:
     for what, used, limit in (
         ("bytes in memory", "memory", "max_memory"),
         ("bytes on disk", "storage", "max_storage"),
@@ -206,7 +216,7 @@ def _uses(found: info.Use, *, of: str) -> Iterator[Use]:
         ("streams", "streams", "max_streams"),
         ("consumers", "consumers", "max_consumers"),
     ):
-        yield Use(what=f"{what}{of}", used=getattr(found, used), limit=getattr(found.limits, limit))
+        yield ResourceUse(what=f"{what}{of}", used=getattr(found, used), limit=getattr(found.limits, limit))
 
 
 def _ranges(sequences: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -26,7 +26,7 @@ from aviso_workers.backends import Admin, Management, Message
 from aviso_workers.errors import BackendError
 from aviso_workers.jetstream.info import StreamInfo
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["HistoryComparison", "compare"]
 
 SPREAD = 16
 """Places between the first and the last sequence that both can have."""
@@ -48,7 +48,7 @@ class Found(NamedTuple):
     data: bytes
 
 
-class Comparison(Struct, frozen=True, kw_only=True):
+class HistoryComparison(Struct, frozen=True, kw_only=True):
     """The result of comparing a mirror with its origin: how many messages are the same, and what differs."""
 
     equal: int = 0
@@ -57,7 +57,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
     """Why these are two histories; empty where nothing says so."""
 
 
-class _Stream:
+class _ComparedStream:
     """A stream, with its state when it was read."""
 
     def __init__(self, streams: Management, found: StreamInfo) -> None:
@@ -91,17 +91,17 @@ class _Stream:
         return low
 
 
-async def compare(admin: Admin, mirror: str, origin: str, *, api: str, timeout_seconds: float) -> Comparison:
+async def compare(admin: Admin, mirror: str, origin: str, *, api: str, timeout_seconds: float) -> HistoryComparison:
     """Compare a mirror with its origin, which is at another `api` or, where that is empty, in the same account.
 
     It takes some tens of requests for one message each. Raises `BackendError`.
     """
-    here = _Stream(admin, await admin.stream_info(mirror))
+    here = _ComparedStream(admin, await admin.stream_info(mirror))
     # Asked for later, so that an origin that lives is never behind its mirror.
     streams = admin.at(api)
-    there = _Stream(streams, await streams.stream_info(origin, timeout_seconds=timeout_seconds))
+    there = _ComparedStream(streams, await streams.stream_info(origin, timeout_seconds=timeout_seconds))
     if here.last > there.last:
-        return Comparison(
+        return HistoryComparison(
             trouble=f"the origin {origin} was recreated or restored from a backup: it ends at {there.last}, and its "
             f"mirror {mirror}, which has what was stored before, at {here.last}"
         )
@@ -109,16 +109,16 @@ async def compare(admin: Admin, mirror: str, origin: str, *, api: str, timeout_s
     equal = sum(pair == other for pair, other in pairs)
     for ours, theirs in pairs:
         if ours != theirs:
-            return Comparison(
+            return HistoryComparison(
                 equal=equal,
                 trouble=f"the origin {origin} was recreated or restored from a backup: its message "
                 f"{theirs.sequence} is of {literals.rfc3339(theirs.timestamp_ns)}, and that of its mirror {mirror} of "
                 f"{literals.rfc3339(ours.timestamp_ns)}",
             )
-    return Comparison(equal=equal, trouble=await _made_later(here, there, equal))
+    return HistoryComparison(equal=equal, trouble=await _made_later(here, there, equal))
 
 
-async def _pairs(here: _Stream, there: _Stream) -> list[tuple[Found, Found]]:
+async def _pairs(here: _ComparedStream, there: _ComparedStream) -> list[tuple[Found, Found]]:
     """Return pairs of messages, from the mirror and its origin, that have the same sequence, in its order."""
     first, last = max(here.first, there.first), here.last
     if not (here.messages and there.messages) or first > last:
@@ -148,7 +148,7 @@ async def _pairs(here: _Stream, there: _Stream) -> list[tuple[Found, Found]]:
     return [found[sequence] for sequence in sorted(found)]
 
 
-async def _pair(here: _Stream, there: _Stream, place: int) -> tuple[Found, Found] | None:
+async def _pair(here: _ComparedStream, there: _ComparedStream, place: int) -> tuple[Found, Found] | None:
     """Return the pair of messages of a sequence or, where one stream has deleted it, of one soon after it; None where
     there is none.
     """
@@ -160,7 +160,7 @@ async def _pair(here: _Stream, there: _Stream, place: int) -> tuple[Found, Found
     return None
 
 
-async def _made_later(here: _Stream, there: _Stream, equal: int) -> str:
+async def _made_later(here: _ComparedStream, there: _ComparedStream, equal: int) -> str:
     """Return why an origin that was created later than the mirror's messages is another stream; empty where it is
     not.
     """
@@ -179,7 +179,7 @@ async def _made_later(here: _Stream, there: _Stream, equal: int) -> str:
     return ""
 
 
-async def _holds_more(here: _Stream, there: _Stream) -> bool:
+async def _holds_more(here: _ComparedStream, there: _ComparedStream) -> bool:
     """Return whether an origin holds older messages than its mirror, which no limit of the mirror explains."""
     if any(_limit(here.config, name) < _limit(there.config, name) for name in LIMITS):
         return False

@@ -21,7 +21,7 @@ from aviso_workers.errors import BackendError, NotFoundError, RefusedError, Unav
 from aviso_workers.jetstream.info import SourceConfig, StreamConfig, StreamInfo
 from aviso_workers.jetstream.metadata import FENCED
 from aviso_workers.ops import consumer_positions, mirror_histories, mirrors
-from aviso_workers.ops.consumer_positions import Carried, Place
+from aviso_workers.ops.consumer_positions import Carried, StreamPlace
 from aviso_workers.ops.mirrors import ORIGIN_SECONDS, PROMOTED, Fenced
 
 __all__ = ["Promotion", "promote"]
@@ -109,7 +109,7 @@ class _MirrorPromotion:
         self._patience_seconds = patience_seconds
         self._began = anyio.current_time()
 
-    async def compare(self) -> mirror_histories.Comparison:
+    async def compare(self) -> mirror_histories.HistoryComparison:
         return await mirror_histories.compare(
             self._admin, self._stream, self.origin, api=self._api, timeout_seconds=ORIGIN_SECONDS
         )
@@ -119,8 +119,8 @@ class _MirrorPromotion:
         return self._promotion(subjects, last, gap=None, equal=0, consumers=None)
 
     async def in_place_of_origin(self, subjects: Sequence[str], equal: int, *, recreated: bool) -> Promotion:
-        here = Place(streams=self._admin, stream=self._stream)
-        there = Place(streams=self._there, stream=self.origin)
+        here = StreamPlace(streams=self._admin, stream=self._stream)
+        there = StreamPlace(streams=self._there, stream=self.origin)
         self._began = anyio.current_time()
         async with self._fence() as fenced:
             gap = await self._catch_up(fenced.last_sequence, recreated=recreated)

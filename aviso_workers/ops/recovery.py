@@ -52,7 +52,7 @@ class Recovered(Struct, frozen=True, kw_only=True):
     compared. They are not published."""
 
 
-class _Origin(Struct, frozen=True, kw_only=True):
+class _FencedOrigin(Struct, frozen=True, kw_only=True):
     """The fenced origin of a promoted mirror."""
 
     admin: Admin
@@ -65,7 +65,7 @@ class _Origin(Struct, frozen=True, kw_only=True):
 class Recovery:
     """A promoted mirror beside its origin, which is fenced. `opened` makes one."""
 
-    def __init__(self, admin: Admin, stream: str, origin: _Origin, *, mirrored: int) -> None:
+    def __init__(self, admin: Admin, stream: str, origin: _FencedOrigin, *, mirrored: int) -> None:
         self._admin = admin
         self._stream = stream
         self._origin = origin
@@ -113,7 +113,7 @@ class Recovery:
 
     async def publish(self) -> Recovered:
         """Publish to the promoted mirror what only the origin has. It can be repeated. Raises `BackendError`."""
-        publisher = _Publisher(self._admin, self._stream, created=self._origin.created, mirrored=self._mirrored)
+        publisher = _RecoveryPublisher(self._admin, self._stream, created=self._origin.created, mirrored=self._mirrored)
         await publisher.open()
         only_there = self.only_there()
         async with aclosing(only_there):
@@ -128,7 +128,7 @@ class Recovery:
         )
 
 
-class _Publisher:
+class _RecoveryPublisher:
     """A publisher of recovered messages into a promoted mirror, each at most once."""
 
     def __init__(self, admin: Admin, stream: str, *, created: str, mirrored: int) -> None:
@@ -240,16 +240,15 @@ async def opened(
     promoted = (await admin.stream_info(stream)).config.metadata.get(PROMOTED)
     if promoted is None:
         raise RefusedError(f"{stream} is not a promoted mirror")
-    api, origin, *rest = promoted.split(" ")
-    last = int(rest[0]) if rest else (await admin.stream_info(stream)).last_sequence
+    api, origin, last = promoted.split(" ")
     async with _origin_at(admin, config, api, origin_config) as there:
         if FENCED not in (found := await there.stream_info(origin)).config.metadata:
             raise RefusedError(
                 f"{origin} takes publishes, so the messages that only it has cannot be listed. Fence it first: "
                 f"`aviso-workers mirror fence {quoted(origin)} --api {quoted(api)}`"
             )
-        fenced = _Origin(admin=there, stream=origin, created=found.created_text, last=found.last_sequence)
-        yield Recovery(admin, stream, fenced, mirrored=last)
+        fenced = _FencedOrigin(admin=there, stream=origin, created=found.created_text, last=found.last_sequence)
+        yield Recovery(admin, stream, fenced, mirrored=int(last))
 
 
 @asynccontextmanager

@@ -18,16 +18,16 @@ from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.errors import NotFoundError, ServerProcessError
 from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
-from aviso_workers.ops import deployment, inventory, stuck
+from aviso_workers.ops import agent_inventory, inventory, stuck
 from aviso_workers.ops.doctor import monitoring_port
 from aviso_workers.ops.doctor.monitoring_port import Monitored
-from aviso_workers.ops.inventory import Listed
+from aviso_workers.ops.inventory import Listing
 from aviso_workers.state.consumer_records import ConsumerRecord
 
 __all__ = [
     "ConsumerRow",
     "ServerRow",
-    "Snapshot",
+    "ServerSnapshot",
     "StreamRow",
     "consumers",
     "servers",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-class Snapshot(Struct, frozen=True, kw_only=True):
+class ServerSnapshot(Struct, frozen=True, kw_only=True):
     """A snapshot of the streams and consumers of a server."""
 
     at: float
@@ -123,7 +123,7 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
         return self.lag / -self.rate if self.rate < 0 else None
 
 
-async def take(admin: Admin) -> Snapshot:
+async def take(admin: Admin) -> ServerSnapshot:
     """Take a snapshot of all streams and their consumers. Raises `BackendError`."""
     listed = await inventory.streams(admin)
     streams, unavailable = {each.name: each for each in listed.found}, listed.unavailable
@@ -136,33 +136,33 @@ async def take(admin: Admin) -> Snapshot:
             continue
         consumers |= _by_name(name, found)
         unavailable = [*unavailable, *_unavailable(name, found)]
-    records = (await deployment.recorded(admin)).consumers
-    return Snapshot(
+    records = (await agent_inventory.recorded(admin)).consumers
+    return ServerSnapshot(
         at=anyio.current_time(), streams=streams, unavailable=unavailable, consumers=consumers, records=records
     )
 
 
-async def take_consumers(admin: Admin, stream: str) -> Snapshot:
+async def take_consumers(admin: Admin, stream: str) -> ServerSnapshot:
     """Take a snapshot of the consumers of one stream. Raises `NotFoundError` and `BackendError`."""
     found = await inventory.consumers(admin, stream)
-    return Snapshot(
+    return ServerSnapshot(
         at=anyio.current_time(),
         streams={},
         unavailable=_unavailable(stream, found),
         consumers=_by_name(stream, found),
-        records=(await deployment.recorded(admin)).consumers,
+        records=(await agent_inventory.recorded(admin)).consumers,
     )
 
 
-def _by_name(stream: str, listed: Listed[ConsumerInfo]) -> dict[tuple[str, str], ConsumerInfo]:
+def _by_name(stream: str, listed: Listing[ConsumerInfo]) -> dict[tuple[str, str], ConsumerInfo]:
     return {(stream, each.name): each for each in listed.found}
 
 
-def _unavailable(stream: str, listed: Listed[ConsumerInfo]) -> list[str]:
+def _unavailable(stream: str, listed: Listing[ConsumerInfo]) -> list[str]:
     return [f"{stream} > {consumer}" for consumer in listed.unavailable]
 
 
-def streams(now: Snapshot, before: Snapshot) -> list[StreamRow]:
+def streams(now: ServerSnapshot, before: ServerSnapshot) -> list[StreamRow]:
     """Return a row for each stream, in the order of their names."""
     return [_stream_row(name, now, before) for name in sorted(now.streams)]
 
@@ -197,13 +197,13 @@ def _server_row(found: Monitored) -> ServerRow:
     )
 
 
-def consumers(now: Snapshot, before: Snapshot) -> list[ConsumerRow]:
+def consumers(now: ServerSnapshot, before: ServerSnapshot) -> list[ConsumerRow]:
     """Return a row for each consumer, the largest lag first."""
     rows = [_consumer_row(key, now, before) for key in now.consumers]
     return sorted(rows, key=lambda row: (-row.lag, row.stream, row.consumer))
 
 
-def _stream_row(name: str, now: Snapshot, before: Snapshot) -> StreamRow:
+def _stream_row(name: str, now: ServerSnapshot, before: ServerSnapshot) -> StreamRow:
     found = now.streams[name]
     return StreamRow(
         stream=name,
@@ -222,7 +222,7 @@ def _stream_row(name: str, now: Snapshot, before: Snapshot) -> StreamRow:
     )
 
 
-def _consumer_row(key: tuple[str, str], now: Snapshot, before: Snapshot) -> ConsumerRow:
+def _consumer_row(key: tuple[str, str], now: ServerSnapshot, before: ServerSnapshot) -> ConsumerRow:
     found = now.consumers[key]
     known = before.consumers.get(key, found)
     return ConsumerRow(
@@ -232,7 +232,7 @@ def _consumer_row(key: tuple[str, str], now: Snapshot, before: Snapshot) -> Cons
         pending=found.num_pending,
         ack_pending=found.num_ack_pending,
         redelivered=found.num_redelivered,
-        rate=_per_second(_lag(found) - _lag(known), now, before),
+        rate=_per_second(found.lag - known.lag, now, before),
         deliveries=found.deliveries,
         last_settled=found.last_settled,
         paused=found.paused,
@@ -240,11 +240,7 @@ def _consumer_row(key: tuple[str, str], now: Snapshot, before: Snapshot) -> Cons
     )
 
 
-def _lag(consumer: ConsumerInfo) -> int:
-    return consumer.num_pending + consumer.num_ack_pending
-
-
-def _per_second(change: int, now: Snapshot, before: Snapshot) -> float:
+def _per_second(change: int, now: ServerSnapshot, before: ServerSnapshot) -> float:
     return change / (now.at - before.at) if now.at > before.at else 0.0
 
 

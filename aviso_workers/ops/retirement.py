@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
-from aviso_workers.ops import deployment, inventory
-from aviso_workers.ops.inventory import Listed, T
+from aviso_workers.ops import agent_inventory, inventory
+from aviso_workers.ops.inventory import Listing, T
 from aviso_workers.state import (
     consumer_records,
     dead_letter_records,
@@ -70,7 +70,7 @@ async def plan(admin: Admin, owner: str, agent: str = "", *, workers_stopped: bo
     listed = [_require_all(await inventory.consumers(admin, stream.name)) for stream in streams if stream.consumers]
     consumers = [consumer for found in listed for consumer in found if _is_of(consumer.name, owner, agent)]
     _require_no_workers(consumers, workers_stopped=workers_stopped)
-    dead_letters = await deployment.dead_letters(admin)
+    dead_letters = await agent_inventory.dead_letters(admin)
     found = Retirement(
         app=owner,
         agent=agent,
@@ -113,7 +113,7 @@ def why_active(consumer: ConsumerInfo) -> str:
     return f"{consumer.name} of {consumer.stream} was active {(consumer.time - last).total_seconds():.0f} s ago"
 
 
-def _require_all(listed: Listed[T]) -> list[T]:
+def _require_all(listed: Listing[T]) -> list[T]:
     if listed.unavailable:
         raise UnavailableError(
             f"no server answers for {', '.join(listed.unavailable)}: start the server that has it first"
@@ -159,5 +159,5 @@ async def _subjects(admin: Admin, owner: str, agent: str) -> dict[tuple[str, str
 
 
 def _is_of(consumer: str, owner: str, agent: str) -> bool:
-    of = deployment.agent_of(consumer)
+    of = agent_inventory.agent_of(consumer)
     return of is not None and of[0] == owner and agent in ("", of[1])

@@ -30,7 +30,7 @@ from aviso_workers.ops import consumer_positions
 from aviso_workers.ops.backups import Contents, Drill, archive, read_back
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces
 from aviso_workers.ops.backups.verification import read_contents
-from aviso_workers.ops.consumer_positions import Place
+from aviso_workers.ops.consumer_positions import StreamPlace
 
 __all__ = ["Moved", "move_all"]
 
@@ -167,7 +167,7 @@ async def _has_consumers(admin: Admin, stream: str, names: Set[str]) -> bool:
 
 
 async def _are_current(admin: Admin, stream: str) -> bool:
-    listed, unavailable = await consumer_positions.consumers(Place(streams=admin, stream=stream))
+    listed, unavailable = await consumer_positions.consumers(StreamPlace(streams=admin, stream=stream))
     found = await admin.stream_info(stream)
     return not unavailable and all(map(_is_current, (found.cluster, *(each.cluster for each in listed))))
 
@@ -229,7 +229,7 @@ async def _consumers(admin: Admin, stream: str) -> dict[str, Mapping[str, Any]]:
 
     Raises `BackupError` where no server answers for one.
     """
-    listed, unavailable = await consumer_positions.consumers(Place(streams=admin, stream=stream))
+    listed, unavailable = await consumer_positions.consumers(StreamPlace(streams=admin, stream=stream))
     if unavailable:
         raise BackupError(f"{stream}: no server answers for its consumers {', '.join(unavailable)}")
     return {each.name: _comparable(each.config) for each in listed if not each.config.inactive_threshold}

@@ -24,16 +24,16 @@ from aviso_workers.spark import job_events
 from aviso_workers.spark.job_events import EVENT_TYPE, SparkApplication
 from aviso_workers.spark.rest import ENDED, RUNNING, SparkRest, States
 
-__all__ = ["NOT_PUBLISHED", "Comparison", "Difference", "Incomparable", "Published", "compare", "reconcile"]
+__all__ = ["NOT_PUBLISHED", "Comparison", "Incomparable", "PublishedStates", "StateDifference", "compare", "reconcile"]
 
 KINDS = ("application", "job", "stage", "sql")
 LOST = "lost"
 NOT_PUBLISHED = "not published"
-MOST_SECONDS = 3600
+MAX_SECONDS = 3600
 """After which no further application is compared."""
 
 
-class Difference(Struct, frozen=True, kw_only=True):
+class StateDifference(Struct, frozen=True, kw_only=True):
     id: str
     spark: str
     """The state that Spark reports: `running`, `succeeded`, `failed` or `ended`."""
@@ -50,7 +50,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
     spark: int
     """The number of things that Spark knows."""
     published: int
-    differences: list[Difference]
+    differences: list[StateDifference]
     twice: list[str]
     """Ids of events that the stream holds more than once."""
     only_published: int
@@ -73,7 +73,7 @@ class Incomparable(Struct, frozen=True, kw_only=True):
     problem: str
 
 
-class Published(Struct, frozen=True):
+class PublishedStates(Struct, frozen=True):
     """The published events of one application."""
 
     states: States
@@ -89,7 +89,7 @@ async def reconcile(
     An application that Spark cannot describe, as where its event log is damaged, stops no other, and neither does one
     whose id cannot be the id of an application.
     """
-    ends = anyio.current_time() + MOST_SECONDS
+    ends = anyio.current_time() + MAX_SECONDS
     found = await anyio.to_thread.run_sync(lambda: rest.applications(since=since))
     if unknown := set(only) - {application_id for application_id, _, _ in found}:
         raise SparkRestError(f"Spark knows no application {', '.join(sorted(unknown))}")
@@ -100,7 +100,7 @@ async def reconcile(
         try:
             if anyio.current_time() > ends:
                 raise SparkRestError(
-                    f"no time was left after {MOST_SECONDS} s: compare less, by --since or --application"
+                    f"no time was left after {MAX_SECONDS} s: compare less, by --since or --application"
                 )
             if not application_id.strip():
                 raise SparkRestError("Spark gives an application without an id: see which server answers")
@@ -113,7 +113,7 @@ async def reconcile(
             yield comparison
 
 
-async def published(replay: Replay, config: Config, application: SparkApplication) -> Published:
+async def published(replay: Replay, config: Config, application: SparkApplication) -> PublishedStates:
     """Return the published events of this attempt of an application."""
     cluster = job_events.cluster_of(config)
     ours = application.message_ids(cluster)
@@ -126,7 +126,7 @@ async def published(replay: Replay, config: Config, application: SparkApplicatio
             if message_id.startswith(ours):
                 times[message_id] += 1
                 _follow(states, notification)
-    return Published(states, times)
+    return PublishedStates(states, times)
 
 
 def _follow(states: dict[tuple[str, str], str], notification: Notification[dict[str, str]]) -> None:
@@ -143,7 +143,7 @@ def _follow(states: dict[tuple[str, str], str], notification: Notification[dict[
             states.setdefault(key, RUNNING)
 
 
-def compare(application: SparkApplication, spark: States, published: Published) -> Iterable[Comparison]:
+def compare(application: SparkApplication, spark: States, published: PublishedStates) -> Iterable[Comparison]:
     """Compare an application, and return a comparison for each kind."""
     for kind in KINDS:
         in_spark = {of: state for (kind_of, of), state in spark.items() if kind_of == kind}
@@ -156,7 +156,7 @@ def compare(application: SparkApplication, spark: States, published: Published) 
             spark=len(in_spark),
             published=len(ours),
             differences=[
-                Difference(id=of, spark=state, published=ours.get(of, NOT_PUBLISHED))
+                StateDifference(id=of, spark=state, published=ours.get(of, NOT_PUBLISHED))
                 for of, state in in_spark.items()
                 if not _fits(state, ours.get(of, NOT_PUBLISHED))
             ],

@@ -5,7 +5,7 @@ says: with the whole stream, usually. So the workers of all apps record it in on
 that of its events and that of what is tried again: when they open them, when `shared_filters` looks which versions
 there are, and when they stop. Where a consumer is missing, it is recreated and begins after what was settled. The same
 record says since when the oldest notification of the agent is unfinished, which a server does not tell.
-`ops.deployment` reads the records for operators.
+`ops.agent_inventory` reads the records for operators.
 
 `agents rm` removes consumer and record, and cannot see a worker that is frozen or cut off from the server. When such a
 worker goes on, it creates its consumer again after what it has last seen settled.

@@ -14,7 +14,7 @@ from aviso_workers.cli import server as server_commands
 from aviso_workers.cli.tables import table
 from aviso_workers.ops.agent_report import AgentRow
 from aviso_workers.ops.dead_letters import DeadLetter
-from aviso_workers.ops.inventory import Use
+from aviso_workers.ops.inventory import ResourceUse
 from aviso_workers.ops.mirrors import Link
 from aviso_workers.ops.reports import ConsumerRow, ServerRow, StreamRow
 
@@ -191,7 +191,7 @@ MIRRORS = [
     Link(stream="MARS", origin="MARS", relation="mirror", api="$JS.hub.API", lag=3, active_seconds=0.4, equal=22),
     Link(stream="ALL", origin="DISS", relation="source", api="", lag=0, trouble="it has never contacted its origin"),
 ]
-USES = [Use(what="bytes on disk", used=412_345_678, limit=-1), Use(what="streams", used=12, limit=100)]
+USES = [ResourceUse(what="bytes on disk", used=412_345_678, limit=-1), ResourceUse(what="streams", used=12, limit=100)]
 
 
 def drawn() -> str:

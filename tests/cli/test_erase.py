@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aviso_workers.cli.targets import ConfigSource, Opened, connected
+from aviso_workers.cli.targets import ConfigSource, OpenedServer, connected
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]
@@ -72,7 +72,7 @@ def test_a_record_that_exists_is_not_overwritten(run: Run, stored: Path, tmp_pat
 
 
 def test_keys_of_tables_that_may_hold_copies_are_named(run: Run, stored: Path) -> None:
-    async def keep(server: Opened) -> None:
+    async def keep(server: OpenedServer) -> None:
         bucket = await server.admin.key_value("index__sums")
         await bucket.put("step=2F1", b"7")
         await bucket.put("total", b"8")

@@ -15,7 +15,7 @@ from aviso_workers.cli import output
 from aviso_workers.cli.tables import table
 from aviso_workers.errors import RefusedError
 from aviso_workers.ops.agent_report import AgentRow
-from aviso_workers.ops.inventory import Use
+from aviso_workers.ops.inventory import ResourceUse
 from aviso_workers.ops.mirrors import Link
 from aviso_workers.ops.reports import ConsumerRow, ServerRow, StreamRow
 from tests.cli import command_tables
@@ -118,7 +118,7 @@ def test_the_tables_of_the_commands_are_those_that_were_read_and_kept() -> None:
         ),
         (ServerRow, "server bytes may_store free trouble"),
         (Link, "stream origin relation api whole lag active_seconds trouble other_history equal"),
-        (Use, "what used limit"),
+        (ResourceUse, "what used limit"),
     ],
 )
 def test_the_names_of_rows_in_json_stay_what_programs_read(row: type[msgspec.Struct], names: str) -> None:

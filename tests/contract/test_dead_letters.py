@@ -18,7 +18,7 @@ from aviso_workers.config import Config
 from aviso_workers.config.settings import DeadLetters
 from aviso_workers.engine import acknowledging
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
-from aviso_workers.ops import agent_control, deployment
+from aviso_workers.ops import agent_control, agent_inventory
 from aviso_workers.ops.dead_letters import DeadLetter, Selection, StoredDeadLetters
 from aviso_workers.state.own_streams import DEAD_LETTERS
 from aviso_workers.testing import Harness, harness
@@ -580,7 +580,7 @@ async def test_a_body_as_large_as_the_server_takes_is_kept_shown_and_tried_again
             data,
         )
         assert [dead_letter.original.data for dead_letter in t.dead_letters] == [data]
-        assert await deployment.dead_letters(app.session.admin) == {("contract", "failing"): 1}
+        assert await agent_inventory.dead_letters(app.session.admin) == {("contract", "failing"): 1}
 
         await stored.retry(dead_letter)
         await t.settle()

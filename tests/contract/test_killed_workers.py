@@ -12,7 +12,7 @@ from msgspec import structs
 
 from aviso_workers import Agent, App, Backoff, Batch, Batching, Notification, Notify, Stream
 from aviso_workers.errors import NotFoundError
-from aviso_workers.ops import deployment
+from aviso_workers.ops import agent_inventory
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -266,12 +266,12 @@ async def test_what_ends_its_worker_is_told_to_operators_meanwhile(app: App, url
 
     async with harness(app, server=url) as t:
         await t.notify("mars", mars(step=1), {})
-        seen: list[deployment.RunAlone] = []
+        seen: list[agent_inventory.RunAlone] = []
         with anyio.fail_after(PATIENCE_SECONDS):
             while not seen:
                 if handlers.killed.is_set():
                     handlers.killed = anyio.Event()
                     await t.crash()
                 await t.advance(0.01)
-                seen = await deployment.run_alone(app.session.admin, ["KV_contract_failures", "MARS"])
-        assert seen == [deployment.RunAlone(app="contract", agent="index", stream="MARS", sequence=1)]
+                seen = await agent_inventory.run_alone(app.session.admin, ["KV_contract_failures", "MARS"])
+        assert seen == [agent_inventory.RunAlone(app="contract", agent="index", stream="MARS", sequence=1)]

@@ -15,7 +15,7 @@ from aviso_workers.errors import NotFoundError
 from aviso_workers.events import Settled
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec
-from aviso_workers.ops import deployment
+from aviso_workers.ops import agent_inventory
 from tests.contract.conftest import Create, Ensure, Eventually, Inbox, Publish
 from tests.contract.settings import app_config, mars
 from tests.presence import present
@@ -165,7 +165,7 @@ async def test_agents_are_known_by_their_consumers_also_when_nobody_runs_them(ap
     await app.notify("mars", mars(step=9), {})
     await app.session.backend.ensure_consumer("MARS", durable("somebody-else"))
 
-    found = await deployment.agents(app.session.admin, "MARS")
+    found = await agent_inventory.agents(app.session.admin, "MARS")
 
     assert {agent: (info.num_pending, info.num_ack_pending) for agent, info in found.items()} == {
         ("contract", "index"): (1, 0)
@@ -173,10 +173,10 @@ async def test_agents_are_known_by_their_consumers_also_when_nobody_runs_them(ap
 
 
 async def test_streams_that_do_not_exist_have_nothing_to_tell(app: App) -> None:
-    assert "MARS" in deployment.streams_of(app.config)
-    for stream in deployment.streams_of(app.config):
-        assert await deployment.agents(app.session.admin, stream) == {}, stream
-    assert await deployment.dead_letters(app.session.admin) == {}
+    assert "MARS" in agent_inventory.streams_of(app.config)
+    for stream in agent_inventory.streams_of(app.config):
+        assert await agent_inventory.agents(app.session.admin, stream) == {}, stream
+    assert await agent_inventory.dead_letters(app.session.admin) == {}
 
 
 async def test_dead_letters_are_counted_by_agent(app: App) -> None:
@@ -186,7 +186,7 @@ async def test_dead_letters_are_counted_by_agent(app: App) -> None:
 
     await work_off(app, 2)
 
-    assert await deployment.dead_letters(app.session.admin) == {("contract", "broken"): 2}
+    assert await agent_inventory.dead_letters(app.session.admin) == {("contract", "broken"): 2}
 
 
 def durable(name: str, *, ack_wait_seconds: float = 20.0, max_deliver: int = -1) -> ConsumerSpec:

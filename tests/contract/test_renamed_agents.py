@@ -13,8 +13,7 @@ from aviso_workers import Agent, App, Notification, Router
 from aviso_workers.errors import DeclarationError, NotFoundError, RefusedError
 from aviso_workers.events import AgentDisturbed, AgentMoved, AgentStarted, FunctionsDiffer
 from aviso_workers.jetstream.specs import ConsumerSpec
-from aviso_workers.ops import agent_control
-from aviso_workers.ops import deployment as deployment_
+from aviso_workers.ops import agent_control, agent_inventory
 from aviso_workers.state import consumer_records
 from aviso_workers.state.known_agents import KnownAgents
 from aviso_workers.state.own_streams import RETRIES
@@ -295,7 +294,7 @@ async def test_two_programs_that_share_an_agent_say_so(deployment: Deployment) -
                 await deployment.t.advance(0.05)
     told = {(name_of(event.own), *map(name_of, event.others)) for event in deployment.functions}
     assert told <= {("of_another_program", "handle"), ("handle", "of_another_program")}
-    (functions,) = (await deployment_.recorded(deployment.t.app.session.admin)).functions.values()
+    (functions,) = (await agent_inventory.recorded(deployment.t.app.session.admin)).functions.values()
     assert [name_of(each) for each in functions] == ["handle", "of_another_program"]
 
 
@@ -307,7 +306,7 @@ async def test_a_consumer_that_another_program_has_created_is_no_second_program(
     )
     await admin.ensure_consumer("MARS", wanted)
     await deployment.run(deployment.agent("archive"), "index")
-    assert (await deployment_.recorded(admin)).functions == {}
+    assert (await agent_inventory.recorded(admin)).functions == {}
 
 
 def name_of(function: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.ops.erasure import deletion
-from aviso_workers.ops.erasure.deletion import MOST_UNDER_WAY, Pace
+from aviso_workers.ops.erasure.deletion import MAX_UNDER_WAY, DeletionPace
 
 pytestmark = pytest.mark.anyio
 
@@ -35,14 +35,14 @@ class Server:
 
 async def test_a_slow_server_is_asked_for_one_after_another() -> None:
     server = Server(seconds=deletion.SOON_SECONDS * 1.5)
-    await deletion.delete(server, "MARS", range(5), pace=Pace(), progress=lambda _: None)  # type: ignore[arg-type]
+    await deletion.delete(server, "MARS", range(5), pace=DeletionPace(), progress=lambda _: None)  # type: ignore[arg-type]
     assert (server.deleted, server.most_waiting) == ([0, 1, 2, 3, 4], 1)
 
 
 async def test_a_fast_server_is_asked_for_many_at_once() -> None:
     server = Server(seconds=0.0)
     told: list[int] = []
-    await deletion.delete(server, "MARS", range(3000), pace=Pace(), progress=told.append)  # type: ignore[arg-type]
+    await deletion.delete(server, "MARS", range(3000), pace=DeletionPace(), progress=told.append)  # type: ignore[arg-type]
     assert (sorted(server.deleted), sum(told)) == (list(range(3000)), 3000)
     assert server.most_waiting > 16
 
@@ -57,22 +57,22 @@ async def test_an_election_of_a_leader_is_waited_for(monkeypatch: pytest.MonkeyP
 
     told: list[int] = []
     server = Electing(seconds=0.0)
-    await deletion.delete(server, "MARS", range(5), pace=Pace(), progress=lambda _: None)  # type: ignore[arg-type]
+    await deletion.delete(server, "MARS", range(5), pace=DeletionPace(), progress=lambda _: None)  # type: ignore[arg-type]
     assert (server.deleted, told) == ([0, 1, 2, 4], [0, 0, 3])
 
     told.clear()
     monkeypatch.setattr(deletion, "PATIENCE_SECONDS", -1.0)
     with pytest.raises(UnavailableError, match="no leader"):
-        await deletion.delete(server, "MARS", [0], pace=Pace(), progress=lambda _: None)  # type: ignore[arg-type]
+        await deletion.delete(server, "MARS", [0], pace=DeletionPace(), progress=lambda _: None)  # type: ignore[arg-type]
 
 
 def test_the_pace_grows_by_answers_and_falls_by_half() -> None:
-    pace = Pace()
-    for _ in range(2 * MOST_UNDER_WAY):
+    pace = DeletionPace()
+    for _ in range(2 * MAX_UNDER_WAY):
         pace.answered(0.001)
-    assert pace.limiter.total_tokens == MOST_UNDER_WAY
+    assert pace.limiter.total_tokens == MAX_UNDER_WAY
     pace.answered(1.0)
-    assert pace.limiter.total_tokens == MOST_UNDER_WAY // 2
-    for _ in range(math.ceil(math.log2(MOST_UNDER_WAY))):
+    assert pace.limiter.total_tokens == MAX_UNDER_WAY // 2
+    for _ in range(math.ceil(math.log2(MAX_UNDER_WAY))):
         pace.answered(1.0)
     assert pace.limiter.total_tokens == 1

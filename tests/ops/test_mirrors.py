@@ -19,7 +19,7 @@ from aviso_workers.backends import Administration, Management
 from aviso_workers.errors import RefusedError, UnavailableError
 from aviso_workers.jetstream.plans import Plan
 from aviso_workers.ops import consumer_positions, failover_drill, mirrors, promotion, recovery, stream_policy
-from aviso_workers.ops.consumer_positions import Place
+from aviso_workers.ops.consumer_positions import StreamPlace
 from aviso_workers.ops.mirrors import Link, Mirrors
 from aviso_workers.server import processes
 from aviso_workers.server.processes import Node
@@ -350,8 +350,8 @@ async def test_consumers_are_made_again_where_a_promotion_is_repeated(sites: Sit
     await sites.mirror(4)
     request = {"stream_name": "MARS", "config": {"durable_name": "reader", "ack_policy": "none"}}
     await sites.server.api("CONSUMER.DURABLE.CREATE.MARS.reader", request, prefix=HUB)
-    there = Place(streams=sites.there, stream="MARS")
-    [before] = await consumer_positions.carry(there, Place(streams=sites.app.session.admin, stream="MARS"))
+    there = StreamPlace(streams=sites.there, stream="MARS")
+    [before] = await consumer_positions.carry(there, StreamPlace(streams=sites.app.session.admin, stream="MARS"))
     await sites.deliver("$JS.hub.API.CONSUMER.MSG.NEXT.MARS.reader")
     promoted = await promotion.promote(sites.app.session.admin, "MARS")
     [after] = promoted.consumers or ()

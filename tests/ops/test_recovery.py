@@ -120,7 +120,7 @@ async def test_messages_that_share_an_id_are_all_published(pair: Pair, monkeypat
     await take_the_same_subjects(pair)
     monkeypatch.setattr(recovery, "BATCH", 4)
     with monkeypatch.context() as patched:
-        patched.setattr(recovery._Publisher, "flush", _flush_once(recovery._Publisher.flush))
+        patched.setattr(recovery._RecoveryPublisher, "flush", _flush_once(recovery._RecoveryPublisher.flush))
         with pytest.raises(RefusedError):  # ended after the first of the three
             await publish(pair)
     assert await publish(pair) == Recovered(published=2, present=4, superseded=0, undecided=0)

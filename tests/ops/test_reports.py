@@ -12,7 +12,7 @@ from aviso_workers import App
 from aviso_workers.backends import Administration
 from aviso_workers.jetstream.info import Cluster, Replica
 from aviso_workers.ops import reports
-from aviso_workers.ops.reports import ConsumerRow, Snapshot, StreamRow
+from aviso_workers.ops.reports import ConsumerRow, ServerSnapshot, StreamRow
 from aviso_workers.server import NatsServer
 from aviso_workers.state.consumer_records import ConsumerRecord
 
@@ -45,7 +45,7 @@ class Place:
             self.server.send(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}", reply=inbox)
             await self.server.request((await heard.receive()).reply, answer)
 
-    async def look(self) -> Snapshot:
+    async def look(self) -> ServerSnapshot:
         return await reports.take(self.app.session.admin)
 
 
@@ -55,17 +55,17 @@ async def place(nats_server: NatsServer, write_config: Callable[..., Path]) -> A
         yield Place(app)
 
 
-def stream_row(now: Snapshot, before: Snapshot) -> StreamRow:
+def stream_row(now: ServerSnapshot, before: ServerSnapshot) -> StreamRow:
     [row] = reports.streams(now, before)
     return row
 
 
-def consumer_row(now: Snapshot, before: Snapshot) -> ConsumerRow:
+def consumer_row(now: ServerSnapshot, before: ServerSnapshot) -> ConsumerRow:
     [row] = reports.consumers(now, before)
     return row
 
 
-def later(look: Snapshot, seconds: float) -> Snapshot:
+def later(look: ServerSnapshot, seconds: float) -> ServerSnapshot:
     return structs.replace(look, at=look.at + seconds)
 
 

@@ -17,18 +17,20 @@ from aviso_workers.ops.backups.erasures import Forgotten, forget, of_identifier,
 from aviso_workers.ops.backups.merging import merge
 from aviso_workers.ops.backups.restoration import Drill, Restored, drill, read_back, restore
 from aviso_workers.ops.backups.retention import Keep, Pruned, prune, prune_by_server
-from aviso_workers.ops.backups.schedules import Schedule, keep_backing_up
+from aviso_workers.ops.backups.schedules import BackupSchedule, keep_backing_up
 from aviso_workers.ops.backups.set_creation import MadeSet, create_set
 from aviso_workers.ops.backups.set_restore import GoesOn, RestoredStream, restore_set
 from aviso_workers.ops.backups.sets import BackupSet, load_set, members
 from aviso_workers.ops.backups.sets import find as sets_in
 from aviso_workers.ops.backups.sets import unfinished as unfinished_sets
 from aviso_workers.ops.backups.spools import Spool
-from aviso_workers.ops.backups.storage import Backup, Progress, Record, find, load, places
+from aviso_workers.ops.backups.storage import Backup, BackupRecord, Progress, find, load, places
 from aviso_workers.ops.backups.verification import Contents, verify
 
 __all__ = [
     "Backup",
+    "BackupRecord",
+    "BackupSchedule",
     "BackupSet",
     "CleansePlan",
     "Contents",
@@ -42,10 +44,8 @@ __all__ = [
     "NewBackup",
     "Progress",
     "Pruned",
-    "Record",
     "Restored",
     "RestoredStream",
-    "Schedule",
     "Spool",
     "Takes",
     "chain",

@@ -25,7 +25,7 @@ __all__ = [
     "END",
     "MAGIC",
     "STATE",
-    "Entry",
+    "ArchiveEntry",
     "StreamState",
     "Takes",
     "encode",
@@ -52,7 +52,7 @@ LARGEST_ENTRY = 256 * 1024 * 1024
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class Entry(Struct, frozen=True, gc=False):
+class ArchiveEntry(Struct, frozen=True, gc=False):
     """An entry of an archive: a message or, without a sequence, the stream's state or a consumer."""
 
     name: bytes
@@ -74,7 +74,7 @@ class Entry(Struct, frozen=True, gc=False):
         return self.raw[self.body_at :]
 
 
-Takes = Callable[[Entry], bool]
+Takes = Callable[[ArchiveEntry], bool]
 """A function that tells whether a message is to be removed."""
 
 
@@ -100,7 +100,7 @@ def has_end(file: Readable, *, of_entries: bool) -> bool:
     return b"".join(s2.decompress(*block) for block in last).endswith(END if of_entries else TAR_END)
 
 
-def entries(file: Readable) -> Iterator[Entry]:
+def entries(file: Readable) -> Iterator[ArchiveEntry]:
     """Yield all entries but the end. Raises `MalformedError` also where the end is missing, or anything comes after
     it.
     """
@@ -146,7 +146,7 @@ def encode(name: bytes, data: bytes, *, timestamp_ns: int, sequence: int = 0, he
     return b"".join(map(_varint, fields)) + name + headers + data
 
 
-def framed(entries: Iterator[Entry]) -> Iterator[bytes]:
+def framed(entries: Iterator[ArchiveEntry]) -> Iterator[bytes]:
     """Yield an archive of these entries, from its magic to its end."""
     yield MAGIC
     for entry in entries:
@@ -184,7 +184,7 @@ def _rfc3339(timestamp_ns: int) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{nanoseconds:09d}Z"
 
 
-def stored_bytes(entry: Entry, *, in_memory: bool) -> int:
+def stored_bytes(entry: ArchiveEntry, *, in_memory: bool) -> int:
     """Return the bytes that a server counts for a message in the state of its stream."""
     size = len(entry.name) + len(entry.raw) - entry.header_at
     if in_memory:
@@ -192,7 +192,7 @@ def stored_bytes(entry: Entry, *, in_memory: bool) -> int:
     return size + 30 + (4 if entry.body_at > entry.header_at else 0)
 
 
-def _entry(buffer: bytes, at: int) -> Entry | None:
+def _entry(buffer: bytes, at: int) -> ArchiveEntry | None:
     """Return the entry at a position of a buffer; None where it is not complete yet. Raises `MalformedError`."""
     begin, fields = at, [0] * FIELDS
     try:
@@ -219,7 +219,9 @@ def _entry(buffer: bytes, at: int) -> Entry | None:
             raise MalformedError("an entry is larger than any can be")
         return None
     timestamp_ns = time >> 1 ^ -(time & 1)
-    return Entry(buffer[at:header_at], timestamp_ns, sequence, buffer[begin:end], header_at - begin, body_at - begin)
+    return ArchiveEntry(
+        buffer[at:header_at], timestamp_ns, sequence, buffer[begin:end], header_at - begin, body_at - begin
+    )
 
 
 def _varint(value: int) -> bytes:

@@ -15,14 +15,24 @@ from pathlib import Path
 
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import archive, encryption, increments, s2
-from aviso_workers.ops.backups.archive import Entry
+from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.prefetch import Prefetch, prefetched
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces, Readable
-from aviso_workers.ops.backups.storage import Backup, Counted, Previous, Progress, damage, find, ignore, load, opened
+from aviso_workers.ops.backups.storage import (
+    Backup,
+    CountedFile,
+    Previous,
+    Progress,
+    damage,
+    find,
+    ignore,
+    load,
+    opened,
+)
 
 __all__ = [
-    "MOST_LINKS",
+    "MAX_LINKS",
     "chain",
     "family",
     "link_to",
@@ -39,7 +49,7 @@ __all__ = [
 ]
 
 
-MOST_LINKS = 40
+MAX_LINKS = 40
 """The most backups of a chain. The files of all are open while it is read, and every message passes through each."""
 
 
@@ -119,7 +129,7 @@ def require_identities(backup: Backup, identities: Identities | None) -> None:
 @contextmanager
 def opened_own_entries(
     backup: Backup, identities: Identities | None, *, progress: Progress = ignore
-) -> Iterator[Iterator[Entry]]:
+) -> Iterator[Iterator[ArchiveEntry]]:
     """Open the entries of a backup's own archive. Raises `BackupError`, also while they are read."""
     with _opened_own(backup, identities, progress) as file:
         yield _explained(backup, archive.entries(file))
@@ -128,7 +138,7 @@ def opened_own_entries(
 @contextmanager
 def opened_entries(
     backup: Backup, identities: Identities | None, *, progress: Progress = ignore
-) -> Iterator[Iterator[Entry]]:
+) -> Iterator[Iterator[ArchiveEntry]]:
     """Open the entries of the stream as it was backed up, from all links of the chain. Raises as
     `opened_own_entries`.
     """
@@ -194,8 +204,8 @@ def _links(backup: Backup) -> tuple[list[Backup], BackupError | None]:
     """Return the links that were found, and an error where the first of them is not a full backup."""
     links = [backup]
     while previous := links[0].previous:
-        if len(links) == MOST_LINKS:
-            return links, BackupError(f"{backup.directory} is in a chain of more than {MOST_LINKS} backups")
+        if len(links) == MAX_LINKS:
+            return links, BackupError(f"{backup.directory} is in a chain of more than {MAX_LINKS} backups")
         place = backup.directory.resolve().parent / previous.directory
         try:
             link = load(place)
@@ -212,7 +222,7 @@ def _links(backup: Backup) -> tuple[list[Backup], BackupError | None]:
 @contextmanager
 def _merged(
     before: list[Backup], last: Backup, identities: Identities | None, progress: Progress
-) -> Iterator[Iterator[Entry]]:
+) -> Iterator[Iterator[ArchiveEntry]]:
     with opened_own_entries(last, identities, progress=progress) as own:
         if not before:
             yield own
@@ -225,15 +235,15 @@ def _merged(
 def _opened_own(backup: Backup, identities: Identities | None, progress: Progress) -> Iterator[Readable]:
     with opened(backup) as file:
         if not backup.encrypted:
-            yield Counted(file, progress)
+            yield CountedFile(file, progress)
             return
         require_identities(backup, identities)
         assert identities is not None
         with encryption.decrypted(file, identities) as plain:
-            yield Counted(plain, progress)
+            yield CountedFile(plain, progress)
 
 
-def _explained(backup: Backup, entries: Iterator[Entry]) -> Iterator[Entry]:
+def _explained(backup: Backup, entries: Iterator[ArchiveEntry]) -> Iterator[ArchiveEntry]:
     try:
         yield from entries
     except MalformedError as error:

@@ -18,7 +18,7 @@ from msgspec import Struct
 from aviso_workers.errors import BackupError
 from aviso_workers.jetstream.info import SnapshotState, StreamConfig
 from aviso_workers.ops.backups import archive, chains, increments, s2
-from aviso_workers.ops.backups.archive import Entry, Takes
+from aviso_workers.ops.backups.archive import ArchiveEntry, Takes
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, load, sweep
 from aviso_workers.ops.backups.verification import verify
@@ -109,7 +109,9 @@ def _replace(change: Cleansed, plan: CleansePlan, progress: Progress) -> None:
         )
 
 
-def _kept(entries: Iterator[Entry], state: Mapping[str, Any], removed: Set[tuple[int, int]]) -> Iterator[Entry]:
+def _kept(
+    entries: Iterator[ArchiveEntry], state: Mapping[str, Any], removed: Set[tuple[int, int]]
+) -> Iterator[ArchiveEntry]:
     head = next(entries)
     said = archive.encode(head.name, msgspec.json.encode(state), timestamp_ns=head.timestamp_ns)
     yield msgspec.structs.replace(head, raw=said)
@@ -118,7 +120,7 @@ def _kept(entries: Iterator[Entry], state: Mapping[str, Any], removed: Set[tuple
             yield entry
 
 
-def _identity(entry: Entry) -> tuple[int, int]:
+def _identity(entry: ArchiveEntry) -> tuple[int, int]:
     return entry.sequence, entry.timestamp_ns
 
 

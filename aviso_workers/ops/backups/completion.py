@@ -34,7 +34,7 @@ from aviso_workers.errors import BackupError
 from aviso_workers.jetstream.info import SnapshotState, StreamConfig, StreamInfo
 from aviso_workers.ops import stream_pairs
 from aviso_workers.ops.backups import archive, s2
-from aviso_workers.ops.backups.archive import Entry
+from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.s2 import MalformedError
 from aviso_workers.ops.backups.spools import Spool, spool
 
@@ -158,7 +158,7 @@ def _encoded(message: Message) -> bytes:
     )
 
 
-class _Place(Struct, frozen=True, gc=False):
+class _MessagePlace(Struct, frozen=True, gc=False):
     """The properties of a message that count for the state of its stream."""
 
     sequence: int
@@ -184,10 +184,10 @@ class _Merge:
     def count(self) -> SnapshotState:
         """Return the stream's state with the messages of all archives. Raises `BackupError`."""
         newest: defaultdict[bytes, deque[int]] = defaultdict(deque)
-        places: dict[int, _Place] = {}
+        places: dict[int, _MessagePlace] = {}
         for entry in self._messages():
             size = archive.stored_bytes(entry, in_memory=self._in_memory)
-            places[entry.sequence] = _Place(entry.sequence, entry.timestamp_ns, size)
+            places[entry.sequence] = _MessagePlace(entry.sequence, entry.timestamp_ns, size)
             if self._most:
                 newest[entry.name].append(entry.sequence)
                 if len(newest[entry.name]) > self._most:
@@ -223,7 +223,7 @@ class _Merge:
                 yield entry.raw
         yield archive.END
 
-    def _messages(self) -> Iterator[Entry]:
+    def _messages(self) -> Iterator[ArchiveEntry]:
         last = 0
         with ExitStack() as stack:
             opened = [stack.enter_context(closing(self._entries(each))) for each in self._archives]
@@ -233,7 +233,7 @@ class _Merge:
                     last = entry.sequence
                     yield entry
 
-    def _entries(self, of: Spool) -> Generator[Entry]:
+    def _entries(self, of: Spool) -> Generator[ArchiveEntry]:
         try:
             with of.opened() as plain:
                 yield from archive.entries(plain)

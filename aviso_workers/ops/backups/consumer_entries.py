@@ -21,7 +21,7 @@ from aviso_workers.ops.backups.storage import Backup
 __all__ = ["StoredConsumer", "read"]
 
 
-class _Config(Struct, frozen=True):
+class _ConsumerConfig(Struct, frozen=True):
     durable_name: str = ""
     inactive_threshold: int = 0
 
@@ -40,7 +40,7 @@ class _State(Struct, frozen=True):
 class StoredConsumer(Struct, frozen=True):
     """A consumer as its backup has it: its configuration and its state."""
 
-    config: _Config
+    config: _ConsumerConfig
     state: _State
 
     @property

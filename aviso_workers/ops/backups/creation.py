@@ -26,7 +26,7 @@ from aviso_workers.errors import (
 from aviso_workers.jetstream import metadata
 from aviso_workers.ops import aviso_admin
 from aviso_workers.ops.backups import archive, chains, completion, increments, s2
-from aviso_workers.ops.backups.archive import Entry
+from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces
 from aviso_workers.ops.backups.spools import Spool
@@ -145,7 +145,7 @@ async def _opened_before(
     place: Path,
     encrypt_to: Sequence[str],
     identities: Identities | None,
-) -> AsyncIterator[Iterator[Entry] | None]:
+) -> AsyncIterator[Iterator[ArchiveEntry] | None]:
     """Open the messages of the previous backup, from the stream's first sequence on; None where there is none.
 
     A server aborts a snapshot that is not received for 5 seconds. So messages that have left the stream at its
@@ -163,7 +163,7 @@ async def _opened_before(
         yield await anyio.to_thread.run_sync(lambda: _from(first, entries))
 
 
-def _from(first: int, entries: Iterator[Entry]) -> Iterator[Entry]:
+def _from(first: int, entries: Iterator[ArchiveEntry]) -> Iterator[ArchiveEntry]:
     found = next((entry for entry in entries if entry.sequence >= first), None)
     return chain([found] if found else [], entries)
 
@@ -209,8 +209,8 @@ def _newest_to_continue(to: Path, stream: str, full_every_seconds: float | None)
         return None, str(error)
     if not found[-1].of_entries:
         return None, f"{found[-1].directory} was made by a nats-server before 2.15"
-    if len(links) == chains.MOST_LINKS:
-        return None, f"a chain has {chains.MOST_LINKS} backups at most"
+    if len(links) == chains.MAX_LINKS:
+        return None, f"a chain has {chains.MAX_LINKS} backups at most"
     age = datetime.now(UTC) - links[0].made
     if full_every_seconds is not None and age.total_seconds() >= full_every_seconds:
         return None, f"the last full one is of {links[0].made:%Y-%m-%dT%H:%M:%SZ}"
@@ -225,8 +225,8 @@ def _require_continuable(since: Backup, place: Path, encrypt_to: Sequence[str], 
         raise BackupError(f"{since.directory} was made by another program or an older server: make a full backup first")
     if since.directory.resolve().parent != place.resolve().parent:
         raise BackupError(f"{since.directory} is not in {place.parent}, where the increment would be stored")
-    if len(chains.chain(since)) == chains.MOST_LINKS:
-        raise BackupError(f"a chain has {chains.MOST_LINKS} backups at most: make a full one")
+    if len(chains.chain(since)) == chains.MAX_LINKS:
+        raise BackupError(f"a chain has {chains.MAX_LINKS} backups at most: make a full one")
     if since.encrypted and not encrypt_to:
         raise BackupError(f"{since.directory} is encrypted: give the public keys for the increment with --encrypt-to")
     chains.require_identities(since, identities)
@@ -234,7 +234,7 @@ def _require_continuable(since: Backup, place: Path, encrypt_to: Sequence[str], 
 
 
 def _archive(
-    stream: str, arriving: Iterator[bytes], before: Iterator[Entry] | None, *, encrypted: bool
+    stream: str, arriving: Iterator[bytes], before: Iterator[ArchiveEntry] | None, *, encrypted: bool
 ) -> Iterator[bytes]:
     """Yield the archive of the new backup: that of the server, or an increment of it.
 

@@ -57,7 +57,7 @@ class Identities:
             raise DeclarationError(f"{file} has no secret key of age")
         return cls(keys)
 
-    def decrypt(self, file: Encrypted, write: _Writer) -> None:
+    def decrypt(self, file: Encrypted, write: _PieceWriter) -> None:
         """Decrypt a file. Raises `BackupError` where none of the keys opens it, `MalformedError` where it is
         damaged.
         """
@@ -92,7 +92,7 @@ def read_recipients(said: Iterable[str]) -> tuple[str, ...]:
 
 def encrypt(pieces: Iterable[bytes], write: Callable[[bytes], object], recipients: Sequence[str]) -> None:
     """Write the pieces encrypted to public keys. Raises what the pieces and `write` raise."""
-    source, target = _Source(pieces), _Target(write)
+    source, target = _PlainSource(pieces), _Target(write)
     try:
         _pyrage().encrypt_io(source, target, [_recipient(key) for key in recipients])
     finally:
@@ -107,7 +107,7 @@ def decrypted(file: Encrypted, identities: Identities) -> Iterator[Readable]:
     """
 
     def decrypt(put: Callable[[bytes], None]) -> None:
-        writer = _Writer(put)
+        writer = _PieceWriter(put)
         identities.decrypt(file, writer)
         writer.end()
 
@@ -115,7 +115,7 @@ def decrypted(file: Encrypted, identities: Identities) -> Iterator[Readable]:
         yield Pieces(iter(pieces.next, b""))
 
 
-class _Writer:
+class _PieceWriter:
     """A file for pyrage to write decrypted data to, which passes it on in larger pieces."""
 
     def __init__(self, put: Callable[[bytes], None]) -> None:
@@ -137,7 +137,7 @@ class _Writer:
         pass
 
 
-class _Source:
+class _PlainSource:
     """A file for pyrage to read plain data from, which keeps the error of a read."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:

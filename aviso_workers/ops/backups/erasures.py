@@ -19,13 +19,13 @@ from aviso_workers.errors import BackupError, UnknownEventTypeError
 from aviso_workers.jetstream import subjects
 from aviso_workers.jetstream.info import SourceConfig, StreamConfig
 from aviso_workers.ops.backups import chains
-from aviso_workers.ops.backups.archive import Entry, Takes
+from aviso_workers.ops.backups.archive import ArchiveEntry, Takes
 from aviso_workers.ops.backups.cleansing import cleanse, plan_cleanse
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.storage import Backup, Progress, ignore, locked_backups
 from aviso_workers.ops.erasure import copies, suspects
 from aviso_workers.ops.erasure.copies import Wanted
-from aviso_workers.ops.erasure.records import Record
+from aviso_workers.ops.erasure.records import ErasureRecord
 
 __all__ = ["Forgotten", "forget", "of_identifier", "of_subject", "one_of_each_chain"]
 
@@ -36,7 +36,7 @@ class Forgotten:
     """
 
     def __init__(
-        self, wanted: Wanted | None = None, *, records: Sequence[Record] = (), keys: Sequence[str] = ()
+        self, wanted: Wanted | None = None, *, records: Sequence[ErasureRecord] = (), keys: Sequence[str] = ()
     ) -> None:
         self._wanted = wanted
         self._keys = {subject for key in keys for subject in suspects.subjects_of_key(*suspects.parse_key(key))}
@@ -57,7 +57,7 @@ class Forgotten:
 
         carrier = copies.carrier(backup.stream, {backup.stream: backup.config})
 
-        def takes(entry: Entry) -> bool:
+        def takes(entry: ArchiveEntry) -> bool:
             if (entry.sequence, entry.timestamp_ns) in self._erased or entry.name.decode() in self._keys:
                 return True
             message = _message(entry)
@@ -187,7 +187,7 @@ def _transformed(origin: str, links: Iterable[SourceConfig], configs: _Configs) 
     return found
 
 
-def _is_repetition(record: Record, *, of: Record) -> bool:
+def _is_repetition(record: ErasureRecord, *, of: ErasureRecord) -> bool:
     """Return whether an erasure may repeat another one, as far as records show: none has the values that were
     erased.
     """
@@ -195,7 +195,7 @@ def _is_repetition(record: Record, *, of: Record) -> bool:
     return named[0] == named[1] and record.begun > of.begun
 
 
-def _message(entry: Entry) -> Message:
+def _message(entry: ArchiveEntry) -> Message:
     return Message(
         subject=entry.name.decode(),
         data=entry.body,

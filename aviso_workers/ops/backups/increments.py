@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.errors import StreamReplacedError
 from aviso_workers.ops.backups import archive
-from aviso_workers.ops.backups.archive import Entry
+from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.s2 import MalformedError
 
 __all__ = ["encode", "merge"]
@@ -44,7 +44,7 @@ class _Unchanged(Struct, frozen=True):
     messages: Count
 
 
-def encode(now: Iterator[Entry], before: Iterator[Entry]) -> Iterator[bytes]:
+def encode(now: Iterator[ArchiveEntry], before: Iterator[ArchiveEntry]) -> Iterator[bytes]:
     """Yield the archive of an increment, in pieces: the entries of a stream now, with references to those of the backup
     before.
 
@@ -81,7 +81,7 @@ def encode(now: Iterator[Entry], before: Iterator[Entry]) -> Iterator[bytes]:
     yield archive.END
 
 
-def merge(increment: Iterator[Entry], before: Iterator[Entry]) -> Iterator[Entry]:
+def merge(increment: Iterator[ArchiveEntry], before: Iterator[ArchiveEntry]) -> Iterator[ArchiveEntry]:
     """Yield the entries of the stream as it was when the increment was made, as a server's archive has them.
 
     Raises `MalformedError` where the two do not give what the increment was made of.
@@ -106,7 +106,7 @@ def merge(increment: Iterator[Entry], before: Iterator[Entry]) -> Iterator[Entry
         raise MalformedError("with the backups before it, it does not give the messages that the stream had")
 
 
-def _range(earlier: Iterator[Entry], wanted: _Unchanged) -> Iterator[Entry]:
+def _range(earlier: Iterator[ArchiveEntry], wanted: _Unchanged) -> Iterator[ArchiveEntry]:
     found = 0
     for message in earlier:
         if message.sequence < wanted.first:
@@ -122,14 +122,14 @@ def _range(earlier: Iterator[Entry], wanted: _Unchanged) -> Iterator[Entry]:
         )
 
 
-def _unchanged(entry: Entry) -> _Unchanged:
+def _unchanged(entry: ArchiveEntry) -> _Unchanged:
     try:
         return msgspec.json.decode(entry.body, type=_Unchanged)
     except UNREADABLE_JSON as error:
         raise MalformedError(f"an entry cannot be read: {error}") from error
 
 
-def _messages(entries: Iterator[Entry]) -> Iterator[Entry]:
+def _messages(entries: Iterator[ArchiveEntry]) -> Iterator[ArchiveEntry]:
     return (entry for entry in entries if entry.sequence)
 
 

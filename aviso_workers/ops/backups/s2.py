@@ -128,7 +128,18 @@ def _size(block: bytes) -> tuple[int, int]:
         at += 1
         if shift > SIZE_BITS:
             raise MalformedError("a block has no size")
-    return size | byte << shift, at + 1
+    size |= byte << shift
+    if size > LARGEST_BLOCK:
+        raise MalformedError("a block is larger than any can be")
+    return size, at + 1
+
+
+def _long_repeat(block: bytes, at: int, width: int, *, most: int) -> int:
+    """Return the length of a copy from the last offset that stands behind its tag, in `width` bytes."""
+    length = int.from_bytes(block[at : at + width], "little") + (8, 260, 65540)[width - 1]
+    if length > most:
+        raise MalformedError("a block holds more than it says")
+    return length
 
 
 def _decompress(block: bytes) -> bytes:
@@ -137,8 +148,6 @@ def _decompress(block: bytes) -> bytes:
     All in one function, because it turns once for every few bytes. What is not checked here the checksum finds.
     """
     size, at = _size(block)
-    if size > LARGEST_BLOCK:
-        raise MalformedError("a block is larger than any can be")
     out, offset, done, end = bytearray(), 0, 0, len(block)
     while at < end:
         tag = block[at]
@@ -166,10 +175,8 @@ def _decompress(block: bytes) -> bytes:
                 at += 2
             else:
                 width = length - 4
-                length = int.from_bytes(block[at + 2 : at + 2 + width], "little") + (8, 260, 65540)[width - 1]
+                length = _long_repeat(block, at + 2, width, most=size - done)
                 at += 2 + width
-                if done + length > size:
-                    raise MalformedError("a block holds more than it says")
         elif kind == 2:
             length = (tag >> 2) + 1
             offset = block[at + 1] | block[at + 2] << 8
@@ -181,8 +188,8 @@ def _decompress(block: bytes) -> bytes:
         start = done - offset
         if length <= offset:
             out += out[start : start + length]
-        elif offset:  # it reads what it writes
-            out += (out[start:] * (length // offset + 1))[:length]
+        else:  # it reads what it writes; without an offset, that is nothing
+            out += (out[start:] * (length // (offset or 1) + 1))[:length]
         done += length
     if len(out) != size:
         raise MalformedError("a block does not have its size")

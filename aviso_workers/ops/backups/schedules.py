@@ -33,7 +33,7 @@ from aviso_workers.ops.backups.set_creation import MadeSet, create_set
 from aviso_workers.ops.backups.spools import Spool
 from aviso_workers.ops.backups.storage import Backup, exclusive
 
-__all__ = ["Schedule", "keep_backing_up"]
+__all__ = ["BackupSchedule", "keep_backing_up"]
 
 log = structlog.get_logger("aviso_workers")
 
@@ -45,7 +45,7 @@ Make = Callable[[Admin, str, Spool | None], Awaitable[NewBackup]]
 """Makes one backup of a stream, with what an earlier snapshot of it had."""
 
 
-class Schedule(Struct, frozen=True, kw_only=True):
+class BackupSchedule(Struct, frozen=True, kw_only=True):
     """The schedule of backups: of which streams, to which directory, and how often."""
 
     names: Sequence[str]
@@ -61,7 +61,7 @@ class Schedule(Struct, frozen=True, kw_only=True):
         return min(AGAIN_SECONDS, self.every_seconds)
 
 
-async def keep_backing_up(schedule: Schedule, config: Config, connect: Connect, make: Make) -> None:
+async def keep_backing_up(schedule: BackupSchedule, config: Config, connect: Connect, make: Make) -> None:
     """Make backups when they are due, until cancelled. Each round has a connection of its own."""
     log.info("backup.schedule_started", directory=str(schedule.to), every_seconds=schedule.every_seconds)
     scheduled = _Streams(schedule, config, make) if schedule.names else _Set(schedule, make)
@@ -70,7 +70,7 @@ async def keep_backing_up(schedule: Schedule, config: Config, connect: Connect, 
         await anyio.sleep(max(0.0, wait_seconds))  # one that took longer than the interval is due again at once
 
 
-async def _round(schedule: Schedule, connect: Connect, scheduled: _Streams | _Set) -> float:
+async def _round(schedule: BackupSchedule, connect: Connect, scheduled: _Streams | _Set) -> float:
     """Make the backups that are due, and return in how many seconds the next one is due."""
     try:
         with exclusive(schedule.to):
@@ -86,7 +86,7 @@ async def _round(schedule: Schedule, connect: Connect, scheduled: _Streams | _Se
 class _Streams:
     """Scheduled backups of single streams, each of which is due by itself."""
 
-    def __init__(self, schedule: Schedule, config: Config, make: Make) -> None:
+    def __init__(self, schedule: BackupSchedule, config: Config, make: Make) -> None:
         self._schedule = schedule
         self._config = config
         self._make = make
@@ -120,7 +120,7 @@ class _Streams:
 class _Set:
     """Scheduled sets of backups of all streams."""
 
-    def __init__(self, schedule: Schedule, make: Make) -> None:
+    def __init__(self, schedule: BackupSchedule, make: Make) -> None:
         self._schedule = schedule
         self._make = make
         self._again_seconds = schedule.again_seconds
@@ -178,7 +178,7 @@ def _due_in(made: datetime | None, every_seconds: float) -> float:
     return (made + timedelta(seconds=every_seconds) - datetime.now(UTC)).total_seconds()
 
 
-async def _prune(admin: Admin, schedule: Schedule, stream: str) -> None:
+async def _prune(admin: Admin, schedule: BackupSchedule, stream: str) -> None:
     """Remove old backups of a stream. Raises `BackupError` and `BackendError`."""
     pruned = await prune_by_server(admin, schedule.to, stream, schedule.keep)
     for removed in pruned.removed:

@@ -16,11 +16,12 @@ import anyio
 from msgspec import Struct
 
 from aviso_workers.backends import Admin
-from aviso_workers.errors import AvisoWorkersError, BackupError, NotFoundError, UnavailableError
+from aviso_workers.errors import AvisoWorkersError, BackupError, UnavailableError
 from aviso_workers.jetstream.specs import UNREADABLE
+from aviso_workers.ops import inventory
 from aviso_workers.ops.backups import completion, set_order, sets
 from aviso_workers.ops.backups.restoration import SCRATCH
-from aviso_workers.ops.backups.sets import Member, Written
+from aviso_workers.ops.backups.sets import SetMember, SetRecord
 from aviso_workers.ops.backups.spools import Spool
 from aviso_workers.ops.backups.storage import Backup
 
@@ -58,7 +59,7 @@ async def create_set(admin: Admin, to: Path, back_up: BackUp, *, encrypted: bool
     """
     admin.connection.require_server(2, 15, to="back up all streams as a set")
     made = datetime.now(UTC)
-    with sets.Draft(to, made) as draft:
+    with sets.SetDraft(to, made) as draft:
         before = await _streams(admin)
         if not before:
             raise BackupError("the account has no streams that could be backed up as a set")
@@ -92,10 +93,10 @@ async def create_set(admin: Admin, to: Path, back_up: BackUp, *, encrypted: bool
         if failures:
             return MadeSet(file=None, failures=failures, backups=backups)
         members = [
-            Member(stream=each.stream, directory=f"{each.stream}/{each.directory.name}", made=each.made)
+            SetMember(stream=each.stream, directory=f"{each.stream}/{each.directory.name}", made=each.made)
             for each in backups
         ]
-        finished = Written(made=made, finished=datetime.now(UTC), members=members, positions=positions)
+        finished = SetRecord(made=made, finished=datetime.now(UTC), members=members, positions=positions)
         return MadeSet(file=draft.finish(finished), failures=[], backups=backups)
 
 
@@ -125,11 +126,8 @@ async def _streams(admin: Admin) -> dict[str, tuple[datetime | None, dict[str, A
             )
         if name.startswith(SCRATCH):
             continue
-        try:
-            info = await _through_election(partial(admin.stream_info, name))
-        except NotFoundError:
-            continue
-        found[name] = (info.created, dict(info.config))
+        if info := await inventory.existing(_through_election(partial(admin.stream_info, name))):
+            found[name] = (info.created, dict(info.config))
     return found
 
 

@@ -31,9 +31,9 @@ from aviso_workers.ops.backups.storage import Backup, Moment, load, make_directo
 
 __all__ = [
     "BackupSet",
-    "Draft",
-    "Member",
-    "Written",
+    "SetDraft",
+    "SetMember",
+    "SetRecord",
     "find",
     "load_set",
     "members",
@@ -46,7 +46,7 @@ NAMED = "set-*.json"
 UNFINISHED = ".unfinished-"
 
 
-class Member(Struct, frozen=True, kw_only=True):
+class SetMember(Struct, frozen=True, kw_only=True):
     """A backup that belongs to a set."""
 
     stream: str
@@ -56,13 +56,13 @@ class Member(Struct, frozen=True, kw_only=True):
     """When its snapshot began, UTC."""
 
 
-class Written(Struct, frozen=True, kw_only=True):
+class SetRecord(Struct, frozen=True, kw_only=True):
     """The record of a set: its members and the positions of consumers."""
 
     made: Moment
     """When the set was begun, UTC."""
     finished: Moment
-    members: Sequence[Member]
+    members: Sequence[SetMember]
     """In the order in which they were made."""
     positions: Mapping[str, Mapping[str, int]]
     """By stream and consumer, the sequence up to which everything was settled before the first member was made."""
@@ -76,7 +76,7 @@ class BackupSet(Struct, frozen=True, kw_only=True):
     """A set of backups that belong together, with its file."""
 
     file: Path
-    written: Written
+    written: SetRecord
 
     @property
     def id(self) -> str:
@@ -85,7 +85,7 @@ class BackupSet(Struct, frozen=True, kw_only=True):
 
 
 class _File(Struct, frozen=True, kw_only=True):
-    set: Written
+    set: SetRecord
     digest: str
 
 
@@ -173,7 +173,7 @@ def remove_those_with(backup: Backup, directory: Path) -> None:
                 file.unlink()
 
 
-class Draft:
+class SetDraft:
     """A set in the making. Its file is written when it is finished, and not before. Unfinished files of killed
     processes are removed. Raises `BackupError`.
     """
@@ -185,7 +185,7 @@ class Draft:
         self._left = self._place.with_name(UNFINISHED + self._place.name)
         self._file: IO[bytes]
 
-    def __enter__(self) -> Draft:
+    def __enter__(self) -> SetDraft:
         try:
             make_directory(self._directory)
             self._file = files.create_file(self._left)
@@ -203,7 +203,7 @@ class Draft:
     ) -> None:
         self._file.close()
 
-    def finish(self, found: Written) -> Path:
+    def finish(self, found: SetRecord) -> Path:
         """Write the set's file, and return its path."""
         try:
             self._file.write(msgspec.json.format(msgspec.json.encode(_File(set=found, digest=found.digest))) + b"\n")

@@ -39,12 +39,12 @@ from aviso_workers.ops.backups.s2 import MalformedError, Readable
 
 __all__ = [
     "Backup",
-    "Counted",
+    "BackupRecord",
+    "CountedFile",
     "Draft",
     "Moment",
     "Previous",
     "Progress",
-    "Record",
     "damage",
     "exclusive",
     "find",
@@ -82,7 +82,7 @@ def ignore(size: int) -> None:
     """Ignore the progress."""
 
 
-class Counted:
+class CountedFile:
     """A file that reports how many bytes of it were read."""
 
     def __init__(self, file: Readable, progress: Progress) -> None:
@@ -107,7 +107,7 @@ class Previous(Struct, frozen=True):
     digest: str
 
 
-class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class BackupRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The record of how a backup was made, beside what the nats CLI keeps."""
 
     made: Moment
@@ -135,7 +135,7 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class _Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     config: dict[str, Any]
     state: dict[str, Any]
-    aviso_workers: Record | None = None
+    aviso_workers: BackupRecord | None = None
 
 
 class Backup(Struct, frozen=True, kw_only=True):
@@ -146,7 +146,7 @@ class Backup(Struct, frozen=True, kw_only=True):
     """JetStream's stream configuration, whole."""
     state: SnapshotState
     """JetStream's state of the stream when the snapshot began."""
-    record: Record | None
+    record: BackupRecord | None
     """None where another program made it."""
     made: datetime
     size: int
@@ -361,7 +361,7 @@ class Draft:
         """Write the metadata, put the backup in place, and return it. Raises `BackupError` also where the archive is
         not complete; that of an encrypted one was checked while it was written.
         """
-        record = Record(
+        record = BackupRecord(
             made=made,
             server_version=server_version,
             archive_sha256=self._sha256.hexdigest(),

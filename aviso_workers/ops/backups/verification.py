@@ -13,10 +13,10 @@ from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.errors import BackupError
 from aviso_workers.jetstream.info import ConsumerState, SnapshotState, StreamConfig
 from aviso_workers.ops.backups import archive, chains, s2
-from aviso_workers.ops.backups.archive import Entry
+from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import MalformedError
-from aviso_workers.ops.backups.storage import Backup, Counted, Progress, damage, ignore, opened
+from aviso_workers.ops.backups.storage import Backup, CountedFile, Progress, damage, ignore, opened
 
 __all__ = ["Contents", "read_contents", "verify"]
 
@@ -45,7 +45,7 @@ class Contents(Struct, frozen=True, kw_only=True):
         return self.state.messages - self.messages
 
 
-class _Consumer(Struct, frozen=True):
+class _ConsumerEntry(Struct, frozen=True):
     """The entry of a consumer, without its configuration."""
 
     state: dict[str, Any]
@@ -63,7 +63,7 @@ def verify(backup: Backup, *, identities: Identities | None = None, progress: Pr
         raise BackupError(f"{backup.directory} is damaged: {found}")
     if not backup.of_entries:
         with opened(backup) as file:
-            for _ in s2.decompressed(Counted(file, progress)):
+            for _ in s2.decompressed(CountedFile(file, progress)):
                 pass
         return None
     if identities is None and any(link.encrypted for link in chains.chain(backup)):
@@ -79,7 +79,7 @@ def verify(backup: Backup, *, identities: Identities | None = None, progress: Pr
     return contents
 
 
-def read_contents(entries: Iterator[Entry], *, in_memory: bool) -> Contents:
+def read_contents(entries: Iterator[ArchiveEntry], *, in_memory: bool) -> Contents:
     """Return the contents of an archive of these entries. Raises `MalformedError`."""
     try:
         return _read_contents(entries, in_memory=in_memory)
@@ -87,7 +87,7 @@ def read_contents(entries: Iterator[Entry], *, in_memory: bool) -> Contents:
         raise MalformedError(f"an entry cannot be read: {error}") from error
 
 
-def _read_contents(entries: Iterator[Entry], *, in_memory: bool) -> Contents:
+def _read_contents(entries: Iterator[ArchiveEntry], *, in_memory: bool) -> Contents:
     head = next(entries, None)
     if head is None or head.name != archive.STATE:
         raise MalformedError("it does not begin with the stream's state")
@@ -98,7 +98,7 @@ def _read_contents(entries: Iterator[Entry], *, in_memory: bool) -> Contents:
         if not entry.sequence:
             if messages or not entry.name.startswith(archive.CONSUMERS):
                 raise MalformedError(f"it has an unknown entry {entry.name.decode(errors='replace')!r}")
-            consumer = msgspec.json.decode(entry.body, type=_Consumer)
+            consumer = msgspec.json.decode(entry.body, type=_ConsumerEntry)
             consumers[entry.name.removeprefix(archive.CONSUMERS).decode()] = ConsumerState(consumer.state)
             continue
         entry.name.decode()  # a subject is text

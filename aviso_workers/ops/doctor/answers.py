@@ -14,10 +14,10 @@ from msgspec import Struct, field
 
 from aviso_workers.jetstream.info import Cluster
 
-__all__ = ["Advisory", "Jsz", "OwnReplica", "OwnState", "Server", "UserInfo", "Varz"]
+__all__ = ["Advisory", "ConnectedServer", "Jsz", "OwnReplica", "OwnState", "UserInfo", "Varz"]
 
 
-class Server(Struct, frozen=True, kw_only=True):
+class ConnectedServer(Struct, frozen=True, kw_only=True):
     """The server that we are connected to."""
 
     name: str
@@ -29,15 +29,15 @@ class Server(Struct, frozen=True, kw_only=True):
     """Ours; empty where the server did not answer the request for it."""
 
 
-class User(Struct, frozen=True, kw_only=True):
+class UserData(Struct, frozen=True, kw_only=True):
     account: str = ""
 
 
 class UserInfo(Struct, frozen=True, kw_only=True):
     """The answer to a request for user info, which names the server and the account."""
 
-    server: Server
-    data: User = User()
+    server: ConnectedServer
+    data: UserData = UserData()
 
 
 class Advisory(Struct, frozen=True, kw_only=True):

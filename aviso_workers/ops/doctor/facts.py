@@ -13,10 +13,11 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import anyio
 import msgspec
+from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream
 from msgspec import Struct, structs
 
@@ -24,16 +25,16 @@ from aviso_workers.backends import Admin, Received
 from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Agent
-from aviso_workers.errors import BackendError, DeniedError, NotFoundError, ServerProcessError, UnavailableError
+from aviso_workers.errors import BackendError, DeniedError, ServerProcessError, UnavailableError
 from aviso_workers.jetstream import plans
 from aviso_workers.jetstream.info import AccountInfo, ConsumerInfo, StreamInfo
 from aviso_workers.jetstream.plans import Plan, Stored
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.ops import backups, deployment
+from aviso_workers.ops import agent_inventory, backups, inventory
+from aviso_workers.ops.agent_inventory import RunAlone
 from aviso_workers.ops.backups import Backup
-from aviso_workers.ops.deployment import RunAlone
 from aviso_workers.ops.doctor import divergence, monitoring_port, replicas
-from aviso_workers.ops.doctor.answers import Advisory, Server
+from aviso_workers.ops.doctor.answers import Advisory, ConnectedServer
 from aviso_workers.ops.doctor.divergence import Looks
 from aviso_workers.ops.doctor.monitoring_port import Monitored
 from aviso_workers.ops.doctor.replicas import Groups
@@ -56,7 +57,7 @@ UNREACHABLE_SECONDS = 1.0
 LISTING_SECONDS = 30.0
 """How long is waited for listings of streams and consumers, of which there may be a hundred thousand. A cluster waits
 for 4 s for those whose server is down before it lists the others."""
-MOST_LATER, LATER_SECONDS = 3, 1.0
+MAX_LATER, LATER_SECONDS = 3, 1.0
 """How many more samples are taken where replicas seem to be behind, and the time before each: a replica of a busy
 stream is behind for moments."""
 AT_ONCE = 32
@@ -98,23 +99,9 @@ class Sample(Struct, frozen=True, kw_only=True):
         return of_streams | {key: consumer.cluster for key, consumer in self.consumers.items()}
 
 
-class Facts(Struct, frozen=True, kw_only=True):
-    """The facts that checks judge. Streams and consumers are those of the account that we connect to."""
+class _UnsampledFacts(Struct, frozen=True, kw_only=True):
+    """The facts that are requested once, and not with each sample."""
 
-    now: datetime
-    scope: Scope
-    config: Config
-    server: Server
-    before: Sample
-    after: Sample
-    elapsed_seconds: float
-    """Between the two."""
-    later: tuple[Sample, ...] = ()
-    """Further samples, where replicas seemed to be behind in both."""
-    plans: Mapping[str, Plan]
-    """The plans for configured streams, by their place in the configuration: `event type mars` or `streams.ORDERS`."""
-    advisories: tuple[Advisory, ...]
-    """Advisories and metrics that were received between the samples."""
     dead_letters: Mapping[tuple[str, ...], int]
     """Dead letters that are kept, by app and agent."""
     records: Mapping[tuple[str, str], ConsumerRecord]
@@ -132,15 +119,34 @@ class Facts(Struct, frozen=True, kw_only=True):
     """Monitoring ports that were named and do not answer, with the reason."""
     looks: Looks | None
     """The states of the servers' own replicas; None where the server does not tell which account is ours."""
-    backups: Mapping[str, Backup]
-    """The newest of each stream."""
     links: tuple[Link, ...]
     """Streams that follow others, or did until they were promoted, and their origins as far as these answer."""
+    is_strict: bool | None
+    """Whether JetStream's API refuses requests with unknown fields; None where that is not known."""
+
+
+class Facts(_UnsampledFacts, frozen=True, kw_only=True):
+    """The facts that checks judge. Streams and consumers are those of the account that we connect to."""
+
+    now: datetime
+    scope: Scope
+    config: Config
+    server: ConnectedServer
+    before: Sample
+    after: Sample
+    elapsed_seconds: float
+    """Between the two."""
+    later: tuple[Sample, ...] = ()
+    """Further samples, where replicas seemed to be behind in both."""
+    plans: Mapping[str, Plan]
+    """The plans for configured streams, by their place in the configuration: `event type mars` or `streams.ORDERS`."""
+    advisories: tuple[Advisory, ...]
+    """Advisories and metrics that were received between the samples."""
+    backups: Mapping[str, Backup]
+    """The newest of each stream."""
     unknown: Mapping[Need, str]
     denied: Mapping[Need, str]
     """The facts that the server denies to our user, in its words."""
-    is_strict: bool | None = None
-    """Whether JetStream's API refuses requests with unknown fields; None where that is not known."""
     server_certificate: bytes | None = None
     """The certificate of the server that we are connected to, in DER form; None without TLS."""
     shares_inbox: bool = False
@@ -188,7 +194,7 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
             elapsed = time.monotonic() - sampled
             after = await requests.sample()
     later: list[Sample] = []
-    while len(later) < MOST_LATER and replicas.is_doubtful([each.groups for each in (before, after, *later)]):
+    while len(later) < MAX_LATER and replicas.is_doubtful([each.groups for each in (before, after, *later)]):
         await anyio.sleep(LATER_SECONDS)
         later.append(await requests.sample())
     once = await _unsampled_facts(admin, config, requests, after, server, scope)
@@ -198,6 +204,7 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
     if scope.backups is None:
         unknown["backups"] = "the directory of backups is not known: give --backups DIRECTORY"
     return Facts(
+        **structs.asdict(once),
         now=datetime.now(UTC),
         scope=scope,
         config=config,
@@ -208,80 +215,64 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
         later=tuple(later),
         plans=_plans(config, after.streams),
         advisories=tuple(advisories),
-        dead_letters=once.dead_letters,
-        records=once.records,
-        functions=once.functions,
-        failures=once.failures,
-        run_alone=once.run_alone,
-        due=once.due,
-        monitored=once.monitored,
-        unreachable=once.unreachable,
-        looks=once.looks,
-        links=once.links,
         backups=await anyio.to_thread.run_sync(_backups, scope.backups) if scope.backups else {},
         unknown=unknown,
         denied=requests.denied,
-        is_strict=once.is_strict,
         server_certificate=admin.administration().server_certificate,
         shares_inbox=admin.administration().shares_inbox,
     )
 
 
-class _UnsampledFacts(Struct):
-    """The facts that are requested once, and not with each sample."""
+class _Later(Generic[T]):
+    """The result of a request that runs beside others. It is there when the task group has ended."""
 
-    dead_letters: Mapping[tuple[str, ...], int] = {}
-    records: Mapping[tuple[str, str], ConsumerRecord] = {}
-    functions: Mapping[tuple[str, str], tuple[str, ...]] = {}
-    failures: Mapping[tuple[str, str, str], LastFailure] = {}
-    run_alone: tuple[RunAlone, ...] = ()
-    due: Mapping[str, int] = {}
-    links: tuple[Link, ...] = ()
-    monitored: tuple[Monitored, ...] = ()
-    unreachable: Mapping[str, str] = {}
-    looks: Looks | None = None
-    is_strict: bool | None = None
+    result: T
+
+    def __init__(self, tasks: TaskGroup, request: Callable[[], Awaitable[T]]) -> None:
+        async def run() -> None:
+            self.result = await request()
+
+        tasks.start_soon(run)
 
 
 async def _unsampled_facts(
-    admin: Admin, config: Config, requests: _Requests, after: Sample, server: Server, scope: Scope
+    admin: Admin, config: Config, requests: _Requests, after: Sample, server: ConnectedServer, scope: Scope
 ) -> _UnsampledFacts:
     """Return the facts that are requested once. Requests run side by side, so that missing answers are waited for
     together.
     """
-    found = _UnsampledFacts()
-
-    async def dead_letters() -> None:
-        found.dead_letters = await requests.ask("dead_letters", lambda: deployment.dead_letters(admin)) or {}
-
-    async def recorded() -> None:
-        if kept := await requests.ask("records", lambda: deployment.recorded(admin)):
-            found.records, found.functions, found.failures = kept.consumers, kept.functions, kept.failures
-
-    async def run_alone() -> None:
-        found.run_alone = tuple(await requests.ask("records", lambda: deployment.run_alone(admin, after.streams)) or ())
-
-    async def due() -> None:
-        found.due = await requests.ask("streams", lambda: deployment.due(admin)) or {}
-
-    async def links() -> None:
-        found.links = tuple(await requests.ask("streams", Mirrors(admin).links, within=LISTING_SECONDS) or ())
-
-    async def monitored() -> None:
-        urls = monitoring_port.urls(config, scope.monitors)
-        found.monitored, found.unreachable = await requests.monitored(urls, named=bool(scope.monitors), of=server)
-        if server.account:
-            monitors = {one.name: one.url for one in found.monitored}
-            found.looks = await divergence.look_twice(monitors, server.account)
-
-    async def strict() -> None:
-        found.is_strict = await monitoring_port.is_strict(admin)
-
+    ask = requests.ask
     async with anyio.create_task_group() as tasks:
-        asked = (dead_letters, recorded, run_alone, due, links, monitored, strict)
-        for request in asked:
-            tasks.start_soon(request)
-    return found
+        dead_letters = _Later(tasks, lambda: ask("dead_letters", lambda: agent_inventory.dead_letters(admin)))
+        recorded = _Later(tasks, lambda: ask("records", lambda: agent_inventory.recorded(admin)))
+        run_alone = _Later(tasks, lambda: ask("records", lambda: agent_inventory.run_alone(admin, after.streams)))
+        due = _Later(tasks, lambda: ask("streams", lambda: agent_inventory.due(admin)))
+        links = _Later(tasks, lambda: ask("streams", Mirrors(admin).links, within=LISTING_SECONDS))
+        monitored = _Later(tasks, lambda: _monitored(config, requests, server, scope))
+        is_strict = _Later(tasks, lambda: monitoring_port.is_strict(admin))
+    kept, (servers, unreachable, looks) = recorded.result, monitored.result
+    return _UnsampledFacts(
+        dead_letters=dead_letters.result or {},
+        records=kept.consumers if kept else {},
+        functions=kept.functions if kept else {},
+        failures=kept.failures if kept else {},
+        run_alone=tuple(run_alone.result or ()),
+        due=due.result or {},
+        monitored=servers,
+        unreachable=unreachable,
+        looks=looks,
+        links=tuple(links.result or ()),
+        is_strict=is_strict.result,
+    )
+
+
+async def _monitored(
+    config: Config, requests: _Requests, server: ConnectedServer, scope: Scope
+) -> tuple[tuple[Monitored, ...], Mapping[str, str], Looks | None]:
+    urls = monitoring_port.urls(config, scope.monitors)
+    found, unreachable = await requests.monitored(urls, named=bool(scope.monitors), of=server)
+    monitors = {one.name: one.url for one in found}
+    return found, unreachable, await divergence.look_twice(monitors, server.account) if server.account else None
 
 
 class _Requests:
@@ -363,21 +354,14 @@ class _Requests:
         return answers
 
     async def _consumers(self, stream: str) -> list[ConsumerInfo]:
-        try:
-            return await self._admin.consumers(stream)
-        except NotFoundError:
-            return []  # deleted meanwhile
+        return await inventory.existing(self._admin.consumers(stream)) or []  # deleted meanwhile
 
     async def _consumer_names(self, stream: StreamInfo) -> frozenset[str]:
-        if not stream.consumers:
-            return frozenset()
-        try:
-            return frozenset(await self._admin.consumer_names(stream.name))
-        except NotFoundError:
-            return frozenset()
+        names = await inventory.existing(self._admin.consumer_names(stream.name)) if stream.consumers else None
+        return frozenset(names or ())
 
     async def monitored(
-        self, urls: Sequence[str], *, named: bool, of: Server
+        self, urls: Sequence[str], *, named: bool, of: ConnectedServer
     ) -> tuple[tuple[Monitored, ...], dict[str, str]]:
         found: list[Monitored] = []
         unreachable: dict[str, str] = {}
@@ -431,7 +415,7 @@ async def _advisories(requests: _Requests) -> AsyncIterator[list[Advisory]]:
                 received.append(structs.replace(advisory, kind=one.subject.removeprefix(EVENTS)))
 
 
-def _members(found: Sequence[Monitored], of: Server) -> set[str]:
+def _members(found: Sequence[Monitored], of: ConnectedServer) -> set[str]:
     """Return the names of all servers of the cluster that are known."""
     members = {of.name} if of.id or not found else set[str]()
     for one in found:

@@ -22,7 +22,7 @@ from aviso_workers.config import Config
 from aviso_workers.config.nats_server import LOOPBACK_NAMES
 from aviso_workers.errors import BackendError, ServerProcessError
 from aviso_workers.jetstream import error_codes
-from aviso_workers.ops.doctor.answers import Jsz, OwnReplica, Server, UserInfo, Varz
+from aviso_workers.ops.doctor.answers import ConnectedServer, Jsz, OwnReplica, UserInfo, Varz
 from aviso_workers.server import store
 
 __all__ = ["LOOPBACK", "Monitored", "connected_server", "inspect", "is_strict", "own_replicas", "urls"]
@@ -30,7 +30,7 @@ __all__ = ["LOOPBACK", "Monitored", "connected_server", "inspect", "is_strict", 
 ANSWER_SECONDS = 5.0
 NAME_SECONDS = 2.0
 LOOPBACK = (*LOOPBACK_NAMES, "::1")
-MOST_LOOKS, LOOK_AGAIN_SECONDS = 4, 1.0
+MAX_LOOKS, LOOK_AGAIN_SECONDS = 4, 1.0
 EVERY_ADDRESS = ("0.0.0.0", "::")
 NEAR = build_opener(ProxyHandler({}))
 """A monitoring port is near: a proxy that the environment names is for the web."""
@@ -81,7 +81,7 @@ class Monitored(Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         return self.varz.server_name
 
-    def is_of(self, server: Server) -> bool:
+    def is_of(self, server: ConnectedServer) -> bool:
         """Return whether this is the given server, or one of its cluster."""
         return self.varz.server_id == server.id or bool(server.cluster and self.varz.cluster.name == server.cluster)
 
@@ -103,13 +103,13 @@ class Monitored(Struct, frozen=True, kw_only=True):
         return _disk(self.url, self.varz)
 
 
-async def connected_server(admin: Admin) -> Server:
+async def connected_server(admin: Admin) -> ConnectedServer:
     """Return the server that we are connected to; where it may not be asked for its name, only its version is known."""
     administration = admin.administration()
     try:
         answer = await administration.request("$SYS.REQ.USER.INFO", timeout_seconds=NAME_SECONDS)
     except BackendError:
-        return Server(name="nats-server", ver=administration.server_version)
+        return ConnectedServer(name="nats-server", ver=administration.server_version)
     found = msgspec.json.decode(answer.data, type=UserInfo)
     return structs.replace(found.server, account=found.data.account)
 
@@ -183,7 +183,7 @@ def _with_meta_group(varz: Varz, url: str) -> Varz:
     a follower is behind its leader for moments.
     """
     looks = 0
-    while looks < MOST_LOOKS and _seems_behind(varz):
+    while looks < MAX_LOOKS and _seems_behind(varz):
         time.sleep(LOOK_AGAIN_SECONDS)
         meta = VARZ.decode(_ask(url, "/varz")).jetstream.meta
         varz = structs.replace(varz, jetstream=structs.replace(varz.jetstream, meta=meta))

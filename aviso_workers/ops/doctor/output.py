@@ -17,7 +17,7 @@ from aviso_workers.telemetry.metrics import render_gauges
 __all__ = ["document", "gauges", "measured", "nagios", "text"]
 
 NAGIOS = {State.PASS: "OK", State.SKIP: "OK", State.ACCEPTED: "OK", State.WARN: "WARNING", State.FAIL: "CRITICAL"}
-MOST_FINDINGS = 10
+MAX_FINDINGS = 10
 """The most findings of a check that are shown as text."""
 
 
@@ -115,14 +115,14 @@ def nagios(report: Report) -> str:
         if result.state >= State.WARN
         for finding in result.findings[:1]
     ]
-    text = "; ".join(worst[:MOST_FINDINGS]).replace("|", "/")
+    text = "; ".join(worst[:MAX_FINDINGS]).replace("|", "/")
     totals = " ".join(f"{state.name.lower()}={_count(report, state)}" for state in sorted(State, reverse=True))
     return f"AVISO-WORKERS {NAGIOS[report.state]} - {text or 'nothing found'} | {totals}"
 
 
 def _lines(result: Result) -> Iterator[str]:
     wrong = [finding for finding in result.findings if (finding.state or State.PASS) >= State.WARN]
-    first, *others = _together(wrong[:MOST_FINDINGS])
+    first, *others = _together(wrong[:MAX_FINDINGS])
     yield ""
     yield f"{result.state.name} {result.check.code} {_place(first)}"
     yield f"     Expected: {result.check.title}."
@@ -134,7 +134,7 @@ def _lines(result: Result) -> Iterator[str]:
         if finding.cure != cure:
             yield f"       -> {finding.cure}"
         cure = finding.cure
-    if (more := len(wrong) - MOST_FINDINGS) > 0:
+    if (more := len(wrong) - MAX_FINDINGS) > 0:
         yield f"  and {more} more: --format json shows all"
 
 

@@ -8,7 +8,7 @@ something of it, `deletion` paces the deletions, `records` writes what was done,
 from __future__ import annotations
 
 from aviso_workers.ops.erasure.erase import ELSEWHERE, INDEX_WITHIN, Eraser, Survey, Unreached
-from aviso_workers.ops.erasure.records import Finding, Record
+from aviso_workers.ops.erasure.records import ErasureRecord, FoundMessages
 from aviso_workers.ops.erasure.suspects import Suspect
 
-__all__ = ["ELSEWHERE", "INDEX_WITHIN", "Eraser", "Finding", "Record", "Survey", "Suspect", "Unreached"]
+__all__ = ["ELSEWHERE", "INDEX_WITHIN", "Eraser", "ErasureRecord", "FoundMessages", "Survey", "Suspect", "Unreached"]

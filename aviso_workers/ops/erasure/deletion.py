@@ -17,9 +17,9 @@ import anyio
 from aviso_workers.backends import Backend
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 
-__all__ = ["Pace", "delete"]
+__all__ = ["DeletionPace", "delete"]
 
-MOST_UNDER_WAY = 512
+MAX_UNDER_WAY = 512
 SOON_SECONDS = 0.02
 """A publish may wait for so long because of the deletions before it."""
 PATIENCE_SECONDS, AGAIN_SECONDS = 30.0, 0.2
@@ -27,7 +27,7 @@ AT_A_TIME = 1000
 """Tasks that wait for their turn."""
 
 
-class Pace:
+class DeletionPace:
     """The pace of deletions: how many may be under way at a time."""
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class Pace:
     def answered(self, seconds: float) -> None:
         """Adjust the pace by how many seconds a deletion took."""
         now = int(self.limiter.total_tokens)
-        self.limiter.total_tokens = min(now + 1, MOST_UNDER_WAY) if seconds <= SOON_SECONDS else max(now // 2, 1)
+        self.limiter.total_tokens = min(now + 1, MAX_UNDER_WAY) if seconds <= SOON_SECONDS else max(now // 2, 1)
 
 
 async def delete(
-    backend: Backend, stream: str, sequences: Sequence[int], *, pace: Pace, progress: Callable[[int], None]
+    backend: Backend, stream: str, sequences: Sequence[int], *, pace: DeletionPace, progress: Callable[[int], None]
 ) -> None:
     """Delete messages and have their bytes overwritten; one that is gone already is passed over.
 

@@ -33,7 +33,7 @@ from aviso_workers.errors import (
 from aviso_workers.ops.aviso_admin import event_type_of
 from aviso_workers.ops.erasure import copies, deletion, records, replicas
 from aviso_workers.ops.erasure.copies import Matches, Wanted
-from aviso_workers.ops.erasure.records import Finding, Record
+from aviso_workers.ops.erasure.records import ErasureRecord, FoundMessages
 from aviso_workers.ops.erasure.suspects import Suspect, parse_key, subject_of_key, suspects
 from aviso_workers.state.own_streams import DELAYED
 
@@ -79,7 +79,7 @@ class Unreached(Struct, frozen=True, kw_only=True):
 class Survey(Struct, frozen=True, kw_only=True):
     """The result of a survey: the messages that were found, and those that cannot be erased."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[FoundMessages, ...]
     unreached: tuple[Unreached, ...]
     suspects: tuple[Suspect, ...] = ()
     """Tables, windows and counters that may hold something of it, and are left alone unless their keys are given."""
@@ -144,7 +144,7 @@ class Eraser:
         """Search for the notifications and their copies, without a change. Raises `BackendError`."""
         self._not_current.clear()
         infos = {name: await self._admin.stream_info(name) for name in await self._admin.stream_names()}
-        found: dict[str, Finding] = {}
+        found: dict[str, FoundMessages] = {}
         await self._survey_own(infos, found)
         await self._survey_copies(infos, found)
         await self._survey_others(infos, found)
@@ -179,7 +179,7 @@ class Eraser:
             raise RefusedError(f"{error}. Nothing was erased") from error
         if not survey.findings:
             return survey
-        found, left, pace = survey, survey, deletion.Pace()
+        found, left, pace = survey, survey, deletion.DeletionPace()
         for _ in range(ROUNDS):
             for finding in reversed(_reachable(found)):  # copies before what they are recognised by
                 await deletion.delete(self._admin, finding.stream, finding.sequences, pace=pace, progress=progress)
@@ -208,7 +208,7 @@ class Eraser:
             ) from error
         return left
 
-    async def _survey_own(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
+    async def _survey_own(self, infos: Mapping[str, StreamInfo], found: dict[str, FoundMessages]) -> None:
         wanted = self._wanted
         if wanted.stream in infos:
             filters = topics.filter_subjects(wanted.where)
@@ -239,7 +239,7 @@ class Eraser:
             if count := len(set(subjects) - self._met):
                 yield stream, count
 
-    async def _survey_copies(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
+    async def _survey_copies(self, infos: Mapping[str, StreamInfo], found: dict[str, FoundMessages]) -> None:
         """Survey the streams that mirror or source a surveyed stream, or the event type's own even if that is gone."""
         own = self._wanted.stream
         waiting = list({own: None, **found})
@@ -263,7 +263,7 @@ class Eraser:
             known = {**self._known.get(self._wanted.stream, {}), **known}
         return self._wanted.copied_from(origin, name, relation, known, same_sequences=same_sequences)
 
-    async def _survey_others(self, infos: Mapping[str, StreamInfo], found: dict[str, Finding]) -> None:
+    async def _survey_others(self, infos: Mapping[str, StreamInfo], found: dict[str, FoundMessages]) -> None:
         """Survey the streams that hold messages of the event type's subjects, as one restored under another name."""
         wanted = self._wanted
         known = self._known.get(wanted.stream, {})
@@ -274,7 +274,7 @@ class Eraser:
                 await self._add(found, name, f"messages of {wanted.subjects}", wanted.kept_in(name, known))
 
     async def _add_counted(
-        self, found: dict[str, Finding], stream: str, what: str, matches: Matches, filters: Sequence[str]
+        self, found: dict[str, FoundMessages], stream: str, what: str, matches: Matches, filters: Sequence[str]
     ) -> None:
         """Add the matching messages, and make sure that the server counts no more of them on the subjects that match.
 
@@ -300,7 +300,9 @@ class Eraser:
             f"{len(found[stream].sequences)}: begin again"
         )
 
-    async def _add(self, found: dict[str, Finding], stream: str, what: str, matches: Matches, *, after: int = 0) -> int:
+    async def _add(
+        self, found: dict[str, FoundMessages], stream: str, what: str, matches: Matches, *, after: int = 0
+    ) -> int:
         """Add the messages that match after a sequence, and return the sequence up to which the stream was read."""
         if not after:  # before the reading, which may be served by any of the replicas
             self._not_current[stream] = await replicas.not_current(self._admin, stream, self._filters(stream))
@@ -359,11 +361,11 @@ class Eraser:
                 while (await self._admin.stream_info(stream)).behind:  # noqa: ASYNC110 - no server announces it
                     await anyio.sleep(POLL_SECONDS)
 
-    def _findings(self) -> list[Finding]:
+    def _findings(self) -> list[FoundMessages]:
         return [_finding(stream, self._what[stream], known) for stream, known in self._known.items() if known]
 
-    def _record(self, survey: Survey) -> Record:
-        return Record(
+    def _record(self, survey: Survey) -> ErasureRecord:
+        return ErasureRecord(
             state="begun" if survey.findings else "nothing found",
             begun=datetime.now(UTC).isoformat(),
             by=getpass.getuser(),
@@ -437,14 +439,14 @@ def _lagging(stream: str, servers: Sequence[str]) -> Unreached:
     )
 
 
-def _reachable(survey: Survey) -> list[Finding]:
+def _reachable(survey: Survey) -> list[FoundMessages]:
     denied = {each.where for each in survey.unreached if each.why in DENIALS.values()}
     return [finding for finding in survey.findings if finding.stream not in denied]
 
 
-def _finding(stream: str, what: str, messages: Mapping[int, int]) -> Finding:
+def _finding(stream: str, what: str, messages: Mapping[int, int]) -> FoundMessages:
     ordered = sorted(messages)
-    return Finding(
+    return FoundMessages(
         stream=stream,
         what=what,
         sequences=tuple(ordered),

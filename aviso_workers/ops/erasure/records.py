@@ -21,18 +21,18 @@ from aviso_workers import files
 from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.errors import InvalidNotificationError, RefusedError
 
-__all__ = ["Finding", "Record", "create", "read", "replace"]
+__all__ = ["ErasureRecord", "FoundMessages", "create", "read", "replace"]
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class FoundMessages(Struct, frozen=True, kw_only=True):
     """Messages of one stream that are to be erased."""
 
     stream: str
     what: str
     """The relation of the stream to the notifications, such as `mirror of MARS`."""
     sequences: tuple[int, ...]
-    times_ns: tuple[int, ...] = ()
-    """When each was stored, in nanoseconds since 1970; none in records of versions before this one."""
+    times_ns: tuple[int, ...]
+    """When each was stored, in nanoseconds since 1970."""
 
     @property
     def messages(self) -> Iterator[tuple[int, int]]:
@@ -40,7 +40,7 @@ class Finding(Struct, frozen=True, kw_only=True):
         return zip(self.sequences, self.times_ns, strict=True)
 
 
-class Record(Struct, frozen=True, kw_only=True):
+class ErasureRecord(Struct, frozen=True, kw_only=True):
     """The record of what an erasure did."""
 
     state: Literal["begun", "done", "incomplete", "nothing found"]
@@ -53,7 +53,7 @@ class Record(Struct, frozen=True, kw_only=True):
     by_id: int | None = None
     by_keys_of: list[str] = []
     """Tables, windows and counters of which keys were erased."""
-    found: list[Finding]
+    found: list[FoundMessages]
     """All that was found so far, also what came meanwhile."""
     not_reached: list[dict[str, Any]] = []
     may_hold_copies: list[dict[str, Any]] = []
@@ -62,10 +62,10 @@ class Record(Struct, frozen=True, kw_only=True):
     subjects_on_disk_until: str | None = None
     erased: dict[str, int] = {}
     """The number of erased messages, by stream."""
-    left: list[Finding] = []
+    left: list[FoundMessages] = []
 
 
-def create(path: Path, record: Record) -> None:
+def create(path: Path, record: ErasureRecord) -> None:
     """Write the record to a new file. Raises `RefusedError` where the file exists, or cannot be written."""
     with _explained(path), files.create_file(path) as file:
         try:
@@ -75,7 +75,7 @@ def create(path: Path, record: Record) -> None:
             raise
 
 
-def replace(path: Path, record: Record) -> None:
+def replace(path: Path, record: ErasureRecord) -> None:
     """Replace our own earlier record as a whole. Raises `RefusedError`; the earlier one stays then."""
     with _explained(path):
         handle, partial = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.parent)
@@ -88,25 +88,17 @@ def replace(path: Path, record: Record) -> None:
             raise
 
 
-def read(path: Path) -> Record:
-    """Return the record in a file. Raises `InvalidNotificationError` where it is none, or one of a version without
-    times.
-    """
+def read(path: Path) -> ErasureRecord:
+    """Return the record in a file. Raises `InvalidNotificationError` where it is none."""
     try:
-        record = msgspec.json.decode(path.read_bytes(), type=Record)
+        return msgspec.json.decode(path.read_bytes(), type=ErasureRecord)
     except OSError as error:
         raise InvalidNotificationError(f"cannot read {path}: {error.strerror}") from error
     except UNREADABLE_JSON as error:
         raise InvalidNotificationError(f"{path} is not a record of an erasure: {error}") from error
-    if any(len(finding.times_ns) != len(finding.sequences) for finding in record.found):
-        raise InvalidNotificationError(
-            f"{path} does not say when its messages were stored, as records of versions before this one: "
-            "cleanse by KEY=VALUE"
-        )
-    return record
 
 
-def _write(file: IO[bytes], record: Record) -> None:
+def _write(file: IO[bytes], record: ErasureRecord) -> None:
     file.write(msgspec.json.format(msgspec.json.encode(record), indent=1))
     files.sync(file)
 

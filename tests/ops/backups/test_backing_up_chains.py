@@ -124,7 +124,7 @@ async def test_what_left_at_the_beginning_is_read_before_the_server_waits(
     seen: list[int | str] = []
     read, snapshot = archive.entries, snapshots.snapshot
 
-    def noted(file: Readable) -> Iterator[archive.Entry]:
+    def noted(file: Readable) -> Iterator[archive.ArchiveEntry]:
         for entry in read(file):
             seen.append(entry.sequence)
             yield entry

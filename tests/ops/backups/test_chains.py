@@ -14,7 +14,7 @@ import pytest
 from aviso_workers.errors import BackupError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, Identities, Keep, chains, storage
-from aviso_workers.ops.backups.archive import Entry
+from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.storage import Draft
 from tests.ops.backups.entries import BEGAN, backed_up
 
@@ -175,7 +175,7 @@ def test_what_must_be_forgotten_is_in_no_link(links: list[Backup], named: int) -
 def test_a_cleansing_that_is_killed_leaves_backups_that_restore_and_is_repeated(
     links: list[Backup], killed_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def takes(entry: Entry) -> bool:
+    def takes(entry: ArchiveEntry) -> bool:
         return entry.sequence in (1, 4)
 
     class KilledError(BaseException):
@@ -243,7 +243,7 @@ def test_a_chain_is_merged_into_a_full_backup(links: list[Backup], tmp_path: Pat
 
 
 def test_a_chain_ends_somewhere(tmp_path: Path) -> None:
-    moments = tuple({1: b"one"} for _ in range(chains.MOST_LINKS + 1))
+    moments = tuple({1: b"one"} for _ in range(chains.MAX_LINKS + 1))
     made = chained(tmp_path, moments)
     assert bodies(made[-2]) == {1: b"one"}
     with pytest.raises(BackupError, match="a chain of more than 40"):

@@ -16,7 +16,7 @@ from aviso_workers import App, Notification, Reject
 from aviso_workers.errors import BackupError, InvalidNotificationError, NotFoundError, UnknownEventTypeError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, Forgotten, s2
-from aviso_workers.ops.erasure import Eraser, Record, records
+from aviso_workers.ops.erasure import Eraser, ErasureRecord, records
 from aviso_workers.server import NatsServer
 from tests.cli.conftest import Ran
 from tests.cli.conftest import run as run
@@ -81,7 +81,7 @@ class Place:
             await backups.create(self.app.session.admin, stream, self.backups) for stream in streams or (*OWN, *COPIES)
         ]
 
-    async def erase(self, **wanted: Any) -> Record:
+    async def erase(self, **wanted: Any) -> ErasureRecord:
         eraser = Eraser(self.app.session.admin, self.app.config, "mars", **wanted)
         await eraser.erase(await eraser.survey(), audit=self.audit)
         return records.read(self.audit)
@@ -213,7 +213,7 @@ async def test_a_record_without_times_is_no_proof(tmp_path: Path) -> None:
     old: dict[str, Any] = {"state": "done", "begun": "", "by": "root", "event_type": "mars"}
     old["found"] = [{"stream": "MARS", "what": "notifications of mars", "sequences": [1]}]
     (tmp_path / "old.json").write_bytes(msgspec.json.encode(old))
-    with pytest.raises(InvalidNotificationError, match="does not say when its messages were stored"):
+    with pytest.raises(InvalidNotificationError, match="missing required field `times_ns`"):
         records.read(tmp_path / "old.json")
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(InvalidNotificationError, match="is not a record of an erasure"):

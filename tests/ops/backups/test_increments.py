@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from aviso_workers.errors import StreamReplacedError
 from aviso_workers.ops.backups import archive, increments, s2
-from aviso_workers.ops.backups.archive import Entry
+from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.s2 import MalformedError
 from tests.ops.backups.entries import message
 
@@ -19,13 +19,13 @@ Messages = Mapping[int, bytes]
 """Bodies by sequence."""
 
 
-def stored(messages: Messages) -> Iterator[Entry]:
+def stored(messages: Messages) -> Iterator[ArchiveEntry]:
     head = archive.encode(archive.STATE, b"{}", timestamp_ns=1)
     pieces = (archive.MAGIC, head, *(message(n, messages[n]) for n in sorted(messages)), archive.END)
     return read(b"".join(pieces))
 
 
-def read(data: bytes) -> Iterator[Entry]:
+def read(data: bytes) -> Iterator[ArchiveEntry]:
     return archive.entries(io.BytesIO(b"".join(s2.written([data]))))
 
 
@@ -33,7 +33,7 @@ def increment(now: Messages, before: Messages) -> bytes:
     return b"".join(increments.encode(stored(now), stored(before)))
 
 
-def bodies(entries: Iterator[Entry]) -> dict[int, bytes]:
+def bodies(entries: Iterator[ArchiveEntry]) -> dict[int, bytes]:
     return {entry.sequence: entry.body for entry in entries if entry.sequence}
 
 
@@ -57,7 +57,7 @@ def test_an_increment_and_what_was_before_give_what_is_now(data: st.DataObject) 
 @settings(max_examples=30)
 @given(st.lists(st.sets(st.integers(1, 20)), min_size=1, max_size=6))
 def test_a_chain_gives_each_of_its_moments(moments: list[set[int]]) -> None:
-    def chain(until: int) -> Iterator[Entry]:
+    def chain(until: int) -> Iterator[ArchiveEntry]:
         if until == 0:
             return stored(numbered(*moments[0]))
         own = b"".join(increments.encode(stored(numbered(*moments[until])), chain(until - 1)))

@@ -425,7 +425,9 @@ async def scheduled(
             raise error(f"{stream} cannot be read")
         return await backups.create_next(admin, stream, to, full_every_seconds=3600.0, earlier=earlier)
 
-    schedule = backups.Schedule(names=(), to=to, every_seconds=every_seconds, keep=backups.Keep(2), encrypted=False)
+    schedule = backups.BackupSchedule(
+        names=(), to=to, every_seconds=every_seconds, keep=backups.Keep(2), encrypted=False
+    )
     with capture_logs() as events:
         async with anyio.create_task_group() as tasks:
             loaded = load(config)

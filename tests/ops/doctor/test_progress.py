@@ -18,7 +18,7 @@ from aviso_workers.config import Config
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import AgentDisturbed
 from aviso_workers.jetstream.info import ConsumerConfig, StreamConfig
-from aviso_workers.ops.deployment import RunAlone
+from aviso_workers.ops.agent_inventory import RunAlone
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Advisory
 from aviso_workers.ops.doctor.facts import Facts

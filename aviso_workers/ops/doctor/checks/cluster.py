@@ -19,7 +19,7 @@ __all__ = ["CHECKS"]
 CHECKS: list[Check] = []
 declare = partial(check, CHECKS)
 
-LEADERS_TO_COUNT, MOST_LEADERS = 12, 3 / 4
+LEADERS_TO_COUNT, MAX_LEADERS = 12, 3 / 4
 """With fewer, so many are a matter of chance."""
 USED, NEARLY_USED_UP = 0.80, 0.95
 FAILING_SHARE, FEW_CALLS = 0.1, 10
@@ -124,7 +124,7 @@ def skewed_leaders(facts: Facts) -> Iterator[Finding]:
     if len(replicated) < LEADERS_TO_COUNT or not is_whole:
         return  # a server that is down leads nothing just now
     for server, count in leaders.items():
-        if count > MOST_LEADERS * len(replicated):
+        if count > MAX_LEADERS * len(replicated):
             yield Finding(place=server, found=f"leads {count} of {len(replicated)} streams and consumers")
 
 

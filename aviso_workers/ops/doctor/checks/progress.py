@@ -16,7 +16,7 @@ from aviso_workers.errors import WorkerDiedError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
-from aviso_workers.ops import agent_report, deployment, stuck
+from aviso_workers.ops import agent_inventory, agent_report, stuck
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
 from aviso_workers.state import delayed_messages
@@ -27,14 +27,14 @@ __all__ = ["CHECKS"]
 CHECKS: list[Check] = []
 declare = partial(check, CHECKS, needs=("consumers", "streams"))
 
-MOST_REDELIVERED = 0.05
+MAX_REDELIVERED = 0.05
 """The share of the deliveries."""
 FEW = 20
 """The share of fewer redeliveries is not judged."""
 FULL = 0.95
 SLOW_SHARE, SLOW_PERCENTILE = 0.5, 0.99
 NEARLY_ALL_WAITING = 0.9
-MOST_SHOWN = 5
+MAX_SHOWN = 5
 NO_WORKER = (
     "Start a worker (`aviso-workers worker MODULE:APP`). If a worker runs, its log says why it does not pull "
     "(`agent.disturbed`). `aviso-workers agents ls` shows how many notifications are left for each agent. If nobody "
@@ -116,7 +116,7 @@ def redelivered(facts: Facts) -> Iterator[Finding]:
         delivered = after.deliveries
         share = after.num_redelivered / delivered if delivered else 0.0
         found = ""
-        if after.num_redelivered >= FEW and share > MOST_REDELIVERED:
+        if after.num_redelivered >= FEW and share > MAX_REDELIVERED:
             found = f"{after.num_redelivered} of {delivered} deliveries are unsettled redeliveries"
         elif after.num_redelivered - before.num_redelivered >= FEW:
             found = f"{after.num_redelivered - before.num_redelivered} more redeliveries within {_elapsed(facts)}"
@@ -224,7 +224,7 @@ def hidden(facts: Facts) -> Iterator[Finding]:
         if stream.config.retention != "workqueue":
             continue
         theirs = [consumer for consumer in facts.consumers.values() if consumer.stream == stream.name]
-        known = sum(consumer.num_pending + consumer.num_ack_pending for consumer in theirs)
+        known = sum(consumer.lag for consumer in theirs)
         if stream.messages > known:
             found = (
                 f"{stream.messages} messages, and only {known} of them are pending or not acknowledged at a consumer"
@@ -298,7 +298,7 @@ def without_consumer(facts: Facts) -> Iterator[Finding]:
         known = facts.records.get(key)
         stream = facts.streams[key[0]]
         if known is None or not known.holds_for(stream.created):
-            found = f"{deployment.why_none(known)}; no lag counts its notifications{_of_work_queue(stream)}"
+            found = f"{agent_inventory.why_none(known)}; no lag counts its notifications{_of_work_queue(stream)}"
             cure = _no_room(facts, stream) or "Start a worker of {app}, if the agent is to run here. " + CANNOT_MAKE
             yield Finding(stream=key[0], consumer=key[1], found=found, state=State.WARN, cure=cure)
 
@@ -352,7 +352,7 @@ def ends_workers(facts: Facts) -> Iterator[Finding]:
     for key, waiting in _wait_after_a_death(facts):  # it does not run alone before its next attempt is due
         by_agent[key].add(waiting)
     for (stream, consumer), sequences in by_agent.items():
-        shown = ", ".join(map(str, sorted(sequences)[:MOST_SHOWN]))
+        shown = ", ".join(map(str, sorted(sequences)[:MAX_SHOWN]))
         found = (
             f"a worker ended while it handled sequence {shown}; workers now run each such notification alone "
             f"({len(sequences)} in all)"
@@ -459,7 +459,7 @@ def _last_failure(facts: Facts, consumer: ConsumerInfo) -> str:
     """Return the last error of the agent that reads from a consumer, as the end of a sentence; empty where none is
     known.
     """
-    app, agent = deployment.agent_of(consumer.name) or ("", "")
+    app, agent = agent_inventory.agent_of(consumer.name) or ("", "")
     failure = facts.failures.get((app, "agents", agent))
     return f"; the last error: {failure.described}" if failure and failure.until > facts.now else ""
 
@@ -467,7 +467,7 @@ def _last_failure(facts: Facts, consumer: ConsumerInfo) -> str:
 def _wait_after_a_death(facts: Facts) -> Iterator[tuple[tuple[str, str], int]]:
     """Yield the sequences that are tried again because a worker ended while it handled them, with their consumers."""
     for stream, consumer in facts.consumers:
-        app, agent = deployment.agent_of(consumer) or ("", "")
+        app, agent = agent_inventory.agent_of(consumer) or ("", "")
         failure = facts.failures.get((app, "agents", agent))
         if failure and failure.until > facts.now and stream != RETRIES:
             for each in failure.retrying:

@@ -11,6 +11,7 @@ from statistics import median_high, median_low
 
 from aviso_workers.clocks import SKEW
 from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.jetstream.info import Cluster
 from aviso_workers.ops.doctor import durability
 from aviso_workers.ops.doctor.checks.clients import has_user
 from aviso_workers.ops.doctor.facts import Facts
@@ -171,16 +172,18 @@ def health(facts: Facts) -> Iterator[Finding]:
     for url, why in facts.unreachable.items():
         yield Finding(place=url, found=why)
     for one in facts.monitored:
-        meta = one.varz.jetstream.meta
         if one.health != "ok":
             yield Finding(place=one.name, found=one.health, cure=RESTART if one.cannot_write else "")
-        if meta is None:
-            continue
-        if not meta.leader:
-            yield Finding(place=one.name, found="the meta group has no leader")
-        for peer in meta.followers if meta.leader == one.name else ():  # only the leader knows of the others
-            if peer.offline or not peer.current:
-                yield Finding(place=peer.name, found="is offline or not current in the meta group")
+        if meta := one.varz.jetstream.meta:
+            yield from _meta_group(one.name, meta)
+
+
+def _meta_group(server: str, meta: Cluster) -> Iterator[Finding]:
+    if not meta.leader:
+        yield Finding(place=server, found="the meta group has no leader")
+    for peer in meta.followers if meta.leader == server else ():  # only the leader knows of the others
+        if peer.offline or not peer.current:
+            yield Finding(place=peer.name, found="is offline or not current in the meta group")
 
 
 @declare(

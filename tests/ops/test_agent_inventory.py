@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aviso_workers.ops import deployment
+from aviso_workers.ops import agent_inventory
 from aviso_workers.state.consumer_records import ConsumerRecord
 
 pytestmark = pytest.mark.anyio
@@ -38,9 +38,9 @@ class _Silent:
 
 
 async def test_a_consumer_whose_server_does_not_answer_is_not_missing() -> None:
-    assert await deployment.missing(_Silent("app__agent"), "MARS", RECORDS) == {}  # type: ignore[arg-type]
+    assert await agent_inventory.missing(_Silent("app__agent"), "MARS", RECORDS) == {}  # type: ignore[arg-type]
 
 
 async def test_a_consumer_that_the_cluster_does_not_have_is_missing() -> None:
-    found = await deployment.missing(_Silent(), "MARS", RECORDS)  # type: ignore[arg-type]
+    found = await agent_inventory.missing(_Silent(), "MARS", RECORDS)  # type: ignore[arg-type]
     assert found == {("app", "agent"): RECORDS["MARS", "app__agent"]}
