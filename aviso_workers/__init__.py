@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from aviso_workers.aviso.notifications import Notification, Notify, Receipt
     from aviso_workers.declare.agents import Agent, Router
     from aviso_workers.declare.batches import Batch, Batching, Stream
+    from aviso_workers.declare.outages import Breaker, Unavailable
     from aviso_workers.declare.retry import Backoff
     from aviso_workers.declare.tables import DELETE, Change, Counter, Delete, Table
     from aviso_workers.declare.timers import Tick, Timer
@@ -28,6 +29,7 @@ __all__ = [
     "Backoff",
     "Batch",
     "Batching",
+    "Breaker",
     "Change",
     "Counter",
     "Delete",
@@ -42,6 +44,7 @@ __all__ = [
     "Table",
     "Tick",
     "Timer",
+    "Unavailable",
     "Window",
     "Windowing",
     "__version__",
@@ -62,6 +65,10 @@ _PLACES = {
         "Batch",
         "Batching",
         "Stream",
+    ),
+    "declare.outages": (
+        "Breaker",
+        "Unavailable",
     ),
     "declare.retry": ("Backoff",),
     "declare.tables": (

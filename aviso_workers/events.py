@@ -55,6 +55,8 @@ __all__ = [
     "Measured",
     "NotReadAgain",
     "NotRemoved",
+    "OutageBegan",
+    "OutageEnded",
     "Overdue",
     "Passed",
     "PermissionDenied",
@@ -371,6 +373,35 @@ def _call(*, in_thread: bool) -> tuple[str, str]:
     if in_thread:
         return "thread", "give what the function waits for a timeout of its own"
     return "call", "let what the function awaits be cancelled: no shield, no loop that catches the cancellation"
+
+
+class OutageBegan(Event, frozen=True, kw_only=True):
+    """What an agent depends on is away: it begins nothing, and tries one notification after each interval.
+
+    Nothing that fails meanwhile counts as an attempt.
+    """
+
+    lines = logged(
+        "warning",
+        "agent.outage_began",
+        cure="what the agent depends on is away; nothing is lost, and the agent goes on when it is back",
+    )
+
+    agent: str
+    error: BaseException
+    again_in_seconds: float
+
+
+class OutageEnded(Event, frozen=True, kw_only=True):
+    """After `OutageBegan`: a notification has succeeded, and everything begins again."""
+
+    lines = logged("info", "agent.outage_ended")
+
+    agent: str
+    seconds: float
+    """How long it lasted."""
+    tries: int
+    """How many notifications were tried by this worker, or by others as far as it knows."""
 
 
 class CallOverdue(Event, frozen=True, kw_only=True):

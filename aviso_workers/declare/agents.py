@@ -27,6 +27,7 @@ from aviso_workers.config.documents import YamlNode
 from aviso_workers.declare import around, durations, event_types, resources, timers
 from aviso_workers.declare.around import Around
 from aviso_workers.declare.batches import Batch, Batching, Stream
+from aviso_workers.declare.outages import Breaker
 from aviso_workers.declare.resources import Resource, Scope
 from aviso_workers.declare.retry import LONGEST_DELAY_SECONDS, Backoff
 from aviso_workers.declare.tables import Counter, Table
@@ -73,6 +74,9 @@ TIMEOUT_NEEDS_AN_END = "timeout= is for a function of a Notification or a Batch;
 RETURNS_INSTRUCTION_CLASS = "annotated to return the class Retry or Reject: return Retry() or Reject(reason) instead"
 
 
+DEFAULT_BREAKER = Breaker()
+
+
 class Policy(Struct, frozen=True, kw_only=True):
     """The policy by which an agent's notifications are handled, with times in seconds. `Router.agent` explains it."""
 
@@ -88,6 +92,9 @@ class Policy(Struct, frozen=True, kw_only=True):
     states_start: bool = False
     """Whether the author has stated `start`."""
     singleton: bool = False
+    breaker: Breaker | None = DEFAULT_BREAKER
+    unavailable: tuple[type[Exception], ...] = ()
+    """Exceptions that say that something is away, beside those that every breaker knows."""
 
 
 POLICY_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
@@ -98,6 +105,7 @@ POLICY_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "rate_limit": ((int, float, NoneType), "notifications per second"),
     "batch": ((Batching,), "a Batching"),
     "window": ((Windowing, NoneType), "a Windowing"),
+    "breaker": ((Breaker, NoneType), "a Breaker, or None for none"),
 }
 """The types of what a decorator is given, and their names for people."""
 MOST = {
@@ -324,6 +332,8 @@ class Router(Generic[S]):
         window: Windowing[Any, Any] | None = None,
         start: int | str | datetime | None = None,
         singleton: bool = False,
+        breaker: Breaker | None = DEFAULT_BREAKER,
+        unavailable: Sequence[type[Exception]] = (),
         decode: Callable[[bytes], Any] | None = None,
     ) -> Callable[[Callable[P, R]], Agent[P, R]]:
         """Declare an agent: the function is run for every matching notification of `event_type`, at least once.
@@ -352,6 +362,9 @@ class Router(Generic[S]):
           then it does not begin before it is said which.
         - `singleton`: let one worker of all that run the app handle everything, one notification at a time and in
           order. If it dies, another one takes over within `ack_wait`.
+        - `breaker`: when failures are taken for an outage of what the agent depends on, so that it waits and counts no
+          attempt. None: never, each failure is an attempt.
+        - `unavailable`: exceptions that say that something is away, beside those that `Breaker` names.
         - `decode`: a function that makes the payload of the bytes of a body, such as a protobuf message's `FromString`,
           instead of `T`. A body for which it raises becomes a dead letter.
 
@@ -378,6 +391,8 @@ class Router(Generic[S]):
                 start="all" if start is None else _start(name or _name_of(itself), start),
                 states_start=start is not None,
                 singleton=singleton,
+                breaker=breaker,
+                unavailable=_exceptions(name or _name_of(itself), unavailable),
             )
             agent = Agent(itself, event_type=event_type, where=filtered, name=name, policy=policy, decode=decode)
             if isinstance(function, Agent):
@@ -746,6 +761,14 @@ def _check_classifier(agent: str, classify: object) -> None:
         signature.bind(ValueError())
     except TypeError as error:
         raise DeclarationError(f"{wanted}, and nothing else; found {classify!r:.100}{signature}") from error
+
+
+def _exceptions(agent: str, kinds: object) -> tuple[type[Exception], ...]:
+    found = tuple(kinds) if isinstance(kinds, Sequence) else (kinds,)
+    for kind in found:
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            raise DeclarationError(f"agent {agent!r}: unavailable= takes classes of exceptions, found {kind!r:.100}")
+    return found
 
 
 def _seconds(name: str, argument: str, duration: object) -> float:

@@ -2,10 +2,10 @@
 
 `Settler` ends the deliveries of an agent: it has a failure judged (`verdicts.decide`), stores the dead letter before
 the original is terminated, counts the failure before the delivery is given back, and states the end. It judges windows
-as well. `dead_letter_exceeded` does the same for notifications whose consumer exceeded `max_deliver`.
+as well. A failure of which the agent's breaker says that it is an outage counts as no attempt.
 
-Modules that settle a delivery without running a handler pass a `Settlement` to `settle`: `max_deliveries`,
-`delayed_delivery`, `shared_filters` for what another version wants, `repeats` for what was settled before.
+Modules that settle a delivery without running a handler pass a `Settlement` to `settle`: delayed delivery,
+`shared_filters` for what another version wants, `repeats` for what was settled before.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from aviso_workers.declare.verdicts import (
     Verdict,
 )
 from aviso_workers.engine.attempts import Failures
+from aviso_workers.engine.breakers import CircuitBreaker
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.failure_recorder import LastFailures
@@ -75,6 +76,8 @@ class _Outcome(NamedTuple):
     again_in_seconds: float = 0.0
 
 
+UNAVAILABLE = "unavailable"
+"""The reason of `Failed` where the failure is taken for an outage, and counts as no attempt."""
 ON_ERROR = "on_error"
 """The reason of `Settled` where an `on_error` function returned `Ack()`."""
 ACKED = _Outcome("acked")
@@ -139,8 +142,12 @@ class Settler:
         shield: Shield,
         clock: Clock,
         events: Events,
+        breaker: CircuitBreaker | None = None,
     ) -> None:
         self._agent = agent
+        self._breaker = breaker
+        self._succeeded = 0
+        """How many deliveries have succeeded."""
         self._attempts = agent.policy.retry.attempts
         self._buffer = buffer
         self._repeats = repeats
@@ -245,11 +252,14 @@ class Settler:
                 record or FRESH,
                 failure,
                 seconds=seconds,
+                started=started,
                 emit=lambda outcome: self._emit_settled(delivery, record, outcome, seconds, waited),
             )
         else:
             self._ack(delivery)
             self._note_acked(delivery, seconds, waited)
+            if self._breaker is not None and self._breaker.is_open:
+                self._breaker.note_success(delivery)
             await self._failures.forget(delivery, record)
 
     def succeeded(self, delivery: Delivery, *, started: float) -> bool:
@@ -267,6 +277,7 @@ class Settler:
 
     def _note_acked(self, delivery: Delivery, seconds: float, waited: float) -> None:
         """Note one more for `Acked`, which is stated at the end of this turn of the event loop, as the acks leave."""
+        self._succeeded += 1
         if self._hear_each:
             self._emit_settled(delivery, delivery.record, ACKED, seconds, waited)
         if self._hear_acked:
@@ -295,6 +306,7 @@ class Settler:
         failure: Failure,
         *,
         seconds: float,
+        started: float,
         emit: Callable[[_Outcome], None],
     ) -> None:
         if failure.other_version:
@@ -307,10 +319,21 @@ class Settler:
         classified = verdicts.classify(failure, self._agent.classifiers)
         if isinstance(classified, Ack):
             self._ack(delivery)
+            if self._breaker is not None and self._breaker.is_open:
+                self._breaker.note_success(delivery)
             emit(_Outcome("acked", ON_ERROR, failure.error))
             await self._failures.forget(delivery, record)
             return
         attempt, error = record.failures + 1, classified.error
+        if (spared := self._spared_seconds(delivery, classified, started)) is not None:
+            await self._failures.clear(delivery)  # or its next delivery would be handled alone
+            if not self._buffer.ordered:
+                self._failures.note_postponed(delivery, record)
+            outcome = _Outcome("retried", UNAVAILABLE, error, record.failures, spared)
+            self._give_back(delivery, spared)
+            self._note_retried(delivery, outcome)
+            emit(outcome)
+            return
         verdict = verdicts.decide(classified, failures=record.failures, retry=self._agent.policy.retry)
         if isinstance(verdict, Again):
             again_in_seconds = self._again_in_seconds(delivery, verdict.after_seconds, took_seconds=seconds)
@@ -342,6 +365,21 @@ class Settler:
             worker_died=failure.worker_died,
             then=give_back,
         )
+
+    def _spared_seconds(self, delivery: Delivery, failure: Failure, started: float) -> float | None:
+        """Return after how long to try a delivery again whose failure is no attempt, because of an outage; else None.
+
+        What waits goes back to the server when the outage begins, for workers that are not concerned. Where there is an
+        order, it stays, or it would come back in another one.
+        """
+        if (breaker := self._breaker) is None:
+            return None
+        was_open = breaker.is_open
+        delay = breaker.note_failure(delivery, failure, succeeded=self._succeeded, started=started)
+        if breaker.is_open and not was_open and not self._buffer.ordered and not self._agent.policy.singleton:
+            for waiting in self._buffer.withdraw():
+                waiting.nak(delay_seconds=delay or 0.0)
+        return delay
 
     def _note_retried(self, delivery: Delivery, outcome: _Outcome) -> None:
         assert outcome.error is not None

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
+from functools import partial
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -95,6 +96,12 @@ class Buffer:
         self._gathered: list[Delivery] | None = None
         """The redeliveries that were gathered so far; None while none are gathered."""
         self._most_gathered = 0
+        self._held_back: deque[Delivery] | None = None
+        """What may not begin yet; None while everything may."""
+        self._let = 0
+        """How many of those may begin, and of those that come."""
+        self.tries: set[Delivery] = set()
+        """Deliveries that were let begin while others are held back, and that have not come to their end."""
         self._idle: deque[anyio.Event] = deque()
         self._waking = False
         """Whether a task that waits in `take` was woken and has not run yet."""
@@ -230,7 +237,9 @@ class Buffer:
     def put_all(self, deliveries: Sequence[Delivery]) -> None:
         """Put deliveries that have come together and were put nowhere before."""
         held, ready, now, size = self._held, self._ready, self._clock.monotonic(), 0
-        each_by_itself = self._keys is not None or self._gathered is not None or self.closed
+        each_by_itself = (
+            self._keys is not None or self._gathered is not None or self.closed or self._held_back is not None
+        )
         for delivery in deliveries:
             message = delivery.message
             if each_by_itself or not message.data or delivery.num_delivered > 1 or message.sequence in held:
@@ -323,6 +332,11 @@ class Buffer:
         """Let `take` return a redelivery, before all others or after them. `begin` is awaited first."""
         if self.closed:
             return
+        if self._held_back is not None:
+            if delivery not in self.tries:
+                self._held_back.append(delivery)
+                return
+            begin = partial(self._begin_try, delivery, begin)
         if begin is not None:
             delivery.begin = begin
         if first:
@@ -331,6 +345,56 @@ class Buffer:
             self._ready.append(delivery)
         if not self._waking:
             self._wake()
+
+    @property
+    def may_begin(self) -> int | None:
+        """How many more may begin that have not come yet, while others are held back; None while all may."""
+        return None if self._held_back is None else self._let
+
+    def hold_back(self) -> None:
+        """Let nothing begin but what is `let`, until `let_all`."""
+        self._let = 0
+        if self._held_back is None:
+            self._held_back = deque(self._ready)
+        else:
+            self._held_back.extendleft(reversed(self._ready))
+        self._ready.clear()
+
+    def let(self, count: int) -> None:
+        """Let so many more begin, of those that are held back or come."""
+        assert self._held_back is not None, "only after `hold_back`"
+        self._let += count
+        while self._let and self._held_back:
+            if self.holds(delivery := self._held_back.popleft()):
+                self._offer(delivery)
+        if self._let:
+            self._on_surplus()
+
+    def let_none(self) -> None:
+        """Let none begin any more that was not let begin and has come."""
+        self._let = 0
+
+    def let_all(self) -> None:
+        """Let everything begin again."""
+        held_back, self._held_back, self._let = self._held_back or deque(), None, 0
+        self.tries.clear()
+        for delivery in held_back:
+            if self.holds(delivery):
+                self._offer(delivery)
+        self._on_surplus()
+
+    def end_try(self, delivery: Delivery) -> bool:
+        """Note that a delivery has come to its end, and return whether it was let begin while others are held back."""
+        if delivery not in self.tries:
+            return False
+        self.tries.discard(delivery)
+        return True
+
+    async def _begin_try(self, delivery: Delivery, begin: Callable[[], Awaitable[None]] | None) -> None:
+        if delivery.record is None:
+            delivery.record = DeliveryRecord()  # so that its end is not taken for that of any other
+        if begin is not None:
+            await begin()
 
     def alone(self, delivery: Delivery) -> bool:
         """Return whether it is to be handled by itself, and not together with others."""
@@ -382,6 +446,8 @@ class Buffer:
         if any(map(self.alone, self._ready)):
             self._isolation.note_end(self._ready[0])  # it has not begun, and will not
         self._ready.clear()
+        if self._held_back is not None:
+            self._held_back.clear()
         while self._idle:
             self._idle.popleft().set()
 
@@ -501,6 +567,13 @@ class Buffer:
         self._waking = False
 
     def _offer(self, delivery: Delivery) -> None:
+        if self._held_back is not None and delivery not in self.tries:
+            if not self._let:
+                self._held_back.append(delivery)
+                self._leave_out_body(delivery)
+                return
+            self._let -= 1
+            self.tries.add(delivery)
         if self._screens and (delivery.num_delivered > 1 or (self._bodiless and self.is_bodiless(delivery))):
             if delivery not in self._undecided:
                 self._undecided.add(delivery)

@@ -21,6 +21,7 @@ import anyio
 
 from aviso_workers.clocks import Clock, ScheduledCall
 from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.outages import OWN_TIMEOUT
 from aviso_workers.engine import calls
 from aviso_workers.events import CallOverdue, CallsAbandoned, CallsFreed, CallsStuck, Events
 
@@ -175,4 +176,6 @@ class _Late:
 
 
 def _late(timeout_seconds: float) -> TimeoutError:
-    return TimeoutError(f"not done within {timeout_seconds:g} s")
+    error = TimeoutError(f"not done within {timeout_seconds:g} s")
+    setattr(error, OWN_TIMEOUT, True)
+    return error

@@ -22,6 +22,7 @@ from aviso_workers.declare.verdicts import Term
 from aviso_workers.engine import acknowledging, consumer_recorder, key_orders
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.attempts import Failures
+from aviso_workers.engine.breakers import CircuitBreaker
 from aviso_workers.engine.consumer_recorder import ConsumerRecorder
 from aviso_workers.engine.dead_letter_store import DeadLetterStore, Requeued
 from aviso_workers.engine.failure_recorder import LastFailures
@@ -119,6 +120,11 @@ class AgentSubscriptions:
         failures = Failures(
             self._backend, app=self._app, agent=agent.name, stream=stream.name, shield=shield, events=self._events
         )
+        breaker = None
+        if policy.breaker is not None:
+            breaker = CircuitBreaker(
+                agent, policy.breaker, flow=flow, backend=self._backend, app=self._app, events=self._events
+            )
         repeats = Repeats(self._backend, stream=stream.name, consumer=agent.durable_name(self._app))
         settler = Settler(
             agent,
@@ -129,6 +135,7 @@ class AgentSubscriptions:
             dead_letters=self._dead_letters,
             last_failures=self._last_failures,
             shield=shield,
+            breaker=breaker,
             clock=clock,
             events=self._events,
         )
@@ -178,7 +185,7 @@ class AgentSubscriptions:
             name=agent.name,
             feeds=self._feeds(agent, event_type, stream, shared, run, repeats, windows),
             run=run,
-            beside=[shared.keep_in_line],
+            beside=[shared.keep_in_line, *([breaker.work] if breaker is not None else [])],
             also=windows.close if windows is not None else None,
             at_end=shared.record_last,
         )

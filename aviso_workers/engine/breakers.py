@@ -1,0 +1,221 @@
+"""The breaker of an agent: while what it depends on is away, nothing begins, and one notification at a time is tried.
+
+`acknowledging` tells it of failures, and of successes while it is open. It takes failures for an outage as
+`declare.outages` says. While it is open, the buffer holds back what it has and what comes. Of all workers of the app,
+one tries one notification after each interval: the one that has written the shared record (`state.outage_records`).
+When one succeeds, twice as many begin after each success, until all may.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any
+
+import anyio
+
+from aviso_workers import clocks
+from aviso_workers.aviso.literals import printable
+from aviso_workers.aviso.notifications import Notification
+from aviso_workers.backends import Backend, Delivery
+from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.outages import Breaker, Evidence, is_unavailable, retry_after_seconds
+from aviso_workers.declare.verdicts import Failure
+from aviso_workers.engine.flow import Flow
+from aviso_workers.errors import BackendError, ConflictError, text_of
+from aviso_workers.events import Events, OutageBegan, OutageEnded
+from aviso_workers.state import outage_records
+from aviso_workers.state.outage_records import OutageRecord
+
+__all__ = ["CircuitBreaker"]
+
+CHECK_SECONDS = 1.0
+"""How often a worker looks whether another one has tried with success."""
+LONGER = 1.25
+"""What failed waits so many times the interval, so that another notification is tried next."""
+OPENED_UP_SECONDS = 5.0
+"""When everything may begin again at the latest, after the first success."""
+LONGEST_REASON = 200
+
+
+class CircuitBreaker:
+    """The breaker of one agent in one worker. Keep `work` running beside the agent."""
+
+    def __init__(
+        self, agent: Agent[Any, Any], policy: Breaker, *, flow: Flow, backend: Backend, app: str, events: Events
+    ) -> None:
+        self.is_open = False
+        """Whether nothing begins but what is tried. Also while it opens up slowly."""
+        self._agent = agent.name
+        self._kinds = agent.policy.unavailable
+        self._together = agent.form is not Notification
+        """Whether a call takes several notifications."""
+        self._policy = policy
+        self._intervals = policy.intervals
+        self._flow = flow
+        self._backend = backend
+        self._clock = backend.clock
+        self._app = app
+        self._events = events
+        self._evidence = Evidence(policy)
+        self._by_kind = False
+        """Whether it has opened because of failures which say that something is away."""
+        self._opened = anyio.Event()
+        self._ended = anyio.Event()
+        """Set when the notification that is tried has come to its end, or another worker has succeeded."""
+        self._since = datetime.fromtimestamp(0, UTC)
+        self._reason = ""
+        self._tries = 0
+        self._interval = policy.first
+        self._not_before = 0.0
+        self._revision = 0
+        """Of the shared record, as it was seen last."""
+        self._seen_at = 0.0
+        self._left = 0
+        """How many have to succeed until everything may begin; 0 before one has."""
+
+    def note_success(self, delivery: Delivery) -> None:
+        """Note that a delivery succeeded while the breaker is open; what began before that says nothing."""
+        if self._flow.buffer.end_try(delivery):
+            self._note_answer()
+
+    def note_failure(self, delivery: Delivery, failure: Failure, *, succeeded: int, started: float) -> float | None:
+        """Note that a delivery failed, after `succeeded` others in all, in a call that began at `started`.
+
+        Return after how long it is to be tried again where this is no failed attempt; None where it is one.
+        """
+        tried = self._flow.buffer.end_try(delivery)
+        if failure.final or failure.worker_died:
+            return None  # nothing that the author's function has called
+        away = is_unavailable(failure.error, self._kinds)
+        answered = failure.instruction is not None or (self._by_kind and not away)
+        if self.is_open and tried and answered:
+            self._note_answer()
+            return None
+        if failure.instruction is not None:
+            return None
+        key = (delivery.message.sequence, delivery.message.timestamp_ns)
+        if not self.is_open:
+            if not self._evidence.is_outage(
+                key, call=started if self._together else None, away=away, succeeded=succeeded
+            ):
+                spared = away and self._evidence.spares(key, succeeded=succeeded)
+                return self._intervals.delay_seconds(1) if spared else None
+            self._open(failure.error, by_kind=away)
+        elif tried:
+            self._left = 0
+            self._flow.buffer.hold_back()
+            self._ended.set()
+        asked = retry_after_seconds(failure.error, self._now())
+        self._not_before = max(self._not_before, self._clock.monotonic() + asked)
+        return max(asked, self._interval * LONGER)
+
+    async def work(self) -> None:
+        """Try notifications while the breaker is open; never returns."""
+        while True:
+            await self._opened.wait()
+            while self.is_open:
+                if self._left:
+                    await self._open_up()
+                elif await self._is_due() and self.is_open and not self._left:
+                    await self._try_one()
+
+    def _open(self, error: BaseException, *, by_kind: bool) -> None:
+        self.is_open, self._by_kind = True, by_kind
+        self._since = self._now()
+        text = " ".join(text_of(error).split())
+        self._reason = printable(f"{type(error).__name__}: {text}"[:LONGEST_REASON])
+        self._tries, self._left = 0, 0
+        self._interval = self._intervals.delay_seconds(1)
+        self._revision, self._seen_at = 0, self._clock.monotonic()
+        self._flow.buffer.hold_back()
+        self._events.emit(OutageBegan(agent=self._agent, error=error, again_in_seconds=self._interval))
+        self._opened.set()
+
+    def _note_answer(self) -> None:
+        """Note that what the agent depends on has answered: let twice as many begin as have succeeded."""
+        if not self._left:
+            self._left = 2 * self._flow.workers
+            self._ended.set()
+        else:
+            self._left -= 1
+        if self._left:
+            self._flow.buffer.let(2)
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        seconds = (self._now() - self._since).total_seconds()
+        self.is_open, self._left = False, 0
+        self._opened = anyio.Event()
+        self._evidence = Evidence(self._policy)
+        self._flow.buffer.let_all()
+        self._events.emit(OutageEnded(agent=self._agent, seconds=seconds, tries=self._tries))
+
+    async def _is_due(self) -> bool:
+        """Wait until it is time to try one, and return whether this worker is the one to do it."""
+        due = max(self._seen_at + self._interval, self._not_before)
+        now = self._clock.monotonic()
+        await self._clock.sleep(min(max(0.0, due - now), CHECK_SECONDS))
+        try:
+            record, revision = await outage_records.newest(self._backend, app=self._app, agent=self._agent)
+            if record is not None and revision != self._revision and self._is_new(record):
+                self._revision, self._seen_at = revision, self._clock.monotonic()
+                if record.over:
+                    self._note_answer()
+                    return False
+                self._tries = max(self._tries, record.tries)
+                self._interval = record.again_in_seconds
+            if self._clock.monotonic() < max(self._seen_at + self._interval, self._not_before):
+                return False
+            await self._write(revision, over=False, tries=self._tries + 1)
+        except ConflictError:
+            return False  # another worker tries now
+        except BackendError:
+            return self._clock.monotonic() >= due
+        return True
+
+    def _is_new(self, record: OutageRecord) -> bool:
+        """Return whether a record is of this outage, and not of one before."""
+        return self._revision > 0 or not record.over
+
+    async def _write(self, revision: int, *, over: bool, tries: int) -> None:
+        interval = self._intervals.delay_seconds(tries + 1)
+        record = OutageRecord(
+            since=self._since,
+            reason=self._reason,
+            tries=tries,
+            again_in_seconds=interval,
+            written=self._now(),
+            over=over,
+        )
+        self._revision = await outage_records.write(
+            self._backend, record, app=self._app, agent=self._agent, revision=revision
+        )
+        self._seen_at = self._clock.monotonic()
+
+    async def _try_one(self) -> None:
+        self._tries += 1
+        self._interval = self._intervals.delay_seconds(self._tries + 1)
+        self._seen_at = self._clock.monotonic()
+        self._ended = anyio.Event()
+        self._flow.buffer.let(1)
+        with clocks.move_on_after(self._clock, self._interval):
+            await self._ended.wait()
+        self._flow.buffer.let_none()
+        if self._flow.buffer.tries:
+            await self._ended.wait()  # it takes longer than the interval
+        if self._left:
+            with suppress(BackendError):
+                await self._write(self._revision, over=True, tries=self._tries)
+
+    async def _open_up(self) -> None:
+        """Wait until so many have succeeded that all may begin, but not for long."""
+        until = self._clock.monotonic() + OPENED_UP_SECONDS
+        while self.is_open and self._left and self._clock.monotonic() < until:
+            await self._clock.sleep(CHECK_SECONDS / 4)
+        if self.is_open and self._left:
+            self._close()
+
+    def _now(self) -> datetime:
+        return datetime.fromtimestamp(self._clock.time_ns() / 1e9, UTC)

@@ -1,0 +1,225 @@
+"""Outages of what an agent depends on: nothing is an attempt, nothing becomes a dead letter, and order is kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import App, Backoff, Breaker, Notification, Notify, Unavailable
+from aviso_workers.events import OutageBegan, OutageEnded
+from aviso_workers.testing import Harness, harness
+from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+SHORT = Breaker(first=0.2, max=0.5)
+OUTAGE_SECONDS = 3.0
+
+
+class Catalogue:
+    """What an agent depends on, with what it was asked for: the step and the number of the attempt."""
+
+    def __init__(self) -> None:
+        self.away: Exception | None = ConnectionRefusedError(111, "refused")
+        self.asked: list[tuple[int, int]] = []
+        self.stored: list[int] = []
+        self.poison: set[int] = set()
+
+    def store(self, notification: Notification[Any]) -> None:
+        step = int(notification.identifier["step"])
+        self.asked.append((step, notification.attempt))
+        if self.away is not None:
+            raise self.away
+        if step in self.poison:
+            raise KeyError("param")
+        self.stored.append(step)
+
+
+@pytest.fixture
+def catalogue() -> Catalogue:
+    return Catalogue()
+
+
+async def publish(app: App, steps: Sequence[int]) -> None:
+    await app.notify_many(Notify("mars", mars(step=step), {}) for step in steps)
+
+
+async def until(t: Harness, condition: Any) -> None:
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while not condition():
+            await t.advance(0.1)
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+async def test_it_counts_no_attempt_and_makes_no_dead_letter(
+    app: App, url: str | None, catalogue: Catalogue, concurrency: int
+) -> None:
+    began: list[OutageBegan] = []
+    ended: list[OutageEnded] = []
+    app.events.listen(began.append, OutageBegan)
+    app.events.listen(ended.append, OutageEnded)
+
+    @app.agent("mars", retry=Backoff(first=0.05, max=0.1, attempts=3), concurrency=concurrency, breaker=SHORT)
+    async def index(notification: Notification[Any]) -> None:
+        catalogue.store(notification)
+
+    async with harness(app, server=url) as t:
+        await publish(app, range(100))
+        await until(t, lambda: began)
+        await t.advance(OUTAGE_SECONDS)
+        tried = len(catalogue.asked)
+        assert tried <= 3 + concurrency + OUTAGE_SECONDS / 0.2 * 1.2, (
+            "those that opened it, and one after each interval"
+        )
+        catalogue.away = None
+        await until(t, lambda: len(catalogue.stored) == 100)
+        await t.settle()
+        assert t.dead_letters == []
+    assert sorted(catalogue.stored) == list(range(100))
+    assert {attempt for _, attempt in catalogue.asked} == {1}
+    assert (len(began), len(ended)) == (1, 1)
+
+
+async def test_order_is_kept(app: App, url: str | None, catalogue: Catalogue) -> None:
+    @app.agent("mars", retry=Backoff(first=0.05, attempts=3), concurrency=4, order_by=["class"], breaker=SHORT)
+    async def index(notification: Notification[Any]) -> None:
+        catalogue.store(notification)
+
+    async with harness(app, server=url) as t:
+        await publish(app, range(50))
+        await until(t, lambda: len(catalogue.asked) >= 5)
+        catalogue.away = None
+        await until(t, lambda: len(catalogue.stored) == 50)
+        assert t.dead_letters == []
+    assert catalogue.stored == list(range(50))
+
+
+async def test_a_poison_in_it_has_all_of_its_attempts_afterwards(
+    app: App, url: str | None, catalogue: Catalogue
+) -> None:
+    catalogue.poison = {5}
+
+    @app.agent("mars", retry=Backoff(first=0.05, factor=1, attempts=3), concurrency=2, breaker=SHORT)
+    async def index(notification: Notification[Any]) -> None:
+        catalogue.store(notification)
+
+    async with harness(app, server=url) as t:
+        await publish(app, range(20))
+        await until(t, lambda: len(catalogue.asked) >= 6)
+        assert t.dead_letters == []
+        asked = len(catalogue.asked)
+        catalogue.away = None
+        await until(t, lambda: len(catalogue.stored) == 19)
+        await until(t, lambda: t.dead_letters)
+        assert [(each.reason, each.attempts) for each in t.dead_letters] == [("attempts_exhausted", 3)]
+    assert [attempt for step, attempt in catalogue.asked[asked:] if step == 5] == [1, 2, 3]
+
+
+async def test_a_poison_that_cannot_be_reached_is_no_outage_while_others_succeed(
+    app: App, url: str | None, catalogue: Catalogue
+) -> None:
+    began: list[OutageBegan] = []
+    app.events.listen(began.append, OutageBegan)
+    catalogue.away = None
+
+    @app.agent("mars", retry=Backoff(first=0.05, factor=1, attempts=3), breaker=SHORT)
+    async def index(notification: Notification[Any]) -> None:
+        catalogue.store(notification)
+        if notification.identifier["step"] == "7":
+            raise ConnectionRefusedError(111, "no such host")
+
+    async with harness(app, server=url) as t:
+        for step in range(60):
+            await t.notify("mars", mars(step=step), {})
+            await t.advance(0.05)
+        await until(t, lambda: t.dead_letters)
+        assert [each.attempts for each in t.dead_letters] == [3]
+    assert began == []
+
+
+async def test_any_error_of_many_in_a_row_is_an_outage(app: App, url: str | None, catalogue: Catalogue) -> None:
+    catalogue.away = ValueError("a deploy that breaks everything")
+
+    @app.agent("mars", retry=Backoff(first=0.05, factor=1, attempts=2), breaker=Breaker(failures=5, first=0.2))
+    async def index(notification: Notification[Any]) -> None:
+        catalogue.store(notification)
+
+    async with harness(app, server=url) as t:
+        await publish(app, range(50))
+        await until(t, lambda: len(catalogue.asked) >= 8)
+        assert len(t.dead_letters) <= 4
+        buried = len(t.dead_letters)
+        catalogue.away = None
+        await until(t, lambda: len(catalogue.stored) == 50 - buried)
+
+
+async def test_one_worker_of_all_tries_at_a_time(app: App, url: str | None, catalogue: Catalogue) -> None:
+
+    @app.agent("mars", retry=Backoff(first=0.05, attempts=3), concurrency=4, breaker=Breaker(first=0.5, max=0.5))
+    async def index(notification: Notification[Any]) -> None:
+        catalogue.store(notification)
+
+    async with harness(app, server=url, workers=3) as t:
+        await publish(app, range(300))
+        await until(t, lambda: len(catalogue.asked) >= 9)
+        await t.advance(1.5)
+        before = len(catalogue.asked)
+        await t.advance(5.0)
+        tried = len(catalogue.asked) - before
+        assert 1 <= tried <= 13, "one in each half second, and no other"
+        catalogue.away = None
+        await until(t, lambda: len(catalogue.stored) == 300)
+        assert t.dead_letters == []
+    assert Counter(catalogue.stored).most_common(1)[0][1] == 1
+
+
+async def test_the_author_says_what_is_an_outage(app: App, url: str | None) -> None:
+    asked: list[float] = []
+    back = False
+
+    class DatabaseIsAwayError(Exception):
+        pass
+
+    @app.agent("mars", retry=Backoff(attempts=2, first=0.05), breaker=SHORT, unavailable=[DatabaseIsAwayError])
+    async def index(notification: Notification[Any]) -> None:
+        asked.append(app.session.backend.clock.monotonic())
+        if not back:
+            raise DatabaseIsAwayError if len(asked) < 4 else Unavailable("maintenance", after=1.0)
+
+    async with harness(app, server=url) as t:
+        await publish(app, range(10))
+        await until(t, lambda: len(asked) >= 6)
+        assert asked[5] - asked[4] >= 1.0, "as the server asked"
+        back = True
+        await until(t, lambda: len(asked) >= 16)
+        assert t.dead_letters == []
+
+
+async def test_an_agent_without_a_breaker_counts_each_failure(app: App, url: str | None, catalogue: Catalogue) -> None:
+    @app.agent("mars", retry=Backoff(first=0.05, factor=1, attempts=2), breaker=None)
+    async def index(notification: Notification[Any]) -> None:
+        catalogue.store(notification)
+
+    async with harness(app, server=url) as t:
+        await publish(app, range(5))
+        await until(t, lambda: len(t.dead_letters) == 5)
+
+
+async def test_a_worker_that_stops_gives_back_what_it_holds(app: App, url: str | None, catalogue: Catalogue) -> None:
+    @app.agent("mars", retry=Backoff(first=0.05, attempts=2), concurrency=4, order_by=["step"], breaker=SHORT)
+    async def index(notification: Notification[Any]) -> None:
+        catalogue.store(notification)
+
+    async with harness(app, server=url) as t:
+        await publish(app, range(30))
+        await until(t, lambda: len(catalogue.asked) >= 5)
+        await t.stop()
+        catalogue.away = None
+        await t.start()
+        await until(t, lambda: len(catalogue.stored) == 30)
+        assert t.dead_letters == []
