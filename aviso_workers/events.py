@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from msgspec import Struct
 
 from aviso_workers.aviso.literals import Duration, printable, quoted
+from aviso_workers.errors import text_of
 from aviso_workers.jetstream.identities import Identity
 
 __all__ = [
@@ -127,10 +128,15 @@ class Hindrance(NamedTuple):
     """What is lacking: the name of a stream or a bucket, or one of the names below."""
     text: str | None = None
     """Why the worker is not ready; None where the hindrance is over."""
+    is_ready: bool = False
+    """Whether the worker is ready all the same: `/readyz` says the text, and answers yes."""
 
 
 WORKER = ""
 CONNECTION, DEAD_LETTERS, CALLS, BODIES = "connection", "dead letters", "calls", "bodies"
+OUTAGE = "outage"
+MAX_REASON = 200
+"""Characters of an error that `/readyz` says."""
 """What a worker or an agent lacks beside a bucket or a stream; none of them has such a name."""
 
 
@@ -391,6 +397,12 @@ class OutageBegan(Event, frozen=True, kw_only=True):
     error: BaseException
     again_in_seconds: float
 
+    def hindrance(self) -> Hindrance:
+        text = printable(" ".join(text_of(self.error).split()))[:MAX_REASON]
+        return Hindrance(
+            self.agent, OUTAGE, f"waits for the end of an outage: {type(self.error).__name__}: {text}", is_ready=True
+        )
+
 
 class OutageEnded(Event, frozen=True, kw_only=True):
     """After `OutageBegan`: a notification has succeeded, and everything begins again."""
@@ -402,6 +414,9 @@ class OutageEnded(Event, frozen=True, kw_only=True):
     """How long it lasted."""
     tries: int
     """How many notifications were tried by this worker, or by others as far as it knows."""
+
+    def hindrance(self) -> Hindrance:
+        return Hindrance(self.agent, OUTAGE)
 
 
 class CallOverdue(Event, frozen=True, kw_only=True):

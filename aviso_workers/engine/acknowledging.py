@@ -56,7 +56,7 @@ from aviso_workers.events import (
 from aviso_workers.jetstream import answers, error_codes
 from aviso_workers.state.failure_records import Retrying
 
-__all__ = ["Settler", "give_back", "leave_to_others", "settle", "settle_again"]
+__all__ = ["UNAVAILABLE", "Settler", "give_back", "leave_to_others", "settle", "settle_again"]
 
 STORE_AGAIN = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
 """The backoff after a dead letter could not be stored: until then the agent tries none, and the originals wait."""
@@ -205,7 +205,8 @@ class Settler:
     async def judge_window(
         self, window: Message, failure: Failure, *, failures: int, stream: str, part: str
     ) -> Ack | Verdict:
-        """Return what becomes of a window for which the function has failed, after `failures` earlier ones.
+        """Return what becomes of a window for which the function has failed, after `failures` earlier ones. That is
+        `Again`, and no attempt, where the reason is `UNAVAILABLE`.
 
         The dead letter of a `DeadLetter` is stored, with `window` as the original. Where that fails, it is `Again`.
         """
@@ -213,6 +214,9 @@ class Settler:
         classified = verdicts.classify(failure, self._agent.classifiers)
         if isinstance(classified, Ack):
             return classified
+        spared = self._breaker.spared_window_seconds(classified) if self._breaker is not None else None
+        if spared is not None:
+            return Again(after_seconds=spared, reason=UNAVAILABLE)
         verdict = verdicts.decide(classified, failures=failures, retry=retry)
         if isinstance(verdict, Again):
             return verdict

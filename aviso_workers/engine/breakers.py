@@ -110,6 +110,13 @@ class CircuitBreaker:
         self._not_before = max(self._not_before, self._clock.monotonic() + asked)
         return max(asked, self._interval * LONGER)
 
+    def spared_window_seconds(self, failure: Failure) -> float | None:
+        """Return after how long the function of a window is run again that failed because something is away; None
+        where its failure is an attempt. Windows are no evidence: one worker of all runs their function.
+        """
+        decided = failure.final or failure.instruction is not None or not is_unavailable(failure.error, self._kinds)
+        return None if decided else self._intervals.max
+
     async def work(self) -> None:
         """Try notifications while the breaker is open; never returns."""
         while True:

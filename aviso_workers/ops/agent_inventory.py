@@ -23,10 +23,12 @@ from aviso_workers.state import (
     delayed_messages,
     failure_counts,
     failure_records,
+    outage_records,
     versions,
 )
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import LastFailure
+from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
 
 __all__ = [
@@ -66,6 +68,8 @@ class Recorded(Struct, frozen=True, kw_only=True):
     """The functions of agents whose workers run several, by stream and consumer: module and qualified name of each."""
     failures: dict[tuple[str, str, str], LastFailure]
     """The last failures of agents, timers and tasks, by app, kind and name."""
+    outages: dict[tuple[str, str], OutageRecord]
+    """The outages that last, by app and agent."""
 
 
 KEY_VALUE = "KV_"
@@ -103,6 +107,7 @@ async def recorded(admin: Admin) -> Recorded:
         },
         functions={key: names for key, names in functions.items() if len(names) > 1},
         failures=failure_records.parsed(entries),
+        outages=outage_records.parsed(entries),
     )
 
 

@@ -25,9 +25,14 @@ from aviso_workers.ops.agent_control import UNTIL_RESUMED
 from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import WRITE_SECONDS, LastFailure, Retrying
+from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.state.own_streams import RETRIES
 
 __all__ = ["AgentProgress", "AgentRow", "differing", "failing", "failing_text", "of_app", "of_deployment", "rows"]
+
+
+OUTAGE_FORGOTTEN_SECONDS = 60.0
+"""Where no worker has tried for so long after it was due, none runs that waits for the end of the outage."""
 
 
 class AgentProgress(Struct, frozen=True, kw_only=True):
@@ -50,6 +55,8 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
     """The functions that its workers run, where these are several."""
     failure: LastFailure | None = None
     """Its last failure; None where none is recorded."""
+    outage: OutageRecord | None = None
+    """The outage for whose end it waits; None where there is none."""
 
     @property
     def lag(self) -> int:
@@ -75,9 +82,22 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
         if self.retries is not None and self.retries.paused != self.events.paused:
             paused = "its notifications" if self.events.paused else "its retries"
             return f"partly paused: only {paused}; pause or resume it again"
+        if self.waiting:
+            return self.waiting
         if self.functions:
             return f"two programs share it: {', '.join(self.functions)}"
         return stuck.why_stuck(self.events, before.events if before else None, self.record)
+
+    @property
+    def waiting(self) -> str:
+        """Since when and why it waits for the end of an outage; empty where it does not, or no worker of it runs."""
+        if (outage := self.outage) is None:
+            return ""
+        due = outage.written + timedelta(seconds=outage.again_in_seconds)
+        if self.time - due > timedelta(seconds=OUTAGE_FORGOTTEN_SECONDS):
+            return ""
+        seconds = max(0.0, (due - self.time).total_seconds())
+        return f"outage since {time_text(outage.since)}: {outage.reason}; tries again in {seconds:.0f} s"
 
     @property
     def failing(self) -> str:
@@ -192,6 +212,7 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
             dead_letters=self.dead_letters.get((app, agent), 0),
             functions=self.recorded.functions.get((stream, agents.durable_name(app, agent)), ()),
             failure=self.recorded.failures.get((app, "agents", agent)),
+            outage=self.recorded.outages.get((app, agent)),
         )
 
 

@@ -24,6 +24,7 @@ from aviso_workers.state import (
     declarations,
     failure_counts,
     failure_records,
+    outage_records,
     own_buckets,
     table_records,
 )
@@ -129,6 +130,7 @@ async def retire(admin: Admin, plan: Retirement) -> None:
     for agent, stream in plan.records:
         await consumer_records.remove(admin, app=plan.app, agent=agent, stream=stream)
     await failure_records.remove(admin, app=plan.app, agent=plan.agent)
+    await outage_records.remove(admin, app=plan.app, agent=plan.agent)
     if not plan.agent:
         await declarations.remove(admin, app=plan.app)
     for stream, subject in plan.subjects:

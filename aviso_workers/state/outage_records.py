@@ -20,7 +20,7 @@ from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import consumer_records
 from aviso_workers.state.kept import Kept
 
-__all__ = ["END", "KEPT", "OutageRecord", "newest", "parsed", "write"]
+__all__ = ["END", "KEPT", "OutageRecord", "newest", "parsed", "remove", "write"]
 
 END = "outage"
 """The last part of the key of each record."""
@@ -72,6 +72,14 @@ def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str], OutageRecord]:
             ahead = entry.time - record.written  # the clock of the worker that wrote it may be wrong
             found[app, key[1]] = structs.replace(record, since=record.since + ahead, written=entry.time)
     return found
+
+
+async def remove(backend: Backend, *, app: str, agent: str = "") -> None:
+    """Forget the outages of an agent, or of all of the app, because it is retired. Raises `BackendError`."""
+    for entry in await consumer_records.entries(backend):
+        owner, *key = entry.key.split("/")
+        if owner == app and len(key) == 3 and key[2] == END and (not agent or key[1] == agent):
+            await (await consumer_records.bucket(backend)).delete(entry.key)
 
 
 def key_of(app: str, agent: str) -> str:

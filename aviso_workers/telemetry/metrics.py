@@ -41,6 +41,8 @@ from aviso_workers.events import (
     LeadershipUnhindered,
     Measured,
     NotReadAgain,
+    OutageBegan,
+    OutageEnded,
     Passed,
     Published,
     ReadAgain,
@@ -61,7 +63,7 @@ RUN_OUTCOMES = ("done", "failed")
 """Of a timer or a window."""
 OUTCOMES = ("acked", "retried", "dead_lettered")
 PUBLISH_OUTCOMES = ("stored", "duplicate", "scheduled", "failed")
-RETRY_REASONS = ("dead_letter_failed", "taken_over", "other_version")
+RETRY_REASONS = ("dead_letter_failed", "taken_over", "other_version", "unavailable")
 """Those that are not exceptions of an author's."""
 DEAD_LETTER_REASONS = (
     *("attempts_exhausted", "invalid_notification", "late", "max_deliveries", "rejected", "undecodable"),
@@ -144,6 +146,7 @@ class _Agent:
         self.dead_letters = _Counts(DEAD_LETTER_REASONS)
         self.pull_errors = _Counts()
         self.dead_letters_refused = False
+        self.outage = False
         self.not_read_again = False
         self.threads_stuck = 0
         self.redelivered = 0
@@ -359,6 +362,13 @@ PER_AGENT = (
         "1 while dead letters of this agent cannot be stored, so their notifications stay in the stream and are "
         "redelivered; else 0.",
         lambda a: a.dead_letters_refused,
+    ),
+    Metric(
+        GAUGE,
+        "outage",
+        "1 while this agent waits for the end of an outage of what it depends on, and tries one notification at a "
+        "time; else 0.",
+        lambda a: a.outage,
     ),
     Metric(
         GAUGE,
@@ -618,6 +628,9 @@ class Metrics:
     def _dead_letters(self, event: DeadLettersRefused | DeadLettersStored) -> None:
         self._agents[event.agent].dead_letters_refused = isinstance(event, DeadLettersRefused)
 
+    def _outage(self, event: OutageBegan | OutageEnded) -> None:
+        self._agents[event.agent].outage = isinstance(event, OutageBegan)
+
     def _read_again(self, event: NotReadAgain | ReadAgain) -> None:
         self._agents[event.agent].not_read_again = isinstance(event, NotReadAgain)
 
@@ -647,6 +660,8 @@ class Metrics:
         LeadershipUnhindered: _leadership,
         Measured: _note_measured,
         NotReadAgain: _read_again,
+        OutageBegan: _outage,
+        OutageEnded: _outage,
         Published: _count_published,
         ReadAgain: _read_again,
         Suspected: _suspected,

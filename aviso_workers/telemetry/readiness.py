@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from aviso_workers.declare.agents import Agent
-from aviso_workers.events import CONNECTION, WORKER, AgentDisturbed, AgentStarted, Event, all_kinds
+from aviso_workers.events import CONNECTION, WORKER, AgentDisturbed, AgentStarted, Event, Hindrance, all_kinds
 from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.telemetry.status import Health
 
@@ -25,9 +25,10 @@ class Readiness:
 
     def __init__(self, agents: Iterable[Agent[Any, Any]]) -> None:
         self.health = Health()
-        self._hindrances = {(WORKER, CONNECTION): "not connected yet"}
-        """Texts by agent (or `WORKER`) and by what they are about."""
-        self._hindrances |= {(agent.name, START): "has not started" for agent in agents}
+        self._hindrances = {(WORKER, CONNECTION): Hindrance(WORKER, CONNECTION, "not connected yet")}
+        """By agent (or `WORKER`) and by what they are about."""
+        for agent in agents:
+            self._hindrances[agent.name, START] = Hindrance(agent.name, START, "has not started")
         self._stopping = False
         self._say()
 
@@ -35,13 +36,13 @@ class Readiness:
         """Note what hinders the worker, or does so no more; the observer of those that are `OBSERVED`."""
         hindrance = event.hindrance()
         assert hindrance is not None
-        agent, of, text = hindrance
+        agent, of = hindrance.agent, hindrance.of
         if isinstance(event, AgentStarted | AgentDisturbed) and event.stream != RETRIES:
             self._hindrances.pop((agent, START), None)  # an agent may read what is tried again before its own stream
-        if text is None:
+        if hindrance.text is None:
             self._hindrances.pop((agent, of), None)
         else:
-            self._hindrances[agent, of] = text
+            self._hindrances[agent, of] = hindrance
         self._say()
 
     def stop(self) -> None:
@@ -49,13 +50,17 @@ class Readiness:
         self._say()
 
     def _say(self) -> None:
-        said = ["stopping"] if self._stopping else []
-        for (agent, _), text in sorted(self._hindrances.items(), key=_rank):
-            said.append(text if agent == WORKER else f"agent {agent}: {text}")
-        self.health.unready = said
+        said = sorted(self._hindrances.values(), key=_rank)
+        unready = [_text(each) for each in said if not each.is_ready]
+        self.health.unready = ["stopping", *unready] if self._stopping else unready
+        self.health.notes = [_text(each) for each in said if each.is_ready]
 
 
-def _rank(hindrance: tuple[tuple[str, str], str]) -> tuple[bool, bool]:
+def _text(hindrance: Hindrance) -> str:
+    text = hindrance.text or ""
+    return text if hindrance.agent == WORKER else f"agent {hindrance.agent}: {text}"
+
+
+def _rank(hindrance: Hindrance) -> tuple[bool, bool]:
     """Return what sorts the connection before what else the worker lacks, and that before what its agents lack."""
-    (agent, of), _ = hindrance
-    return agent != WORKER, of != CONNECTION
+    return hindrance.agent != WORKER, hindrance.of != CONNECTION

@@ -207,6 +207,10 @@ class Fleet:
     def unready(self) -> list[str]:
         return [*(["stopping"] if self._stopping else []), *self._problems("/readyz", statuses=(0, 503))]
 
+    @property
+    def notes(self) -> list[str]:
+        return []
+
     def stuck(self) -> list[str]:
         """Return a process that starts or has ended is not stuck: it is being taken care of."""
         return [*self._health.stuck(), *self._problems("/livez", statuses=(503,))]

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -45,6 +45,10 @@ class Probed(Protocol):
     def unready(self) -> list[str]:
         """Why `/readyz` says no; empty where it says yes."""
 
+    @property
+    def notes(self) -> list[str]:
+        """What `/readyz` says besides."""
+
     def stuck(self) -> list[str]:
         """Why `/livez` says no; empty where it says yes."""
 
@@ -55,6 +59,8 @@ class Health:
     def __init__(self) -> None:
         self.unready: list[str] = ["starting"]
         """Why the worker is not ready; empty when it is."""
+        self.notes: list[str] = []
+        """What is said besides, such as the outage that an agent waits for."""
         self._last_turn = time.monotonic()
         self._next_turn = math.inf
         self._late = 0.0
@@ -164,7 +170,7 @@ def _handler(health: Probed, metrics: Callable[[], bytes], token: Secret | None)
                 case "/livez":
                     self._answer(health.stuck())
                 case "/readyz":
-                    self._answer(health.unready)
+                    self._answer(health.unready, health.notes)
                 case "/metrics" if not self._is_allowed():
                     self._send(401, b"send the token of workers.status.token: Authorization: Bearer ...\n")
                 case "/metrics":
@@ -181,8 +187,8 @@ def _handler(health: Probed, metrics: Callable[[], bytes], token: Secret | None)
             sent = self.headers.get("Authorization", "").encode()
             return hmac.compare_digest(sent, f"Bearer {token.reveal()}".encode())
 
-        def _answer(self, problems: list[str]) -> None:
-            body = "".join(f"{problem}\n" for problem in problems) or "ok\n"
+        def _answer(self, problems: list[str], notes: Sequence[str] = ()) -> None:
+            body = "".join(f"{line}\n" for line in [*(problems or ["ok"]), *notes])
             self._send(503 if problems else 200, body.encode())
 
         def _send(self, status: int, body: bytes, content_type: str = "text/plain; charset=utf-8") -> None:
