@@ -84,8 +84,7 @@ async def remove_consumer(server: OpenedServer, stream: Stream, consumer: Consum
     Example: aviso-workers consumers rm MARS field-index__index_field --yes
     """
     found = await server.admin.consumer_info(stream, consumer)
-    left = f"{found.num_pending + found.num_ack_pending} messages before it"
-    typer.echo(f"{consumer} of {stream} would be removed, at {found.ack_floor}, with {left}")
+    typer.echo(f"{consumer} of {stream} would be removed, at {found.ack_floor}, with {found.lag} messages before it")
     confirm(yes, to="remove it")
     await maintenance.remove_consumer(server.admin, stream, consumer)
     typer.echo(f"{consumer}: removed")

@@ -386,6 +386,11 @@ class ConsumerInfo(Struct, frozen=True, kw_only=True):
         return max(self.ack_floor, 0 if self.num_ack_pending else self.position)
 
     @property
+    def lag(self) -> int:
+        """The number of messages that are not settled."""
+        return self.num_pending + self.num_ack_pending
+
+    @property
     def paused(self) -> bool:
         return self.paused_until is not None
 

@@ -6,7 +6,7 @@ consumer says whose it is.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime, timedelta
 
@@ -19,7 +19,7 @@ from aviso_workers.config import Config
 from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Router
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
-from aviso_workers.ops import agent_inventory, aviso_admin, retirement
+from aviso_workers.ops import agent_inventory, aviso_admin, inventory, retirement
 from aviso_workers.state import consumer_records, failure_records, window_records
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.dead_letter_records import RETRIES
@@ -114,7 +114,7 @@ async def find(admin: Admin, config: Config, owner: str, agent: str, *, several:
     records = await consumer_records.stored(admin)
     recorded = [stream for app, name, stream in records if (app, name) == (owner, agent) and stream != RETRIES]
     streams = dict.fromkeys([*event_streams, *recorded])
-    found = [stream for stream in streams if await _exists(admin.consumer_info(stream, consumer))]
+    found = [stream for stream in streams if await inventory.existing(admin.consumer_info(stream, consumer))]
     if not found:  # it was deleted, or removed
         found = [stream for stream in event_streams if stream in recorded]
     if not found:
@@ -210,8 +210,8 @@ async def reset(admin: Admin, plan: Reset) -> int:
         filter_subjects=plan.filter_subjects,
     )
     if info is not None:
-        return info.num_pending + info.num_ack_pending  # a worker that waits is given some at once
-    if await _exists(admin.consumer_info(agent.stream, agent.consumer)):
+        return info.lag  # a worker that waits is given some at once
+    if await inventory.existing(admin.consumer_info(agent.stream, agent.consumer)):
         raise RefusedError(f"a worker has created consumer {agent.consumer} meanwhile: repeat the command")
     return await admin.count(agent.stream, filter_subjects=plan.filter_subjects, start_sequence=plan.sequence)
 
@@ -251,13 +251,13 @@ async def _records_to_rename(admin: Admin, owner: str, agent: str, to: str) -> d
     }
     if not records:
         raise NotFoundError(f"no worker of app {owner} has recorded an agent {agent}")
-    if await _exists(admin.stream_info(f"KV_{window_records.bucket_of(owner, agent)}")):
+    if await inventory.existing(admin.stream_info(f"KV_{window_records.bucket_of(owner, agent)}")):
         raise RefusedError(
             f"agent {agent} keeps windows under its name: let them close, then run `aviso-workers agents rm "
             f"{quoted(owner)} --agent {quoted(agent)}`, and declare {to} with start='new'"
         )
     for stream in records:  # of its retries, an agent has a consumer before it may begin
-        if await _exists(admin.consumer_info(stream, agents.durable_name(owner, to))):
+        if await inventory.existing(admin.consumer_info(stream, agents.durable_name(owner, to))):
             raise RefusedError(f"agent {to} of app {owner} has run: it has a consumer on stream {stream}")
     for stream, record in records.items():
         known = stored.get((owner, to, stream))
@@ -282,7 +282,7 @@ def _require_renamable(info: ConsumerInfo, of: AgentConsumer, to: str, *, worker
         raise RefusedError(f"workers ask for its notifications: stop the workers of {of.agent} first")
     if not workers_stopped and (why := retirement.why_active(info)):
         raise RefusedError(f"{why}: stop the workers of {of.agent} first, and say --workers-stopped")
-    if of.stream == RETRIES and info.num_pending + info.num_ack_pending:
+    if of.stream == RETRIES and info.lag:
         raise RefusedError(f"agent {of.agent} has dead letters that are tried again: let its workers finish them")
 
 
@@ -300,14 +300,6 @@ async def rename(admin: Admin, plan: Rename) -> None:
     for stream in (*plan.records, RETRIES):
         await consumer_records.remove(admin, app=plan.app, agent=plan.agent, stream=stream)
     await failure_records.remove(admin, app=plan.app, agent=plan.agent)
-
-
-async def _exists(info: Awaitable[object]) -> bool:
-    try:
-        await info
-    except NotFoundError:
-        return False
-    return True
 
 
 async def _pause(admin: Admin, stream: str, consumer: str, seconds: float | None) -> datetime:

@@ -16,6 +16,7 @@ from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config, streams
 from aviso_workers.declare import agents as agents_
 from aviso_workers.errors import NotFoundError, UndecodableError
+from aviso_workers.ops import inventory
 from aviso_workers.state import (
     consumer_records,
     dead_letter_records,
@@ -86,11 +87,8 @@ def streams_of(config: Config) -> list[str]:
 
 async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInfo]:
     """Return the consumers of a stream that belong to agents, by app and agent. Raises `BackendError`."""
-    try:
-        consumers = await admin.consumers(stream)
-    except NotFoundError:
-        return {}
-    return {found: consumer for consumer in consumers if (found := agent_of(consumer.name))}
+    consumers = await inventory.existing(admin.consumers(stream))
+    return {found: consumer for consumer in consumers or () if (found := agent_of(consumer.name))}
 
 
 async def recorded(admin: Admin) -> Recorded:
@@ -198,13 +196,8 @@ async def part_used(admin: Admin, stream: str) -> float | None:
 
     None where it has no limit, discards old messages, or does not exist. Raises `BackendError`.
     """
-    try:
-        info = await admin.stream_info(stream)
-    except NotFoundError:
-        return None
-    if info.config.discard != "new":
-        return None
-    return info.part_used
+    info = await inventory.existing(admin.stream_info(stream))
+    return info.part_used if info and info.config.discard == "new" else None
 
 
 async def dead_letters(admin: Admin) -> dict[tuple[str, ...], int]:
@@ -218,10 +211,7 @@ async def dead_letters(admin: Admin) -> dict[tuple[str, ...], int]:
 
 
 async def _subject_counts(admin: Admin, stream: str, subject: str = ">") -> dict[str, int]:
-    try:
-        return await admin.subject_counts(stream, subject=subject)
-    except NotFoundError:
-        return {}
+    return await inventory.existing(admin.subject_counts(stream, subject=subject)) or {}
 
 
 def agent_of(consumer: str) -> tuple[str, str] | None:

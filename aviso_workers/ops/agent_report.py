@@ -40,7 +40,7 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
     """The consumer of its events; None where it has none."""
     retries: ConsumerInfo | None
     record: ConsumerRecord | None = None
-    """The record of the consumer of this stream; None where no worker, or one of an older version, has run."""
+    """The record of the consumer of this stream; None where no worker has run."""
     behind: int | None = None
     """Notifications after the recorded ack floor, where the consumer is gone and no operator has removed it; else
     None."""

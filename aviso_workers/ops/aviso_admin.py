@@ -12,7 +12,7 @@ from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.positions import parse_id
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
-from aviso_workers.errors import InvalidPositionError, NotFoundError, UnknownEventTypeError
+from aviso_workers.errors import InvalidPositionError, UnknownEventTypeError
 from aviso_workers.ops import inventory, maintenance
 from aviso_workers.ops.inventory import StoredMessage
 
@@ -24,10 +24,8 @@ async def event_streams(admin: Admin, config: Config) -> dict[str, int]:
     found: dict[str, int] = {}
     for name in config.notification_schema:
         stream = stream_of(config, name)
-        try:
-            found[stream] = (await admin.stream_info(stream)).messages
-        except NotFoundError:
-            continue
+        if info := await inventory.existing(admin.stream_info(stream)):
+            found[stream] = info.messages
     return found
 
 

@@ -25,7 +25,7 @@ from aviso_workers.config import Config
 from aviso_workers.declare import agents
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Events, Skipped
-from aviso_workers.ops import agent_inventory
+from aviso_workers.ops import agent_inventory, inventory
 from aviso_workers.state import dead_letter_records, parts, window_records
 from aviso_workers.state.dead_letter_records import RETRIES, STREAM, DeadLetter
 
@@ -126,10 +126,9 @@ class StoredDeadLetters:
         """Yield the selected dead letters, the oldest first. A message that is not a dead letter is reported as
         `Skipped`.
         """
-        try:
-            last = (await self._admin.stream_info(STREAM)).last_sequence
-        except NotFoundError:
+        if not (info := await inventory.existing(self._admin.stream_info(STREAM))):
             return  # made with the first dead letter
+        last = info.last_sequence
         reading = self._admin.read(
             STREAM,
             filter_subjects=(),
@@ -272,13 +271,12 @@ class StoredDeadLetters:
         if (dead_letter.app, dead_letter.agent) in self._readers:
             return
         await self._own_streams.ensure(dead_letter_records.retries_spec(self._config))
-        try:
-            await self._admin.consumer_info(RETRIES, agents.durable_name(dead_letter.app, dead_letter.agent))
-        except NotFoundError as error:
+        durable = agents.durable_name(dead_letter.app, dead_letter.agent)
+        if not await inventory.existing(self._admin.consumer_info(RETRIES, durable)):
             raise RefusedError(
                 f"agent {dead_letter.agent} of app {dead_letter.app} has no consumer for retries: "
                 "start a worker of the app first. The dead letters are unchanged"
-            ) from error
+            )
         self._readers.add((dead_letter.app, dead_letter.agent))
 
 

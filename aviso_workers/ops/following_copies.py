@@ -30,7 +30,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import StreamConfig, StreamInfo
-from aviso_workers.ops import consumer_positions, stream_copies, stream_pairs
+from aviso_workers.ops import consumer_positions, inventory, stream_copies, stream_pairs
 from aviso_workers.ops.consumer_positions import StreamPlace
 from aviso_workers.ops.mirrors import COPY_OF, NOWHERE
 
@@ -75,12 +75,9 @@ async def is_begun(source: Admin, target: Admin, stream: str) -> bool:
     """Return whether there is an unfinished copy of this stream. Raises `BackupError` where it is a copy of another
     stream.
     """
-    try:
-        config = (await target.stream_info(stream)).config
-    except NotFoundError:
-        return False
-    copy_of = config.metadata.get(COPY_OF)
-    if copy_of is None or metadata.is_unfinished(config):
+    found = await inventory.existing(target.stream_info(stream))
+    copy_of = found.config.metadata.get(COPY_OF) if found else None
+    if found is None or copy_of is None or metadata.is_unfinished(found.config):
         return False  # a restore that was interrupted is replaced, and anything else refused, by a copy
     original = await source.stream_info(stream)
     if copy_of != original.created_text:

@@ -27,6 +27,7 @@ __all__ = [
     "consumers",
     "count",
     "direct_message",
+    "existing",
     "gaps",
     "message",
     "messages_before",
@@ -69,6 +70,7 @@ class ResourceUse(Struct, frozen=True, kw_only=True):
 
 
 T = TypeVar("T", StreamInfo, ConsumerInfo)
+E = TypeVar("E")
 
 
 class Listing(Struct, Generic[T], frozen=True, kw_only=True):
@@ -80,6 +82,14 @@ class Listing(Struct, Generic[T], frozen=True, kw_only=True):
     """By name."""
     unavailable: list[str]
     """The names of those that were left out."""
+
+
+async def existing(request: Awaitable[E]) -> E | None:
+    """Return the answer to a request; None where the stream or the consumer that it is about does not exist."""
+    try:
+        return await request
+    except NotFoundError:
+        return None
 
 
 async def streams(admin: Admin) -> Listing[StreamInfo]:

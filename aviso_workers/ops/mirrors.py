@@ -38,8 +38,7 @@ __all__ = [
 STALE_SECONDS = monitoring.STALE_SECONDS
 """A mirror without contact for so long is not following: an idle origin sends a heartbeat every few seconds."""
 PROMOTED = "aviso-workers-promoted-from"
-"""The metadata of a promoted mirror: the API and the name of its origin, and the last sequence that it mirrored (which
-is missing where an older version promoted it)."""
+"""The metadata of a promoted mirror: the API and the name of its origin, and the last sequence that it mirrored."""
 COPY_OF = "aviso-workers-copy-of"
 """The metadata of an unfinished copy (see `stream_copies`): when its original was created."""
 NOWHERE = "aviso_workers.fenced"
@@ -183,7 +182,7 @@ def _links(stream: StreamInfo) -> Iterator[Link]:
         yield _link(stream.name, "source", source)
     metadata = stream.config.metadata
     if (promoted := metadata.get(PROMOTED)) and FENCED not in metadata:  # fenced, it replaces nothing any more
-        api, origin, *_ = promoted.split(" ")
+        api, origin, _ = promoted.split(" ")
         yield Link(stream=stream.name, origin=origin, relation="promoted", api=api)
 
 

@@ -240,8 +240,7 @@ async def opened(
     promoted = (await admin.stream_info(stream)).config.metadata.get(PROMOTED)
     if promoted is None:
         raise RefusedError(f"{stream} is not a promoted mirror")
-    api, origin, *rest = promoted.split(" ")
-    last = int(rest[0]) if rest else (await admin.stream_info(stream)).last_sequence
+    api, origin, last = promoted.split(" ")
     async with _origin_at(admin, config, api, origin_config) as there:
         if FENCED not in (found := await there.stream_info(origin)).config.metadata:
             raise RefusedError(
@@ -249,7 +248,7 @@ async def opened(
                 f"`aviso-workers mirror fence {quoted(origin)} --api {quoted(api)}`"
             )
         fenced = _FencedOrigin(admin=there, stream=origin, created=found.created_text, last=found.last_sequence)
-        yield Recovery(admin, stream, fenced, mirrored=last)
+        yield Recovery(admin, stream, fenced, mirrored=int(last))
 
 
 @asynccontextmanager

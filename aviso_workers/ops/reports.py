@@ -232,16 +232,12 @@ def _consumer_row(key: tuple[str, str], now: ServerSnapshot, before: ServerSnaps
         pending=found.num_pending,
         ack_pending=found.num_ack_pending,
         redelivered=found.num_redelivered,
-        rate=_per_second(_lag(found) - _lag(known), now, before),
+        rate=_per_second(found.lag - known.lag, now, before),
         deliveries=found.deliveries,
         last_settled=found.last_settled,
         paused=found.paused,
         stuck=stuck.why_stuck(found, known, now.records.get(key)),
     )
-
-
-def _lag(consumer: ConsumerInfo) -> int:
-    return consumer.num_pending + consumer.num_ack_pending
 
 
 def _per_second(change: int, now: ServerSnapshot, before: ServerSnapshot) -> float:

@@ -18,11 +18,11 @@ import anyio
 from msgspec import Struct, structs
 
 from aviso_workers.backends import Admin
-from aviso_workers.errors import BackupError, NotFoundError
+from aviso_workers.errors import BackupError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.jetstream.metadata import FENCED
-from aviso_workers.ops import backups
+from aviso_workers.ops import backups, inventory
 from aviso_workers.ops.backups import Drill, Progress, Restored
 from aviso_workers.ops.backups.restoration import taken
 from aviso_workers.ops.mirrors import COPY_OF, NOWHERE
@@ -150,9 +150,6 @@ def _held_back(config: Mapping[str, Any], *, created: str) -> dict[str, Any]:
 
 async def _require_no_copy(target: Admin, stream: str) -> None:
     """Raise `BackupError` where there is a copy that is not whole; one whose restore was interrupted is replaced."""
-    try:
-        config = (await target.stream_info(stream)).config
-    except NotFoundError:
-        return
-    if COPY_OF in StreamConfig(config).metadata and not metadata.is_unfinished(config):
+    found = await inventory.existing(target.stream_info(stream))
+    if found and COPY_OF in found.config.metadata and not metadata.is_unfinished(found.config):
         raise BackupError(f"{stream} on the target is an unfinished copy: continue it with --follow, or delete it")

@@ -6,7 +6,6 @@ As configured, as they are on the server, and the way from one to the other. Cal
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from msgspec import Struct
 
@@ -14,7 +13,7 @@ from aviso_workers.backends import Admin
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
-from aviso_workers.errors import NotFoundError, RefusedError, UnknownEventTypeError
+from aviso_workers.errors import RefusedError, UnknownEventTypeError
 from aviso_workers.events import Events
 from aviso_workers.jetstream import plans as planning
 from aviso_workers.jetstream import specs
@@ -22,6 +21,7 @@ from aviso_workers.jetstream.fields import as_jetstream, readable
 from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.jetstream.plans import ConsumerPlan, Plan, Stored
 from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.ops import inventory
 
 __all__ = ["PolicyRow", "carry_out", "effective_policy", "plans", "sections"]
 
@@ -58,7 +58,8 @@ async def plans(admin: Admin, config: Config) -> list[Plan | ConsumerPlan]:
         found.append(await provisioner.plan(spec))
         declared = config.streams.get(spec.name)
         for name, consumer in declared.consumers.items() if declared else ():
-            at_server = await _consumer(admin, spec.name, name)
+            info = await inventory.existing(admin.consumer_info(spec.name, name))
+            at_server = dict(info.config) if info else None
             found.append(planning.consumer_plan(spec.name, name, as_jetstream(consumer), at_server))
     return found
 
@@ -131,13 +132,6 @@ def _spec(config: Config, name: str) -> StreamSpec:
     if name not in declared:
         raise UnknownEventTypeError(name, event_types)
     return declared[name]
-
-
-async def _consumer(admin: Admin, stream: str, name: str) -> dict[str, Any] | None:
-    try:
-        return dict((await admin.consumer_info(stream, name)).config)
-    except NotFoundError:
-        return None
 
 
 async def _carry_out_consumer(admin: Admin, plan: ConsumerPlan) -> None:

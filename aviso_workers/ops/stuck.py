@@ -23,7 +23,7 @@ def why_stuck(now: ConsumerInfo, before: ConsumerInfo | None, record: ConsumerRe
 
     `before` is an earlier state of it. Without one, only delivered notifications can be judged.
     """
-    if now.paused or not _lag(now) or (before and (not _lag(before) or before.ack_floor != now.ack_floor)):
+    if now.paused or not now.lag or (before and (not before.lag or before.ack_floor != now.ack_floor)):
         return ""
     if not now.num_ack_pending:
         idle = before and not before.num_ack_pending and before.deliveries == now.deliveries
@@ -64,7 +64,3 @@ def unfinished_since(consumer: ConsumerInfo, record: ConsumerRecord | None) -> d
 def _longest_seconds(consumer: ConsumerInfo) -> float:
     """Return for how many seconds one notification may be unfinished, of a consumer without a record."""
     return max(consumer_records.STUCK_SECONDS, 2 * consumer.config.ack_wait / SECOND)
-
-
-def _lag(consumer: ConsumerInfo) -> int:
-    return consumer.num_pending + consumer.num_ack_pending

@@ -12,10 +12,11 @@ import anyio.to_thread
 from msgspec import Struct
 
 from aviso_workers.backends import Admin
-from aviso_workers.errors import BackupError, NotFoundError
+from aviso_workers.errors import BackupError
 from aviso_workers.jetstream import metadata, specs
 from aviso_workers.jetstream.info import SnapshotState, StreamConfig, StreamInfo
 from aviso_workers.jetstream.specs import LONGEST_NAME
+from aviso_workers.ops import inventory
 from aviso_workers.ops.backups import archive, chains, completion, consumer_entries
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces
@@ -177,11 +178,7 @@ def _require_whole(backup: Backup) -> None:
 async def _require_free(admin: Admin, config: Mapping[str, Any]) -> None:
     """Raise `BackupError` where the name or a subject is taken. The rest of an interrupted restore is removed."""
     name = config["name"]
-    try:
-        found = await admin.stream_info(name)
-    except NotFoundError:
-        pass
-    else:
+    if found := await inventory.existing(admin.stream_info(name)):
         if not metadata.is_unfinished(found.config):
             raise BackupError(
                 f"stream {name} exists, with {found.messages} messages: "

@@ -16,8 +16,9 @@ import anyio
 from msgspec import Struct
 
 from aviso_workers.backends import Admin
-from aviso_workers.errors import AvisoWorkersError, BackupError, NotFoundError, UnavailableError
+from aviso_workers.errors import AvisoWorkersError, BackupError, UnavailableError
 from aviso_workers.jetstream.specs import UNREADABLE
+from aviso_workers.ops import inventory
 from aviso_workers.ops.backups import completion, set_order, sets
 from aviso_workers.ops.backups.restoration import SCRATCH
 from aviso_workers.ops.backups.sets import SetMember, SetRecord
@@ -125,11 +126,8 @@ async def _streams(admin: Admin) -> dict[str, tuple[datetime | None, dict[str, A
             )
         if name.startswith(SCRATCH):
             continue
-        try:
-            info = await _through_election(partial(admin.stream_info, name))
-        except NotFoundError:
-            continue
-        found[name] = (info.created, dict(info.config))
+        if info := await inventory.existing(_through_election(partial(admin.stream_info, name))):
+            found[name] = (info.created, dict(info.config))
     return found
 
 

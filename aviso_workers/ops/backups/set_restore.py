@@ -28,6 +28,7 @@ from aviso_workers.errors import BackendError, BackupError, NotFoundError, Unava
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.jetstream.metadata import OF_SET, UNFINISHED
+from aviso_workers.ops import inventory
 from aviso_workers.ops.backups import consumer_entries, sets
 from aviso_workers.ops.backups.consumer_entries import StoredConsumer
 from aviso_workers.ops.backups.encryption import Identities
@@ -169,7 +170,7 @@ class _SetRestoration:
         return [each for each in await self._admin.consumers(stream) if each.durable]
 
     async def _goes_on(self, stream: str, consumer: ConsumerInfo, stored: StoredConsumer | None) -> GoesOn:
-        ahead = consumer.num_pending + consumer.num_ack_pending
+        ahead = consumer.lag
         new: int | None = None
         if stored is not None:
             filters = consumer.config.filters
@@ -239,10 +240,7 @@ class _SetRestoration:
                 raise BackupError(f"stream {stream} is being restored by another command")
 
     async def _info(self, stream: str) -> StreamInfo | None:
-        try:
-            return await self._admin.stream_info(stream)
-        except NotFoundError:
-            return None
+        return await inventory.existing(self._admin.stream_info(stream))
 
     @staticmethod
     def _mark(info: StreamInfo) -> str:

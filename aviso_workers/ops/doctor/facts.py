@@ -25,12 +25,12 @@ from aviso_workers.backends import Admin, Received
 from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Agent
-from aviso_workers.errors import BackendError, DeniedError, NotFoundError, ServerProcessError, UnavailableError
+from aviso_workers.errors import BackendError, DeniedError, ServerProcessError, UnavailableError
 from aviso_workers.jetstream import plans
 from aviso_workers.jetstream.info import Account, ConsumerInfo, StreamInfo
 from aviso_workers.jetstream.plans import Plan, Stored
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.ops import agent_inventory, backups
+from aviso_workers.ops import agent_inventory, backups, inventory
 from aviso_workers.ops.agent_inventory import RunAlone
 from aviso_workers.ops.backups import Backup
 from aviso_workers.ops.doctor import divergence, monitoring_port, replicas
@@ -354,18 +354,11 @@ class _Requests:
         return answers
 
     async def _consumers(self, stream: str) -> list[ConsumerInfo]:
-        try:
-            return await self._admin.consumers(stream)
-        except NotFoundError:
-            return []  # deleted meanwhile
+        return await inventory.existing(self._admin.consumers(stream)) or []  # deleted meanwhile
 
     async def _consumer_names(self, stream: StreamInfo) -> frozenset[str]:
-        if not stream.consumers:
-            return frozenset()
-        try:
-            return frozenset(await self._admin.consumer_names(stream.name))
-        except NotFoundError:
-            return frozenset()
+        names = await inventory.existing(self._admin.consumer_names(stream.name)) if stream.consumers else None
+        return frozenset(names or ())
 
     async def monitored(
         self, urls: Sequence[str], *, named: bool, of: ConnectedServer

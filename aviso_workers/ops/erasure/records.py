@@ -31,8 +31,8 @@ class FoundMessages(Struct, frozen=True, kw_only=True):
     what: str
     """The relation of the stream to the notifications, such as `mirror of MARS`."""
     sequences: tuple[int, ...]
-    times_ns: tuple[int, ...] = ()
-    """When each was stored, in nanoseconds since 1970; none in records of versions before this one."""
+    times_ns: tuple[int, ...]
+    """When each was stored, in nanoseconds since 1970."""
 
     @property
     def messages(self) -> Iterator[tuple[int, int]]:
@@ -89,21 +89,13 @@ def replace(path: Path, record: ErasureRecord) -> None:
 
 
 def read(path: Path) -> ErasureRecord:
-    """Return the record in a file. Raises `InvalidNotificationError` where it is none, or one of a version without
-    times.
-    """
+    """Return the record in a file. Raises `InvalidNotificationError` where it is none."""
     try:
-        record = msgspec.json.decode(path.read_bytes(), type=ErasureRecord)
+        return msgspec.json.decode(path.read_bytes(), type=ErasureRecord)
     except OSError as error:
         raise InvalidNotificationError(f"cannot read {path}: {error.strerror}") from error
     except UNREADABLE_JSON as error:
         raise InvalidNotificationError(f"{path} is not a record of an erasure: {error}") from error
-    if any(len(finding.times_ns) != len(finding.sequences) for finding in record.found):
-        raise InvalidNotificationError(
-            f"{path} does not say when its messages were stored, as records of versions before this one: "
-            "cleanse by KEY=VALUE"
-        )
-    return record
 
 
 def _write(file: IO[bytes], record: ErasureRecord) -> None:

@@ -65,9 +65,9 @@ async def break_streams(loaded: Config) -> None:
         await add_stream(server, "DECLARED", max_msgs=6)
         await add_stream(server, "DISSEMINATION", subjects=["dissemination.>"], max_msgs=1000)
         await add_stream(server, "TAKER", subjects=["taken.*"])
-        await add_stream(server, "PROMOTED", metadata={PROMOTED: "$JS.API LIMITED"})
+        await add_stream(server, "PROMOTED", metadata={PROMOTED: "$JS.API LIMITED 0"})
         await add_stream(server, "FORMER", metadata={FENCED: "former.>"})
-        await add_stream(server, "FOLLOWER", metadata={PROMOTED: "$JS.API FORMER"})
+        await add_stream(server, "FOLLOWER", metadata={PROMOTED: "$JS.API FORMER 0"})
         await add_mirror_of_another_history(server)
 
 

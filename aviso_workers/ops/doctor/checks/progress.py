@@ -223,7 +223,7 @@ def hidden(facts: Facts) -> Iterator[Finding]:
         if stream.config.retention != "workqueue":
             continue
         theirs = [consumer for consumer in facts.consumers.values() if consumer.stream == stream.name]
-        known = sum(consumer.num_pending + consumer.num_ack_pending for consumer in theirs)
+        known = sum(consumer.lag for consumer in theirs)
         if stream.messages > known:
             found = (
                 f"{stream.messages} messages, and only {known} of them are pending or not acknowledged at a consumer"

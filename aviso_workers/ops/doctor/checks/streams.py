@@ -92,10 +92,6 @@ def few_replicas(facts: Facts) -> Iterator[Finding]:
     replicas of the configuration when a worker of the app starts. Workers never reduce these replicas, even if the
     configuration of another app asks for fewer. If the server or a missing right refuses the change, the worker
     continues and logs `stream.update_refused`.
-
-    A worker of an older version does reduce the replicas of the streams of retries and delayed
-    notifications when it starts, unless its configuration has `replicas: 3` too. The next worker of this version that
-    starts restores them.
     """
     for stream in facts.streams.values():
         if stream.config.num_replicas < REPLICAS:
