@@ -10,7 +10,7 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 65_330,
+    "lines": 65_338,
     "lines of the core": 35_767,
     "lines of agents": 808,
     "lines of aviso": 2_708,
@@ -23,7 +23,7 @@ BUDGETS = {
     "lines of jetstream": 2_420,
     "lines of ops": 14_121,
     "lines of projects": 77,
-    "lines of server": 2_163,
+    "lines of server": 2_171,
     "lines of spark": 6_300,
     "lines of state": 1_844,
     "lines of telemetry": 1_680,
@@ -40,7 +40,7 @@ BUDGETS = {
     "files that use dead letters": 21,
     "files that use order": 3,
     "class names that stand twice": 42,
-    "functions above a complexity of 10": 10,
+    "functions above a complexity of 10": 8,
 }
 SLACK = 0.98
 """A figure below this part of its budget lowers the budget in the same commit."""

@@ -60,18 +60,28 @@ def mistakes(config: Config) -> Iterator[tuple[str, str]]:
         if name == config.server.system_account:
             yield f"{path}.publishes", "is not for the system account"
         for i, event_type in enumerate(account.publishes):
-            if event_type not in config.notification_schema:
-                known = ", ".join(config.notification_schema) or "there is none"
-                yield f"{path}.publishes[{i}]", f"names no event type of notification_schema: {known}"
-            elif _stream(event_type, config).subjects is UNSET:
-                yield f"{path}.publishes[{i}]", "names an event type whose stream is a mirror: it takes no publishes"
-        with_streams = _with_streams(config)
-        if account.publishes_to is None and len(with_streams) != 1:
-            found = f"say which of {', '.join(with_streams)} has the streams" if with_streams else "there is none"
-            yield f"{path}.publishes_to", f"must name an account with JetStream: {found}"
-        if account.publishes_to is not None and account.publishes_to not in with_streams:
-            found = ", ".join(with_streams) or "there is none"
-            yield f"{path}.publishes_to", f"names no account of server.accounts with JetStream: {found}"
+            if mistake := _event_type_mistake(event_type, config):
+                yield f"{path}.publishes[{i}]", mistake
+        if mistake := _target_mistake(account.publishes_to, _with_streams(config)):
+            yield f"{path}.publishes_to", mistake
+
+
+def _event_type_mistake(name: str, config: Config) -> str:
+    if name not in config.notification_schema:
+        known = ", ".join(config.notification_schema) or "there is none"
+        return f"names no event type of notification_schema: {known}"
+    is_mirror = _stream(name, config).subjects is UNSET
+    return "names an event type whose stream is a mirror: it takes no publishes" if is_mirror else ""
+
+
+def _target_mistake(target: str | None, with_streams: list[str]) -> str:
+    names = ", ".join(with_streams)
+    if target is None and len(with_streams) != 1:
+        found = f"say which of {names} has the streams" if with_streams else "there is none"
+        return f"must name an account with JetStream: {found}"
+    if target is not None and target not in with_streams:
+        return f"names no account of server.accounts with JetStream: {names or 'there is none'}"
+    return ""
 
 
 def connected(config: Config) -> dict[str, Account]:

@@ -86,6 +86,10 @@ def _account_mistakes(server: Server) -> Iterator[tuple[str, str]]:
         use = server.accounts[server.system_account or ""].jetstream
         if use != AccountJetStream() and use != AccountJetStream(enabled=False):
             yield f"server.accounts.{server.system_account}.jetstream", "is not for the system account, which has none"
+    yield from _mistakes_of_users(server)
+
+
+def _mistakes_of_users(server: Server) -> Iterator[tuple[str, str]]:
     owners: dict[str, str] = {}
     for account, settings in server.accounts.items():
         for name, user in settings.users.items():

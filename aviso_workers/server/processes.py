@@ -459,17 +459,12 @@ def _write(
 
 
 def _spawn(node: Node, *, place: Path, detached: bool) -> None:
-    store_lock = _locked_store(node, place)
-    try:
-        _spawn_with(node, store_lock, detached=detached)
-    finally:
-        os.close(store_lock)
-
-
-def _spawn_with(node: Node, store_lock: int, *, detached: bool) -> None:
-    record = _locked_record(node)
-    (node.directory / "nats-server.pid").unlink(missing_ok=True)  # of one that was killed
-    with record, (node.directory / "nats-server.log").open("wb") as log:
+    with ExitStack() as opened:
+        store_lock = _locked_store(node, place)
+        opened.callback(os.close, store_lock)
+        record = opened.enter_context(_locked_record(node))
+        (node.directory / "nats-server.pid").unlink(missing_ok=True)  # of one that was killed
+        log = opened.enter_context((node.directory / "nats-server.log").open("wb"))
         process = subprocess.Popen(
             [find_binary(), "-c", str(node.directory / "nats-server.conf")],
             stdin=subprocess.DEVNULL,
@@ -492,13 +487,7 @@ def _locked_store(node: Node, place: Path) -> int:
     except OSError:
         return os.open(os.devnull, os.O_RDONLY)  # the server cannot use it either, and says why
 
-    def locked() -> bool:
-        with suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        return False
-
-    if not eventually(locked, RACE_SECONDS):
+    if not _locks(lock):
         os.close(lock)
         raise ServerProcessError(
             f"{node.name}: a server that was started in another directory uses the store {place}: stop it there"
@@ -508,20 +497,25 @@ def _locked_store(node: Node, place: Path) -> int:
 
 def _locked_record(node: Node) -> IO[bytes]:
     record = (node.directory / "node.json").open("ab")
-
-    def locked() -> bool:
-        with suppress(BlockingIOError):
-            fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        return False
-
-    if not eventually(locked, RACE_SECONDS):  # `is_running` of another process has it for a moment
+    if not _locks(record.fileno()):  # `is_running` of another process has it for a moment
         record.close()
         raise ServerProcessError(f"{node.name} in {node.directory} was started by another command just now")
     record.truncate(0)
     record.write(msgspec.json.encode(node, enc_hook=str))
     record.flush()
     return record
+
+
+def _locks(descriptor: int) -> bool:
+    """Lock a file, and return whether that was possible within `RACE_SECONDS`."""
+
+    def locked() -> bool:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    return eventually(locked, RACE_SECONDS)
 
 
 def _forget(node: Node) -> None:
