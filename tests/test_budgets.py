@@ -10,13 +10,13 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 65_338,
+    "lines": 65_172,
     "lines of the core": 35_767,
     "lines of agents": 808,
     "lines of aviso": 2_708,
     "lines of aviso_workers": 4_040,
     "lines of backends": 6_772,
-    "lines of cli": 6_094,
+    "lines of cli": 5_928,
     "lines of config": 2_712,
     "lines of declare": 3_697,
     "lines of engine": 8_882,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from aviso_workers.cli.confirmation import Yes, confirm
+from aviso_workers.cli.options import argument
 from aviso_workers.cli.output import print_table
 from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.ops import aviso_admin
@@ -19,8 +20,7 @@ __all__ = ["delete"]
 async def delete(
     server: OpenedServer,
     notification: Annotated[
-        str,
-        typer.Argument(metavar="EVENT@SEQUENCE", help="Event type and sequence of the notification, e.g. mars@4711."),
+        str, argument("EVENT@SEQUENCE", "Event type and sequence of the notification, e.g. mars@4711.")
     ],
     yes: Yes = False,
 ) -> None:
