@@ -10,18 +10,18 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 65_172,
+    "lines": 65_153,
     "lines of the core": 35_767,
     "lines of agents": 808,
     "lines of aviso": 2_708,
     "lines of aviso_workers": 4_040,
     "lines of backends": 6_772,
-    "lines of cli": 5_928,
+    "lines of cli": 5_925,
     "lines of config": 2_712,
     "lines of declare": 3_697,
     "lines of engine": 8_882,
     "lines of jetstream": 2_420,
-    "lines of ops": 14_121,
+    "lines of ops": 14_105,
     "lines of projects": 77,
     "lines of server": 2_171,
     "lines of spark": 6_300,

@@ -11,7 +11,6 @@ from aviso_workers.cli.options import argument
 from aviso_workers.cli.output import print_table
 from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.ops import aviso_admin
-from aviso_workers.ops.inventory import StoredMessage
 
 __all__ = ["delete"]
 
@@ -29,11 +28,9 @@ async def delete(
     Example: aviso-workers delete mars@4711
     """
     found = await aviso_admin.find(server.admin, server.config, notification)
-    print_table(("stream", "sequence", "subject", "stored"), [_message_row(found)])
+    print_table(
+        ("stream", "sequence", "subject", "stored"), [(found.stream, str(found.sequence), found.subject, found.time)]
+    )
     confirm(yes, to="delete it")
     await aviso_admin.delete(server.admin, server.config, notification)
     typer.echo(f"{notification} deleted")
-
-
-def _message_row(found: StoredMessage) -> tuple[str, str, str, str]:
-    return found.stream, str(found.sequence), found.subject, found.time

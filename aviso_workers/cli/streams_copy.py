@@ -83,9 +83,13 @@ def copy(
                 if copied.subjects or not follow:
                     _end(stream, copied)
                     return
-            _print_followed(
-                await following_copies.follow(source.admin, target.admin, stream, on_progress=_print_progress)
+            followed = await following_copies.follow(
+                source.admin,
+                target.admin,
+                stream,
+                on_progress=lambda appended, last: typer.echo(f"{appended} appended, up to {last}", err=True),
             )
+            _print_followed(followed)
 
     anyio.run(run)
 
@@ -113,10 +117,6 @@ def _end(stream: str, copied: Copied) -> None:
     if copied.meanwhile:
         typer.echo(_moved_on(stream, copied), err=True)
         raise typer.Exit(NOT_PROVEN)
-
-
-def _print_progress(appended: int, last: int) -> None:
-    typer.echo(f"{appended} appended, up to {last}", err=True)
 
 
 def _print_followed(found: Followed) -> None:
