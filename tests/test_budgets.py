@@ -10,7 +10,7 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 65_153,
+    "lines": 65_152,
     "lines of the core": 35_767,
     "lines of agents": 808,
     "lines of aviso": 2_708,
@@ -21,7 +21,7 @@ BUDGETS = {
     "lines of declare": 3_697,
     "lines of engine": 8_882,
     "lines of jetstream": 2_420,
-    "lines of ops": 14_105,
+    "lines of ops": 14_104,
     "lines of projects": 77,
     "lines of server": 2_171,
     "lines of spark": 6_300,
