@@ -10,18 +10,18 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 65_378,
+    "lines": 65_192,
     "lines of the core": 35_812,
     "lines of agents": 809,
     "lines of aviso": 2_708,
     "lines of aviso_workers": 4_060,
     "lines of backends": 6_787,
-    "lines of cli": 6_087,
+    "lines of cli": 5_918,
     "lines of config": 2_716,
     "lines of declare": 3_653,
     "lines of engine": 6_438,
     "lines of jetstream": 2_493,
-    "lines of ops": 14_119,
+    "lines of ops": 14_102,
     "lines of projects": 77,
     "lines of server": 2_172,
     "lines of spark": 6_302,
