@@ -28,7 +28,6 @@ from aviso_workers import event_loops
 from aviso_workers.aviso import positions, schema, topics, typed_identifiers
 from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification, Notify, Receipt
-from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, completed, examine
 from aviso_workers.config.documents import YamlNode
@@ -691,18 +690,14 @@ def _agent_mistakes(agent: Agent[Any, Any], examined: Examined) -> Iterator[str]
     except InvalidIdentifierError as error:
         yield f"where: {error}"
     else:
-        yield from _key_mistakes(agent, declared, where)
+        if agent.key_type is not Any:
+            yield from typed_identifiers.mistakes(agent.key_type, agent.event_type, declared, where)
     for name in sorted(outputs.named_event_types(agent.function) - event_types.keys() - examined.unclear):
         yield f"it publishes {UnknownEventTypeError(name, event_types)}"
     try:
         topics.key_of(schema.topic_of(agent.event_type, declared), agent.policy.order_by)
     except InvalidNotificationError as error:
         yield str(error)
-
-
-def _key_mistakes(agent: Agent[Any, Any], declared: EventType, where: Where) -> Iterator[str]:
-    if agent.key_type is not Any:
-        yield from typed_identifiers.mistakes(agent.key_type, agent.event_type, declared, where)
 
 
 def _renamed(declared: D, begin: str) -> D:

@@ -419,9 +419,7 @@ class Publisher:
             raise OutcomeUnknownError.after(error) from error
         raise error
 
-    def _given_up(
-        self, left: Sequence[_Prepared], error: BackendError, attempt: int, *, in_doubt: bool
-    ) -> BackendError:
+    def _given_up(self, left: list[_Prepared], error: BackendError, attempt: int, *, in_doubt: bool) -> BackendError:
         """State that these failed, and return the error of what was tried as often as it may be."""
         for prepared in left:
             self._emit(prepared.event_type, "failed", attempt)

@@ -23,7 +23,7 @@ import msgspec
 
 from aviso_workers._fast import Arrival, Stored, stored
 from aviso_workers.aviso.codec import Message
-from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.wire import Headers, status
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnansweredError, UnavailableError
@@ -60,7 +60,7 @@ class PullSubscription:
 
     def __init__(
         self,
-        connection: JetStreamConnection,
+        connection: NatsConnection,
         *,
         stream: str,
         consumer: str,
