@@ -10,7 +10,7 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 65_432,
+    "lines": 65_428,
     "lines of the core": 35_751,
     "lines of agents": 809,
     "lines of aviso": 2_704,
@@ -24,7 +24,7 @@ BUDGETS = {
     "lines of ops": 14_162,
     "lines of projects": 77,
     "lines of server": 2_171,
-    "lines of spark": 6_240,
+    "lines of spark": 6_236,
     "lines of state": 1_862,
     "lines of telemetry": 1_680,
     "lines of worker": 1_014,

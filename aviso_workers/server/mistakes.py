@@ -28,8 +28,8 @@ def find(server: Server, given: Container[str]) -> Iterator[tuple[str, str]]:
     """Yield the mistakes as (key path, what is wrong). `given` holds the key paths that were written."""
     yield from _jetstream_mistakes(server)
     yield from _account_mistakes(server)
-    yield from _login_mistakes(server)
-    yield from _user_mistakes(server, given)
+    yield from _user_mistakes(server)
+    yield from _login_mistakes(server, given)
     yield from _gateway_mistakes(server)
     if not re.fullmatch(r"\w[\w.-]*", server.server_name):
         yield "server.server_name", "must be letters, digits, '_', '-' and '.'"
@@ -89,7 +89,7 @@ def _account_mistakes(server: Server) -> Iterator[tuple[str, str]]:
             yield f"server.accounts.{server.system_account}.jetstream", "is not for the system account, which has none"
 
 
-def _login_mistakes(server: Server) -> Iterator[tuple[str, str]]:
+def _user_mistakes(server: Server) -> Iterator[tuple[str, str]]:
     owners: dict[str, str] = {}
     for account, settings in server.accounts.items():
         for name, user in settings.users.items():
@@ -101,7 +101,7 @@ def _login_mistakes(server: Server) -> Iterator[tuple[str, str]]:
             owners.setdefault(name, account)
 
 
-def _user_mistakes(server: Server, given: Container[str]) -> Iterator[tuple[str, str]]:
+def _login_mistakes(server: Server, given: Container[str]) -> Iterator[tuple[str, str]]:
     """Yield mistakes of logins between servers: a user without a password, or a password without a user."""
     places = ["server.cluster"] if server.cluster else []
     places += ["server.gateways"] if server.gateways else []
