@@ -23,6 +23,8 @@ pytest_plugins = ["pytester"]
 # as long as everything else that a command does; container images often forbid storing it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# The tests side by side use all processors. A nats-server that also tries to works a third longer.
+os.environ.setdefault("GOMAXPROCS", "1")
 
 # A machine that has more to do is not a mistake of the code.
 hypothesis.settings.register_profile("patient", deadline=None)
@@ -47,8 +49,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 TOGETHER = (
-    *("tests/interop/", "tests/ops/", "tests/server/", "tests/test_archives.py"),
-    *("tests/test_jetstream_coverage.py", "tests/test_vocabulary.py"),
+    *("tests/examples/", "tests/interop/", "tests/ops/", "tests/security/", "tests/server/"),
+    *("tests/cli/test_only_reading.py", "tests/test_archives.py", "tests/test_budgets.py"),
+    *("tests/test_jetstream_coverage.py", "tests/test_monitoring.py", "tests/test_vocabulary.py"),
 )
 """Modules of which one process runs all tests."""
 ALONE = "tests/interop/test_server_versions.py::test_the_contract_holds["
