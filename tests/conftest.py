@@ -50,7 +50,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 TOGETHER = (
     *("tests/examples/", "tests/interop/", "tests/ops/", "tests/security/", "tests/server/"),
-    *("tests/cli/test_only_reading.py", "tests/test_archives.py", "tests/test_budgets.py"),
+    *("tests/cli/test_only_reading.py", "tests/test_archives.py", "tests/test_budgets.py", "tests/test_check.py"),
     *("tests/test_jetstream_coverage.py", "tests/test_monitoring.py", "tests/test_vocabulary.py"),
 )
 """Modules of which one process runs all tests."""
