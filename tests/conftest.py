@@ -26,8 +26,9 @@ sys.dont_write_bytecode = False
 # The tests side by side use all processors. A nats-server that also tries to works a third longer.
 os.environ.setdefault("GOMAXPROCS", "1")
 
-# A machine that has more to do is not a mistake of the code.
-hypothesis.settings.register_profile("patient", deadline=None)
+# A machine that has more to do is not a mistake of the code. Each run draws other examples, and CI draws most.
+EXAMPLES = 100 if os.environ.get("CI") else 30
+hypothesis.settings.register_profile("patient", deadline=None, max_examples=EXAMPLES)
 hypothesis.settings.load_profile("patient")
 
 
