@@ -28,7 +28,6 @@ from aviso_workers import event_loops
 from aviso_workers.aviso import positions, schema, topics, typed_identifiers
 from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification, Notify, Receipt
-from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, completed, examine
 from aviso_workers.config.documents import YamlNode
@@ -235,34 +234,9 @@ class App(Router[Any]):
             examined = self._examined()
         except ConfigError as error:
             return list(error.mistakes)
-        event_types = examined.config.notification_schema
         found = list(examined.mistakes)
         for agent in self.agents:
-            if refused := outputs.refused_return(agent):
-                found.append(
-                    f"agent {agent.name!r}: its annotation says that it returns {refused}, which fails each call: "
-                    f"{outputs.CURE}, and annotate that"
-                )
-            if agent.event_type in examined.unclear:
-                continue
-            if agent.event_type not in event_types:
-                found.append(f"agent {agent.name!r}: {UnknownEventTypeError(agent.event_type, event_types)}")
-                continue
-            declared = event_types[agent.event_type]
-            try:
-                where = schema.parse_where(agent.event_type, declared, agent.where)
-            except InvalidIdentifierError as error:
-                found.append(f"agent {agent.name!r}: where: {error}")
-            else:
-                found += [f"agent {agent.name!r}: {problem}" for problem in _key_mistakes(agent, declared, where)]
-            found += [
-                f"agent {agent.name!r}: it publishes {UnknownEventTypeError(name, event_types)}"
-                for name in sorted(outputs.named_event_types(agent.function) - event_types.keys() - examined.unclear)
-            ]
-            try:
-                topics.key_of(schema.topic_of(agent.event_type, declared), agent.policy.order_by)
-            except InvalidNotificationError as error:
-                found.append(f"agent {agent.name!r}: {error}")
+            found += [f"agent {agent.name!r}: {problem}" for problem in _agent_mistakes(agent, examined)]
         found += self._mistakes_of_resources()
         found += self._unawaited_calls()
         for router in (self, *self._routers):
@@ -692,9 +666,32 @@ def _several(notifications: Iterable[Notify]) -> Iterable[Notify]:
     return notifications
 
 
-def _key_mistakes(agent: Agent[Any, Any], declared: EventType, where: Where) -> Iterator[str]:
-    if agent.key_type is not Any:
-        yield from typed_identifiers.mistakes(agent.key_type, agent.event_type, declared, where)
+def _agent_mistakes(agent: Agent[Any, Any], examined: Examined) -> Iterator[str]:
+    """Yield what is wrong with an agent by its annotations, its code and the configuration."""
+    if refused := outputs.refused_return(agent):
+        yield (
+            f"its annotation says that it returns {refused}, which fails each call: {outputs.CURE}, and annotate that"
+        )
+    if agent.event_type in examined.unclear:
+        return
+    event_types = examined.config.notification_schema
+    if agent.event_type not in event_types:
+        yield str(UnknownEventTypeError(agent.event_type, event_types))
+        return
+    declared = event_types[agent.event_type]
+    try:
+        where = schema.parse_where(agent.event_type, declared, agent.where)
+    except InvalidIdentifierError as error:
+        yield f"where: {error}"
+    else:
+        if agent.key_type is not Any:
+            yield from typed_identifiers.mistakes(agent.key_type, agent.event_type, declared, where)
+    for name in sorted(outputs.named_event_types(agent.function) - event_types.keys() - examined.unclear):
+        yield f"it publishes {UnknownEventTypeError(name, event_types)}"
+    try:
+        topics.key_of(schema.topic_of(agent.event_type, declared), agent.policy.order_by)
+    except InvalidNotificationError as error:
+        yield str(error)
 
 
 def _renamed(declared: D, begin: str) -> D:

@@ -177,9 +177,7 @@ class Harness:
         """By stream."""
         self._made: set[str] = set()
         """Streams that the app has made, or may have."""
-        self._settled: list[Settled] = []
-        self._ticks: list[Ticked] = []
-        self._windows: list[WindowDone] = []
+        self._facts: list[Settled | Ticked | WindowDone] = []
         self._disturbed: dict[str, Exception] = {}
         self._overdue: dict[str, Overdue] = {}
         """By message id, the delayed notifications that could not be stored."""
@@ -251,7 +249,7 @@ class Harness:
     def settled(self, agent: Agent[Any, Any] | str) -> list[Settled]:
         """Return how the agent's deliveries ended, in order."""
         name = self._name(agent)
-        return [fact for fact in self._settled if fact.agent == name]
+        return [fact for fact in self._facts if isinstance(fact, Settled) and fact.agent == name]
 
     def outcomes(self, agent: Agent[Any, Any] | str) -> list[str]:
         """Return the same in one word each: `acked`, `retried` or `dead_lettered`."""
@@ -260,13 +258,16 @@ class Harness:
     def ticks(self, timer: Timer[Any, Any] | str) -> list[Ticked]:
         """Return how the timer's ticks ended, in order; `advance` lets the time come for them."""
         name = self._timer_name(timer)
-        return [fact for fact in self._ticks if fact.timer == name]
+        return [fact for fact in self._facts if isinstance(fact, Ticked) and fact.timer == name]
 
     def windows(self, agent: Agent[Any, Any] | str) -> list[WindowDone]:
         """Return how the agent's runs for windows that are over ended, in order."""
         windowed_agents = [each for each in self._agents() if each.form is Window]
         name = self._known("agent of a Window", self._name(agent), windowed_agents)
-        return [fact for fact in self._windows if fact.agent == name]
+        return self._windows_done(name)
+
+    def _windows_done(self, agent: str) -> list[WindowDone]:
+        return [fact for fact in self._facts if isinstance(fact, WindowDone) and fact.agent == agent]
 
     async def retry_dead_letters(self, *dead_letters: DeadLetter) -> list[DeadLetter]:
         """Hand these dead letters (default: all) back to their agents, as the command `dead-letters retry` does, and
@@ -524,12 +525,8 @@ class Harness:
 
     def _hear(self, event: Event) -> None:
         match event:
-            case Settled():
-                self._settled.append(event)
-            case Ticked():
-                self._ticks.append(event)
-            case WindowDone():
-                self._windows.append(event)
+            case Settled() | Ticked() | WindowDone():
+                self._facts.append(event)
             case Overdue():
                 self._overdue[event.message_id] = event
             case AgentDisturbed():
@@ -721,7 +718,7 @@ class Harness:
             yield "the connection was taken away"
         if last := self.settled(agent)[-1:]:
             yield f"the last one was {last[0].outcome} ({last[0].reason or 'done'}: {_text(last[0].error)})"
-        if (ran := [fact for fact in self._windows if fact.agent == agent][-1:]) and ran[0].error:
+        if (ran := self._windows_done(agent)[-1:]) and ran[0].error:
             yield f"the last window failed: {describe(ran[0].error)}"
         if agent in self._disturbed:
             yield f"reading was disturbed: {self._disturbed[agent]}"

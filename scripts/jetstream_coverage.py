@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def items() -> dict[str, dict[str, str]]:
     }
 
 
+@cache
 def tests() -> dict[str, list[str]]:
     """Return the tests that cover each number, as `tests/ops/test_inventory.py::test_gaps_are_shown_as_runs`."""
     found: dict[str, list[str]] = defaultdict(list)

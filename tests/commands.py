@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -12,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from tests.spawning import ending_with_us
 from tests.waits import PATIENCE_SECONDS
 
 
@@ -23,15 +23,15 @@ class Command:
         self.told: list[str] = []
         """The lines of standard error that are not part of the log."""
         ours = {name: value for name, value in os.environ.items() if not name.startswith(("AVISO", "NATS_"))}
+        program = Path(sys.executable).with_name("aviso-workers")
         self.process = subprocess.Popen(
-            [Path(sys.executable).with_name("aviso-workers"), *arguments],
+            ending_with_us([*_WITH_SIGNALS, program, *arguments], signal.SIGKILL),
             cwd=directory,
             env={**ours, "PYTHONUNBUFFERED": "1", **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,  # so that a test can press Ctrl-C for all of it
-            preexec_fn=_prepare,
         )
         self._too_late = threading.Timer(PATIENCE_SECONDS, self.process.kill)
         self._too_late.start()
@@ -85,12 +85,5 @@ class Command:
         return str(self.log[-1]["event"])
 
 
-_set_death_signal = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-
-
-def _prepare() -> None:
-    # A shell starts what it runs in the background with SIGINT ignored, nohup with SIGHUP, and children inherit that.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    if _set_death_signal:
-        _set_death_signal(1, signal.SIGKILL)  # a test run that is killed leaves nothing behind
+_WITH_SIGNALS = ("/usr/bin/env", "--default-signal=INT,HUP") if sys.platform == "linux" else ()
+"""A shell starts what it runs in the background with SIGINT ignored, nohup with SIGHUP, and children inherit that."""

@@ -15,6 +15,7 @@ import structlog
 from aviso_workers.server import BINARY_VARIABLE, NatsServer
 from aviso_workers.server.processes import free_ports
 from tests.commands import Command
+from tests.spawning import start_servers_without_fork
 
 pytest_plugins = ["pytester"]
 
@@ -22,9 +23,12 @@ pytest_plugins = ["pytester"]
 # as long as everything else that a command does; container images often forbid storing it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# The tests side by side use all processors. A nats-server that also tries to works a third longer.
+os.environ.setdefault("GOMAXPROCS", "1")
 
-# A machine that has more to do is not a mistake of the code.
-hypothesis.settings.register_profile("patient", deadline=None)
+# A machine that has more to do is not a mistake of the code. Each run draws other examples, and CI draws most.
+EXAMPLES = 100 if os.environ.get("CI") else 30
+hypothesis.settings.register_profile("patient", deadline=None, max_examples=EXAMPLES)
 hypothesis.settings.load_profile("patient")
 
 
@@ -46,8 +50,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 TOGETHER = (
-    *("tests/interop/", "tests/ops/", "tests/server/", "tests/test_archives.py"),
-    *("tests/test_jetstream_coverage.py", "tests/test_vocabulary.py"),
+    *("tests/examples/", "tests/interop/", "tests/ops/", "tests/security/", "tests/server/"),
+    *("tests/cli/test_only_reading.py", "tests/test_archives.py", "tests/test_budgets.py", "tests/test_check.py"),
+    *("tests/test_jetstream_coverage.py", "tests/test_monitoring.py", "tests/test_vocabulary.py"),
 )
 """Modules of which one process runs all tests."""
 ALONE = "tests/interop/test_server_versions.py::test_the_contract_holds["
@@ -93,6 +98,13 @@ WriteConfig = Callable[..., Path]
 @pytest.fixture
 def anyio_backend() -> Any:
     return "asyncio"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _servers_start_without_fork() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        start_servers_without_fork(patched)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -316,9 +316,13 @@ NEW = {
     "AvisoObserverBlind": {"aviso_observer_last_poll_timestamp_seconds": "_x50 600x10"},
 }
 """By alert, its series as it begins in the last ten minutes or so, already with what the alert is about."""
+EVERYDAY = ("AvisoWorkerDown", "AvisoConsumerMissing", "AvisoLagGrowing", "AvisoDeadLetters")
+"""Those that are tried in every run: each try evaluates the rules of an hour."""
 
 
-@pytest.mark.parametrize("alert", NEW)
+@pytest.mark.parametrize(
+    "alert", [pytest.param(alert, marks=() if alert in EVERYDAY else pytest.mark.slow) for alert in NEW]
+)
 def test_an_alert_fires_for_a_series_that_has_just_begun(alert: str, tmp_path: Path) -> None:
     ((name, values),) = NEW[alert].items()
     fires_alone(alert, HEALTHY | instead(name, values), tmp_path, at="1h")

@@ -70,7 +70,7 @@ async def test_it_waits_for_what_is_before_it_in_its_lane(buffer_of: Callable[..
     buffer, (first, behind, other) = buffer_of("a", "a", "b", ordered=True)
     assert [await buffer.take(), await buffer.take()] == [first, other]
     await clock.advance(7)
-    buffer.done(first)
+    buffer.finish(first)
     assert await buffer.take() is behind
     assert [buffer.waited_seconds(each) for each in (behind, other)] == [7, 0]
 
@@ -90,7 +90,7 @@ async def test_what_is_done_is_forgotten(buffer_of: Callable[..., Any], clock: V
     buffer, (delivery,) = buffer_of("a", ordered=False)
     await clock.advance(3)
     await buffer.take()
-    buffer.done(delivery)
+    buffer.finish(delivery)
     assert (buffer.running, len(buffer), buffer.waited_seconds(delivery)) == (0, 0, None)
 
 
@@ -103,7 +103,7 @@ async def test_what_is_delivered_again_while_it_is_held_is_settled_by_the_older_
     assert await buffer.take() is older
     buffer.put(Held(1, "a"))
     assert (buffer.running, buffer.holds(older)) == (1, True)
-    buffer.done(older)
+    buffer.finish(older)
     assert (len(buffer), buffer.running) == (0, 0)
 
 
@@ -173,7 +173,7 @@ async def test_who_never_waits_lets_others_have_a_turn() -> None:
         while len(buffer):
             delivery = await buffer.take()
             assert delivery is not None
-            buffer.done(delivery)
+            buffer.finish(delivery)
 
     assert turns_of_another > 100
 
@@ -190,7 +190,7 @@ async def test_all_who_are_idle_come_where_there_is_work_for_all() -> None:
             most = max(most, working)
             await release.wait()
             working -= 1
-            buffer.done(delivery)
+            buffer.finish(delivery)
 
     async with anyio.create_task_group() as tasks:
         for _ in range(8):
@@ -256,7 +256,7 @@ async def taken_from(buffer: Buffer, count: int) -> list[int]:
         delivery = await buffer.take()
         assert delivery is not None
         sequences.append(delivery.message.sequence)
-        buffer.done(delivery)
+        buffer.finish(delivery)
     return sequences
 
 
@@ -406,7 +406,7 @@ class TestTheHeadOfAKey:
         assert await buffer.take() is head
         buffer.retry_later(head, after_seconds=5.0)
         assert buffer.surplus == 2
-        buffer.done(head)
+        buffer.finish(head)
         assert buffer.surplus == 0, "nothing of the key waits for a retry any more"
         assert await buffer.take() is following
 

@@ -53,7 +53,9 @@ class TestDocuments:
         else:
             run().assert_outcomes(passed=count)
 
-    @pytest.mark.parametrize("real", [False, True], ids=["in memory", "on a server"])
+    @pytest.mark.parametrize(
+        "real", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in memory", "on a server"]
+    )
     def test_windows(self, pytester: pytest.Pytester, run: Run, nats_server: NatsServer, real: bool) -> None:
         agents, so_far, hopping, late, test = blocks("windows.md", "python")
         pytester.path.joinpath("aviso.yaml").write_text(blocks("windows.md", "yaml")[0])
@@ -174,6 +176,8 @@ STRICT, AUTO = (
     (f"--asyncio-mode={mode}", "-o", "asyncio_default_fixture_loop_scope=function") for mode in ("strict", "auto")
 )
 ASYNCIO = "@pytest.mark.asyncio"
+IN_STRICT_MODE = (STRICT, "@pytest_asyncio.fixture", ASYNCIO)
+IN_AUTO_MODE = (AUTO, "@pytest.fixture", "")
 
 
 class TestOtherPlugins:
@@ -183,11 +187,14 @@ class TestOtherPlugins:
         texts = [FIELD, *(part.format(fixture=fixture, mark=mark) for part in parts)]
         pytester.makepyfile(test_fields="\n".join(["import pytest", "import pytest_asyncio", *map(dedent, texts)]))
 
-    @pytest.mark.parametrize("real", [False, True], ids=["in memory", "on a server"])
     @pytest.mark.parametrize(
-        ("mode", "fixture", "mark"),
-        [(STRICT, "@pytest_asyncio.fixture", ASYNCIO), (AUTO, "@pytest.fixture", "")],
-        ids=["strict", "auto"],
+        ("mode", "fixture", "mark", "real"),
+        [
+            pytest.param(*IN_STRICT_MODE, False, id="strict, in memory", marks=pytest.mark.slow),
+            pytest.param(*IN_STRICT_MODE, True, id="strict, on a server"),
+            pytest.param(*IN_AUTO_MODE, False, id="auto, in memory"),
+            pytest.param(*IN_AUTO_MODE, True, id="auto, on a server", marks=pytest.mark.slow),
+        ],
     )
     def test_pytest_asyncio(
         self,

@@ -315,7 +315,7 @@ async def test_an_application_with_an_impossible_id_hides_no_other(
 async def test_no_further_application_is_compared_when_time_is_up(
     tmp_path: Path, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spark_reconciliation, "MOST_SECONDS", -1)
+    monkeypatch.setattr(spark_reconciliation, "MAX_SECONDS", -1)
     answers.text = APPLICATIONS
     async with App("reconciled", config=write_config(tmp_path)) as app:
         found = [each async for each in reconcile(app.replay, app.config, SparkRest(answers.url))]

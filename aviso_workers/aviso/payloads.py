@@ -86,21 +86,17 @@ def decoder(payload_type: Any) -> Callable[[bytes], Any]:
         if len(data) > SURELY_FAST:
             _refuse_slow(data)
         try:
-            return read(data or b"null")
+            try:
+                return read(data or b"null")
+            except msgspec.ValidationError:
+                raise
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                text = data.decode("utf-8", "replace")
+                stays_bytes = payload_type is Any and text.encode() != data
+                return _read_text(read, text, otherwise=data if stays_bytes else None)
         except msgspec.ValidationError as error:
             raise UndecodableError(f"the payload does not fit: {error}") from error
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return decode_text(data)
         except Exception as error:  # raised by the type itself, as in its `__post_init__`
-            raise UndecodableError(f"the payload does not fit: {describe(error)}") from error
-
-    def decode_text(data: bytes) -> Any:
-        text = data.decode("utf-8", "replace")
-        try:
-            return _read_text(read, text, otherwise=data if payload_type is Any and text.encode() != data else None)
-        except msgspec.ValidationError as error:
-            raise UndecodableError(f"the payload does not fit: {error}") from error
-        except Exception as error:
             raise UndecodableError(f"the payload does not fit: {describe(error)}") from error
 
     return decode

@@ -241,7 +241,7 @@ class Noted(Struct, kw_only=True, eq=False):
     begin: Callable[[], Awaitable[None]] | None = None
     """Awaited before its handling begins."""
     record: Any = None
-    """The record of earlier deliveries and attempts (`verdicts.DeliveryRecord`); None where nothing was read, and none
+    """The record of earlier deliveries and attempts (`verdicts.PriorRecord`); None where nothing was read, and none
     has failed here."""
     bodiless: bool = False
     """Whether the body of its message was dropped, or left out by the server (`headers_only`)."""

@@ -23,6 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from aviso_workers import _fast, first_process
 from aviso_workers.aviso.literals import printable_lines
+from aviso_workers.cli.options import flag
 from aviso_workers.cli.panels import COMMANDS, PANELS, SUMMARIES
 from aviso_workers.errors import (
     AvisoWorkersError,
@@ -143,7 +144,7 @@ command = typer.Typer(
 @command.callback()
 def _before_each(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, flag("--version", "Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     pass  # with it, typer makes a group, although no command is added to it

@@ -16,6 +16,7 @@ from rich.text import Text
 from aviso_workers.app import App
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.cli import completion
+from aviso_workers.cli.options import argument, flag, option
 from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, printable, terminal
 from aviso_workers.cli.report import Seconds
 from aviso_workers.cli.tables import table
@@ -35,13 +36,7 @@ ANSWER_SECONDS = 30.0
 """Longer than three servers of which one has just ended take to answer all requests."""
 
 OfApp = Annotated[
-    str | None,
-    typer.Option(
-        "--app",
-        metavar="APP",
-        autocompletion=completion.apps,
-        help="List only agents of this app: its name, or MODULE:APP.",
-    ),
+    str | None, option("APP", "List only agents of this app: its name, or MODULE:APP.", autocompletion=completion.apps)
 ]
 
 
@@ -50,7 +45,7 @@ def list_agents(
     target: Target = None,
     agent: AgentOption = None,
     app: OfApp = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Update the list until Ctrl-C, every --seconds.")] = False,
+    watch: Annotated[bool, flag("--watch", "Update the list until Ctrl-C, every --seconds.")] = False,
     seconds: Seconds = 2.0,
     as_json: AsJson = False,
     config: ConfigOption = None,
@@ -146,7 +141,7 @@ def _of_app(found: list[AgentProgress], app: str) -> list[AgentProgress]:
 def show(
     target: Target = None,
     agent: AgentOption = None,
-    app: Annotated[str | None, typer.Option(metavar="MODULE:APP", help="The same as MODULE:APP.")] = None,
+    app: Annotated[str | None, option("MODULE:APP", "The same as MODULE:APP.")] = None,
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
@@ -247,8 +242,8 @@ def _differing(app: App, agent: Agent[Any, Any], progress: AgentProgress) -> dic
 
 @agents.command()
 def retrying(
-    app: Annotated[str, typer.Argument(metavar="APP", autocompletion=completion.apps, help="Name of the app.")],
-    agent: Annotated[str, typer.Argument(metavar="AGENT", autocompletion=completion.agents, help="Name of the agent.")],
+    app: Annotated[str, argument("APP", "Name of the app.", autocompletion=completion.apps)],
+    agent: Annotated[str, argument("AGENT", "Name of the agent.", autocompletion=completion.agents)],
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:

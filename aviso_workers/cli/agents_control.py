@@ -13,6 +13,7 @@ from aviso_workers.cli.agents import agents, one_app
 from aviso_workers.cli.arguments import parse_duration
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.details import time_text
+from aviso_workers.cli.options import argument, flag, option
 from aviso_workers.cli.output import print_record, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError
@@ -22,15 +23,8 @@ from aviso_workers.ops.retirement import Retirement
 
 __all__ = ["agents"]
 
-Agent = Annotated[
-    str, typer.Argument(metavar="AGENT", autocompletion=completion.agents, help="Name of the agent, e.g. index_field.")
-]
-Owner = Annotated[
-    str,
-    typer.Option(
-        "--app", metavar="APP", autocompletion=completion.apps, help="Name of the agent's app, or MODULE:APP."
-    ),
-]
+Agent = Annotated[str, argument("AGENT", "Name of the agent, e.g. index_field.", autocompletion=completion.agents)]
+Owner = Annotated[str, option("APP", "Name of the agent's app, or MODULE:APP.", autocompletion=completion.apps)]
 
 
 @agents.command()
@@ -38,10 +32,7 @@ def pause(
     agent: Agent,
     app: Owner,
     for_: Annotated[
-        str | None,
-        typer.Option(
-            "--for", metavar="DURATION", help="How long to pause it, e.g. 10m or 2h. Default: until `agents resume`."
-        ),
+        str | None, option("DURATION", "How long to pause it, e.g. 10m or 2h. Default: until `agents resume`.", "--for")
     ] = None,
     config: ConfigOption = None,
 ) -> None:
@@ -80,9 +71,9 @@ def reset(
     app: Owner,
     to: Annotated[
         str,
-        typer.Option(
-            metavar="ID|DATE|all|new",
-            help="Where it goes on: at a sequence, at a time such as 2026-11-20T06:00:00Z, at the first stored "
+        option(
+            "ID|DATE|all|new",
+            "Where it goes on: at a sequence, at a time such as 2026-11-20T06:00:00Z, at the first stored "
             "notification (all), or at the next one to be published (new).",
         ),
     ],
@@ -108,18 +99,14 @@ def reset(
 
 @agents.command()
 def rename(
-    app: Annotated[
-        str, typer.Argument(metavar="APP", autocompletion=completion.apps, help="Name of the app, or MODULE:APP.")
-    ],
-    agent: Annotated[
-        str, typer.Argument(metavar="OLD", autocompletion=completion.agents, help="Name that the agent has had.")
-    ],
-    to: Annotated[str, typer.Argument(metavar="NEW", help="Name that the code gives it now.")],
+    app: Annotated[str, argument("APP", "Name of the app, or MODULE:APP.", autocompletion=completion.apps)],
+    agent: Annotated[str, argument("OLD", "Name that the agent has had.", autocompletion=completion.agents)],
+    to: Annotated[str, argument("NEW", "Name that the code gives it now.")],
     workers_stopped: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--workers-stopped",
-            help="All workers with the old name are stopped, also those that are frozen or cut off from the server. "
+            "All workers with the old name are stopped, also those that are frozen or cut off from the server. "
             "Without this, it is refused where the agent was active in the last 5 minutes or has not settled "
             "everything.",
         ),
@@ -153,25 +140,22 @@ def rename(
 @agents.command("rm")
 def remove(
     target: Annotated[
-        str | None,
-        typer.Argument(metavar="APP", autocompletion=completion.apps, help="Name of the app, or MODULE:APP."),
+        str | None, argument("APP", "Name of the app, or MODULE:APP.", autocompletion=completion.apps)
     ] = None,
     agent: Annotated[
         str,
-        typer.Option(
-            metavar="AGENT",
+        option(
+            "AGENT",
+            "Remove only this agent, and nothing that the app's agents share. Default: the whole app.",
             autocompletion=completion.agents,
-            help="Remove only this agent, and nothing that the app's agents share. Default: the whole app.",
         ),
     ] = "",
-    app: Annotated[
-        str | None, typer.Option(metavar="APP", autocompletion=completion.apps, help="The same as the argument APP.")
-    ] = None,
+    app: Annotated[str | None, option("APP", "The same as the argument APP.", autocompletion=completion.apps)] = None,
     workers_stopped: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--workers-stopped",
-            help="All workers are stopped, also those that are frozen or cut off from the server. Without this, it is "
+            "All workers are stopped, also those that are frozen or cut off from the server. Without this, it is "
             "refused where an agent was active in the last 5 minutes or has not settled everything.",
         ),
     ] = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import reprlib
 import shutil
@@ -11,10 +10,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-import typer
 
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.errors import InvalidNotificationError, InvalidPositionError
@@ -22,17 +20,13 @@ from aviso_workers.errors import InvalidNotificationError, InvalidPositionError
 __all__ = [
     "FileLine",
     "LinesFile",
-    "filter_argument",
-    "finite",
     "lines_file",
     "parse_duration",
     "parse_pairs",
     "parse_payload",
     "parse_where",
-    "seconds_between",
 ]
 
-Number = TypeVar("Number", float, float | None)
 TYPE = "int.ecmwf.aviso."
 """The prefix of the types of Aviso's CloudEvents, before the event type."""
 CLOUD_EVENT = "specversion"
@@ -76,18 +70,6 @@ class _CloudEvent(msgspec.Struct, frozen=True):
         return FileLine(self.type.removeprefix(TYPE), data.identifier, body)
 
 
-def filter_argument(what: str, *, more: str = "") -> Any:
-    """Return the argument of a filter; `what` says to which notifications it is applied, and `more` what follows."""
-    example = 'e.g. class=od, or a constraint in JSON, e.g. step={"gte":24}.'
-    return typer.Argument(metavar="KEY=VALUE...", help=f"{what} with this value, {example}{more}")
-
-
-def seconds_between(two: str) -> Any:
-    """Return the option for the seconds between two samples or snapshots, from which rates are computed."""
-    help_text = f"Seconds between the two {two} from which rates are computed."
-    return typer.Option(metavar="SECONDS", min=0.1, callback=finite, help=help_text)
-
-
 def parse_pairs(pairs: Sequence[str]) -> dict[str, str]:
     """Parse pairs such as `["class=od", "step=12"]` into a mapping. Raises `InvalidNotificationError`."""
     found: dict[str, str] = {}
@@ -114,13 +96,6 @@ def parse_duration(text: str, *, name: str) -> Duration:
         return Duration.parse(text)
     except ValueError as error:
         raise InvalidPositionError(f"{name}: {error}") from error
-
-
-def finite(number: Number) -> Number:
-    """Return the value of an option, whose `min` takes NaN as well. Raises `BadParameter` for NaN and infinity."""
-    if number is not None and not math.isfinite(number):
-        raise typer.BadParameter(f"{number} is not a finite number")
-    return number
 
 
 def parse_payload(text: str | None) -> Any:

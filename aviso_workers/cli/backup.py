@@ -17,6 +17,7 @@ from aviso_workers.cli import backup_sets, completion
 from aviso_workers.cli.backup_cleanse import cleanse
 from aviso_workers.cli.details import time_text
 from aviso_workers.cli.identity import IdentityOption, identities_of
+from aviso_workers.cli.options import argument, flag, option
 from aviso_workers.cli.output import AsJson, print_rows
 from aviso_workers.cli.progress import bar
 from aviso_workers.cli.signals import until_signal
@@ -35,20 +36,12 @@ backup = typer.Typer(
     help="Back up streams with their consumers, in the layout of the nats CLI, and restore them.", no_args_is_help=True
 )
 
-Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Directory of a backup, e.g. backups/MARS/20261120T060000.000Z.")
-]
+Directory = Annotated[Path, argument("DIR", "Directory of a backup, e.g. backups/MARS/20261120T060000.000Z.")]
 EncryptTo = Annotated[
     list[str] | None,
-    typer.Option(
-        "--encrypt-to",
-        metavar="KEY|FILE",
-        help="Encrypt to this public key of age, or to those in this file. Default: no encryption.",
-    ),
+    option("KEY|FILE", "Encrypt to this public key of age, or to those in this file. Default: no encryption."),
 ]
-Below = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Directory of a backup, or one with backups of streams, e.g. /backups.")
-]
+Below = Annotated[Path, argument("DIR", "Directory of a backup, or one with backups of streams, e.g. /backups.")]
 
 
 class Storage(StrEnum):
@@ -60,57 +53,49 @@ class Storage(StrEnum):
 def create(
     names: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="EVENT|STREAM...",
+        argument(
+            "EVENT|STREAM...",
+            "Event types, e.g. mars, or names of streams.",
             autocompletion=completion.events_and_streams,
-            help="Event types, e.g. mars, or names of streams.",
         ),
     ] = None,
     *,
-    to: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory for the backups. Each one is written to DIR/STREAM/TIME.")
-    ],
+    to: Annotated[Path, option("DIR", "Directory for the backups. Each one is written to DIR/STREAM/TIME.")],
     everything: Annotated[
-        bool, typer.Option("--all", help="Back up all streams of the account, as a set that is restored as one.")
+        bool, flag("--all", "Back up all streams of the account, as a set that is restored as one.")
     ] = False,
     newest: Annotated[
         int | None,
-        typer.Option(
-            "--keep",
-            metavar="N",
-            min=1,
-            help="Keep the newest N backups of each stream, and remove others. Default: remove none.",
+        option(
+            "N", "Keep the newest N backups of each stream, and remove others. Default: remove none.", "--keep", min=1
         ),
     ] = None,
     days: Annotated[
         int | None,
-        typer.Option(
-            "--keep-days",
-            metavar="N",
-            min=1,
-            help="Keep the newest backup and those of the last N days, and remove others. With --keep, a backup "
+        option(
+            "N",
+            "Keep the newest backup and those of the last N days, and remove others. With --keep, a backup "
             "stays if one of the two keeps it.",
+            "--keep-days",
+            min=1,
         ),
     ] = None,
     since: Annotated[
         str | None,
-        typer.Option(
-            metavar="last|BACKUP",
-            help="Store only what this backup lacks; `last` is the newest one of each stream. Default: a full backup.",
+        option(
+            "last|BACKUP",
+            "Store only what this backup lacks; `last` is the newest one of each stream. Default: a full backup.",
         ),
     ] = None,
     full_every: Annotated[
         str | None,
-        typer.Option(
-            metavar="DURATION",
-            help="As --since last, but make a full backup once the last one is older than this, e.g. 7d.",
-        ),
+        option("DURATION", "As --since last, but make a full backup once the last one is older than this, e.g. 7d."),
     ] = None,
     every: Annotated[
         str | None,
-        typer.Option(
-            metavar="DURATION",
-            help="Keep running until SIGTERM or Ctrl-C, and back up at this interval, e.g. 6h. Default: back up once.",
+        option(
+            "DURATION",
+            "Keep running until SIGTERM or Ctrl-C, and back up at this interval, e.g. 6h. Default: back up once.",
         ),
     ] = None,
     encrypt_to: EncryptTo = None,
@@ -208,31 +193,27 @@ def verify(directory: Below, *, identity: IdentityOption = None) -> None:
 def restore(
     directory: Annotated[
         Path,
-        typer.Argument(
-            metavar="DIR",
-            help="Directory of a backup, e.g. backups/MARS/20261120T060000.000Z; with --all, the file of a set or "
+        argument(
+            "DIR",
+            "Directory of a backup, e.g. backups/MARS/20261120T060000.000Z; with --all, the file of a set or "
             "the directory with it.",
         ),
     ],
     name: Annotated[
         str | None,
-        typer.Option(
-            "--as",
-            metavar="NAME",
-            help="Restore to a stream of this name, without the original's subjects. Default: the original's name "
+        option(
+            "NAME",
+            "Restore to a stream of this name, without the original's subjects. Default: the original's name "
             "and subjects.",
+            "--as",
         ),
     ] = None,
     everything: Annotated[
-        bool,
-        typer.Option(
-            "--all", help="Restore all streams of a set. Of several sets in a directory, the newest is restored."
-        ),
+        bool, flag("--all", "Restore all streams of a set. Of several sets in a directory, the newest is restored.")
     ] = False,
     storage: Annotated[Storage | None, typer.Option(help="Storage of the stream. Default: as it was.")] = None,
     replicas: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, max=5, help="Number of replicas of the stream. Default: as it was."),
+        int | None, option("N", "Number of replicas of the stream. Default: as it was.", min=1, max=5)
     ] = None,
     identity: IdentityOption = None,
     config: ConfigOption = None,
@@ -307,9 +288,7 @@ backup.command()(cleanse)
 def merge(
     directory: Directory,
     *,
-    to: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory for the merged backup, which is written to DIR/STREAM/TIME.")
-    ],
+    to: Annotated[Path, option("DIR", "Directory for the merged backup, which is written to DIR/STREAM/TIME.")],
     encrypt_to: EncryptTo = None,
     identity: IdentityOption = None,
 ) -> None:

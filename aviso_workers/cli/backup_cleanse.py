@@ -9,9 +9,10 @@ from typing import Annotated, TypeVar
 import typer
 
 from aviso_workers.cli import completion
-from aviso_workers.cli.arguments import filter_argument, parse_where
+from aviso_workers.cli.arguments import parse_where
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.identity import IdentityOption, identities_of
+from aviso_workers.cli.options import argument, filter_argument, option
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.progress import bar
 from aviso_workers.cli.targets import ConfigOption, connected_app
@@ -28,31 +29,26 @@ U = TypeVar("U")
 
 def cleanse(
     directory: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="Directory of a backup, or one with backups of streams, e.g. /backups."),
+        Path, argument("DIR", "Directory of a backup, or one with backups of streams, e.g. /backups.")
     ],
     where: Annotated[list[str] | None, filter_argument("Remove notifications")] = None,
     event: Annotated[
         str | None,
-        typer.Option(
-            metavar="EVENT",
+        option(
+            "EVENT",
+            "Event type that KEY=VALUE is about. Default: the only one whose stream is among the backups.",
             autocompletion=completion.event_types,
-            help="Event type that KEY=VALUE is about. Default: the only one whose stream is among the backups.",
         ),
     ] = None,
     erasure: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Remove what this record of `erase` lists; may be repeated."),
+        list[Path] | None, option("FILE", "Remove what this record of `erase` lists; may be repeated.")
     ] = None,
     key: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="BUCKET/KEY", help="Also remove this key of a table, windows or a counter; may be repeated."
-        ),
+        option("BUCKET/KEY", "Also remove this key of a table, windows or a counter; may be repeated."),
     ] = None,
     subject: Annotated[
-        str | None,
-        typer.Option(metavar="SUBJECT", help="Remove messages with a matching subject instead, e.g. mars.od.>"),
+        str | None, option("SUBJECT", "Remove messages with a matching subject instead, e.g. mars.od.>")
     ] = None,
     identity: IdentityOption = None,
     yes: Yes = False,

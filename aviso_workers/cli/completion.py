@@ -16,6 +16,7 @@ import anyio
 import typer
 
 from aviso_workers.aviso.literals import quoted
+from aviso_workers.cli.options import argument
 from aviso_workers.cli.targets import OpenedServer, opened, source_of
 from aviso_workers.cli.targets import load as load_config
 from aviso_workers.config import Config
@@ -114,5 +115,5 @@ def _asked(ctx: typer.Context, ask: Callable[[OpenedServer], Awaitable[Iterable[
         return ()
 
 
-Event = Annotated[str, typer.Argument(metavar="EVENT", autocompletion=event_types, help="The event type, e.g. mars.")]
-Stream = Annotated[str, typer.Argument(metavar="STREAM", autocompletion=streams, help="Name of the stream, e.g. MARS.")]
+Event = Annotated[str, argument("EVENT", "The event type, e.g. mars.", autocompletion=event_types)]
+Stream = Annotated[str, argument("STREAM", "Name of the stream, e.g. MARS.", autocompletion=streams)]

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from aviso_workers.cli.options import argument
 from aviso_workers.cli.output import Columns, echo
 from aviso_workers.cli.targets import ConfigOption, load, settings_of_installed
 from aviso_workers.config import display, shipped_files
@@ -54,8 +55,7 @@ def event_types(config: ConfigOption = None) -> None:
 @config.command()
 def files(
     name: Annotated[
-        str | None,
-        typer.Argument(metavar="NAME", help="Name of the file to print. Default: list all files.", show_default=False),
+        str | None, argument("NAME", "Name of the file to print. Default: list all files.", show_default=False)
     ] = None,
 ) -> None:
     """List the shipped files, for Prometheus, Grafana and others, or print one of them.

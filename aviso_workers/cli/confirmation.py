@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
+from aviso_workers.cli.options import flag
+
 __all__ = ["Yes", "confirm"]
 
-Yes = Annotated[
-    bool, typer.Option("--yes", help="Carry it out. Without --yes, the command only says what it would do.")
-]
+Yes = Annotated[bool, flag("--yes", "Carry it out. Without --yes, the command only says what it would do.")]
 
 
 def confirm(yes: bool, *, to: str) -> None:

@@ -13,6 +13,7 @@ from aviso_workers.cli import completion
 from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.details import AsAnswered, print_details, replicas, time_text
+from aviso_workers.cli.options import argument
 from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows
 from aviso_workers.cli.report import Seconds, consumer_state, duration, snapshots
 from aviso_workers.cli.targets import OpenedServer, on_server
@@ -28,11 +29,7 @@ CONSUMERS = ("stream", "consumer", "pending", "ack pending", "redelivered", "lag
 
 Consumer = Annotated[
     str,
-    typer.Argument(
-        metavar="CONSUMER",
-        autocompletion=completion.consumers,
-        help="Name of the consumer, e.g. field-index__index_field.",
-    ),
+    argument("CONSUMER", "Name of the consumer, e.g. field-index__index_field.", autocompletion=completion.consumers),
 ]
 
 
@@ -42,11 +39,7 @@ async def list_consumers(
     server: OpenedServer,
     stream: Annotated[
         str | None,
-        typer.Argument(
-            metavar="STREAM",
-            autocompletion=completion.streams,
-            help="Name of the stream, e.g. MARS. Default: all streams.",
-        ),
+        argument("STREAM", "Name of the stream, e.g. MARS. Default: all streams.", autocompletion=completion.streams),
     ] = None,
     seconds: Seconds = 2.0,
     as_json: AsJson = False,
@@ -96,7 +89,7 @@ async def unpin(
     server: OpenedServer,
     stream: Stream,
     consumer: Consumer,
-    group: Annotated[str, typer.Argument(metavar="GROUP", help="Priority group of the consumer, e.g. aviso-workers.")],
+    group: Annotated[str, argument("GROUP", "Priority group of the consumer, e.g. aviso-workers.")],
 ) -> None:
     """Unpin the reader of a priority group, so that the server pins another one.
 

@@ -18,8 +18,8 @@ from aviso_workers.aviso.codec import store_time
 from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
-from aviso_workers.cli.arguments import finite
 from aviso_workers.cli.details import time_text
+from aviso_workers.cli.options import argument, finite, flag, option
 from aviso_workers.cli.output import Columns, print_json, print_table, printable, skipped_reported, terminal
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
@@ -52,54 +52,28 @@ Action = Callable[..., Awaitable[None]]
 
 Sequences = Annotated[
     list[int] | None,
-    typer.Argument(
-        metavar="SEQUENCE...", min=1, help="Sequences of single dead letters, as `dead-letters ls` lists them."
-    ),
+    argument("SEQUENCE...", "Sequences of single dead letters, as `dead-letters ls` lists them.", min=1),
 ]
 OfApp = Annotated[
-    str | None,
-    typer.Option(
-        "--app", metavar="APP", autocompletion=completion.apps, help="Only those of this app: its name, or MODULE:APP."
-    ),
+    str | None, option("APP", "Only those of this app: its name, or MODULE:APP.", autocompletion=completion.apps)
 ]
-OfAgent = Annotated[
-    str | None,
-    typer.Option("--agent", metavar="AGENT", autocompletion=completion.agents, help="Only those of this agent."),
-]
-Reason = Annotated[
-    str | None, typer.Option("--reason", metavar="REASON", help="Only those with this reason, e.g. attempts_exhausted.")
-]
+OfAgent = Annotated[str | None, option("AGENT", "Only those of this agent.", autocompletion=completion.agents)]
+Reason = Annotated[str | None, option("REASON", "Only those with this reason, e.g. attempts_exhausted.")]
 OfStream = Annotated[
     str | None,
-    typer.Option(
-        "--stream",
-        metavar="STREAM",
-        autocompletion=completion.streams,
-        help="Only those whose notification came from this stream, e.g. MARS.",
+    option(
+        "STREAM", "Only those whose notification came from this stream, e.g. MARS.", autocompletion=completion.streams
     ),
 ]
 Since = Annotated[
-    str | None,
-    typer.Option(
-        "--since", metavar="DATE", help="Only those dead-lettered at this time or later, e.g. 2026-11-20T06:00:00Z."
-    ),
+    str | None, option("DATE", "Only those dead-lettered at this time or later, e.g. 2026-11-20T06:00:00Z.")
 ]
-Until = Annotated[
-    str | None, typer.Option("--until", metavar="DATE", help="Only those dead-lettered at this time or earlier.")
-]
-WithError = Annotated[
-    str | None, typer.Option("--error", metavar="TEXT", help="Only those whose error contains this text.")
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which dead letters are selected.")]
-Yes = Annotated[
-    bool, typer.Option("--yes", help="Carry it out for all that the options select; not needed with SEQUENCE.")
-]
-All = Annotated[
-    bool, typer.Option("--all", help="Select the dead letters of all apps. It excludes the options that select some.")
-]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document for each dead letter, with its body in base64.")
-]
+Until = Annotated[str | None, option("DATE", "Only those dead-lettered at this time or earlier.")]
+WithError = Annotated[str | None, option("TEXT", "Only those whose error contains this text.")]
+DryRun = Annotated[bool, flag("--dry-run", "Only say which dead letters are selected.")]
+Yes = Annotated[bool, flag("--yes", "Carry it out for all that the options select; not needed with SEQUENCE.")]
+All = Annotated[bool, flag("--all", "Select the dead letters of all apps. It excludes the options that select some.")]
+AsJson = Annotated[bool, flag("--json", "Print one JSON document for each dead letter, with its body in base64.")]
 
 
 @dead_letters.command()
@@ -112,9 +86,7 @@ def ls(
     since: Since = None,
     until: Until = None,
     error: WithError = None,
-    each: Annotated[
-        bool, typer.Option("--each", help="List each dead letter by itself, however many there are.")
-    ] = False,
+    each: Annotated[bool, flag("--each", "List each dead letter by itself, however many there are.")] = False,
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
@@ -173,8 +145,7 @@ def _print_rows(columns: Columns, dead_letters: Sequence[DeadLetter]) -> None:
 @dead_letters.command()
 def show(
     sequence: Annotated[
-        int,
-        typer.Argument(metavar="SEQUENCE", min=1, help="Sequence of the dead letter, as `dead-letters ls` lists it."),
+        int, argument("SEQUENCE", "Sequence of the dead letter, as `dead-letters ls` lists it.", min=1)
     ],
     as_json: AsJson = False,
     config: ConfigOption = None,
@@ -207,9 +178,7 @@ def retry(
     all_: All = False,
     rate: Annotated[
         float | None,
-        typer.Option(
-            metavar="NUMBER", min=0.001, callback=finite, help="Return at most so many a second. Default: all at once."
-        ),
+        option("NUMBER", "Return at most so many a second. Default: all at once.", min=0.001, callback=finite),
     ] = None,
     dry_run: DryRun = False,
     yes: Yes = False,

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from aviso_workers.cli.confirmation import Yes, confirm
+from aviso_workers.cli.options import argument
 from aviso_workers.cli.output import print_table
 from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.ops import aviso_admin
-from aviso_workers.ops.inventory import StoredMessage
 
 __all__ = ["delete"]
 
@@ -19,8 +19,7 @@ __all__ = ["delete"]
 async def delete(
     server: OpenedServer,
     notification: Annotated[
-        str,
-        typer.Argument(metavar="EVENT@SEQUENCE", help="Event type and sequence of the notification, e.g. mars@4711."),
+        str, argument("EVENT@SEQUENCE", "Event type and sequence of the notification, e.g. mars@4711.")
     ],
     yes: Yes = False,
 ) -> None:
@@ -29,11 +28,9 @@ async def delete(
     Example: aviso-workers delete mars@4711
     """
     found = await aviso_admin.find(server.admin, server.config, notification)
-    print_table(("stream", "sequence", "subject", "stored"), [_message_row(found)])
+    print_table(
+        ("stream", "sequence", "subject", "stored"), [(found.stream, str(found.sequence), found.subject, found.time)]
+    )
     confirm(yes, to="delete it")
     await aviso_admin.delete(server.admin, server.config, notification)
     typer.echo(f"{notification} deleted")
-
-
-def _message_row(found: StoredMessage) -> tuple[str, str, str, str]:
-    return found.stream, str(found.sequence), found.subject, found.time

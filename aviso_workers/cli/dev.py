@@ -17,6 +17,7 @@ from aviso_workers.app import App
 from aviso_workers.aviso import examples
 from aviso_workers.aviso.literals import quoted
 from aviso_workers.aviso.notifications import Notify
+from aviso_workers.cli.options import flag
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.targets import AgentOption, ConfigOption, ConfigSource, Target, find_app, shared
 from aviso_workers.cli.worker import Reload, StatusPort, fleet_command
@@ -43,14 +44,10 @@ def dev(
     status_port: StatusPort = None,
     ephemeral: Annotated[
         bool,
-        typer.Option(
-            "--ephemeral", help="Delete the streams when the command ends. Default: keep them in .aviso-workers/server."
-        ),
+        flag("--ephemeral", "Delete the streams when the command ends. Default: keep them in .aviso-workers/server."),
     ] = False,
     reload: Reload = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show the whole log, not only warnings and errors.")
-    ] = False,
+    verbose: Annotated[bool, flag("--verbose", "Show the whole log, not only warnings and errors.", "-v")] = False,
 ) -> None:
     """Run an app's agents beside a nats-server of their own, for development. The server listens on the port that
     nats_url names.

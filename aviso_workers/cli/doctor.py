@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from aviso_workers.cli.arguments import seconds_between
+from aviso_workers.cli.options import flag, option, seconds_between
 from aviso_workers.cli.output import echo, print_json, printable
 from aviso_workers.cli.targets import ConfigOption, connected, find_app, load
 from aviso_workers.errors import AvisoWorkersError, BackendError
@@ -24,39 +24,34 @@ Format = Literal["text", "json", "prometheus", "nagios"]
 
 def doctor(
     app: Annotated[
-        str | None,
-        typer.Option(metavar="MODULE:APP", help="Check the agents of this app too, and use its configuration."),
+        str | None, option("MODULE:APP", "Check the agents of this app too, and use its configuration.")
     ] = None,
     monitor: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="URL",
-            help="URL of a server's monitoring port; repeat it for each server. Default: that of the "
+        option(
+            "URL",
+            "URL of a server's monitoring port; repeat it for each server. Default: that of the "
             "configuration's section server.",
         ),
     ] = None,
     production: Annotated[
-        bool, typer.Option("--production", help="Also check what only production needs, such as three replicas.")
+        bool, flag("--production", "Also check what only production needs, such as three replicas.")
     ] = False,
     seconds: Annotated[float, seconds_between("samples")] = 5.0,
     backups: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
+        option(
+            "DIR",
+            "Directory with backups: check that each configured stream has one of today. Default: backups are "
+            "not checked.",
             exists=True,
             file_okay=False,
-            help="Directory with backups: check that each configured stream has one of today. Default: backups are "
-            "not checked.",
         ),
     ] = None,
     format: Annotated[Format, typer.Option(help="Format of the results.")] = "text",
     verbose: Annotated[
         bool,
-        typer.Option(
-            "--verbose",
-            "-v",
-            help="List the checks that pass, also at a terminal. A pipe or a file always gets them.",
-        ),
+        flag("--verbose", "List the checks that pass, also at a terminal. A pipe or a file always gets them.", "-v"),
     ] = False,
     config: ConfigOption = None,
 ) -> None:

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from aviso_workers.aviso.literals import quoted
-from aviso_workers.cli.arguments import filter_argument, parse_where
+from aviso_workers.cli.arguments import parse_where
 from aviso_workers.cli.completion import Event
 from aviso_workers.cli.confirmation import Yes, confirm
+from aviso_workers.cli.options import filter_argument, flag, option
 from aviso_workers.cli.output import echo, print_table
 from aviso_workers.cli.progress import ProgressLines
 from aviso_workers.cli.targets import ConfigOption, OpenedServer, connected
@@ -29,20 +30,15 @@ def erase(
     event: Event,
     where: Annotated[list[str] | None, filter_argument("Erase notifications")] = None,
     id: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Erase the notification with this sequence, instead of KEY=VALUE."),
+        int | None, option("N", "Erase the notification with this sequence, instead of KEY=VALUE.", min=1)
     ] = None,
     key: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="BUCKET/KEY", help="Also erase this key of a table, windows or a counter; may be repeated."
-        ),
+        list[str] | None, option("BUCKET/KEY", "Also erase this key of a table, windows or a counter; may be repeated.")
     ] = None,
     audit: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="New file for the record of the erasure. Default: erasure-TIME.json here."),
+        Path | None, option("FILE", "New file for the record of the erasure. Default: erasure-TIME.json here.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be erased.")] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Only say what would be erased.")] = False,
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:

@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from aviso_workers.cli.options import option
 from aviso_workers.ops.backups import Identities
 
 __all__ = ["IdentityOption", "identities_of"]
 
-IdentityOption = Annotated[
-    Path | None,
-    typer.Option("--identity", metavar="FILE", help="File with the secret keys of age that open encrypted backups."),
-]
+IdentityOption = Annotated[Path | None, option("FILE", "File with the secret keys of age that open encrypted backups.")]
 
 
 def identities_of(file: Path | None) -> Identities | None:

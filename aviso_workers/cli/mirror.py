@@ -10,9 +10,9 @@ import typer
 from aviso_workers.aviso.codec import store_time
 from aviso_workers.aviso.literals import quoted
 from aviso_workers.cli import NOT_PROVEN
-from aviso_workers.cli.arguments import finite
 from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.confirmation import Yes, confirm
+from aviso_workers.cli.options import finite, flag, option
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, load, on_server
 from aviso_workers.ops import failover_drill, mirrors, promotion, recovery
 from aviso_workers.ops.consumer_positions import Carried
@@ -27,10 +27,8 @@ MAX_LISTED = 20
 """Messages that are listed one by one."""
 Api = Annotated[
     str,
-    typer.Option(
-        "--api",
-        metavar="PREFIX",
-        help="API prefix of the domain with the stream, e.g. '$JS.hub.API'. Default: that of the configuration.",
+    option(
+        "PREFIX", "API prefix of the domain with the stream, e.g. '$JS.hub.API'. Default: that of the configuration."
     ),
 ]
 
@@ -40,33 +38,27 @@ def promote(
     stream: Stream,
     subject: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="SUBJECT",
-            help="Subject on which the mirror takes publishes; may be repeated. Default: the origin's subjects.",
+        option(
+            "SUBJECT", "Subject on which the mirror takes publishes; may be repeated. Default: the origin's subjects."
         ),
     ] = None,
     origin_is_lost: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--origin-is-lost",
-            help="Promote it although the origin does not answer and cannot be fenced. It needs --subject.",
+            "Promote it although the origin does not answer and cannot be fenced. It needs --subject.",
         ),
     ] = False,
     origin_was_recreated: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--origin-was-recreated",
-            help="Promote it although the origin was recreated and has messages that the mirror lacks.",
+            "Promote it although the origin was recreated and has messages that the mirror lacks.",
         ),
     ] = False,
     patience: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS",
-            min=0,
-            callback=finite,
-            help="Seconds within which the mirror must catch up with its origin.",
-        ),
+        option("SECONDS", "Seconds within which the mirror must catch up with its origin.", min=0, callback=finite),
     ] = 30.0,
     yes: Yes = False,
     config: ConfigOption = None,
@@ -99,9 +91,9 @@ def recover(
     stream: Stream,
     origin_config: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Configuration file with the connection to the origin. Default: the origin is in this account, or "
+        option(
+            "FILE",
+            "Configuration file with the connection to the origin. Default: the origin is in this account, or "
             "in a JetStream domain.",
         ),
     ] = None,
@@ -192,14 +184,11 @@ async def drill(
     server: OpenedServer,
     origin_api: Annotated[
         str,
-        typer.Option(
-            metavar="PREFIX",
-            help="API prefix of the domain for the origin, e.g. '$JS.hub.API'. Default: that of the configuration.",
+        option(
+            "PREFIX", "API prefix of the domain for the origin, e.g. '$JS.hub.API'. Default: that of the configuration."
         ),
     ] = "",
-    messages: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Number of messages to publish during the drill.")
-    ] = 1000,
+    messages: Annotated[int, option("N", "Number of messages to publish during the drill.", min=2)] = 1000,
 ) -> None:
     """Rehearse a failover on a scratch stream and its mirror. Exit with 1 if a message was lost or stored twice.
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from aviso_workers import projects
 from aviso_workers.aviso.literals import quoted
+from aviso_workers.cli.options import argument
 from aviso_workers.cli.output import echo
 
 __all__ = ["new"]
@@ -16,10 +15,7 @@ __all__ = ["new"]
 
 def new(
     project: Annotated[
-        Path,
-        typer.Argument(
-            metavar="PROJECT", help="Folder to create; its last part is the project's name, e.g. field_index."
-        ),
+        Path, argument("PROJECT", "Folder to create; its last part is the project's name, e.g. field_index.")
     ],
 ) -> None:
     """Create a small working project, with an agent, its tests and the files that deploy it.

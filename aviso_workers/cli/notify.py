@@ -21,6 +21,7 @@ from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import FileLine, LinesFile, lines_file, parse_duration, parse_pairs, parse_payload
 from aviso_workers.cli.details import time_text
+from aviso_workers.cli.options import argument, option
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.signals import until_signal
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected_app
@@ -39,35 +40,26 @@ MAY_BE_STORED = (
 
 def notify(
     event: Annotated[
-        str | None,
-        typer.Argument(metavar="EVENT", autocompletion=completion.event_types, help="The event type, e.g. mars."),
+        str | None, argument("EVENT", "The event type, e.g. mars.", autocompletion=completion.event_types)
     ] = None,
     identifier: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="A field of the identifier, e.g. class=od.")
+        list[str] | None, argument("KEY=VALUE...", "A field of the identifier, e.g. class=od.")
     ] = None,
     payload: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON", help="Payload: JSON, @FILE with JSON, or - for standard input. Default: no payload."
-        ),
+        str | None, option("JSON", "Payload: JSON, @FILE with JSON, or - for standard input. Default: no payload.")
     ] = None,
     at: Annotated[
         str | None,
-        typer.Option(
-            metavar="TIME", help="Deliver the notification at this time, e.g. 2026-11-21T06:00:00Z. Default: at once."
-        ),
+        option("TIME", "Deliver the notification at this time, e.g. 2026-11-21T06:00:00Z. Default: at once."),
     ] = None,
     after: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DURATION", help="Deliver the notification after this time, e.g. 10m or 2h. Default: at once."
-        ),
+        str | None, option("DURATION", "Deliver the notification after this time, e.g. 10m or 2h. Default: at once.")
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Publish the notifications of a file, one JSON document a line: "
+        option(
+            "FILE",
+            "Publish the notifications of a file, one JSON document a line: "
             '{"event": ..., "identifier": {...}, "payload": ..., "id": ...}, or a CloudEvent as `replay` prints it. '
             "- is standard input.",
         ),

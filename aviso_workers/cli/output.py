@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aviso_workers.aviso.literals import printable, printable_lines
+from aviso_workers.cli.options import flag
 from aviso_workers.cli.tables import table
 from aviso_workers.events import Events, Skipped, Suspected
 
@@ -32,7 +33,7 @@ __all__ = [
     "terminal",
 ]
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document a row instead of a table.")]
+AsJson = Annotated[bool, flag("--json", "Print one JSON document a row instead of a table.")]
 
 WIDE = 10_000
 MAX_SKIPPED = 10

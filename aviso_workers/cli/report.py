@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from aviso_workers.backends import Admin
-from aviso_workers.cli.arguments import seconds_between
+from aviso_workers.cli.options import option, seconds_between
 from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows, printable, terminal
 from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import OpenedServer, on_server
@@ -70,9 +70,9 @@ async def streams(
     seconds: Seconds = 2.0,
     monitor: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="URL",
-            help="URL of a server's monitoring port, which is asked for its disk; repeat it for each server. "
+        option(
+            "URL",
+            "URL of a server's monitoring port, which is asked for its disk; repeat it for each server. "
             "Default: that of the configuration's section server.",
         ),
     ] = None,

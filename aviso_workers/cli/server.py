@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from msgspec import structs
 
+from aviso_workers.cli.options import flag, option
 from aviso_workers.cli.output import AsJson, print_rows, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, find_app, load
 from aviso_workers.config import Config, Secret, Server
@@ -32,9 +33,7 @@ server = typer.Typer(
     no_args_is_help=True,
 )
 
-Directory = Annotated[
-    Path, typer.Option("--directory", "-d", metavar="DIR", help="Directory of the servers and their logs.")
-]
+Directory = Annotated[Path, option("DIR", "Directory of the servers and their logs.", "--directory", "-d")]
 
 
 @server.command()
@@ -42,26 +41,24 @@ def render(
     profile: Annotated[
         profiles.Profile, typer.Option(help="Profile that chooses the settings which the configuration leaves open.")
     ] = "production",
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File to write.")] = Path(
-        "nats-server.conf"
-    ),
+    output: Annotated[Path, option("FILE", "File to write.", "--output", "-o")] = Path("nats-server.conf"),
     role: Annotated[
         permissions.Role | None,
         typer.Option(help="Print the permissions of a user of this role instead, and write nothing."),
     ] = None,
     app: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:APP",
-            help="App that a worker runs, which --role worker needs. For other roles, the app whose event types "
+        option(
+            "MODULE:APP",
+            "App that a worker runs, which --role worker needs. For other roles, the app whose event types "
             "count. Default: those of the configuration.",
         ),
     ] = None,
     user: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="User whose permissions --role prints; for an NKey its public key. The answers of servers to the user "
+        option(
+            "NAME",
+            "User whose permissions --role prints; for an NKey its public key. The answers of servers to the user "
             "go to subjects that no other user may hear. Default: the user of the configuration.",
         ),
     ] = None,
@@ -91,7 +88,7 @@ def render(
 
 @server.command()
 def start(
-    nodes: Annotated[int, typer.Option(metavar="N", min=1, help="Number of servers; more than one are a cluster.")] = 1,
+    nodes: Annotated[int, option("N", "Number of servers; more than one are a cluster.", min=1)] = 1,
     directory: Directory = DIRECTORY,
     config: ConfigOption = None,
 ) -> None:
@@ -116,14 +113,14 @@ def start(
 def rotate_key(
     previous_key_file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
+        option(
+            "FILE",
+            "File with the present key of the stores. Leave it out if they are not encrypted.",
             exists=True,
             dir_okay=False,
-            help="File with the present key of the stores. Leave it out if they are not encrypted.",
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option(metavar="N", min=1, help="Number of servers, as for `server start`.")] = 1,
+    nodes: Annotated[int, option("N", "Number of servers, as for `server start`.", min=1)] = 1,
     directory: Directory = DIRECTORY,
     config: ConfigOption = None,
 ) -> None:
@@ -150,9 +147,7 @@ def rotate_key(
 def stop(
     lame_duck: Annotated[
         bool,
-        typer.Option(
-            "--lame-duck", help="Let each server hand over its streams and tell its clients to leave, before it ends."
-        ),
+        flag("--lame-duck", "Let each server hand over its streams and tell its clients to leave, before it ends."),
     ] = False,
     directory: Directory = DIRECTORY,
 ) -> None:

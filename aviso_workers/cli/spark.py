@@ -9,6 +9,7 @@ import typer
 from aviso_workers.app import App
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import NOT_PROVEN
+from aviso_workers.cli.options import argument, flag, option
 from aviso_workers.cli.output import print_json, print_table, printable
 from aviso_workers.cli.targets import ConfigOption, connected_app, run_connected
 from aviso_workers.ops import spark_reconciliation
@@ -26,22 +27,15 @@ MAX_LINES = 20
 
 @spark.command()
 def reconcile(
-    url: Annotated[
-        str,
-        typer.Argument(metavar="URL", help="URL of a history server or of a driver's UI, e.g. http://history:18080."),
-    ],
+    url: Annotated[str, argument("URL", "URL of a history server or of a driver's UI, e.g. http://history:18080.")],
     application: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ID", help="Compare only this application; may be repeated. Default: all."),
+        list[str] | None, option("ID", "Compare only this application; may be repeated. Default: all.")
     ] = None,
     since: Annotated[
         str | None,
-        typer.Option(
-            metavar="DATE",
-            help="Compare only applications that began at this time or later, e.g. 2026-11-20T06:00:00Z.",
-        ),
+        option("DATE", "Compare only applications that began at this time or later, e.g. 2026-11-20T06:00:00Z."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document for each row.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print one JSON document for each row.")] = False,
     config: ConfigOption = None,
 ) -> None:
     """Compare the published notifications of Spark's jobs with what Spark reports. Exit with 1 if they differ, with 3

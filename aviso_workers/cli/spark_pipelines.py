@@ -14,8 +14,9 @@ import typer
 
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
-from aviso_workers.cli.arguments import filter_argument, parse_duration, parse_pairs, parse_where
+from aviso_workers.cli.arguments import parse_duration, parse_pairs, parse_where
 from aviso_workers.cli.completion import Event
+from aviso_workers.cli.options import filter_argument, option
 from aviso_workers.cli.spark import spark
 from aviso_workers.cli.targets import ConfigOption, ConfigSource
 from aviso_workers.errors import DeclarationError
@@ -34,15 +35,10 @@ def archive(
     event: Event,
     where: Filter = None,
     *,
-    to: Annotated[
-        str, typer.Option(metavar="PATH", help="Directory of the archive, which Spark must be able to reach.")
-    ],
+    to: Annotated[str, option("PATH", "Directory of the archive, which Spark must be able to reach.")],
     every: Annotated[
         str | None,
-        typer.Option(
-            metavar="DURATION",
-            help="Keep running until Ctrl-C, and archive at this interval, e.g. 5m. Default: archive once.",
-        ),
+        option("DURATION", "Keep running until Ctrl-C, and archive at this interval, e.g. 5m. Default: archive once."),
     ] = None,
     config: ConfigOption = None,
 ) -> None:
@@ -68,31 +64,27 @@ def backfill(
     *,
     start: Annotated[
         str,
-        typer.Option(
+        option(
+            "PATH|ID|DATE",
+            "Path of an archive, or the sequence or time at which to begin in the stream of EVENT.",
             "--from",
-            metavar="PATH|ID|DATE",
-            help="Path of an archive, or the sequence or time at which to begin in the stream of EVENT.",
         ),
     ],
     to: Annotated[
-        str,
-        typer.Option(
-            metavar="EVENT", autocompletion=completion.event_types, help="Event type of the published notifications."
-        ),
+        str, option("EVENT", "Event type of the published notifications.", autocompletion=completion.event_types)
     ],
     dead_letters: Annotated[
         str | None,
-        typer.Option(
-            metavar="PATH",
-            help="Directory for Parquet of what cannot be published, and why. Default: if there is any, nothing is "
+        option(
+            "PATH",
+            "Directory for Parquet of what cannot be published, and why. Default: if there is any, nothing is "
             "published.",
         ),
     ] = None,
     fill: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="FIELD=VALUE",
-            help="Value of an identifier field that older notifications lack, e.g. level=0; may be repeated.",
+        option(
+            "FIELD=VALUE", "Value of an identifier field that older notifications lack, e.g. level=0; may be repeated."
         ),
     ] = None,
     config: ConfigOption = None,
@@ -121,26 +113,21 @@ def report(
     event: Event,
     where: Filter = None,
     *,
-    schedule: Annotated[
-        str, typer.Option(metavar="FILE", help="Schedule of what is expected: YAML, or a table in CSV or Parquet.")
-    ],
-    to: Annotated[str, typer.Option(metavar="PATH", help="Directory for the tables and report.html.")],
+    schedule: Annotated[str, option("FILE", "Schedule of what is expected: YAML, or a table in CSV or Parquet.")],
+    to: Annotated[str, option("PATH", "Directory for the tables and report.html.")],
     start: Annotated[
         str | None,
-        typer.Option(
-            "--from",
-            metavar="PATH|ID|DATE",
-            help="Path of an archive, or the sequence or time at which to begin in the stream of EVENT. Default: "
+        option(
+            "PATH|ID|DATE",
+            "Path of an archive, or the sequence or time at which to begin in the stream of EVENT. Default: "
             "the first day.",
+            "--from",
         ),
     ] = None,
     first: Annotated[
-        str | None,
-        typer.Option(metavar="DATE", help="First day of a schedule in YAML, e.g. 2026-11-20. Default: yesterday, UTC."),
+        str | None, option("DATE", "First day of a schedule in YAML, e.g. 2026-11-20. Default: yesterday, UTC.")
     ] = None,
-    last: Annotated[
-        str | None, typer.Option(metavar="DATE", help="Last day of a schedule in YAML. Default: today, UTC.")
-    ] = None,
+    last: Annotated[str | None, option("DATE", "Last day of a schedule in YAML. Default: today, UTC.")] = None,
     config: ConfigOption = None,
 ) -> None:
     """Compare notifications with a schedule, and announce each cycle that is complete or late.

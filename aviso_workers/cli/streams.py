@@ -12,6 +12,7 @@ from rich.filesize import decimal
 
 from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.details import AsAnswered, print_details, replicas, time_text
+from aviso_workers.cli.options import argument, flag, option
 from aviso_workers.cli.output import AsJson, end_where_unavailable, print_json, print_rows
 from aviso_workers.cli.targets import ConfigOption, OpenedServer, connected, on_server
 from aviso_workers.errors import DeclarationError
@@ -78,15 +79,10 @@ async def gaps(server: OpenedServer, stream: Stream, as_json: AsJson = False) ->
 @streams.command()
 def get(
     stream: Stream,
-    sequence: Annotated[int | None, typer.Argument(metavar="SEQUENCE", min=1, help="Sequence of the message.")] = None,
-    last: Annotated[
-        str | None, typer.Option(metavar="SUBJECT", help="Print the last message of this subject instead.")
-    ] = None,
+    sequence: Annotated[int | None, argument("SEQUENCE", "Sequence of the message.", min=1)] = None,
+    last: Annotated[str | None, option("SUBJECT", "Print the last message of this subject instead.")] = None,
     direct: Annotated[
-        bool,
-        typer.Option(
-            "--direct", help="Read from any replica, which may lag behind the leader. Default: from the leader."
-        ),
+        bool, flag("--direct", "Read from any replica, which may lag behind the leader. Default: from the leader.")
     ] = False,
     config: ConfigOption = None,
 ) -> None:

@@ -12,6 +12,7 @@ from aviso_workers.aviso.literals import quoted
 from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.backup import Storage, bar
 from aviso_workers.cli.completion import Stream
+from aviso_workers.cli.options import flag, option
 from aviso_workers.cli.streams import streams
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, opened
 from aviso_workers.errors import BackupError
@@ -25,28 +26,25 @@ __all__ = ["copy"]
 @streams.command()
 def copy(
     stream: Stream,
-    to_config: Annotated[
-        Path, typer.Option(metavar="FILE", help="Configuration file with the connection to the target.")
-    ],
+    to_config: Annotated[Path, option("FILE", "Configuration file with the connection to the target.")],
     name: Annotated[
         str | None,
-        typer.Option(
-            "--as",
-            metavar="NAME",
-            help="Copy to a stream of this name, without the original's subjects. Default: the original's name and "
+        option(
+            "NAME",
+            "Copy to a stream of this name, without the original's subjects. Default: the original's name and "
             "subjects.",
+            "--as",
         ),
     ] = None,
     storage: Annotated[Storage | None, typer.Option(help="Storage of the copy. Default: that of the original.")] = None,
     replicas: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, max=5, help="Number of replicas of the copy. Default: that of the original."),
+        int | None, option("N", "Number of replicas of the copy. Default: that of the original.", min=1, max=5)
     ] = None,
     follow: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--follow",
-            help="Append new messages to the copy until the original is fenced. It also continues a copy that was "
+            "Append new messages to the copy until the original is fenced. It also continues a copy that was "
             "interrupted.",
         ),
     ] = False,
@@ -85,9 +83,13 @@ def copy(
                 if copied.subjects or not follow:
                     _end(stream, copied)
                     return
-            _print_followed(
-                await following_copies.follow(source.admin, target.admin, stream, on_progress=_print_progress)
+            followed = await following_copies.follow(
+                source.admin,
+                target.admin,
+                stream,
+                on_progress=lambda appended, last: typer.echo(f"{appended} appended, up to {last}", err=True),
             )
+            _print_followed(followed)
 
     anyio.run(run)
 
@@ -115,10 +117,6 @@ def _end(stream: str, copied: Copied) -> None:
     if copied.meanwhile:
         typer.echo(_moved_on(stream, copied), err=True)
         raise typer.Exit(NOT_PROVEN)
-
-
-def _print_progress(appended: int, last: int) -> None:
-    typer.echo(f"{appended} appended, up to {last}", err=True)
 
 
 def _print_followed(found: Followed) -> None:

@@ -12,6 +12,7 @@ import typer
 from aviso_workers.cli import completion
 from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.confirmation import Yes, confirm
+from aviso_workers.cli.options import argument, option
 from aviso_workers.cli.output import print_table
 from aviso_workers.cli.streams import streams
 from aviso_workers.cli.targets import OpenedServer, on_server
@@ -25,15 +26,9 @@ __all__ = ["streams"]
 async def purge(
     server: OpenedServer,
     stream: Stream,
-    subject: Annotated[
-        str, typer.Option(metavar="SUBJECT", help="Remove only messages with a matching subject, e.g. mars.od.>")
-    ] = "",
-    keep: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Keep the newest N messages. It excludes --before.")
-    ] = 0,
-    before: Annotated[
-        int | None, typer.Option(metavar="SEQUENCE", min=1, help="Remove only messages before this sequence.")
-    ] = None,
+    subject: Annotated[str, option("SUBJECT", "Remove only messages with a matching subject, e.g. mars.od.>")] = "",
+    keep: Annotated[int, option("N", "Keep the newest N messages. It excludes --before.", min=0)] = 0,
+    before: Annotated[int | None, option("SEQUENCE", "Remove only messages before this sequence.", min=1)] = None,
     yes: Yes = False,
 ) -> None:
     """Remove messages of any stream. Its configuration and consumers stay.
@@ -82,14 +77,12 @@ async def step_down(
     stream: Stream,
     consumer: Annotated[
         str,
-        typer.Option(
-            metavar="CONSUMER",
-            autocompletion=completion.consumers,
-            help="Move the leader of this consumer instead of the stream's.",
+        option(
+            "CONSUMER", "Move the leader of this consumer instead of the stream's.", autocompletion=completion.consumers
         ),
     ] = "",
     prefer: Annotated[
-        str, typer.Option(metavar="SERVER", help="Server that is to become the leader. Default: the servers elect one.")
+        str, option("SERVER", "Server that is to become the leader. Default: the servers elect one.")
     ] = "",
 ) -> None:
     """Move the leader of a stream, or of one of its consumers, to another server.
@@ -105,7 +98,7 @@ async def step_down(
 async def remove_peer(
     server: OpenedServer,
     stream: Stream,
-    peer: Annotated[str, typer.Argument(metavar="PEER", help="Name of the server whose copy is removed, e.g. n-2.")],
+    peer: Annotated[str, argument("PEER", "Name of the server whose copy is removed, e.g. n-2.")],
     yes: Yes = False,
 ) -> None:
     """Remove a server's copy of a stream. Another server makes a new copy.

@@ -10,6 +10,7 @@ import typer
 from aviso_workers.cli import NOT_PROVEN, completion
 from aviso_workers.cli.completion import Event
 from aviso_workers.cli.confirmation import Yes, confirm
+from aviso_workers.cli.options import argument, flag
 from aviso_workers.cli.output import AsJson, print_rows, print_table
 from aviso_workers.cli.streams import name_missing, streams
 from aviso_workers.cli.targets import OpenedServer, on_server
@@ -25,10 +26,10 @@ POLICY = ("field", "configured", "effective", "as configured", "configured by")
 
 Configured = Annotated[
     str,
-    typer.Argument(
-        metavar="NAME",
+    argument(
+        "NAME",
+        "An event type, e.g. mars, or a stream of the configuration's section streams.",
         autocompletion=completion.events_and_streams,
-        help="An event type, e.g. mars, or a stream of the configuration's section streams.",
     ),
 ]
 
@@ -37,9 +38,7 @@ Configured = Annotated[
 @on_server
 async def plan(
     server: OpenedServer,
-    exit_code: Annotated[
-        bool, typer.Option("--exit-code", help="Exit with 1 if something differs. Default: exit with 0.")
-    ] = False,
+    exit_code: Annotated[bool, flag("--exit-code", "Exit with 1 if something differs. Default: exit with 0.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what `streams apply` would change, field by field.
@@ -56,7 +55,7 @@ async def plan(
 @on_server
 async def apply(
     server: OpenedServer,
-    yes: Annotated[bool, typer.Option("--yes", help="Also make updates that remove stored messages.")] = False,
+    yes: Annotated[bool, flag("--yes", "Also make updates that remove stored messages.")] = False,
 ) -> None:
     """Create missing streams and consumers, and update those that differ from the configuration. Exit with 1 if some
     cannot be updated.

@@ -22,6 +22,7 @@ from typer.core import TyperOption
 from aviso_workers.app import App
 from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.backends import Admin, open_backend
+from aviso_workers.cli.options import argument, option
 from aviso_workers.config import Config, completed
 from aviso_workers.config import load as load_config
 from aviso_workers.config.streams import event_streams
@@ -80,25 +81,20 @@ class ConfigSource(Struct, frozen=True):
 
 ConfigOption = Annotated[
     ConfigSource | None,
-    typer.Option(
-        "--config",
-        "-c",
-        metavar="FILE",
-        parser=ConfigSource.of_file,
-        help="Configuration file to read. Default: the app's own, else the one that AVISO_WORKERS_CONFIG_FILE "
+    option(
+        "FILE",
+        "Configuration file to read. Default: the app's own, else the one that AVISO_WORKERS_CONFIG_FILE "
         "or AVISOSERVER_CONFIG_FILE names, else aviso.yaml or config/aviso.yaml, else those of an "
         "aviso-server.",
+        "--config",
+        "-c",
+        parser=ConfigSource.of_file,
     ),
 ]
 
 
-Target = Annotated[
-    str | None, typer.Argument(metavar="MODULE:APP", help="Module and name of the app, e.g. mine.agents:app.")
-]
-AgentOption = Annotated[
-    str | None,
-    typer.Option("--agent", metavar="NAME", help="Use this installed agent instead of an app, e.g. spark-events."),
-]
+Target = Annotated[str | None, argument("MODULE:APP", "Module and name of the app, e.g. mine.agents:app.")]
+AgentOption = Annotated[str | None, option("NAME", "Use this installed agent instead of an app, e.g. spark-events.")]
 
 
 CONTEXT_HELP = (

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from aviso_workers.aviso.literals import time_text
+from aviso_workers.cli.options import argument
 from aviso_workers.cli.output import AsJson, echo, print_rows
 from aviso_workers.cli.targets import ConfigOption, connected, find_app, run_connected
 from aviso_workers.errors import DeclarationError, describe
@@ -19,7 +20,7 @@ timers = typer.Typer(help="Show when timers run, and run one now.", no_args_is_h
 
 TIMERS = ("timer", "schedule", "leader", "last", "next", "state")
 
-OfApp = Annotated[str, typer.Argument(metavar="MODULE:APP", help="Module and variable of the app, e.g. fields:app.")]
+OfApp = Annotated[str, argument("MODULE:APP", "Module and variable of the app, e.g. fields:app.")]
 
 
 @timers.command("ls")
@@ -41,7 +42,7 @@ def list_timers(app: OfApp, as_json: AsJson = False, config: ConfigOption = None
 @timers.command()
 def run(
     app: OfApp,
-    name: Annotated[str, typer.Argument(metavar="TIMER", help="Name of the timer, as `timers ls` lists it.")],
+    name: Annotated[str, argument("TIMER", "Name of the timer, as `timers ls` lists it.")],
     config: ConfigOption = None,
 ) -> None:
     """Run a timer once, now, in this process, with the resources of the app. Exit with 1 if it fails.

@@ -18,8 +18,9 @@ from aviso_workers.aviso import positions, schema
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.aviso.positions import Position
 from aviso_workers.cli import NOT_PROVEN, completion
-from aviso_workers.cli.arguments import filter_argument, parse_where
+from aviso_workers.cli.arguments import parse_where
 from aviso_workers.cli.details import time_text
+from aviso_workers.cli.options import argument, filter_argument, flag, option
 from aviso_workers.cli.output import Columns, echo, print_json, skipped_reported
 from aviso_workers.cli.targets import ConfigOption, connected_app
 from aviso_workers.config import Config, streams
@@ -36,11 +37,7 @@ Show = Callable[[Notification[Any]], None]
 
 Event = Annotated[
     str | None,
-    typer.Argument(
-        metavar="EVENT",
-        autocompletion=completion.event_types,
-        help="The event type, e.g. mars. Default: all event types.",
-    ),
+    argument("EVENT", "The event type, e.g. mars. Default: all event types.", autocompletion=completion.event_types),
 ]
 Filter = Annotated[
     list[str] | None,
@@ -48,38 +45,22 @@ Filter = Annotated[
         "Print only notifications", more=" Without EVENT, event types that lack one of the keys are left out."
     ),
 ]
-FromId = Annotated[str | None, typer.Option("--from-id", metavar="ID", help="Begin at this sequence, inclusive.")]
-FromDate = Annotated[
-    str | None,
-    typer.Option("--from-date", metavar="DATE", help="Begin at this time, inclusive, e.g. 2026-11-20T06:00:00Z."),
-]
-ToId = Annotated[
-    str | None, typer.Option("--to-id", metavar="ID", help="End at this sequence, inclusive. Default: the last one.")
-]
-ToDate = Annotated[
-    str | None, typer.Option("--to-date", metavar="DATE", help="End at this time, inclusive. Default: now.")
-]
+FromId = Annotated[str | None, option("ID", "Begin at this sequence, inclusive.")]
+FromDate = Annotated[str | None, option("DATE", "Begin at this time, inclusive, e.g. 2026-11-20T06:00:00Z.")]
+ToId = Annotated[str | None, option("ID", "End at this sequence, inclusive. Default: the last one.")]
+ToDate = Annotated[str | None, option("DATE", "End at this time, inclusive. Default: now.")]
 
 AsJson = Annotated[
-    bool,
-    typer.Option(
-        "--json", help="Print CloudEvents, one a line, also at a terminal. A pipe or a file always gets them."
-    ),
+    bool, flag("--json", "Print CloudEvents, one a line, also at a terminal. A pipe or a file always gets them.")
 ]
 Last = Annotated[
-    int | None,
-    typer.Option(
-        "--last",
-        metavar="N",
-        min=1,
-        help="Print only this many notifications, the last ones that match. Default: all.",
-    ),
+    int | None, option("N", "Print only this many notifications, the last ones that match. Default: all.", min=1)
 ]
 SpatialArrays = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--spatial-arrays",
-        help="Print polygons and point clouds as arrays, as aviso-server 0.10 and newer do. Default: as text.",
+        "Print polygons and point clouds as arrays, as aviso-server 0.10 and newer do. Default: as text.",
     ),
 ]
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from aviso_workers.aviso.literals import Size
+from aviso_workers.cli.options import flag, option
 from aviso_workers.cli.targets import AgentOption, ConfigOption, ConfigSource, Target, find_app
 from aviso_workers.errors import ConfigError
 from aviso_workers.worker import fleet, process
@@ -18,18 +19,15 @@ __all__ = ["Reload", "StatusPort", "fleet_command", "worker"]
 
 StatusPort = Annotated[
     int | None,
-    typer.Option(
-        "--status-port",
-        metavar="PORT",
-        help="Port for /metrics, /livez and /readyz; 0 is any free port. Default: workers.status.port of the "
-        "configuration.",
+    option(
+        "PORT",
+        "Port for /metrics, /livez and /readyz; 0 is any free port. Default: workers.status.port of the configuration.",
     ),
 ]
 Reload = Annotated[
     bool,
-    typer.Option(
-        "--reload",
-        help="Restart the agents when a Python or YAML file below this directory changes, or the configuration.",
+    flag(
+        "--reload", "Restart the agents when a Python or YAML file below this directory changes, or the configuration."
     ),
 ]
 
@@ -41,23 +39,14 @@ def worker(
     status_port: StatusPort = None,
     processes: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Run this many processes, and replace those that crash. Default: this process alone.",
-        ),
+        option("N", "Run this many processes, and replace those that crash. Default: this process alone.", min=1),
     ] = None,
     max_notifications: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=1, help="Replace a process once it has settled this many notifications. Default: no limit."
-        ),
+        option("N", "Replace a process once it has settled this many notifications. Default: no limit.", min=1),
     ] = None,
     max_rss: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Replace a process that uses more memory than this, e.g. 500Mi. Default: no limit."
-        ),
+        str | None, option("SIZE", "Replace a process that uses more memory than this, e.g. 500Mi. Default: no limit.")
     ] = None,
     reload: Reload = False,
     member: Annotated[str | None, typer.Option(hidden=True)] = None,

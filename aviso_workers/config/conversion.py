@@ -140,21 +140,14 @@ class Reader:
                 return self._tuple(node, [inside] * len(_items(node)), path)
             case inspect.TupleType(item_types=types):
                 return self._tuple(node, types, path)
-            case inspect.LiteralType(values=choices):
-                return _choice(node, choices, reasons)
-            case inspect.IntType() | inspect.FloatType() as number:
-                return self._bounded(node, number, path, meaning=reasons.get("bounds", ""))
-            case inspect.BoolType():
-                return _boolean(node)
-            case inspect.StrType(min_length=shortest):
-                return _not_empty(_text(node)) if shortest else _text(node)
-            case inspect.DateTimeType():
-                return _time(node)
-            case inspect.CustomType(cls=custom):
-                return _custom(node, custom)
             case inspect.AnyType() as anything:
                 return self._dict(node, anything, path) if isinstance(node.value, dict) else node.resolved
-        raise AssertionError(f"{path}: settings of type {wanted} cannot be read")
+            case inspect.IntType() | inspect.FloatType() as number:
+                return self._bounded(node, number, path, meaning=reasons.get("bounds", ""))
+            case inspect.LiteralType(values=choices):
+                return _choice(node, choices, reasons)
+            case other:
+                return _unbounded(node, other)
 
     def _tagged(self, node: YamlNode, types: Iterable[inspect.Type], path: str) -> Any:
         by_tag = {str(each.tag): each for each in types if isinstance(each, inspect.StructType)}
@@ -270,6 +263,19 @@ def _scalar(node: YamlNode, expected: str) -> str:
     if isinstance(node.value, str):
         return node.value
     raise ValueError(f"expected {expected}, found {_shown(node)}")
+
+
+def _unbounded(node: YamlNode, wanted: inspect.Type) -> Any:
+    match wanted:
+        case inspect.StrType(min_length=shortest):
+            return _not_empty(_text(node)) if shortest else _text(node)
+        case inspect.BoolType():
+            return _boolean(node)
+        case inspect.DateTimeType():
+            return _time(node)
+        case inspect.CustomType(cls=custom):
+            return _custom(node, custom)
+    raise AssertionError(f"settings of type {wanted} cannot be read")
 
 
 def _text(node: YamlNode) -> str:

@@ -19,6 +19,7 @@ from aviso_workers.aviso.schema import EventType
 from aviso_workers.config.fields import Count, Port, Positive, Seconds, Text, about
 from aviso_workers.config.nats_server import Server
 from aviso_workers.config.secrets import Secret, ServerUrls
+from aviso_workers.errors import UnknownEventTypeError
 from aviso_workers.jetstream.fields import DeclaredStream
 
 __all__ = [
@@ -353,6 +354,12 @@ class Config(Document, frozen=True, kw_only=True):
     """A sentence for each thing that looks like a mistake and is none."""
     origins: dict[str, str] = {}
     """The file and line, or the environment variable, of each key path that was set. All others have their defaults."""
+
+    def event_type(self, name: str) -> EventType:
+        """Return the event type of this name. Raises `UnknownEventTypeError`."""
+        if name not in self.notification_schema:
+            raise UnknownEventTypeError(name, self.notification_schema)
+        return self.notification_schema[name]
 
     def with_defaults(self, **jetstream: Any) -> Config:
         """Return the configuration with other defaults of `notification_backend.jetstream`.

@@ -74,9 +74,6 @@ TIMEOUT_NEEDS_AN_END = "timeout= is for a function of a Notification or a Batch;
 RETURNS_INSTRUCTION_CLASS = "annotated to return the class Retry or Reject: return Retry() or Reject(reason) instead"
 
 
-DEFAULT_BREAKER = Breaker()
-
-
 class Policy(Struct, frozen=True, kw_only=True):
     """The policy by which an agent's notifications are handled, with times in seconds. `Router.agent` explains it."""
 
@@ -92,7 +89,7 @@ class Policy(Struct, frozen=True, kw_only=True):
     states_start: bool = False
     """Whether the author has stated `start`."""
     singleton: bool = False
-    breaker: Breaker | None = DEFAULT_BREAKER
+    breaker: Breaker | None = None
     unavailable: tuple[type[Exception], ...] = ()
     """Exceptions that say that something is away, beside those that every breaker knows."""
 
@@ -332,7 +329,7 @@ class Router(Generic[S]):
         window: Windowing[Any, Any] | None = None,
         start: int | str | datetime | None = None,
         singleton: bool = False,
-        breaker: Breaker | None = DEFAULT_BREAKER,
+        breaker: Breaker | None = None,
         unavailable: Sequence[type[Exception]] = (),
         decode: Callable[[bytes], Any] | None = None,
     ) -> Callable[[Callable[P, R]], Agent[P, R]]:
@@ -363,7 +360,7 @@ class Router(Generic[S]):
         - `singleton`: let one worker of all that run the app handle everything, one notification at a time and in
           order. If it dies, another one takes over within `ack_wait`.
         - `breaker`: when failures are taken for an outage of what the agent depends on, so that it waits and counts no
-          attempt. None: never, each failure is an attempt.
+          attempt. Default: never, each failure is an attempt.
         - `unavailable`: exceptions that say that something is away, beside those that `Breaker` names.
         - `decode`: a function that makes the payload of the bytes of a body, such as a protobuf message's `FromString`,
           instead of `T`. A body for which it raises becomes a dead letter.

@@ -23,12 +23,12 @@ __all__ = [
     "Again",
     "Classifier",
     "DeadLetter",
-    "DeliveryRecord",
     "Failure",
     "FinalError",
     "FinalReason",
     "Nak",
     "OtherVersionError",
+    "PriorRecord",
     "Reject",
     "Retry",
     "RunsAs",
@@ -123,7 +123,7 @@ RunsAs = Literal["beside_others", "alone"]
 """How the handler of a notification runs that was delivered before."""
 
 
-class DeliveryRecord(Struct, frozen=True, kw_only=True):
+class PriorRecord(Struct, frozen=True, kw_only=True):
     """The record of a notification that was delivered or tried before."""
 
     failures: int = 0
@@ -186,7 +186,7 @@ class OtherVersionError(Exception):
 
 
 def before_handling(
-    record: DeliveryRecord, *, num_delivered: int, attempts: float
+    record: PriorRecord, *, num_delivered: int, attempts: float
 ) -> Literal["run", "run_recorded", "run_alone", "worker_died", "max_deliveries"]:
     """Return what to do with a notification that is delivered again, before its handler is run.
 

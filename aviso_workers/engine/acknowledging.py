@@ -24,17 +24,7 @@ from aviso_workers.clocks import Clock, ScheduledCall
 from aviso_workers.declare import verdicts
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.retry import Backoff, RetryShare
-from aviso_workers.declare.verdicts import (
-    Ack,
-    Again,
-    DeadLetter,
-    DeliveryRecord,
-    Failure,
-    Nak,
-    Settlement,
-    Term,
-    Verdict,
-)
+from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, Nak, PriorRecord, Settlement, Term, Verdict
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.breakers import CircuitBreaker
 from aviso_workers.engine.buffer import Buffer
@@ -86,7 +76,7 @@ OTHER_VERSION = Backoff(first=0.05, factor=1.3, max=5.0, jitter=0.5)
 """When a notification that another version is to handle comes again, by how often it was delivered: about fifteen times
 in the first ten seconds, because a server gives it to any worker. At equal intervals, it could be the same worker each
 time."""
-FRESH = DeliveryRecord()
+FRESH = PriorRecord()
 """The record of a notification that has never failed."""
 
 
@@ -181,9 +171,9 @@ class Settler:
             if record is not None:
                 await self._failures.forget(delivery, record)
         else:
-            self._buffer.done(delivery)
+            self._buffer.finish(delivery)
 
-    def postpone(self, delivery: Delivery, record: DeliveryRecord) -> bool:
+    def postpone(self, delivery: Delivery, record: PriorRecord) -> bool:
         """Give a retry that is due back for later where retries have had their share of the time and something new
         waits; return whether. It counts as no attempt.
         """
@@ -194,13 +184,13 @@ class Settler:
             return False
         self._failures.note_postponed(delivery, record)
         delivery.nak(delay_seconds=later_seconds)
-        self._buffer.done(delivery)
+        self._buffer.finish(delivery)
         return True
 
     def nak_removed(self, delivery: Delivery) -> None:
         """Nak a delivery whose message has left the stream: a server delivers no such message again."""
         delivery.nak()
-        self._buffer.done(delivery)
+        self._buffer.finish(delivery)
 
     async def judge_window(
         self, window: Message, failure: Failure, *, failures: int, stream: str, part: str
@@ -244,11 +234,11 @@ class Settler:
             return
         waited = self._buffer.waited_seconds(delivery)
         if waited is None:
-            self._buffer.done(delivery)
+            self._buffer.finish(delivery)
             return
         seconds, record = self._clock.monotonic() - started, delivery.record
         if not delivery.held:
-            self._buffer.done(delivery)
+            self._buffer.finish(delivery)
             self._emit_settled(delivery, record, TAKEN_OVER, seconds, waited)
         elif failure is not None:
             await self._settle_failed(
@@ -306,7 +296,7 @@ class Settler:
     async def _settle_failed(
         self,
         delivery: Delivery,
-        record: DeliveryRecord,
+        record: PriorRecord,
         failure: Failure,
         *,
         seconds: float,
@@ -317,7 +307,7 @@ class Settler:
             await self._failures.clear(delivery)  # or its next delivery would be handled alone
             self._failures.note_postponed(delivery, record)
             delay = leave_to_others(delivery)
-            self._buffer.done(delivery)
+            self._buffer.finish(delivery)
             emit(_Outcome("retried", "other_version", failure.error, again_in_seconds=delay))
             return
         classified = verdicts.classify(failure, self._agent.classifiers)
@@ -355,7 +345,7 @@ class Settler:
             # Counted all the same: a redelivery without a counted failure is taken for one whose worker died.
             outcome = _Outcome("retried", "dead_letter_failed", refused.error, attempt, refused.again_in_seconds)
 
-        def give_back(counted: DeliveryRecord) -> None:
+        def give_back(counted: PriorRecord) -> None:
             self._buffer.note_record(delivery, counted)
             self._give_back(delivery, outcome.again_in_seconds)
             self._note_retried(delivery, outcome)
@@ -420,7 +410,7 @@ class Settler:
         )
 
     def _emit_settled(
-        self, delivery: Delivery, record: DeliveryRecord | None, outcome: _Outcome, seconds: float, waited: float
+        self, delivery: Delivery, record: PriorRecord | None, outcome: _Outcome, seconds: float, waited: float
     ) -> None:
         """State what became of a delivery that waited and was handled for so many seconds."""
         message, num_delivered = delivery.message, delivery.num_delivered
@@ -449,14 +439,14 @@ class Settler:
 
     def _remove(self, delivery: Delivery) -> None:
         self._repeats.note(delivery)
-        self._buffer.done(delivery)
+        self._buffer.finish(delivery)
 
     def _give_back(self, delivery: Delivery, delay: float) -> None:
         if self._buffer.ordered:
             self._buffer.retry_later(delivery, after_seconds=delay)
         else:
             delivery.nak(delay_seconds=delay)
-            self._buffer.done(delivery)
+            self._buffer.finish(delivery)
 
 
 def _retrying(

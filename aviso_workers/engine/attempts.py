@@ -21,7 +21,7 @@ from msgspec import structs
 
 from aviso_workers.aviso.codec import read_number
 from aviso_workers.backends import Backend, BulkKeyValue, Delivery, Entry
-from aviso_workers.declare.verdicts import RECORDED_FROM, DeliveryRecord, RunsAs
+from aviso_workers.declare.verdicts import RECORDED_FROM, PriorRecord, RunsAs
 from aviso_workers.engine.grouped_writes import GroupedWrites
 from aviso_workers.engine.shields import Shield
 from aviso_workers.errors import BackendError, UndecodableError
@@ -63,9 +63,9 @@ class Failures:
         self._events = events
         self._values: BulkKeyValue | None = None
         self._counted = GroupedWrites(self._write_counts, shield=shield)
-        self._unstored: dict[Key, DeliveryRecord] = {}
+        self._unstored: dict[Key, PriorRecord] = {}
         """Records that could not be stored, by key."""
-        self._given_back: dict[Key, tuple[DeliveryRecord, int]] = {}
+        self._given_back: dict[Key, tuple[PriorRecord, int]] = {}
         """Stored records, with the `num_delivered` of the delivery that failed, by key. Where the next delivery comes
         to this process too, no other worker had it in between, and the count need not be read."""
         self._begun: set[Key] = set()
@@ -79,7 +79,7 @@ class Failures:
         self._stored = True
         """Whether the last failure could be stored."""
 
-    def recall(self, delivery: Delivery) -> DeliveryRecord | None:
+    def recall(self, delivery: Delivery) -> PriorRecord | None:
         """Return the record without a request, where the delivery before failed in this process; else None."""
         given_back = self._given_back.pop(_key(delivery), None)
         if given_back is None:
@@ -87,7 +87,7 @@ class Failures:
         record, last_delivered = given_back
         return record if delivery.num_delivered == last_delivered + 1 else None
 
-    async def read(self, delivery: Delivery) -> DeliveryRecord:
+    async def read(self, delivery: Delivery) -> PriorRecord:
         """Return what is known of a notification that was delivered before."""
         key = _key(delivery)
         entry = await self._try(lambda values: values.get(self._name(key)))
@@ -102,7 +102,7 @@ class Failures:
         if began is not None:
             self._begun.add(key)
             how = "beside_others" if began.value == failure_counts.BESIDE_OTHERS else "alone"
-        return DeliveryRecord(failures=failures, ended=ended, began=how, stored=self._stored)
+        return PriorRecord(failures=failures, ended=ended, began=how, stored=self._stored)
 
     async def begin(self, delivery: Delivery, *, alone: bool) -> None:
         """Record that its handler begins, so that it is known which notification may have ended this process."""
@@ -134,11 +134,11 @@ class Failures:
         self,
         delivery: Delivery,
         *,
-        before: DeliveryRecord,
+        before: PriorRecord,
         again_in_seconds: float,
         kept: bool,
         worker_died: bool,
-        then: Callable[[DeliveryRecord], None],
+        then: Callable[[PriorRecord], None],
     ) -> None:
         """Count one more failure, and call `then` with it when it is counted, which may be after this has returned.
 
@@ -152,7 +152,7 @@ class Failures:
         failures, ended = before.failures + 1, before.ended + (not kept or worker_died)
 
         def counted(stored: bool) -> None:
-            record = DeliveryRecord(
+            record = PriorRecord(
                 failures=failures, ended=ended, began="beside_others" if worker_died else None, stored=self._stored
             )
             if not stored:
@@ -170,12 +170,12 @@ class Failures:
         value = f"{failures}" if ended == failures else f"{failures} {ended}"
         await self._counted.write(self._name(key), value.encode(), then=counted)
 
-    def note_postponed(self, delivery: Delivery, record: DeliveryRecord) -> None:
+    def note_postponed(self, delivery: Delivery, record: PriorRecord) -> None:
         """Note that a delivery is given back although no handler has begun: that explains why it comes again."""
         postponed = structs.replace(record, ended=record.ended + 1)
         _remember(self._given_back, _key(delivery), (postponed, delivery.num_delivered), most=MAX_REMEMBERED)
 
-    async def forget(self, delivery: Delivery, record: DeliveryRecord) -> None:
+    async def forget(self, delivery: Delivery, record: PriorRecord) -> None:
         """Forget the failures of a delivery that is settled."""
         await self.clear(delivery)
         key = _key(delivery)

@@ -28,7 +28,7 @@ from msgspec import structs
 from aviso_workers.aviso.codec import lacks_body
 from aviso_workers.backends import Delivery, Message
 from aviso_workers.clocks import Clock
-from aviso_workers.declare.verdicts import DeliveryRecord
+from aviso_workers.declare.verdicts import PriorRecord
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.ordering_keys import OrderingKeys, sequence_of
 
@@ -178,11 +178,11 @@ class Buffer:
         deleted and recreated."""
         return self._held.get(delivery.message.sequence) is delivery
 
-    def record_of(self, delivery: Delivery) -> DeliveryRecord | None:
+    def record_of(self, delivery: Delivery) -> PriorRecord | None:
         """Return what is known of earlier deliveries and attempts; None where nothing is, as of nearly all."""
         return delivery.record if self.holds(delivery) else None
 
-    def note_record(self, delivery: Delivery, record: DeliveryRecord) -> None:
+    def note_record(self, delivery: Delivery, record: PriorRecord) -> None:
         """Keep what is known of earlier deliveries and attempts for as long as the delivery is held."""
         delivery.record = record
 
@@ -424,10 +424,6 @@ class Buffer:
             self._offer(following)
         return (waited or 0.0) if held else None
 
-    def done(self, delivery: Delivery) -> None:
-        """Do as `finish`."""
-        self.finish(delivery)
-
     def retry_later(self, delivery: Delivery, *, after_seconds: float) -> None:
         """Keep a delivery at the head of its key, and offer it again after the delay."""
         due = self._clock.monotonic() + after_seconds
@@ -548,7 +544,7 @@ class Buffer:
             delivery = self._ready.popleft()
             if self.holds(delivery):
                 return delivery
-            self.done(delivery)
+            self.finish(delivery)
         return None
 
     async def _turn(self) -> None:

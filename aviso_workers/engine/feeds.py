@@ -65,56 +65,57 @@ def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGro
 
     What cannot be done at once is done by a task of `joining`.
     """
-    unwrap, leaves, refuses = feed.unwrap, feed.leaves, feed.refuses
     put = buffer.put_all if feed.repeats is None else _unrepeated(feed.repeats, buffer, joining)
-    take = put if leaves is None else _wanted_only(leaves, put)
+    leaves = feed.leaves
+    take = put if leaves is None else lambda deliveries: put([each for each in deliveries if not leaves(each)])
+    if feed.unwrap is None:
+        return take
+    return _Unwrapping(feed, feed.unwrap, buffer, backend, joining, put, take).deliver
 
-    def take_unwrapped(delivery: Delivery) -> None:
+
+class _Unwrapping(Struct):
+    """Puts what comes of a feed into the buffer as what the agent is to see."""
+
+    feed: Feed
+    unwrap: Callable[[Delivery, Message], Delivery]
+    buffer: Buffer
+    backend: Backend
+    joining: TaskGroup
+    put: Deliver
+    take: Deliver
+
+    def deliver(self, deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
+            if self.feed.refuses is not None and self.feed.refuses(delivery):
+                continue
+            if parts.first_part_of(delivery.message) or lacks_body(delivery.message):
+                self.joining.start_soon(self._deliver_whole, delivery)
+            else:
+                self._take_unwrapped(self.unwrap(delivery, delivery.message))
+
+    async def _deliver_whole(self, delivery: Delivery) -> None:
+        try:
+            message = delivery.message
+            if lacks_body(message):
+                message = await self.backend.message(self.feed.stream.name, message.sequence) or message
+            message = await parts.whole(self.backend, self.feed.stream.name, message)
+        except UndecodableError:
+            self.put([delivery])  # as it is, it becomes a dead letter
+        except BackendError:
+            acknowledging.settle(delivery, Nak(UNREAD_SECONDS))
+        else:
+            self._take_unwrapped(self.unwrap(delivery, message))
+
+    def _take_unwrapped(self, delivery: Delivery) -> None:
         """Take an unwrapped delivery, unless the buffer holds the agent's own message of the same sequence.
 
         The buffer holds one delivery of each sequence, and settling one of the two does not settle the other.
         """
-        held = buffer.delivery_of(delivery.message.sequence)
+        held = self.buffer.delivery_of(delivery.message.sequence)
         if held is None or held.message == delivery.message:
-            take([delivery])
+            self.take([delivery])
         else:
             acknowledging.settle(delivery, Nak(SEQUENCE_HELD_SECONDS))
-
-    if unwrap is None:
-        return take
-
-    def deliver(deliveries: Sequence[Delivery]) -> None:
-        for delivery in deliveries:
-            if refuses is not None and refuses(delivery):
-                continue
-            if parts.first_part_of(delivery.message) or lacks_body(delivery.message):
-                joining.start_soon(deliver_whole, delivery)
-            else:
-                take_unwrapped(unwrap(delivery, delivery.message))
-
-    async def deliver_whole(delivery: Delivery) -> None:
-        try:
-            message = delivery.message
-            if lacks_body(message):
-                message = await backend.message(feed.stream.name, message.sequence) or message
-            message = await parts.whole(backend, feed.stream.name, message)
-        except UndecodableError:
-            put([delivery])  # as it is, it becomes a dead letter
-        except BackendError:
-            acknowledging.settle(delivery, Nak(UNREAD_SECONDS))
-        else:
-            take_unwrapped(unwrap(delivery, message))
-
-    return deliver
-
-
-def _wanted_only(leaves: Callable[[Delivery], bool], put: Deliver) -> Deliver:
-    """Return what puts the deliveries that the agent is to have."""
-
-    def put_wanted(deliveries: Sequence[Delivery]) -> None:
-        put([delivery for delivery in deliveries if not leaves(delivery)])
-
-    return put_wanted
 
 
 def _unrepeated(repeats: Repeats, buffer: Buffer, joining: TaskGroup) -> Deliver:

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import TypedDict, TypeVar, Unpack
 
 from aviso_workers import clocks
 from aviso_workers.backends import Backend
@@ -26,6 +26,15 @@ T = TypeVar("T")
 
 LONGEST_DELAY_SECONDS = 1.0
 BACKOFF = Backoff(first=0.1, factor=2.0, max=LONGEST_DELAY_SECONDS, jitter=0.0)
+
+
+class Conditions(TypedDict, total=False):
+    """What `put` and `delete` of a `KeyValue` take beside the key and the value; see there."""
+
+    revision: int | None
+    ttl_seconds: float | None
+    message_id: str | None
+    headers: Mapping[str, str] | None
 
 
 class RetryingKeyValue:
@@ -59,42 +68,11 @@ class RetryingKeyValue:
     async def newest(self, key: str) -> Entry | None:
         return await self._do(lambda bucket: bucket.newest(key))
 
-    async def put(
-        self,
-        key: str,
-        value: bytes,
-        *,
-        revision: int | None = None,
-        ttl_seconds: float | None = None,
-        message_id: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> int:
-        once = message_id or secrets.token_hex(12)
-        return await self._write(
-            key,
-            once,
-            lambda bucket: bucket.put(
-                key, value, revision=revision, ttl_seconds=ttl_seconds, message_id=once, headers=headers
-            ),
-        )
+    async def put(self, key: str, value: bytes, **conditions: Unpack[Conditions]) -> int:
+        return await self._write(key, conditions, lambda bucket, once: bucket.put(key, value, **once))
 
-    async def delete(
-        self,
-        key: str,
-        *,
-        revision: int | None = None,
-        ttl_seconds: float | None = None,
-        message_id: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> int:
-        once = message_id or secrets.token_hex(12)
-        return await self._write(
-            key,
-            once,
-            lambda bucket: bucket.delete(
-                key, revision=revision, ttl_seconds=ttl_seconds, message_id=once, headers=headers
-            ),
-        )
+    async def delete(self, key: str, **conditions: Unpack[Conditions]) -> int:
+        return await self._write(key, conditions, lambda bucket, once: bucket.delete(key, **once))
 
     async def time(self) -> datetime:
         return await self._do(lambda bucket: bucket.time())
@@ -138,10 +116,14 @@ class RetryingKeyValue:
 
         return await self._do(itself)
 
-    async def _write(self, key: str, message_id: str, write: Callable[[KeyValue], Awaitable[int]]) -> int:
+    async def _write(
+        self, key: str, conditions: Conditions, write: Callable[[KeyValue, Conditions], Awaitable[int]]
+    ) -> int:
         singletons.check()
+        message_id = conditions.get("message_id") or secrets.token_hex(12)
+        once: Conditions = {**conditions, "message_id": message_id}
         try:
-            return await self._do(write)
+            return await self._do(lambda bucket: write(bucket, once))
         except OutcomeUnknownError as error:
             if not isinstance(error.__cause__, ConflictError):
                 raise
@@ -172,7 +154,7 @@ class RetryingKeyValue:
 
 
 class CachedKeyValue(RetryingKeyValue):
-    """A `RetryingKeyValue` whose values are here as well, kept by `keep`, which reads what changes.
+    """A `RetryingKeyValue` whose values are here as well, kept by `keep_current`, which reads what changes.
 
     While that is interrupted or has not come to the newest yet, the server is asked. So what is told is as old as the
     way from the server to here; one's own writes are told at once.
@@ -221,40 +203,20 @@ class CachedKeyValue(RetryingKeyValue):
             return await super().entries()
         return sorted((row for row in self._rows.values() if not row.deleted), key=lambda row: row.revision)
 
-    async def put(
-        self,
-        key: str,
-        value: bytes,
-        *,
-        revision: int | None = None,
-        ttl_seconds: float | None = None,
-        message_id: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> int:
+    async def put(self, key: str, value: bytes, **conditions: Unpack[Conditions]) -> int:
         try:
-            stored = await super().put(
-                key, value, revision=revision, ttl_seconds=ttl_seconds, message_id=message_id, headers=headers
-            )
+            stored = await super().put(key, value, **conditions)
         except ConflictError:
             await self._read_again(key)
             raise
+        ttl_seconds = conditions.get("ttl_seconds")
         own = {} if ttl_seconds is None else {TTL: ttl_text(ttl_seconds)}
-        self._note(key, stored, value, {**(headers or {}), **own})
+        self._note(key, stored, value, {**(conditions.get("headers") or {}), **own})
         return stored
 
-    async def delete(
-        self,
-        key: str,
-        *,
-        revision: int | None = None,
-        ttl_seconds: float | None = None,
-        message_id: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> int:
+    async def delete(self, key: str, **conditions: Unpack[Conditions]) -> int:
         try:
-            stored = await super().delete(
-                key, revision=revision, ttl_seconds=ttl_seconds, message_id=message_id, headers=headers
-            )
+            stored = await super().delete(key, **conditions)
         except ConflictError:
             await self._read_again(key)
             raise

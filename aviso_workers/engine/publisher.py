@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import anyio
 from msgspec import Struct, structs
@@ -35,7 +35,6 @@ from aviso_workers.errors import (
     NotFoundError,
     OutcomeUnknownError,
     UnavailableError,
-    UnknownEventTypeError,
 )
 from aviso_workers.events import Events, Published, PublishOutcome
 from aviso_workers.jetstream.specs import StreamSpec
@@ -64,9 +63,7 @@ HEADER_ALLOWANCE = 12 * 1024
 def encode(config: Config, wanted: Notify) -> Message:
     """Return the message that a notification is on the wire. Raises `InvalidNotificationError`."""
     _require_sound(wanted)
-    declared = config.notification_schema.get(wanted.event_type)
-    if declared is None:
-        raise UnknownEventTypeError(wanted.event_type, config.notification_schema)
+    declared = config.event_type(wanted.event_type)
     if delayed_messages.is_later(wanted):
         delayed_messages.due_of(wanted, now=datetime.now(UTC))
     if wanted.ttl is not None:
@@ -357,9 +354,7 @@ class Publisher:
         ]
 
     def _writer(self, event_type: str) -> tuple[NotificationWriter, StreamSpec]:
-        declared = self._config.notification_schema.get(event_type)
-        if declared is None:
-            raise UnknownEventTypeError(event_type, self._config.notification_schema)
+        declared = self._config.event_type(event_type)
         made = NotificationWriter(event_type, declared), streams.event_stream(event_type, declared, self._config)
         self._writers[event_type] = made
         return made
@@ -406,23 +401,32 @@ class Publisher:
                     if isinstance(result, OutcomeUnknownError):
                         doubts.add(place)
                 else:
-                    self._emit(prepared.event_type, "failed", attempt)
-                    if place in doubts:
-                        raise OutcomeUnknownError.after(result) from result
-                    raise result
+                    self._fail(prepared, result, attempt, in_doubt=place in doubts)
             for (event_type, outcome), count in stored.items():
                 self._emit(event_type, outcome, attempt, count=count)
             if not left:
                 return [answers[place] for place in range(len(chunk))]
             delay = tries.next_wait(clock.monotonic())
             if delay is None:
-                for _, prepared in left:
-                    self._emit(prepared.event_type, "failed", attempt)
-                failure = type(error)(f"{error}; tried {attempt} times", code=error.code)
-                if any(place in doubts for place, _ in left) and not isinstance(error, OutcomeUnknownError):
-                    failure = OutcomeUnknownError.after(failure)
-                raise failure from error
+                in_doubt = any(place in doubts for place, _ in left)
+                raise self._given_up([each for _, each in left], error, attempt, in_doubt=in_doubt) from error
             await clock.sleep(delay)
+
+    def _fail(self, prepared: _Prepared, error: BackendError, attempt: int, *, in_doubt: bool) -> NoReturn:
+        """State that a notification failed for good, and raise why."""
+        self._emit(prepared.event_type, "failed", attempt)
+        if in_doubt:
+            raise OutcomeUnknownError.after(error) from error
+        raise error
+
+    def _given_up(self, left: list[_Prepared], error: BackendError, attempt: int, *, in_doubt: bool) -> BackendError:
+        """State that these failed, and return the error of what was tried as often as it may be."""
+        for prepared in left:
+            self._emit(prepared.event_type, "failed", attempt)
+        failure = type(error)(f"{error}; tried {attempt} times", code=error.code)
+        if in_doubt and not isinstance(error, OutcomeUnknownError):
+            return OutcomeUnknownError.after(failure)
+        return failure
 
     async def _attempt(
         self, chunk: Sequence[_Prepared], *, together: bool, answered: bool

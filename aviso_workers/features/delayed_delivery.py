@@ -81,7 +81,7 @@ class _DelayedDelivery:
         """Handle one delivery after the other from the buffer; see `subscription.Handler`."""
         while (delivery := await self._buffer.take()) is not None:
             acknowledging.settle(delivery, await self._settlement(delivery))
-            self._buffer.done(delivery)
+            self._buffer.finish(delivery)
 
     async def _settlement(self, delivery: Delivery) -> Settlement:
         try:

@@ -48,41 +48,34 @@ class Connected(Account, frozen=True, kw_only=True):
 
 def mistakes(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the mistakes in accounts of publishers, as (key path, what is wrong)."""
-    accounts = config.server.accounts
-    for name, account in accounts.items():
+    for name, account in config.server.accounts.items():
         path = f"server.accounts.{name}"
-        if not account.publishes:
-            for key in ("publishes_to", "delays"):
-                if getattr(account, key):
-                    yield f"{path}.{key}", "needs publishes: the event types that the users of the account publish"
+        if account.publishes:
+            yield from _publisher_mistakes(name, account, path, config)
             continue
-        if account.jetstream not in (AccountJetStream(), NO_JETSTREAM):
-            yield f"{path}.jetstream", "must not be combined with publishes: the streams are in another account"
-        if name == config.server.system_account:
-            yield f"{path}.publishes", "is not for the system account"
-        for i, event_type in enumerate(account.publishes):
-            if mistake := _event_type_mistake(event_type, config):
-                yield f"{path}.publishes[{i}]", mistake
-        if mistake := _target_mistake(account.publishes_to, _with_streams(config)):
-            yield f"{path}.publishes_to", mistake
+        for key in ("publishes_to", "delays"):
+            if getattr(account, key):
+                yield f"{path}.{key}", "needs publishes: the event types that the users of the account publish"
 
 
-def _event_type_mistake(name: str, config: Config) -> str:
-    if name not in config.notification_schema:
-        known = ", ".join(config.notification_schema) or "there is none"
-        return f"names no event type of notification_schema: {known}"
-    is_mirror = _stream(name, config).subjects is UNSET
-    return "names an event type whose stream is a mirror: it takes no publishes" if is_mirror else ""
-
-
-def _target_mistake(target: str | None, with_streams: list[str]) -> str:
-    names = ", ".join(with_streams)
-    if target is None and len(with_streams) != 1:
-        found = f"say which of {names} has the streams" if with_streams else "there is none"
-        return f"must name an account with JetStream: {found}"
-    if target is not None and target not in with_streams:
-        return f"names no account of server.accounts with JetStream: {names or 'there is none'}"
-    return ""
+def _publisher_mistakes(name: str, account: Account, path: str, config: Config) -> Iterator[tuple[str, str]]:
+    if account.jetstream not in (AccountJetStream(), NO_JETSTREAM):
+        yield f"{path}.jetstream", "must not be combined with publishes: the streams are in another account"
+    if name == config.server.system_account:
+        yield f"{path}.publishes", "is not for the system account"
+    for i, event_type in enumerate(account.publishes):
+        if event_type not in config.notification_schema:
+            known = ", ".join(config.notification_schema) or "there is none"
+            yield f"{path}.publishes[{i}]", f"names no event type of notification_schema: {known}"
+        elif _stream(event_type, config).subjects is UNSET:
+            yield f"{path}.publishes[{i}]", "names an event type whose stream is a mirror: it takes no publishes"
+    with_streams = _with_streams(config)
+    if account.publishes_to is None and len(with_streams) != 1:
+        found = f"say which of {', '.join(with_streams)} has the streams" if with_streams else "there is none"
+        yield f"{path}.publishes_to", f"must name an account with JetStream: {found}"
+    if account.publishes_to is not None and account.publishes_to not in with_streams:
+        found = ", ".join(with_streams) or "there is none"
+        yield f"{path}.publishes_to", f"names no account of server.accounts with JetStream: {found}"
 
 
 def connected(config: Config) -> dict[str, Account]:

@@ -28,7 +28,8 @@ def find(server: Server, given: Container[str]) -> Iterator[tuple[str, str]]:
     """Yield the mistakes as (key path, what is wrong). `given` holds the key paths that were written."""
     yield from _jetstream_mistakes(server)
     yield from _account_mistakes(server)
-    yield from _user_mistakes(server, given)
+    yield from _user_mistakes(server)
+    yield from _login_mistakes(server, given)
     yield from _gateway_mistakes(server)
     if not re.fullmatch(r"\w[\w.-]*", server.server_name):
         yield "server.server_name", "must be letters, digits, '_', '-' and '.'"
@@ -86,10 +87,9 @@ def _account_mistakes(server: Server) -> Iterator[tuple[str, str]]:
         use = server.accounts[server.system_account or ""].jetstream
         if use != AccountJetStream() and use != AccountJetStream(enabled=False):
             yield f"server.accounts.{server.system_account}.jetstream", "is not for the system account, which has none"
-    yield from _mistakes_of_users(server)
 
 
-def _mistakes_of_users(server: Server) -> Iterator[tuple[str, str]]:
+def _user_mistakes(server: Server) -> Iterator[tuple[str, str]]:
     owners: dict[str, str] = {}
     for account, settings in server.accounts.items():
         for name, user in settings.users.items():
@@ -101,7 +101,7 @@ def _mistakes_of_users(server: Server) -> Iterator[tuple[str, str]]:
             owners.setdefault(name, account)
 
 
-def _user_mistakes(server: Server, given: Container[str]) -> Iterator[tuple[str, str]]:
+def _login_mistakes(server: Server, given: Container[str]) -> Iterator[tuple[str, str]]:
     """Yield mistakes of logins between servers: a user without a password, or a password without a user."""
     places = ["server.cluster"] if server.cluster else []
     places += ["server.gateways"] if server.gateways else []

@@ -14,7 +14,6 @@ import anyio
 
 from aviso_workers import clocks
 from aviso_workers.aviso import schema
-from aviso_workers.aviso.schema import EventType
 from aviso_workers.backends import Admin, Backend, ConsumerInfo, Opening, open_backend
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
@@ -30,7 +29,7 @@ from aviso_workers.engine.key_value import retried
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.replay import Replayer
 from aviso_workers.engine.subscription import Subscription, SubscriptionRun, keep_running, supervise_task
-from aviso_workers.errors import BackendError, NotFoundError, UndecodableError, UnknownEventTypeError
+from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
 from aviso_workers.events import (
     AgentDisturbed,
     AgentStarted,
@@ -127,7 +126,7 @@ class Session:
         Raises as `parse_where` does, `RefusedError` for a stream that cannot be used, and `NotFoundError` for one that
         does not exist, unless the reader `waits` for it.
         """
-        declared = self._event_type(event_type)
+        declared = self._config.event_type(event_type)
         parsed = schema.parse_where(event_type, declared, where)
         spec = streams.event_stream(event_type, declared, self._config)
         try:
@@ -224,28 +223,11 @@ class Session:
         async def run_task(task: Task) -> None:
             await supervise_task(task, clock=self.backend.clock, events=self._events, stop=stop)
 
-        async def run_app_timers() -> None:
-            from aviso_workers.features.timers import run_timers
-
-            await run_timers(
-                timers,
-                backend=self.backend,
-                app=self._app,
-                events=self._events,
-                stop=stop,
-                drain_timeout_seconds=self._config.workers.drain_timeout_seconds,
-            )
-
-        async def raise_replicas() -> None:
-            buckets = own_buckets.of_app(self._app, agents=app.agents, timers=app.timers, tables=app.tables)
-            wanted = replicas.configured(self._config, buckets)
-            await replicas.raise_to(wanted, provisioner=self.own_streams, clock=self.backend.clock)
-
         known_agents = KnownAgents(self.backend, app=self._app, declared={agent.name for agent in app.agents})
         async with task_group() as watching:
             watching.start_soon(self.backend.connection.failed)
             async with anyio.create_task_group() as work:
-                watching.start_soon(raise_replicas)
+                watching.start_soon(self._raise_replicas, app)
                 watching.start_soon(self._record_failures)
                 watching.start_soon(self._record_declared, app)
                 if begun is not None:
@@ -254,11 +236,28 @@ class Session:
                     work.start_soon(self.run_agent, agent, stop, known_agents)
                 work.start_soon(self.run_delayed_delivery, stop)
                 if timers:
-                    work.start_soon(run_app_timers)
+                    work.start_soon(self._run_timers, timers, stop)
                 for task in tasks:
                     work.start_soon(run_task, task)
                 await stop.wait()
             watching.cancel_scope.cancel()
+
+    async def _run_timers(self, timers: Sequence[Timer[Any, Any]], stop: anyio.Event) -> None:
+        from aviso_workers.features.timers import run_timers
+
+        await run_timers(
+            timers,
+            backend=self.backend,
+            app=self._app,
+            events=self._events,
+            stop=stop,
+            drain_timeout_seconds=self._config.workers.drain_timeout_seconds,
+        )
+
+    async def _raise_replicas(self, app: Any) -> None:
+        buckets = own_buckets.of_app(self._app, agents=app.agents, timers=app.timers, tables=app.tables)
+        wanted = replicas.configured(self._config, buckets)
+        await replicas.raise_to(wanted, provisioner=self.own_streams, clock=self.backend.clock)
 
     async def _record_declared(self, app: Any) -> None:
         schema = self._config.notification_schema
@@ -296,7 +295,7 @@ class Session:
         """Run the agent until `stop`, then let it finish. Beside `known_agents`, one that may be a renamed one does not
         begin.
         """
-        subscription = self._agents.subscription(agent, self._event_type(agent.event_type), known_agents)
+        subscription = self._agents.subscription(agent, self._config.event_type(agent.event_type), known_agents)
         self.runs[agent.name] = subscription.run
         await self._keep_running(subscription, stop)
 
@@ -344,13 +343,7 @@ class Session:
         return await self.backend.consumer_info(self._stream(agent.event_type).name, agent.durable_name(self._app))
 
     def _stream(self, event_type: str) -> StreamSpec:
-        return streams.event_stream(event_type, self._event_type(event_type), self._config)
-
-    def _event_type(self, name: str) -> EventType:
-        event_types = self._config.notification_schema
-        if name not in event_types:
-            raise UnknownEventTypeError(name, event_types)
-        return event_types[name]
+        return streams.event_stream(event_type, self._config.event_type(event_type), self._config)
 
 
 @asynccontextmanager

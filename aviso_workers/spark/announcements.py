@@ -6,7 +6,7 @@ at about the same time both send has the same message id, which the server store
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from datetime import UTC, datetime
 from typing import Any
 
@@ -37,21 +37,17 @@ def announce(cycles: Sequence[Mapping[str, Any]], event: str, settings: Config) 
 
 
 async def _announce(cycles: Sequence[Mapping[str, Any]], event: str, settings: Config) -> dict[str, int]:
-    known = [kind for kind in KINDS if kind in settings.notification_schema]
+    published = {}
     async with open_session(app="spark-report", config=settings, events=Events()) as session:
-        return {
-            kind: await _announce_kind(session, kind, event, (cycle for cycle in cycles if cycle[kind]))
-            for kind in known
-        }
-
-
-async def _announce_kind(session: Session, kind: str, event: str, cycles: Iterable[Mapping[str, Any]]) -> int:
-    announced = await _announced(session, kind, event)
-    return await session.publisher.notify_many(
-        Notify(kind, {"event": event, "cycle": name}, _payload(cycle), f"{kind}/{event}/{name}")
-        for cycle in cycles
-        if (name := cycle["cycle"]) not in announced
-    )
+        for kind in KINDS:
+            if kind in settings.notification_schema:
+                announced = await _announced(session, kind, event)
+                published[kind] = await session.publisher.notify_many(
+                    Notify(kind, {"event": event, "cycle": name}, _payload(cycle), f"{kind}/{event}/{name}")
+                    for cycle in cycles
+                    if cycle[kind] and (name := cycle["cycle"]) not in announced
+                )
+    return published
 
 
 async def _announced(session: Session, kind: str, event: str) -> Set[str]:

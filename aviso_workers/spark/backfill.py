@@ -24,7 +24,7 @@ from pyspark.sql.types import StringType, StructField, StructType
 from aviso_workers.aviso import codec, schema
 from aviso_workers.aviso.codec import Message, NotificationReader, NotificationWriter
 from aviso_workers.aviso.schema import EventType
-from aviso_workers.errors import InvalidNotificationError, PipelineError, UnknownEventTypeError
+from aviso_workers.errors import InvalidNotificationError, PipelineError
 from aviso_workers.spark import once
 from aviso_workers.spark.connections import load_config
 from aviso_workers.spark.files import Files
@@ -64,7 +64,7 @@ def backfill(
     is None, `UnknownEventTypeError`, and `UnavailableError` where no server is reached.
     """
     named = rows if "id" in rows.columns else rows.withColumn("id", once.identity())
-    filled = _filled(named, event, _event_type(event, config), fill or {})
+    filled = _filled(named, event, load_config(config).event_type(event), fill or {})
     checked = check(filled, event, config=config).persist()
     try:
         bad, good = checked.where("reason IS NOT NULL"), checked.where("reason IS NULL").drop("reason")
@@ -73,7 +73,7 @@ def backfill(
             raise _refusal(bad, refused, event)
         if refused:
             _add_dead_letters(bad, str(dead_letters))
-        absent = once.without_stored(_with_fields_of(good, _event_type(event, config)), event, config=config)
+        absent = once.without_stored(_with_fields_of(good, load_config(config).event_type(event)), event, config=config)
         published = once.publish(absent, event, config=config)
         return Backfilled(published=published, present=good.count() - published, refused=refused)
     finally:
@@ -86,7 +86,7 @@ def check(rows: DataFrame, event: str, *, config: str | None = None) -> DataFram
 
     Raises `UnknownEventTypeError`.
     """
-    event_type = _event_type(event, config)
+    event_type = load_config(config).event_type(event)
     others = [field for field in rows.schema.fields if field.name not in (TOPIC, REASON)]
     wanted = StructType([*others, StructField(TOPIC, StringType()), StructField(REASON, StringType())])
     return rows.mapInArrow(_checking(event, event_type, wanted.names), wanted)
@@ -99,16 +99,9 @@ def matching(rows: DataFrame, event: str, where: Mapping[str, Any], *, config: s
     """
     if not where:
         return rows
-    event_type = _event_type(event, config)
+    event_type = load_config(config).event_type(event)
     prepared = schema.parse_where(event, event_type, where)
     return rows.mapInArrow(_matching(event, event_type, prepared), rows.schema)
-
-
-def _event_type(event: str, config: str | None) -> EventType:
-    known = load_config(config).notification_schema
-    if event not in known:
-        raise UnknownEventTypeError(event, known)
-    return known[event]
 
 
 def _filled(rows: DataFrame, event: str, event_type: EventType, values: Mapping[str, str]) -> DataFrame:

@@ -20,7 +20,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import DataType, TimestampType
 
 from aviso_workers.aviso.schema import EventType
-from aviso_workers.errors import DeclarationError, PipelineError, UnknownEventTypeError
+from aviso_workers.errors import DeclarationError, PipelineError
 from aviso_workers.spark import announcements, pages, schedules
 from aviso_workers.spark.connections import load_config
 from aviso_workers.spark.files import Files
@@ -61,7 +61,7 @@ def expected(
 
     Raises `PipelineError` and `UnknownEventTypeError`.
     """
-    return table(spark, _expand(schedule, _event_type(event, config), first=first, last=last))
+    return table(spark, _expand(schedule, load_config(config).event_type(event), first=first, last=last))
 
 
 def read_schedule(
@@ -75,7 +75,7 @@ def read_schedule(
     in_yaml = path.endswith((".yaml", ".yml"))
     if not in_yaml and not (path.endswith(".csv") and Path(path).is_file()):
         return None
-    event_type = _event_type(event, config)
+    event_type = load_config(config).event_type(event)
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         found = (
@@ -92,13 +92,6 @@ def read_schedule(
     if not found:
         raise PipelineError(f"{path}: the schedule expects nothing")
     return found
-
-
-def _event_type(event: str, config: str | None) -> EventType:
-    known = load_config(config).notification_schema
-    if event not in known:
-        raise UnknownEventTypeError(event, known)
-    return known[event]
 
 
 def _expand(schedule: str, event_type: EventType, *, first: date, last: date) -> list[Expected]:

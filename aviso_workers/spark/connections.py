@@ -69,19 +69,17 @@ def _seldom_collecting() -> Iterator[None]:
 
 @asynccontextmanager
 async def _opened(settings: Config, patience_seconds: float) -> AsyncIterator[Backend]:
-    async with AsyncExitStack() as stack:  # here and not by the caller, because a backend belongs to its loop
-        yield await _open(stack, settings, patience_seconds)
-
-
-async def _open(stack: AsyncExitStack, settings: Config, patience_seconds: float) -> Backend:
     left = tries(patience_seconds, now=anyio.current_time())
-    while True:
-        try:
-            return await stack.enter_async_context(open_backend(settings))
-        except UnavailableError:
-            if (wait := left.next_wait(anyio.current_time())) is None:
-                raise
-        await anyio.sleep(wait)
+    async with AsyncExitStack() as stack:  # here and not by the caller, because a backend belongs to its loop
+        backend: Backend | None = None
+        while backend is None:
+            try:
+                backend = await stack.enter_async_context(open_backend(settings))
+            except UnavailableError:
+                if (wait := left.next_wait(anyio.current_time())) is None:
+                    raise
+                await anyio.sleep(wait)
+        yield backend
 
 
 def tries(patience_seconds: float, *, now: float) -> Tries:

@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
-from aviso_workers.errors import InvalidOptionError, UnknownEventTypeError
+from aviso_workers.errors import InvalidOptionError
 from aviso_workers.spark import executors, options, readers, rows, writers
 from aviso_workers.spark.connections import load_config
 from aviso_workers.spark.schema import ddl
@@ -54,10 +54,7 @@ class AvisoDataSource(DataSource):
 
     def _writing(self, schema: StructType, *, streaming: bool) -> options.WriteOptions:
         wanted = options.parse_write_options(self.options, streaming=streaming)
-        known = load_config(wanted.config).notification_schema
-        if wanted.event not in known:
-            raise UnknownEventTypeError(wanted.event, known)
-        rows.check_columns(schema, wanted, known[wanted.event])
+        rows.check_columns(schema, wanted, load_config(wanted.config).event_type(wanted.event))
         return wanted
 
 

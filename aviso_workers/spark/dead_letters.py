@@ -98,15 +98,11 @@ def check_present(directory: str, paths: list[str]) -> None:
     """Raise `PipelineError` where this process does not see a file that a task has written."""
     system, _ = _located(directory)
     for found in system.get_file_info(paths):
-        if not _is_file(found):
+        if found.type != fs.FileType.File:
             raise PipelineError(
                 f"deadLetters: {found.path} was written by an executor, and the driver finds no such file; give a "
                 "directory or a URL that all of them share"
             )
-
-
-def _is_file(found: Any) -> bool:
-    return bool(found.type == fs.FileType.File)
 
 
 def _located(directory: str) -> tuple[Any, str]:

@@ -13,7 +13,7 @@ import anyio
 
 from aviso_workers.backends import Backend
 from aviso_workers.config import Config, streams
-from aviso_workers.errors import NotFoundError, UnknownEventTypeError
+from aviso_workers.errors import NotFoundError
 from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
 from aviso_workers.spark.job_events import EVENT_TYPE
 
@@ -47,9 +47,7 @@ class DuplicateWindow:
         return self._half_seconds
 
     async def _read(self, backend: Backend) -> float:
-        known = self._config.notification_schema
-        if EVENT_TYPE not in known:
-            raise UnknownEventTypeError(EVENT_TYPE, known)
-        info = await backend.stream_info(streams.event_stream(EVENT_TYPE, known[EVENT_TYPE], self._config).name)
+        event_type = self._config.event_type(EVENT_TYPE)
+        info = await backend.stream_info(streams.event_stream(EVENT_TYPE, event_type, self._config).name)
         window = info.config.duplicate_window or DEFAULT_DUPLICATE_WINDOW
         return min(MAX_SECONDS, window / SECOND / 2)

@@ -77,13 +77,18 @@ TRUNCATED = "ends in the middle of an event: it is read on when it grows"
 UNREADABLE_CODECS = ("lzf",)
 
 
-class LogFile(Struct, frozen=True, kw_only=True):
+class ListedFile(Struct, frozen=True, kw_only=True):
+    """A file as the listing of a directory shows it."""
+
     path: str
-    index: int
-    """Its place in the order of the log: from 1, or 0 where the log is a single file."""
     size: int
     modified: float
     """Seconds since 1970."""
+
+
+class LogFile(ListedFile, frozen=True, kw_only=True):
+    index: int
+    """Its place in the order of the log: from 1, or 0 where the log is a single file."""
 
     @property
     def codec(self) -> str:
@@ -97,15 +102,6 @@ class LogFile(Struct, frozen=True, kw_only=True):
     def place(self) -> tuple[int, bool]:
         """The order in which the file is read: a compacted file comes after the files that it was made of."""
         return (self.index, self.compacted)
-
-
-class ListedFile(Struct, frozen=True, kw_only=True):
-    """A file as the listing of a directory shows it."""
-
-    path: str
-    size: int
-    modified: float
-    """Seconds since 1970."""
 
 
 class OpenFile(Protocol):
@@ -282,7 +278,7 @@ def rolling_log(path: str, listed: Iterable[ListedFile]) -> EventLog:
     for file in listed:
         name = os.path.basename(file.path)
         if match := ROLLED_FILE.fullmatch(name):
-            files.append(LogFile(path=file.path, index=int(match[1]), size=file.size, modified=file.modified))
+            files.append(LogFile(**structs.asdict(file), index=int(match[1])))
         elif name.startswith(APP_STATUS):
             # Where a rename is a copy, both are there for a moment.
             complete = complete or not name.endswith(IN_PROGRESS)
@@ -296,7 +292,7 @@ def rolling_log(path: str, listed: Iterable[ListedFile]) -> EventLog:
 
 def single_log(path: str, listed: ListedFile) -> EventLog:
     """Return the log at `path` that is this one file."""
-    file = LogFile(path=listed.path, index=0, size=listed.size, modified=listed.modified)
+    file = LogFile(**structs.asdict(listed), index=0)
     complete = not listed.path.endswith(IN_PROGRESS)
     return EventLog(path=path, files=(file,), complete=complete, modified=listed.modified)
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from aviso_workers.errors import ExecutorError
@@ -30,9 +29,7 @@ def check(spark: SparkSession) -> None:
     count = max(1, context.defaultParallelism)
     try:
         found = context.parallelize(range(count), count).mapPartitions(_probe(NEEDED)).collect()
-    except PySparkException as error:
-        raise _failed(str(error)) from None
-    except Exception as error:  # py4j's, which says what happened to the worker
+    except Exception as error:  # PySpark's, or py4j's, which says what happened to the worker
         raise _failed(str(error)) from None
     for missing, host, python in found:
         if missing:

@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 import anyio
@@ -38,7 +37,6 @@ from aviso_workers.errors import (
     InvalidNotificationError,
     RefusedError,
     UndecodableError,
-    UnknownEventTypeError,
 )
 from aviso_workers.events import Events
 from aviso_workers.sessions.session import Session, open_session
@@ -78,8 +76,7 @@ log = structlog.get_logger(__name__)
 def listen(spark: Any, *, config: Config | str | Path | None = None) -> Listener:
     """Listen to the application of a session, as `aviso_workers.spark.listen` describes."""
     loaded = config if isinstance(config, Config) else load(config)
-    if EVENT_TYPE not in loaded.notification_schema:
-        raise UnknownEventTypeError(EVENT_TYPE, loaded.notification_schema)
+    loaded.event_type(EVENT_TYPE)  # raises where there is none
     application = SparkApplication.of_run(spark.conf.get("spark.app.id"), spark.conf.get("spark.app.attempt.id", None))
     listener = Listener(loaded, application)
     remote = type(spark).__module__.startswith("pyspark.sql.connect.")
@@ -133,9 +130,7 @@ class Listener:
     def __enter__(self) -> Listener:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _receive(self, line: str) -> None:

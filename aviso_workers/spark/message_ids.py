@@ -6,12 +6,13 @@ A stream discards a message whose id it knows and says nothing against it, so an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Protocol
 
 import pyarrow as pa
 
+from aviso_workers.backends import OutgoingChunk
 from aviso_workers.errors import InvalidNotificationError
 
 __all__ = ["ColumnIds", "ContentIds", "MessageIds"]
@@ -22,14 +23,7 @@ MAX_REMEMBERED = 500_000
 
 
 class MessageIds(Protocol):
-    def of(
-        self,
-        batch: pa.RecordBatch,
-        *,
-        subjects: Sequence[str],
-        data: Sequence[bytes],
-        headers: Sequence[Mapping[str, str] | None],
-    ) -> list[str]:
+    def of(self, batch: pa.RecordBatch, messages: OutgoingChunk) -> list[str]:
         """Return the ids of the messages that were made of the rows of a batch. Raises `InvalidNotificationError`."""
 
 
@@ -39,14 +33,7 @@ class ColumnIds:
     def __init__(self, column: str) -> None:
         self._column = column
 
-    def of(
-        self,
-        batch: pa.RecordBatch,
-        *,
-        subjects: Sequence[str],
-        data: Sequence[bytes],
-        headers: Sequence[Mapping[str, str] | None],
-    ) -> list[str]:
+    def of(self, batch: pa.RecordBatch, messages: OutgoingChunk) -> list[str]:
         values = batch.column(batch.schema.names.index(self._column)).to_pylist()
         if None in values or "" in values:
             raise InvalidNotificationError(f"msgIdColumn {self._column!r} is null or empty in a row")
@@ -67,21 +54,15 @@ class ContentIds:
         self._repeats: dict[str, int] = {}
         self._rows = 0
 
-    def of(
-        self,
-        batch: pa.RecordBatch,
-        *,
-        subjects: Sequence[str],
-        data: Sequence[bytes],
-        headers: Sequence[Mapping[str, str] | None],
-    ) -> list[str]:
+    def of(self, batch: pa.RecordBatch, messages: OutgoingChunk) -> list[str]:
         key, size = self._key, DIGEST_BYTES
-        if any(headers):
-            spelled = [repr(sorted(head.items()) if head else None).encode() for head in headers]
+        data: Sequence[bytes] = messages.data
+        if any(messages.headers):
+            spelled = [repr(sorted(head.items()) if head else None).encode() for head in messages.headers]
             data = [b"%b\n%b" % row for row in zip(spelled, data, strict=True)]
         digests = [
             blake2b(b"%b%b\n%b" % (key, subject.encode(), body), digest_size=size).hexdigest()
-            for subject, body in zip(subjects, data, strict=True)
+            for subject, body in zip(messages.subjects, data, strict=True)
         ]
         first, self._rows = self._rows, self._rows + len(digests)
         new = set(digests)

@@ -11,7 +11,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from aviso_workers.config import Config, streams
-from aviso_workers.errors import NotFoundError, UnknownEventTypeError
+from aviso_workers.errors import NotFoundError
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.spark import writers
 from aviso_workers.spark.connections import connected, load_config
@@ -72,9 +72,7 @@ def publish(rows: DataFrame, event: str, *, config: str | None = None) -> int:
 
 def _stream_of(event: str, settings: Config) -> StreamSpec:
     """Return the stream of an event type. Raises `UnknownEventTypeError`."""
-    if event not in settings.notification_schema:
-        raise UnknownEventTypeError(event, settings.notification_schema)
-    return streams.event_stream(event, settings.notification_schema[event], settings)
+    return streams.event_stream(event, settings.event_type(event), settings)
 
 
 def _keeps_one(spec: StreamSpec) -> bool:

@@ -36,7 +36,6 @@ from aviso_workers.errors import (
     InvalidOptionError,
     NotFoundError,
     UnavailableError,
-    UnknownEventTypeError,
 )
 from aviso_workers.spark import offsets
 from aviso_workers.spark.connections import BlockingConnection, connected, load_config, tries
@@ -83,9 +82,7 @@ def plan(reading: ReadOptions, config: Config) -> ReadPlan:
     known = config.notification_schema
     if reading.event is None:
         return ReadPlan(reading=reading, stream=reading.stream or "", layout=layout(reading, known))
-    event_type = known.get(reading.event)
-    if event_type is None:
-        raise UnknownEventTypeError(reading.event, known)
+    event_type = config.event_type(reading.event)
     where = schema.parse_where(reading.event, event_type, where_of(reading, event_type.identifier))
     stream = streams.event_stream(reading.event, event_type, config).name
     return ReadPlan(reading=reading, stream=stream, layout=layout(reading, known), event_type=event_type, where=where)

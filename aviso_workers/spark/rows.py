@@ -88,8 +88,8 @@ class Rows:
         else:
             subjects, headers = found.to_pylist(), [None] * len(data)
         self._check_sizes(data, headers)
-        message_ids = ids.of(batch, subjects=subjects, data=data, headers=headers)
-        return OutgoingChunk(subjects=subjects, data=data, headers=headers, message_ids=message_ids)
+        messages = OutgoingChunk(subjects=subjects, data=data, headers=headers, message_ids=())
+        return structs.replace(messages, message_ids=ids.of(batch, messages))
 
     def _one_by_one(
         self, identifier: Mapping[str, pa.DictionaryArray], data: Sequence[bytes]

@@ -32,7 +32,6 @@ T = TypeVar("T")
 
 SHORT_NUMBER = r"^-?[0-9]{1,18}$"
 """A number that Arrow reads, and faster than its rule does. Any 18 digits fit into 64 bits."""
-SPATIAL_HEADERS = {codec.POLYGON: codec.GEOMETRY_HEADER, codec.POINT_CLOUD: codec.POINT_CLOUD_HEADER}
 READS_AS = {IntHandler: "BIGINT", FloatHandler: "DOUBLE", DateHandler: "DATE"}
 ABSENT = ("", "*")
 """Tokens of a field that the publisher left out."""
@@ -99,7 +98,7 @@ class ColumnConverter:
     def __init__(self, wanted: StructType, known: Layout, *, reading: ReadOptions) -> None:
         self._schema: pa.Schema = to_arrow_schema(wanted, timezone="UTC")
         self._known = known
-        self._spatial = [field for field in known.rules if field in SPATIAL_HEADERS]
+        self._spatial = [field for field in known.rules if field in codec.SPATIAL_HEADERS]
         payload = wanted["payload"].dataType
         self._payloads = None
         if isinstance(payload, StructType):
@@ -161,7 +160,7 @@ class ColumnConverter:
         texts = dict(zip(keys, _tokens(subjects, len(keys)), strict=True))
         tokens = texts.keys() - set(self._spatial)
         for field in self._spatial:
-            header = SPATIAL_HEADERS[field]
+            header = codec.SPATIAL_HEADERS[field]
             texts[field] = pa.array([(headers or {}).get(header) for headers in messages.headers], pa.string())
         missing = pa.nulls(len(messages), pa.string())
         children = [

@@ -44,7 +44,7 @@ READY_SECONDS = 120.0
 ENDED_SECONDS = 60.0
 """A worker that is told to stop gets 30 s to finish, and has a server to find first."""
 STILL_SECONDS = 60.0
-"""When nothing was handled for so long, what is missing will not be handled any more."""
+"""When nothing was handled or counted for so long, what is missing will not be any more."""
 CHECK_SECONDS = 0.05
 SHOWN = 20
 
@@ -283,13 +283,15 @@ async def settled(client: App, chaos: Chaos, published: dict[int, Deed]) -> str:
     handled, since, left = -1, time.monotonic(), "not asked yet"
     while left and time.monotonic() < since + STILL_SECONDS:
         await anyio.sleep(1.0)
+        before = left
         try:
             accounts = await account(client, chaos.deployment, mixed=chaos.mixed)
             left = ", ".join([f"{len(lost)} of {a.agent}" for a in accounts if (lost := a.lost(published))])
             left = left or await _lag(client)
         except BackendError as error:
             left = str(error)
-        if (now := sum(numbers.total() for numbers in chaos.deployment.handled().values())) > handled:
+        now = sum(numbers.total() for numbers in chaos.deployment.handled().values())
+        if now > handled or left != before:  # windows that count what was published have handled nothing yet
             handled, since = now, time.monotonic()
     return left
 

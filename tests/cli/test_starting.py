@@ -30,7 +30,7 @@ def imported_by(*arguments: str) -> set[str]:
 def test_a_command_does_not_import_the_others() -> None:
     prefix = "aviso_workers.cli."
     imported = {name.removeprefix(prefix) for name in imported_by("worker", "--help") if name.startswith(prefix)}
-    assert imported == {"panels", "worker", "targets"}
+    assert imported == {"options", "panels", "targets", "worker"}
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",)])
@@ -58,7 +58,16 @@ def test_the_help_has_the_first_sentence_of_each_command(name: str) -> None:
 
 def test_every_module_that_declares_commands_is_in_the_table() -> None:
     declaring = {path.stem for path in Path(cli.__file__).parent.glob("*.py") if "def " in path.read_text()}
-    without_commands = {"__init__", "arguments", "completion", "confirmation", "details", "identity", "output"}
+    without_commands = {
+        "__init__",
+        "arguments",
+        "completion",
+        "confirmation",
+        "details",
+        "identity",
+        "options",
+        "output",
+    }
     without_commands |= {"progress", "signals", "tables", "targets"}
     without_commands |= {"backup_cleanse", "backup_sets"}  # parts of `backup`
     assert {name for modules in COMMANDS.values() for name in modules} == declaring - without_commands

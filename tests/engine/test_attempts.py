@@ -13,7 +13,7 @@ import pytest
 from aviso_workers import config
 from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.declare.verdicts import DeliveryRecord
+from aviso_workers.declare.verdicts import PriorRecord
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.shields import Shield
 from aviso_workers.errors import RefusedError
@@ -71,13 +71,13 @@ async def add(
     failures: Failures,
     delivery: Any,
     *,
-    before: int | DeliveryRecord = 0,
+    before: int | PriorRecord = 0,
     kept: bool = False,
     worker_died: bool = False,
-) -> DeliveryRecord:
+) -> PriorRecord:
     """Return the record when one more failure is counted, after so many that each ended their delivery."""
-    record = before if isinstance(before, DeliveryRecord) else DeliveryRecord(failures=before, ended=before)
-    counted: list[DeliveryRecord] = []
+    record = before if isinstance(before, PriorRecord) else PriorRecord(failures=before, ended=before)
+    counted: list[PriorRecord] = []
     await failures.add(
         delivery, before=record, again_in_seconds=1.0, kept=kept, worker_died=worker_died, then=counted.append
     )
@@ -90,7 +90,7 @@ ENDS: dict[str, Callable[[Failures, Any], Awaitable[object]]] = {
     "it was not run": lambda failures, delivery: failures.clear(delivery),
     "it was cancelled": lambda failures, delivery: failures.clear_all(),
     "it failed": lambda failures, delivery: add(failures, delivery, before=0),
-    "it is settled": lambda failures, delivery: failures.forget(delivery, DeliveryRecord()),
+    "it is settled": lambda failures, delivery: failures.forget(delivery, PriorRecord()),
 }
 
 
@@ -160,7 +160,7 @@ async def test_a_failure_says_whether_it_ended_a_delivery(
 ) -> None:
     """A death has ended the delivery before, also where its notification is kept now."""
     record = await add(
-        worker(), delivered(3), before=DeliveryRecord(failures=2, ended=1), kept=kept, worker_died=worker_died
+        worker(), delivered(3), before=PriorRecord(failures=2, ended=1), kept=kept, worker_died=worker_died
     )
     assert (record.failures, record.ended) == (3, ended)
     stored = await worker().read(delivered(4))
@@ -169,7 +169,7 @@ async def test_a_failure_says_whether_it_ended_a_delivery(
 
 async def test_what_is_given_back_without_a_try_comes_again_without_suspicion(worker: Callable[[], Any]) -> None:
     here = worker()
-    here.note_postponed(delivered(2), DeliveryRecord(failures=1, ended=1))
+    here.note_postponed(delivered(2), PriorRecord(failures=1, ended=1))
     record = here.recall(delivered(3))
     assert (record.failures, record.ended, record.handed_over(3)) == (1, 2, 2)
 

@@ -15,7 +15,7 @@ from aviso_workers import Backoff, Batch, Notification, Reject, Router, Stream, 
 from aviso_workers.backends import Delivery, Message, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.in_memory.connection import InMemoryConnection
-from aviso_workers.declare.verdicts import DeliveryRecord
+from aviso_workers.declare.verdicts import PriorRecord
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.dead_letter_store import LONGEST_ERROR
 from aviso_workers.engine.handlers.one import HandlerContext
@@ -721,9 +721,9 @@ async def test_failures_are_those_of_one_notification_and_one_agent(backend: Dea
         return Failures(backend, **names, shield=Shield(backend.clock), events=Events())
 
     index = counts()
-    record = DeliveryRecord()
+    record = PriorRecord()
 
-    def counted(record_then: DeliveryRecord) -> None:
+    def counted(record_then: PriorRecord) -> None:
         nonlocal record
         record = record_then
 

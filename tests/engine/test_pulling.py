@@ -117,7 +117,7 @@ class Discarding:
 
     async def work(self) -> None:
         while (delivery := await self._buffer.take()) is not None:
-            self._buffer.done(delivery)
+            self._buffer.finish(delivery)
 
 
 def run_of(form: Callable[[Buffer], Any]) -> SubscriptionRun:
@@ -169,7 +169,7 @@ async def test_consumer_of_an_agent_that_holds_one_at_a_time_is_asked_again_when
         async def work(self) -> None:
             while (delivery := await self._buffer.take()) is not None:
                 began.append(delivery.message.sequence)
-                self._buffer.done(delivery)
+                self._buffer.finish(delivery)
 
     clock = LoopClock()
     run = run_with(Counting, clock, Flow(clock, workers=1, least=1, most=1))
@@ -353,7 +353,7 @@ async def test_what_it_asks_for_follows_the_pace_at_which_handling_begins() -> N
             buffer.put(Delivery(next(numbers)))
             delivery = await buffer.take()
             assert delivery is not None
-            buffer.done(delivery)
+            buffer.finish(delivery)
 
     assert run.capacity() == 2
     await begin(1000, every_seconds=0.001)

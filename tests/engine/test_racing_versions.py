@@ -173,7 +173,7 @@ async def deployment(backend: InMemoryBackend) -> Deployment:
     return Deployment(backend)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))])
 async def test_nothing_is_missed_that_a_reading_version_wants(deployment: Deployment, seed: int) -> None:
     random = Random(seed)
     clock = deployment.backend.clock

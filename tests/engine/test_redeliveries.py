@@ -171,7 +171,7 @@ async def test_one_that_waits_for_others_to_end_does_not_keep_its_worker_from_st
         here.buffer.put(await suspect(2))
         await anyio.wait_all_tasks_blocked()
         here.buffer.close()
-        here.buffer.done(running)
+        here.buffer.finish(running)
     assert here.isolation.alone is None
 
 
@@ -199,9 +199,9 @@ async def test_one_that_was_given_back_while_another_ran_alone_does_not_keep_oth
         await anyio.wait_all_tasks_blocked()
         acknowledging.give_back(here.buffer.withdraw())
         here.buffer.put(third)
-        here.buffer.done(first)
+        here.buffer.finish(first)
         assert third is await here.buffer.take()
-        here.buffer.done(third)
+        here.buffer.finish(third)
         here.buffer.close()
     assert second.settled == ["nak"]
 
@@ -218,7 +218,7 @@ async def test_others_begin_again_after_seconds_while_one_runs_alone(
         since = anyio.current_time()
         assert await here.buffer.take() is other
         assert anyio.current_time() - since == pytest.approx(ALONE_SECONDS)
-        here.buffer.done(alone)
+        here.buffer.finish(alone)
         here.buffer.close()
 
 
@@ -232,7 +232,7 @@ async def test_one_that_waits_for_others_begins_after_seconds_although_they_run(
         assert await here.buffer.take() is running
         here.buffer.put(alone)
         assert alone is await here.buffer.take()
-        here.buffer.done(alone)
+        here.buffer.finish(alone)
         here.buffer.close()
 
 
@@ -357,7 +357,7 @@ async def test_of_two_redeliveries_of_a_key_the_earlier_one_begins_first_in_what
         here.buffer.put(earlier)
         for expected in (earlier, later):
             assert await here.buffer.take() is expected
-            here.buffer.done(expected)
+            here.buffer.finish(expected)
         assert here.buffer.ready == 0, "each is handed out once"
         here.buffer.close()
 
@@ -372,7 +372,7 @@ async def test_a_redelivery_that_is_next_again_before_its_record_is_read_begins_
         here.buffer.put(later)
         await anyio.sleep(SLOW_SECONDS / 2)
         here.buffer.put(earlier)
-        here.buffer.done(earlier)
+        here.buffer.finish(earlier)
         assert await here.buffer.take() is later
         await anyio.sleep(2 * SLOW_SECONDS)
         assert here.buffer.ready == 0
@@ -394,11 +394,11 @@ async def test_one_that_waits_to_run_alone_stays_before_an_earlier_one_of_its_ke
         await anyio.wait_all_tasks_blocked()
         assert here.isolation.alone is later
         here.buffer.put(earlier)
-        here.buffer.done(running)
+        here.buffer.finish(running)
         assert await here.buffer.take() is later
         await anyio.wait_all_tasks_blocked()
         assert here.buffer.ready == 0, "the two of one key would run at the same time"
-        here.buffer.done(later)
+        here.buffer.finish(later)
         assert await here.buffer.take() is earlier
         here.buffer.close()
 

@@ -28,7 +28,7 @@ from tests.engine.conftest import MARS, config_with
 
 pytestmark = pytest.mark.anyio
 
-SCHEDULES, EVERYDAY = 100, 20
+SCHEDULES, EVERYDAY = 100, 8
 """How many there are, and how many of them are not marked `slow`."""
 STEPS = 40
 ATTEMPTS = 3

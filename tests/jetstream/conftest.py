@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.wire import Interest, Listener, Wire
 
@@ -26,9 +26,9 @@ class PlayedConnection:
         self.heard: Listener
 
     @property
-    def connection(self) -> JetStreamConnection:
+    def connection(self) -> NatsConnection:
         """The same, as what is asked for where a connection is used."""
-        return cast(JetStreamConnection, self)
+        return cast(NatsConnection, self)
 
     async def open_inbox(self, inbox: Inbox) -> Inbox:
         await inbox.open(cast(Wire, self), "_INBOX")

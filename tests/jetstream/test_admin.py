@@ -13,7 +13,7 @@ from aviso_workers.backends import Administration
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.backends.jetstream import admin as module
-from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.management import JetStreamManagement
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.server import NatsServer
@@ -113,7 +113,7 @@ class ListingConnection:
 
     @property
     def management(self) -> JetStreamManagement:
-        return JetStreamManagement(cast(JetStreamConnection, self))
+        return JetStreamManagement(cast(NatsConnection, self))
 
     def __init__(self, *answers: tuple[int, list[str]]) -> None:
         self._answers = list(answers)

@@ -17,7 +17,7 @@ from nats.aio.msg import Msg
 
 from aviso_workers import config
 from aviso_workers.backends.jetstream import connection as module
-from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.errors import DeniedError, UnavailableError
 from aviso_workers.server import NatsServer
 from tests.waits import LONG_SECONDS, PROMPT_SECONDS
@@ -26,9 +26,9 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def connection(nats_server: NatsServer) -> AsyncGenerator[JetStreamConnection, None]:
+async def connection(nats_server: NatsServer) -> AsyncGenerator[NatsConnection, None]:
     settings = config.JetStream(nats_url=config.ServerUrls(nats_server.url), max_reconnect_attempts=0)
-    connection = JetStreamConnection(settings, on_connection=None)
+    connection = NatsConnection(settings, on_connection=None)
     await connection.open()
     yield connection
     nats_server.process.send_signal(signal.SIGCONT)
@@ -40,7 +40,7 @@ def stand_still(server: NatsServer) -> None:
     os.waitid(os.P_PID, server.process.pid, os.WSTOPPED | os.WNOWAIT)  # a signal takes its time
 
 
-async def test_a_server_that_answers_has_what_was_sent_before(connection: JetStreamConnection) -> None:
+async def test_a_server_that_answers_has_what_was_sent_before(connection: NatsConnection) -> None:
     async def hear(message: Msg) -> None:
         pass
 
@@ -54,7 +54,7 @@ async def test_a_server_that_answers_has_what_was_sent_before(connection: JetStr
         assert connection.nc.stats["in_msgs"] == round_ * 100
 
 
-async def test_who_may_not_hear_answers_is_denied_requests_and_not_publishes(connection: JetStreamConnection) -> None:
+async def test_who_may_not_hear_answers_is_denied_requests_and_not_publishes(connection: NatsConnection) -> None:
     """What is published is stored all the same, so that only its acknowledgement is missing."""
     connection._note_denial('nats: permissions violation for subscription to "_inbox.1.*"')
     with pytest.raises(DeniedError, match="_inbox"):
@@ -66,7 +66,7 @@ async def test_who_may_not_hear_answers_is_denied_requests_and_not_publishes(con
 
 
 async def test_closing_while_it_begins_to_reconnect_cancels_nobody(nats_server: NatsServer) -> None:
-    connection = JetStreamConnection(config.JetStream(nats_url=config.ServerUrls(nats_server.url)), on_connection=None)
+    connection = NatsConnection(config.JetStream(nats_url=config.ServerUrls(nats_server.url)), on_connection=None)
     await connection.open()
     await connection.nc.force_reconnect()
     await anyio.lowlevel.checkpoint()  # until nats-py waits for its transport to be closed, which it cancels next
@@ -75,7 +75,7 @@ async def test_closing_while_it_begins_to_reconnect_cancels_nobody(nats_server: 
 
 
 async def test_a_server_that_stands_still_does_not_answer(
-    connection: JetStreamConnection, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+    connection: NatsConnection, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PING_SECONDS", 0.1)
     stand_still(nats_server)
@@ -84,7 +84,7 @@ async def test_a_server_that_stands_still_does_not_answer(
 
 
 async def test_a_change_without_an_answer_may_still_be_done(
-    connection: JetStreamConnection, nats_server: NatsServer
+    connection: NatsConnection, nats_server: NatsServer
 ) -> None:
     await connection.api("STREAM.CREATE.MARS", {"name": "MARS", "subjects": ["mars"]})
     stand_still(nats_server)
@@ -103,7 +103,7 @@ async def test_a_change_without_an_answer_may_still_be_done(
 
 
 async def test_an_answer_that_comes_when_nobody_waits_any_more_does_no_harm(
-    connection: JetStreamConnection, nats_server: NatsServer
+    connection: NatsConnection, nats_server: NatsServer
 ) -> None:
     stand_still(nats_server)
     with anyio.move_on_after(0.1) as waiting:
@@ -116,7 +116,7 @@ async def test_an_answer_that_comes_when_nobody_waits_any_more_does_no_harm(
 
 
 async def test_a_question_that_a_cluster_does_not_answer_while_it_creates_a_stream_is_asked_again(
-    connection: JetStreamConnection, monkeypatch: pytest.MonkeyPatch
+    connection: NatsConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CHECK_AGAIN_SECONDS", 0.1)
     asked, answer = [], {"type": "io.nats.jetstream.api.v1.stream_info_response", "state": {"messages": 3}}
@@ -134,7 +134,7 @@ async def test_a_question_that_a_cluster_does_not_answer_while_it_creates_a_stre
 
 
 async def test_a_lost_connection_answers_at_once_that_it_does_not(
-    connection: JetStreamConnection, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+    connection: NatsConnection, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PING_SECONDS", LONG_SECONDS)
     stand_still(nats_server)
@@ -148,7 +148,7 @@ async def test_a_lost_connection_answers_at_once_that_it_does_not(
 
 
 async def test_a_connection_that_is_lost_before_it_is_asked_does_no_harm_to_the_next_one(
-    connection: JetStreamConnection, monkeypatch: pytest.MonkeyPatch
+    connection: NatsConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flush_pending, back = connection.nc._flush_pending, anyio.Event()
     connection.on_reconnect.add(back.set)
@@ -167,7 +167,7 @@ async def test_a_connection_that_is_lost_before_it_is_asked_does_no_harm_to_the_
 
 
 async def test_closing_does_not_wait_for_a_server_that_takes_nothing(
-    connection: JetStreamConnection, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+    connection: NatsConnection, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.2)
     stand_still(nats_server)
@@ -181,7 +181,7 @@ async def test_closing_does_not_wait_for_a_server_that_takes_nothing(
     assert time.monotonic() - started < PROMPT_SECONDS
 
 
-async def test_what_is_flushed_after_the_end_is_an_error(connection: JetStreamConnection) -> None:
+async def test_what_is_flushed_after_the_end_is_an_error(connection: NatsConnection) -> None:
     await connection.close()
 
     with pytest.raises(UnavailableError, match="closed"):
@@ -189,7 +189,7 @@ async def test_what_is_flushed_after_the_end_is_an_error(connection: JetStreamCo
 
 
 async def test_the_version_of_the_last_server_holds_until_the_next_one_has_told_its_own(
-    connection: JetStreamConnection, monkeypatch: pytest.MonkeyPatch
+    connection: NatsConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = connection.server_version
     assert known > (2, 0)
@@ -209,7 +209,7 @@ async def test_a_listed_server_that_accepts_and_says_nothing_costs_seconds(
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as silent:
         port = silent.extra(anyio.abc.SocketAttribute.local_port)
         settings = config.JetStream(nats_url=config.ServerUrls(f"nats://127.0.0.1:{port}", nats_server.url))
-        connection = JetStreamConnection(settings, on_connection=None)
+        connection = NatsConnection(settings, on_connection=None)
         with anyio.fail_after(PROMPT_SECONDS):
             await connection.open()
         assert connection.ready

@@ -12,7 +12,7 @@ import pytest
 
 from aviso_workers import config
 from aviso_workers.backends.jetstream import credentials
-from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.errors import RefusedError
 from aviso_workers.server import NatsServer
 from tests.security.certificates import Authority, Certificate
@@ -57,12 +57,12 @@ def mutual_server(
         yield server
 
 
-def to(server: NatsServer, **settings: Any) -> JetStreamConnection:
+def to(server: NatsServer, **settings: Any) -> NatsConnection:
     patient = {"retry_attempts": 1000, "reconnect_delay_ms": 10, **settings}
-    return JetStreamConnection(config.JetStream(nats_url=config.ServerUrls(server.url), **patient), on_connection=None)
+    return NatsConnection(config.JetStream(nats_url=config.ServerUrls(server.url), **patient), on_connection=None)
 
 
-async def is_let_in(connection: JetStreamConnection) -> bool:
+async def is_let_in(connection: NatsConnection) -> bool:
     with anyio.fail_after(PATIENCE_SECONDS):
         await connection.open()
         await connection.flush()  # however long the server takes to answer
@@ -70,7 +70,7 @@ async def is_let_in(connection: JetStreamConnection) -> bool:
     return True
 
 
-async def refused(connection: JetStreamConnection) -> str:
+async def refused(connection: NatsConnection) -> str:
     with anyio.fail_after(PATIENCE_SECONDS), pytest.raises(RefusedError) as raised:
         await connection.open()
     said = str(raised.value)

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Notification, config
-from aviso_workers.backends.jetstream.connection import MAX_DENIALS, JetStreamConnection
+from aviso_workers.backends.jetstream.connection import MAX_DENIALS, NatsConnection
 from aviso_workers.engine import replay
 from aviso_workers.errors import DeniedError, UnansweredError
 from aviso_workers.events import AgentDisturbed
@@ -34,7 +34,7 @@ async def test_what_is_denied_is_told_once_for_each_kind_of_subject(tmp_path: Pa
         settings = config.JetStream(
             nats_url=config.ServerUrls(server.url), user="worker", password=config.Secret("right")
         )
-        connection = JetStreamConnection(settings, on_connection=listen)
+        connection = NatsConnection(settings, on_connection=listen)
         await connection.open()
         for number in range(MANY):
             for subject in (

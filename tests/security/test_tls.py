@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Notification, Notify, config
-from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.wire import cluster_size
 from aviso_workers.errors import RefusedError
 from aviso_workers.server import NatsServer
@@ -32,15 +32,13 @@ def tls_server(tmp_path_factory: pytest.TempPathFactory, server_certificate: Cer
         yield server
 
 
-def to(url: str, **settings: Any) -> JetStreamConnection:
+def to(url: str, **settings: Any) -> NatsConnection:
     """A connection that gives up late: what is refused for good ends it before."""
     given = {"retry_attempts": 1000, "max_reconnect_attempts": 0, "reconnect_delay_ms": 10, **settings}
-    return JetStreamConnection(
-        config.JetStream(nats_url=config.ServerUrls(*url.split(",")), **given), on_connection=None
-    )
+    return NatsConnection(config.JetStream(nats_url=config.ServerUrls(*url.split(",")), **given), on_connection=None)
 
 
-async def refused(connection: JetStreamConnection) -> str:
+async def refused(connection: NatsConnection) -> str:
     with anyio.fail_after(PATIENCE_SECONDS), pytest.raises(RefusedError) as raised:
         await connection.open()
     return str(raised.value)
@@ -134,7 +132,7 @@ CHANGES: list[dict[str, Any]] = [
 """What an attacker makes of the greeting, which is plain text."""
 
 
-def known(connection: JetStreamConnection) -> tuple[int, tuple[int, int], int, list[Any]]:
+def known(connection: NatsConnection) -> tuple[int, tuple[int, int], int, list[Any]]:
     """What is known of the server: the largest payload, its version, the size of its cluster, and further servers."""
     of_cluster = cluster_size(connection.nc)
     return connection.max_payload, connection.server_version, of_cluster, connection.nc.discovered_servers

@@ -172,6 +172,6 @@ def _end_jvm() -> None:
     if gateway is not None:
         gateway.shutdown()
         gateway.proc.stdin.close()  # by which the JVM knows that it is to end
-        gateway.proc.wait(PATIENCE_SECONDS)
+        gateway.proc.wait(5 * PATIENCE_SECONDS)  # it may store its classes
         keep_classes()
         SparkContext._gateway = SparkContext._jvm = None

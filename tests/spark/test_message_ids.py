@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aviso_workers.aviso.schema import EventType
+from aviso_workers.backends import OutgoingChunk
 from aviso_workers.errors import InvalidNotificationError
 from aviso_workers.spark import message_ids
 from aviso_workers.spark.message_ids import ColumnIds, ContentIds
@@ -91,7 +92,8 @@ def test_more_rows_than_are_remembered_are_all_stored_and_once_in_the_same_order
 def test_ids_are_those_of_the_query_the_batch_the_partition_and_the_headers() -> None:
     def id_of(run: str, partition: int, headers: dict[str, str] | None) -> str:
         ids = ContentIds(run, partition=partition)
-        return ids.of(batch_of([(1, "1")]), subjects=["mars.1"], data=[b"1"], headers=[headers])[0]
+        messages = OutgoingChunk(subjects=["mars.1"], data=[b"1"], headers=[headers], message_ids=())
+        return ids.of(batch_of([(1, "1")]), messages)[0]
 
     found = [
         id_of(run, partition, headers)
@@ -107,5 +109,7 @@ def test_ids_are_those_of_the_query_the_batch_the_partition_and_the_headers() ->
 def test_a_row_without_an_id_in_the_column_is_refused(value: str | None) -> None:
     batch = pa.RecordBatch.from_pydict({"id": ["a", value]})
 
+    messages = OutgoingChunk(subjects=["mars.1"] * 2, data=[b"1"] * 2, headers=[None] * 2, message_ids=())
+
     with pytest.raises(InvalidNotificationError, match="msgIdColumn 'id' is null or empty"):
-        ColumnIds("id").of(batch, subjects=["mars.1"] * 2, data=[b"1"] * 2, headers=[None] * 2)
+        ColumnIds("id").of(batch, messages)

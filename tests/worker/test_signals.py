@@ -101,8 +101,15 @@ def start_forking(start: Callable[..., Command], tmp_path: Path) -> Callable[...
     return start_forking
 
 
-@pytest.mark.parametrize("handles_signals", [False, True])
-@pytest.mark.parametrize("form", [PLAIN, ASYNC])
+@pytest.mark.parametrize(
+    ("form", "handles_signals"),
+    [
+        (PLAIN, False),
+        (ASYNC, True),
+        pytest.param(PLAIN, True, marks=pytest.mark.slow),
+        pytest.param(ASYNC, False, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     ("what", "seen"),
     [("terminated", -signal.SIGTERM), ("hung_up", -signal.SIGHUP), ("pool", 6), ("forked", int(signal.SIGTERM))],

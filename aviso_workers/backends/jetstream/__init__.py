@@ -35,7 +35,7 @@ from aviso_workers.backends import (
 )
 from aviso_workers.backends.jetstream import creation, readers
 from aviso_workers.backends.jetstream.admin import JetStreamAdministration
-from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.consumer import Outbox, PullConsumer
 from aviso_workers.backends.jetstream.fast_batches import Ingester
 from aviso_workers.backends.jetstream.management import JetStreamManagement
@@ -64,7 +64,7 @@ class JetStreamBackend(JetStreamManagement):
         on_connection: ConnectionListener | None = None,
         on_foreign: ForeignListener | None = None,
     ) -> None:
-        connection = JetStreamConnection(settings, on_connection=on_connection)
+        connection = NatsConnection(settings, on_connection=on_connection)
         super().__init__(connection)
         self.connection = connection
         self.clock: Clock = LoopClock()

@@ -17,7 +17,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from aviso_workers._fast import Arrival
 from aviso_workers.backends import Received, StreamSnapshot
 from aviso_workers.backends.jetstream import faults, readers, snapshots, tls, unreadable, wire
-from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, JetStreamConnection
+from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, NatsConnection
 from aviso_workers.backends.jetstream.management import JetStreamManagement
 from aviso_workers.jetstream import info
 from aviso_workers.jetstream.info import AccountInfo, StreamInfo
@@ -28,7 +28,7 @@ __all__ = ["JetStreamAdministration"]
 class JetStreamAdministration:
     """The requests of operators to a nats-server, through its JetStream API; see `backends.JetStreamAdministration`."""
 
-    def __init__(self, connection: JetStreamConnection) -> None:
+    def __init__(self, connection: NatsConnection) -> None:
         self._connection = connection
 
     @property

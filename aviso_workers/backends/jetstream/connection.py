@@ -34,7 +34,7 @@ from aviso_workers.backends.jetstream.requests import Answer, Requests
 from aviso_workers.errors import BackendError, DeniedError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers
 
-__all__ = ["JetStreamConnection"]
+__all__ = ["NatsConnection"]
 
 API_TIMEOUT_SECONDS = 5.0
 TELL_AGAIN_SECONDS = 10.0
@@ -62,7 +62,7 @@ READING = re.compile(r"((STREAM|CONSUMER|META)\.)?(INFO|NAMES|LIST|MSG\.GET|SNAP
 """The subjects behind `$JS.API.` of requests that only read. A reader makes a consumer without a name for itself."""
 
 
-class JetStreamConnection:
+class NatsConnection:
     """A connection to the servers of `settings`. `open` it before use, `watch` it meanwhile, `close` it after."""
 
     def __init__(self, settings: config.JetStream, *, on_connection: ConnectionListener | None) -> None:

@@ -27,7 +27,7 @@ import anyio
 from aviso_workers._fast import Arrival, Stored
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Delivery, Noted
-from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.management import JetStreamManagement
 from aviso_workers.backends.jetstream.pull_requests import HEARTBEAT_SECONDS, PullSubscription, message_of
@@ -59,7 +59,7 @@ class _Unconfirmed(NamedTuple):
 class Outbox:
     """Sends settlements, and sends those again that are to be confirmed and are not. `open` it before use."""
 
-    def __init__(self, connection: JetStreamConnection) -> None:
+    def __init__(self, connection: NatsConnection) -> None:
         self._connection = connection
         self._unconfirmed: dict[bytes, _Unconfirmed] = {}
         """By the subject on which the confirmation comes."""
@@ -219,7 +219,7 @@ class PullConsumer:
 
     def __init__(
         self,
-        connection: JetStreamConnection,
+        connection: NatsConnection,
         outbox: Outbox,
         *,
         stream: str,

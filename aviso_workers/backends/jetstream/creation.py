@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aviso_workers.backends.jetstream import server_versions
-from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.management import JetStreamManagement
 from aviso_workers.backends.jetstream.server_versions import ServerVersion
 from aviso_workers.errors import RefusedError, UnavailableError
@@ -22,7 +22,7 @@ __all__ = ["create"]
 BATCHES = ("allow_atomic", "allow_batched")
 
 
-async def create(connection: JetStreamConnection, spec: StreamSpec) -> StreamInfo:
+async def create(connection: NatsConnection, spec: StreamSpec) -> StreamInfo:
     """Create the stream, and return its configuration and state.
 
     Raises `UnreadableStreamError` where the server cannot read a stream that it has, this one or another one;

@@ -22,7 +22,7 @@ import msgspec
 from aviso_workers._fast import Arrival
 from aviso_workers.backends import Outgoing, OutgoingChunk, PubAck
 from aviso_workers.backends.jetstream import faults
-from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.publisher import JetStreamPublisher, encode, encode_all
 from aviso_workers.errors import BackendError, RefusedError
@@ -79,7 +79,7 @@ class _FastBatch:
 class Ingester:
     """The bulk publishing of a connection. `open` it before use."""
 
-    def __init__(self, connection: JetStreamConnection, publisher: JetStreamPublisher) -> None:
+    def __init__(self, connection: NatsConnection, publisher: JetStreamPublisher) -> None:
         self._connection = connection
         self._publisher = publisher
         self._streams: set[str] = set()

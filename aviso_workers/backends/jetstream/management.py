@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends.jetstream import unreadable
-from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, JetStreamConnection
+from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, NatsConnection
 from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes, identities, info, metadata
@@ -30,7 +30,7 @@ MAX_LISTINGS = 5
 class JetStreamManagement:
     """The management of streams and consumers through JetStream's API; see `backends.JetStreamManagement`."""
 
-    def __init__(self, connection: JetStreamConnection, *, prefix: str = "") -> None:
+    def __init__(self, connection: NatsConnection, *, prefix: str = "") -> None:
         self._connection = connection
         self._prefix = prefix
 

@@ -16,7 +16,7 @@ from aviso_workers._fast import Arrival
 from aviso_workers.aviso.topics import LONGEST_SUBJECT
 from aviso_workers.backends import Outgoing, OutgoingChunk, PubAck
 from aviso_workers.backends.jetstream import faults
-from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.wire import header_block, status
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
@@ -43,7 +43,7 @@ _decode_answer = msgspec.json.Decoder(_PublishAnswer).decode
 class JetStreamPublisher:
     """The publishing side of a connection. `open` it before use."""
 
-    def __init__(self, connection: JetStreamConnection) -> None:
+    def __init__(self, connection: NatsConnection) -> None:
         self._connection = connection
         self._waiting: dict[bytes, tuple[_PendingMessages, int]] = {}
         """By the subject on which the acknowledgement comes: whose it is, and which of them."""

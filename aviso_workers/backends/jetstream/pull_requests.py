@@ -23,7 +23,7 @@ import msgspec
 
 from aviso_workers._fast import Arrival, Stored, stored
 from aviso_workers.aviso.codec import Message
-from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.wire import Headers, status
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnansweredError, UnavailableError
@@ -60,7 +60,7 @@ class PullSubscription:
 
     def __init__(
         self,
-        connection: JetStreamConnection,
+        connection: NatsConnection,
         *,
         stream: str,
         consumer: str,
@@ -215,24 +215,16 @@ class PullSubscription:
         # A server that ends a request early says how much of it was left; one that rejects it, nothing.
         self.outstanding = max(0, self.outstanding - int(headers.get("Nats-Pending-Messages", self.outstanding)))
         match code:
-            case "404" | "408":
-                pass  # the request has ended, which says nothing of the stream
             case "423":
                 self.pin = ""  # it is another reader's
-            case "409" if "Consumer Deleted" in description:
-                self.error = NotFoundError(f"{self._name} was deleted")
-            case "409" if description == TOO_LARGE and headers.get("Nats-Pending-Bytes") == str(self._most_bytes):
-                self.error = RefusedError(
-                    f"{self._name}: its next message is larger than the {self._most_bytes} bytes that its max_bytes "
-                    "lets a request have; raise it"
-                )
-            case "409" if not description.startswith(ASK_AGAIN):
-                # Such as too many requests waiting, or larger ones than the consumer was changed to allow.
-                self.error = UnavailableError(f"{self._name}: {description}")
             case "409" if description.startswith(LEADER_GONE):
                 self.pin = ""
-            case "409":
-                pass
+            case "409" if not description.startswith(ASK_AGAIN) or (
+                description == TOO_LARGE and headers.get("Nats-Pending-Bytes") == str(self._most_bytes)
+            ):
+                self.error = self._end_of_pulls(description)
+            case "404" | "408" | "409":
+                pass  # the request has ended, which says nothing of the stream
             case "503" if self._now() - self._opened_at < UNKNOWN_SECONDS:
                 asyncio.get_running_loop().call_later(ASK_AGAIN_SECONDS, self._on_change)
                 return
@@ -243,6 +235,17 @@ class PullSubscription:
             case _:
                 self.error = RefusedError(f"read {self._name}: {code} {description}")
         self._on_change()
+
+    def _end_of_pulls(self, description: str) -> BackendError:
+        if "Consumer Deleted" in description:
+            return NotFoundError(f"{self._name} was deleted")
+        if description == TOO_LARGE:
+            return RefusedError(
+                f"{self._name}: its next message is larger than the {self._most_bytes} bytes that its max_bytes "
+                "lets a request have; raise it"
+            )
+        # Such as too many requests waiting, or larger ones than the consumer was changed to allow.
+        return UnavailableError(f"{self._name}: {description}")
 
     def _on_reconnect(self) -> None:
         self.outstanding = 0

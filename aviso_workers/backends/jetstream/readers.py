@@ -25,7 +25,7 @@ import anyio
 from aviso_workers._fast import DATA, NUMBER, PENDING, SEQUENCE, Stored
 from aviso_workers.aviso.codec import Message, store_time
 from aviso_workers.backends import Chunk
-from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.management import JetStreamManagement
 from aviso_workers.backends.jetstream.pull_requests import (
     HEARTBEAT_SECONDS,
@@ -59,7 +59,7 @@ ELECTION_SECONDS = 8.0
 
 
 async def read(
-    connection: JetStreamConnection,
+    connection: NatsConnection,
     stream: str,
     *,
     filter_subjects: Sequence[str],
@@ -81,12 +81,7 @@ async def read(
 
 
 async def read_chunks(
-    connection: JetStreamConnection,
-    stream: str,
-    *,
-    filter_subjects: Sequence[str],
-    start_sequence: int,
-    last_sequence: int,
+    connection: NatsConnection, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
 ) -> AsyncGenerator[Chunk, None]:
     """Yield a stream's messages in chunks, as `backends.Backend.read_chunks` does."""
     start = _start(start_sequence)
@@ -104,7 +99,7 @@ async def read_chunks(
 
 
 async def count(
-    connection: JetStreamConnection,
+    connection: NatsConnection,
     stream: str,
     *,
     filter_subjects: Sequence[str],
@@ -115,23 +110,21 @@ async def count(
     return (await _counting(connection, stream, filter_subjects, _start(start_sequence, start_time))).num_pending
 
 
-async def replica_count(
-    connection: JetStreamConnection, stream: str, filter_subjects: Sequence[str]
-) -> tuple[str, int]:
+async def replica_count(connection: NatsConnection, stream: str, filter_subjects: Sequence[str]) -> tuple[str, int]:
     """See `backends.Administration.replica_count`. A server counts for a consumer what its own replica holds."""
     created = await _counting(connection, stream, filter_subjects, _start(1))
     return created.cluster.leader, created.num_pending
 
 
 async def _counting(
-    connection: JetStreamConnection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
+    connection: NatsConnection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
 ) -> ConsumerInfo:
     created = await _create_consumer(connection, stream, filter_subjects, start)
     await _delete_consumer(connection, stream, created.name)
     return created
 
 
-async def next_sequence(connection: JetStreamConnection, stream: str, subject: str, *, after: int) -> int | None:
+async def next_sequence(connection: NatsConnection, stream: str, subject: str, *, after: int) -> int | None:
     """Return the sequence of the next message that a filter takes, as the stream's leader holds it; None for none."""
     found = await JetStreamManagement(connection).message(stream, after + 1, next_by_subject=subject)
     return found.sequence if found else None
@@ -145,7 +138,7 @@ def _start(sequence: int, time: datetime | None = None) -> dict[str, Any]:
 
 
 async def _create_consumer(
-    connection: JetStreamConnection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
+    connection: NatsConnection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
 ) -> ConsumerInfo:
     """Return the consumer as it was made.
 
@@ -162,7 +155,7 @@ async def _create_consumer(
 
 
 async def _create_replicated(
-    connection: JetStreamConnection,
+    connection: NatsConnection,
     stream: str,
     filter_subjects: Sequence[str],
     start: Mapping[str, Any],
@@ -192,14 +185,14 @@ async def _create_replicated(
         raise
 
 
-async def _delete_consumer(connection: JetStreamConnection, stream: str, name: str) -> None:
+async def _delete_consumer(connection: NatsConnection, stream: str, name: str) -> None:
     with suppress(BackendError):  # the server removes it when it was inactive for long enough
         await JetStreamManagement(connection).delete_consumer(stream, name)
 
 
 @asynccontextmanager
 async def _reader(
-    connection: JetStreamConnection,
+    connection: NatsConnection,
     stream: str,
     filter_subjects: Sequence[str],
     start: Mapping[str, Any],
@@ -222,7 +215,7 @@ async def _reader(
 
 
 async def _require_beginning(
-    connection: JetStreamConnection, stream: str, filter_subjects: Sequence[str], begin: int, created: ConsumerInfo
+    connection: NatsConnection, stream: str, filter_subjects: Sequence[str], begin: int, created: ConsumerInfo
 ) -> None:
     """Raise `UnavailableError` where the stream's leader has messages from `begin` on that the replica which serves the
     consumer has not: that begins after `created.position`. Another consumer may get a better replica.
@@ -249,7 +242,7 @@ class _EphemeralReader:
 
     def __init__(
         self,
-        connection: JetStreamConnection,
+        connection: NatsConnection,
         stream: str,
         created: ConsumerInfo,
         *,

@@ -1,4 +1,4 @@
-"""Requests with one answer each. `JetStreamConnection` is the only caller."""
+"""Requests with one answer each. `NatsConnection` is the only caller."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from aviso_workers._fast import Arrival
 from aviso_workers.backends.jetstream import wire
-from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.connection import NatsConnection
 
 __all__ = ["PING", "ServerVersion", "oldest"]
 
@@ -49,7 +49,7 @@ class _PingAnswer(Struct, frozen=True):
 _decode = msgspec.json.Decoder(_PingAnswer).decode
 
 
-async def oldest(connection: JetStreamConnection) -> ServerVersion:
+async def oldest(connection: NatsConnection) -> ServerVersion:
     """Return the lowest version among the servers that answer; where there is one server only, its own."""
     own = ServerVersion(*connection.server_version)
     others = wire.cluster_size(connection.nc)
@@ -58,7 +58,7 @@ async def oldest(connection: JetStreamConnection) -> ServerVersion:
     return min([own, *await _ask(connection, others)])
 
 
-async def _ask(connection: JetStreamConnection, expected: int) -> list[ServerVersion]:
+async def _ask(connection: NatsConnection, expected: int) -> list[ServerVersion]:
     found: dict[str, ServerVersion] = {}
     all_answered = anyio.Event()
 

@@ -23,7 +23,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from aviso_workers.backends import Administration, Received, StreamSnapshot
 from aviso_workers.backends.jetstream import faults, unreadable
-from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.management import JetStreamManagement
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers, info
@@ -50,9 +50,7 @@ Read = Callable[[int], Awaitable[bytes]]
 
 
 @asynccontextmanager
-async def snapshot(
-    server: Administration, connection: JetStreamConnection, stream: str
-) -> AsyncIterator[StreamSnapshot]:
+async def snapshot(server: Administration, connection: NatsConnection, stream: str) -> AsyncIterator[StreamSnapshot]:
     """See `Administration.snapshot`."""
     inbox = server.new_inbox()
     async with _answers(server, connection, inbox, f"snapshot of {stream}") as answers:
@@ -63,7 +61,7 @@ async def snapshot(
 
 async def restore(
     server: Administration,
-    connection: JetStreamConnection,
+    connection: NatsConnection,
     config: Mapping[str, Any],
     state: Mapping[str, Any],
     read: Read,
@@ -98,7 +96,7 @@ async def restore(
     return made
 
 
-async def _remove(connection: JetStreamConnection, stream: str) -> None:
+async def _remove(connection: NatsConnection, stream: str) -> None:
     with anyio.move_on_after(GIVE_UP_SECONDS, shield=True), suppress(BackendError):
         await connection.flush()  # if it was the connection that failed, wait for the next one
         await JetStreamManagement(connection).delete_stream(stream)
@@ -107,9 +105,7 @@ async def _remove(connection: JetStreamConnection, stream: str) -> None:
 class _Answers:
     """The messages to an inbox, over one connection: one that is lost while there is none is not sent again."""
 
-    def __init__(
-        self, connection: JetStreamConnection, received: MemoryObjectReceiveStream[Received], what: str
-    ) -> None:
+    def __init__(self, connection: NatsConnection, received: MemoryObjectReceiveStream[Received], what: str) -> None:
         self.what = what
         self._connection = connection
         self._received = received
@@ -142,7 +138,7 @@ class _Answers:
 
 @asynccontextmanager
 async def _answers(
-    server: Administration, connection: JetStreamConnection, inbox: str, what: str
+    server: Administration, connection: NatsConnection, inbox: str, what: str
 ) -> AsyncIterator[_Answers]:
     async with server.listen(inbox) as received:
         answers = _Answers(connection, received, what)

@@ -4,7 +4,7 @@ A NATS server greets in plain text and says there whether it takes TLS, which ve
 may be; nats-py believes that. So whoever can change the greeting could have the password, or stop a worker.
 `CarefulClient` looks at the connection itself, before anything is sent on it, and believes what is said within TLS:
 nats-server 2.12 and newer say everything again after the first PING.
-`JetStreamConnection` is the only caller, but for the certificate, which an operator asks for.
+`NatsConnection` is the only caller, but for the certificate, which an operator asks for.
 """
 
 from __future__ import annotations

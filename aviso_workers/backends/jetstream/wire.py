@@ -3,7 +3,7 @@
 nats-py gives each message a queue, a task switch and an object of its own, and each publish a coroutine. Here a
 listener is called with messages that followed each other in a read of the socket, and what is sent within one turn of
 the event loop becomes one write.
-`JetStreamConnection` opens a wire with `attach` and hands it to `publisher`, `pull_requests` and `consumer`.
+`NatsConnection` opens a wire with `attach` and hands it to `publisher`, `pull_requests` and `consumer`.
 
 This file and `tls` are the only ones that touch nats-py's private parts. They are those of the versions in `TESTED`;
 where `attach` finds anything else it takes `PublicWire`, which does the same by nats-py's public names at nats-py's

@@ -94,7 +94,7 @@ class HandlerContext:
             if may_begin:
                 self.buffer.note_waited(delivery)
             else:
-                self.buffer.done(delivery)
+                self.buffer.finish(delivery)
         return may_begin
 
     def read(self, delivery: Delivery) -> Notification[Any] | Failure | None:

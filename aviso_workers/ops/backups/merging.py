@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import chains
 from aviso_workers.ops.backups.encryption import Identities
-from aviso_workers.ops.backups.s2 import Readable
 from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, place_of
 from aviso_workers.ops.backups.verification import verify
 
@@ -38,7 +38,7 @@ def merge(
         chains.opened_archive(backup, identities, progress=progress) as file,
         Draft(place, encrypt_to=encrypt_to) as draft,
     ):
-        draft.write_all(_pieces(file))
+        draft.write_all(iter(partial(file.read, PIECE_BYTES), b""))
         return draft.finish(
             config=backup.config,
             state=backup.state,
@@ -46,8 +46,3 @@ def merge(
             server_version=backup.record.server_version if backup.record else None,
             cleansed=backup.record.cleansed if backup.record else None,
         )
-
-
-def _pieces(file: Readable) -> Iterator[bytes]:
-    while piece := file.read(PIECE_BYTES):
-        yield piece

@@ -147,7 +147,6 @@ class Varz(Struct, frozen=True, kw_only=True):
     now: datetime
     connections: int = 0
     max_connections: int = 0
-    slow_consumers: int = 0
     tags: tuple[str, ...] = ()
     cluster: VarzGroup = VarzGroup()
     gateway: VarzGroup = VarzGroup()

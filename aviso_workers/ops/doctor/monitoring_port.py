@@ -146,7 +146,9 @@ def inspect(url: str) -> Monitored:
         varz = VARZ.decode(_ask(url, "/varz"))
         half = (datetime.now(UTC) - asked) / 2
         jsz = JSZ.decode(_ask(url, "/jsz"))
-        varz = _with_configuration(_with_meta_group(varz, url), jsz)
+        varz = _with_meta_group(varz, url)
+        # A server that was asked for /varz before JetStream had started never has its configuration there.
+        varz = structs.replace(varz, jetstream=structs.replace(varz.jetstream, config=jsz.config))
         health, routes = _object(_ask(url, "/healthz?details=true")), _object(_ask(url, "/routez"))
         closed = CONNECTIONS.decode(_ask(url, "/connz?state=closed&sort=stop")).connections or ()
         remotes = frozenset(str(route["remote_name"]) for route in routes["routes"] or ())
@@ -162,7 +164,7 @@ def inspect(url: str) -> Monitored:
         uncertain_seconds=half.total_seconds(),
         without_jetstream=jsz.disabled,
         unserved=unserved,
-        cut_off=_too_slow(closed),
+        cut_off=tuple(each for each in closed if each.reason.startswith("Slow Consumer")),
     )
 
 
@@ -196,13 +198,6 @@ def _seems_behind(varz: Varz) -> bool:
     return any(not each.current for each in followers) and not any(each.offline for each in followers)
 
 
-def _with_configuration(varz: Varz, jsz: Jsz) -> Varz:
-    """Return the answer to /varz with the configuration of /jsz: a server that was asked for /varz before JetStream had
-    started never has it there.
-    """
-    return structs.replace(varz, jetstream=structs.replace(varz.jetstream, config=jsz.config))
-
-
 def _disk(url: str, varz: Varz) -> Path | None:
     if _machine(url) not in LOOPBACK or not (directory := varz.jetstream.config.store_dir):
         return None
@@ -224,10 +219,6 @@ def _ask(url: str, path: str) -> bytes:
 
 def _object(answer: bytes) -> dict[str, Any]:
     return dict(json.loads(answer))
-
-
-def _too_slow(closed: Sequence[Closed]) -> tuple[Closed, ...]:
-    return tuple(each for each in closed if each.reason.startswith("Slow Consumer"))
 
 
 def _health(answer: dict[str, Any]) -> str:

@@ -102,7 +102,7 @@ class StatusServer:
         self, *, host: str, port: int, health: Probed, metrics: Callable[[], bytes], token: Secret | None = None
     ) -> None:
         try:
-            self._server = _StatusServer((host, port), _handler(health, metrics, token))
+            self._server = _ThreadedServer((host, port), health, metrics, token)
         except OSError as error:
             raise ConfigError(
                 [
@@ -129,17 +129,20 @@ class StatusServer:
         self._server.server_close()
 
 
-class _StatusServer(ThreadingHTTPServer):
+class _ThreadedServer(ThreadingHTTPServer):
     """A thread for each connection, of which the newest few are open."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+    def __init__(
+        self, address: tuple[str, int], health: Probed, metrics: Callable[[], bytes], token: Secret | None
+    ) -> None:
+        self.health, self.metrics, self.token = health, metrics, token
         self._open: dict[socket.socket, None] = {}
         """The connections, oldest first."""
         self._lock = threading.Lock()
-        super().__init__(address, handler)
+        super().__init__(address, _Request)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
@@ -161,47 +164,45 @@ class _StatusServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def _handler(health: Probed, metrics: Callable[[], bytes], token: Secret | None) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        timeout = READ_SECONDS
+class _Request(BaseHTTPRequestHandler):
+    server: _ThreadedServer
+    timeout = READ_SECONDS
 
-        def do_GET(self) -> None:
-            match self.path.partition("?")[0]:
-                case "/livez":
-                    self._answer(health.stuck())
-                case "/readyz":
-                    self._answer(health.unready, health.notes)
-                case "/metrics" if not self._is_allowed():
-                    self._send(401, b"send the token of workers.status.token: Authorization: Bearer ...\n")
-                case "/metrics":
-                    self._send(200, metrics(), "text/plain; version=0.0.4; charset=utf-8")
-                case _:
-                    self._send(404, b"/livez /readyz /metrics\n")
+    def do_GET(self) -> None:
+        match self.path.partition("?")[0]:
+            case "/livez":
+                self._answer(self.server.health.stuck())
+            case "/readyz":
+                self._answer(self.server.health.unready, self.server.health.notes)
+            case "/metrics" if not self._is_allowed():
+                self._send(401, b"send the token of workers.status.token: Authorization: Bearer ...\n")
+            case "/metrics":
+                self._send(200, self.server.metrics(), "text/plain; version=0.0.4; charset=utf-8")
+            case _:
+                self._send(404, b"/livez /readyz /metrics\n")
 
-        def do_HEAD(self) -> None:
-            self.do_GET()  # `_send` leaves the body out
+    def do_HEAD(self) -> None:
+        self.do_GET()  # `_send` leaves the body out
 
-        def _is_allowed(self) -> bool:
-            if token is None:
-                return True
-            sent = self.headers.get("Authorization", "").encode()
-            return hmac.compare_digest(sent, f"Bearer {token.reveal()}".encode())
+    def _is_allowed(self) -> bool:
+        if (token := self.server.token) is None:
+            return True
+        sent = self.headers.get("Authorization", "").encode()
+        return hmac.compare_digest(sent, f"Bearer {token.reveal()}".encode())
 
-        def _answer(self, problems: list[str], notes: Sequence[str] = ()) -> None:
-            body = "".join(f"{line}\n" for line in [*(problems or ["ok"]), *notes])
-            self._send(503 if problems else 200, body.encode())
+    def _answer(self, problems: list[str]) -> None:
+        body = "".join(f"{problem}\n" for problem in problems) or "ok\n"
+        self._send(503 if problems else 200, body.encode())
 
-        def _send(self, status: int, body: bytes, content_type: str = "text/plain; charset=utf-8") -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", content_type)
-            self.send_header("Content-Length", str(len(body)))
-            if status == 401:
-                self.send_header("WWW-Authenticate", "Bearer")
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
+    def _send(self, status: int, body: bytes, content_type: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        if status == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Scrapes are not worth a line."""
-
-    return Handler
+    def log_message(self, format: str, *args: object) -> None:
+        """Scrapes are not worth a line."""

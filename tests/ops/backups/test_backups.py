@@ -24,7 +24,7 @@ import pytest
 
 from aviso_workers import App
 from aviso_workers.backends import Admin, ConsumerInfo
-from aviso_workers.backends.jetstream.connection import JetStreamConnection
+from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.errors import BackupError, InvalidIdentifierError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.plans import Plan
@@ -214,7 +214,7 @@ async def test_what_the_server_refuses_leaves_nothing(site: Site, original: Orig
 async def test_a_server_too_old_for_the_format_is_left_alone(
     site: Site, original: Original, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(JetStreamConnection, "server_version", (2, 14))
+    monkeypatch.setattr(NatsConnection, "server_version", (2, 14))
     for act in (backups.restore, backups.drill):
         with pytest.raises(RefusedError, match=r"2\.15 or newer is needed; this one is 2\.14"):
             await act(site.app.session.admin, original.backup)
@@ -224,14 +224,14 @@ async def test_a_server_too_old_for_the_format_is_left_alone(
 async def test_an_answer_that_names_no_subject_for_the_archive_is_told(
     site: Site, original: Original, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    api = JetStreamConnection.api
+    api = NatsConnection.api
 
-    async def answer(self: JetStreamConnection, subject: str, request: Any = None, **options: Any) -> dict[str, Any]:
+    async def answer(self: NatsConnection, subject: str, request: Any = None, **options: Any) -> dict[str, Any]:
         if subject == "STREAM.RESTORE.MARS":
             return {"type": "io.nats.other"}
         return await api(self, subject, request, **options)
 
-    monkeypatch.setattr(JetStreamConnection, "api", answer)
+    monkeypatch.setattr(NatsConnection, "api", answer)
     with pytest.raises(UnavailableError, match=r"restore of MARS: .*io\.nats\.other"):
         await backups.restore(site.app.session.admin, original.backup)
     assert await site.streams() == []

@@ -25,7 +25,7 @@ from aviso_workers.jetstream.fields import SECOND, readable
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops.doctor import certificates
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.doctor.judgements import Check, Finding, State, check
+from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
 from aviso_workers.ops.doctor.monitoring_port import LOOPBACK
 
 __all__ = ["CHECKS", "has_user"]
@@ -207,9 +207,7 @@ def limited_agents(facts: Facts) -> Iterator[Finding]:
     """The agent decides how often a notification is tried, and makes a dead letter of what it gives up."""
     for consumer in facts.consumers.values():
         if metadata.is_of_agent(consumer.config) and consumer.config.max_deliver > 0:
-            yield Finding(
-                stream=consumer.stream, consumer=consumer.name, found=f"max_deliver {consumer.config.max_deliver}"
-            )
+            yield about(consumer, f"max_deliver {consumer.config.max_deliver}")
 
 
 @declare(
