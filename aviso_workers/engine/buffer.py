@@ -392,7 +392,7 @@ class Buffer:
 
     async def _begin_try(self, delivery: Delivery, begin: Callable[[], Awaitable[None]] | None) -> None:
         if delivery.record is None:
-            delivery.record = DeliveryRecord()  # so that its end is not taken for that of any other
+            delivery.record = PriorRecord()  # so that its end is not taken for that of any other
         if begin is not None:
             await begin()
 

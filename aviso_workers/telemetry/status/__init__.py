@@ -190,8 +190,8 @@ class _Request(BaseHTTPRequestHandler):
         sent = self.headers.get("Authorization", "").encode()
         return hmac.compare_digest(sent, f"Bearer {token.reveal()}".encode())
 
-    def _answer(self, problems: list[str]) -> None:
-        body = "".join(f"{problem}\n" for problem in problems) or "ok\n"
+    def _answer(self, problems: list[str], notes: Sequence[str] = ()) -> None:
+        body = "".join(f"{line}\n" for line in [*(problems or ["ok"]), *notes])
         self._send(503 if problems else 200, body.encode())
 
     def _send(self, status: int, body: bytes, content_type: str = "text/plain; charset=utf-8") -> None:
