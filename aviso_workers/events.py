@@ -133,10 +133,9 @@ class Hindrance(NamedTuple):
 
 
 WORKER = ""
-CONNECTION, DEAD_LETTERS, CALLS, BODIES = "connection", "dead letters", "calls", "bodies"
-OUTAGE = "outage"
 MAX_REASON = 200
 """Characters of an error that `/readyz` says."""
+CONNECTION, DEAD_LETTERS, CALLS, BODIES, OUTAGE = "connection", "dead letters", "calls", "bodies", "outage"
 """What a worker or an agent lacks beside a bucket or a stream; none of them has such a name."""
 
 

@@ -192,6 +192,7 @@ HEALTHY = {
     f'aviso_worker_task_failures_total{{{OF_WORKER}, task="watch"}}': "0x60",
     f'aviso_worker_windows_total{{{OF_WORKER}, agent="index", outcome="failed"}}': "0x60",
     f"aviso_worker_not_read_again{{{OF_AGENT}}}": "0x60",
+    f"aviso_worker_outage{{{OF_AGENT}}}": "0x60",
     f"aviso_worker_missed_total{{{OF_AGENT}}}": "5x60",
     f'aviso_worker_published_total{{{OF_WORKER}, base="mars", outcome="failed"}}': "0x60",
     f"aviso_observer_pending{{{OBSERVED}}}": "500-1x60",

@@ -210,8 +210,9 @@ class CircuitBreaker:
         with clocks.move_on_after(self._clock, self._interval):
             await self._ended.wait()
         self._flow.buffer.let_none()
-        if self._flow.buffer.tries:
-            await self._ended.wait()  # it takes longer than the interval
+        while not self._ended.is_set() and self._flow.buffer.is_trying():  # it takes longer than the interval
+            with clocks.move_on_after(self._clock, CHECK_SECONDS):
+                await self._ended.wait()
         if self._left:
             with suppress(BackendError):
                 await self._write(self._revision, over=True, tries=self._tries)

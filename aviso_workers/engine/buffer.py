@@ -358,6 +358,7 @@ class Buffer:
             self._held_back = deque(self._ready)
         else:
             self._held_back.extendleft(reversed(self._ready))
+        self.tries.difference_update(self._ready)
         self._ready.clear()
 
     def let(self, count: int) -> None:
@@ -382,6 +383,11 @@ class Buffer:
             if self.holds(delivery):
                 self._offer(delivery)
         self._on_surplus()
+
+    def is_trying(self) -> bool:
+        """Return whether one that was let begin is still held, and has not come to its end."""
+        self.tries = {delivery for delivery in self.tries if self.holds(delivery)}
+        return bool(self.tries)
 
     def end_try(self, delivery: Delivery) -> bool:
         """Note that a delivery has come to its end, and return whether it was let begin while others are held back."""
@@ -439,8 +445,9 @@ class Buffer:
         """Hand out no delivery any more, and let the handlers end. What arrives from now on is only held."""
         self.closed = True
         self._redelivery.set()
-        if any(map(self.alone, self._ready)):
-            self._isolation.note_end(self._ready[0])  # it has not begun, and will not
+        for delivery in (*self._ready, *(self._held_back or ())):
+            if self.alone(delivery):
+                self._isolation.note_end(delivery)  # it has not begun, and will not
         self._ready.clear()
         if self._held_back is not None:
             self._held_back.clear()
