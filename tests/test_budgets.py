@@ -10,7 +10,7 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 65_061,
+    "lines": 65_070,
     "lines of the core": 35_754,
     "lines of agents": 809,
     "lines of aviso": 2_704,
@@ -23,7 +23,7 @@ BUDGETS = {
     "lines of jetstream": 2_493,
     "lines of ops": 14_102,
     "lines of projects": 77,
-    "lines of server": 2_165,
+    "lines of server": 2_174,
     "lines of spark": 6_236,
     "lines of state": 1_862,
     "lines of telemetry": 1_680,

@@ -36,7 +36,7 @@ PUBLIC_BESIDE_TABLES = {
 }
 PLUMBING = {
     "aviso_workers.server.NatsServer",
-    "aviso_workers.server.die_with_parent",
+    "aviso_workers.server.start_tied",
     "aviso_workers.server.BINARY_VARIABLE",
     "aviso_workers.server.processes.free_ports",
 }
