@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tests.spawning import ending_with_us
+from aviso_workers.server import start_tied
 from tests.waits import PATIENCE_SECONDS
 
 
@@ -24,8 +24,9 @@ class Command:
         """The lines of standard error that are not part of the log."""
         ours = {name: value for name, value in os.environ.items() if not name.startswith(("AVISO", "NATS_"))}
         program = Path(sys.executable).with_name("aviso-workers")
-        self.process = subprocess.Popen(
-            ending_with_us([*_WITH_SIGNALS, program, *arguments], signal.SIGKILL),
+        self.process = start_tied(
+            [*_WITH_SIGNALS, program, *arguments],
+            number=signal.SIGKILL,
             cwd=directory,
             env={**ours, "PYTHONUNBUFFERED": "1", **environment},
             stdout=subprocess.PIPE,
@@ -49,7 +50,7 @@ class Command:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             if not self._note(line) and line.startswith(begin):
-                return line
+                return str(line)
         raise AssertionError(f"ended before {begin!r}: {self.log}\n{''.join(self.told)}")
 
     def lines(self, count: int) -> list[str]:

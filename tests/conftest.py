@@ -15,7 +15,6 @@ import structlog
 from aviso_workers.server import BINARY_VARIABLE, NatsServer
 from aviso_workers.server.processes import free_ports
 from tests.commands import Command
-from tests.spawning import start_servers_without_fork
 
 pytest_plugins = ["pytester"]
 
@@ -98,13 +97,6 @@ WriteConfig = Callable[..., Path]
 @pytest.fixture
 def anyio_backend() -> Any:
     return "asyncio"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _servers_start_without_fork() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        start_servers_without_fork(patched)
-        yield
 
 
 @pytest.fixture(autouse=True)

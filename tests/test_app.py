@@ -12,9 +12,8 @@ import anyio
 import pytest
 from msgspec import Struct
 
-from aviso_workers import App, Batch, Notification, Notify, Router, config
+from aviso_workers import App, Batch, Notification, Notify, Router
 from aviso_workers.backends.in_memory.connection import InMemoryConnection
-from aviso_workers.config import Config
 from aviso_workers.errors import (
     ConfigError,
     DeclarationError,
@@ -53,13 +52,8 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def settings(write: Callable[[str], Path]) -> Config:
-    return config.load(write(IN_MEMORY), environ={})
-
-
-@pytest.fixture
-def app(settings: Config) -> App:
-    return App("tests", config=settings)
+def app(write: Callable[[str], Path]) -> App:
+    return App("tests", config=write(IN_MEMORY))
 
 
 class Step(Struct):
@@ -174,7 +168,7 @@ class TestSettings:
         self, write: Callable[[str], Path], section: str, complaint: str
     ) -> None:
         path = write(IN_MEMORY.replace("\n      directory: /archive", f" {section}"))
-        app = App("tests", config=config.load(path, environ={}))
+        app = App("tests", config=path)
         with pytest.raises(ConfigError) as raised:
             app.settings(router_of(settings=Archive))
         (mistake,) = raised.value.mistakes
@@ -194,9 +188,12 @@ class TestSettingsInCode:
         assert app.settings(router) == Archive(directory="/archive", days=30)
 
     @pytest.mark.parametrize("name", ["tape", "tape-archive"])
-    def test_give_way_to_the_environment(self, write: Callable[[str], Path], name: str) -> None:
+    def test_give_way_to_the_environment(
+        self, write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
         variable = f"AVISO_WORKERS_WORKERS__AGENTS__{name.upper().replace('-', '_')}__DAYS"
-        app = App("tests", config=config.load(write(IN_MEMORY), environ={variable: "1"}))
+        monkeypatch.setenv(variable, "1")
+        app = App("tests", config=write(IN_MEMORY))
         router = router_of(name, Archive)
         app.include(router, config={"directory": "/tape", "days": 30})
         assert app.settings(router) == Archive(directory="/tape", days=1)

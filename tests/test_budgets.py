@@ -1,4 +1,4 @@
-"""The size and the shape of the package, which may only become smaller.
+"""The size and the shape of the package, which may only become smaller, and the public tests, which may only increase.
 
 Who raises a budget says in the commit message what a user gets for it. `scripts/figures` prints the figures.
 """
@@ -10,28 +10,28 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 65_845,
-    "lines of the core": 36_509,
+    "lines": 65_861,
+    "lines of the core": 36_516,
     "lines of agents": 809,
     "lines of aviso": 2_704,
-    "lines of aviso_workers": 4_107,
+    "lines of aviso_workers": 4_106,
     "lines of backends": 6_779,
     "lines of cli": 5_918,
     "lines of config": 2_729,
     "lines of declare": 3_875,
-    "lines of engine": 6_739,
+    "lines of engine": 6_747,
     "lines of jetstream": 2_493,
     "lines of ops": 14_131,
     "lines of projects": 77,
-    "lines of server": 2_165,
+    "lines of server": 2_174,
     "lines of spark": 6_236,
     "lines of state": 1_955,
     "lines of telemetry": 1_706,
     "lines of worker": 1_013,
     "modules that a plain worker loads": 157,
-    "lines that a plain worker loads": 31_344,
+    "lines that a plain worker loads": 31_351,
     "modules of the reading list": 33,
-    "lines of the reading list": 9_662,
+    "lines of the reading list": 9_669,
     "files that use tables": 10,
     "files that use windows": 10,
     "files that use timers": 10,
@@ -44,6 +44,8 @@ BUDGETS = {
 }
 SLACK = 0.98
 """A figure below this part of its budget lowers the budget in the same commit."""
+FLOORS = {"tests that touch public names only": 990}
+"""Figures that may only rise: a test of behaviour outlives a change of the modules that it does not name."""
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,16 @@ def test_a_figure_is_within_its_budget(found: dict[str, int], name: str) -> None
 @pytest.mark.parametrize("name", BUDGETS)
 def test_a_budget_follows_its_figure(found: dict[str, int], name: str) -> None:
     assert found[name] >= SLACK * BUDGETS[name] - 1, f"lower the budget of {name} to {found[name]}"
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_a_figure_is_not_below_its_floor(found: dict[str, int], name: str) -> None:
+    assert found[name] >= FLOORS[name], f"{name}: `scripts/figures --tests` lists the others, and what they touch"
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_a_floor_follows_its_figure(found: dict[str, int], name: str) -> None:
+    assert FLOORS[name] >= SLACK * found[name] - 1, f"raise the floor of {name} to {found[name]}"
 
 
 def test_each_module_of_the_reading_list_exists() -> None:

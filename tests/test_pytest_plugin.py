@@ -232,13 +232,13 @@ class TestOtherPlugins:
         failing = """
             {mark}
             async def test_waits(t, monkeypatch):
-                from aviso_workers.backends.in_memory.connection import Connection
+                from aviso_workers.backends.in_memory.connection import InMemoryConnection
                 from aviso_workers.errors import BackendError
 
                 async def failed(self):
                     raise BackendError("the server is gone")
 
-                monkeypatch.setattr(Connection, "failed", failed)
+                monkeypatch.setattr(InMemoryConnection, "failed", failed)
                 await t.crash()
                 await t.notify("mars", OD, {{"location": "/data/12", "size": 3}})
                 await t.settle()

@@ -18,7 +18,7 @@ import anyio.to_thread
 import pytest
 import structlog
 
-from aviso_workers import App, Notification, Reject, config
+from aviso_workers import App, Notification, Reject
 from aviso_workers.backends.in_memory.connection import InMemoryConnection
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.declare.retry import Backoff
@@ -53,7 +53,7 @@ workers:
 def app(tmp_path: Path) -> App:
     path = tmp_path / "in_memory.yaml"
     path.write_text(IN_MEMORY)
-    return App("embedded", config=config.load(path, environ={}))
+    return App("embedded", config=path)
 
 
 class Work:

@@ -11,7 +11,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from aviso_workers import App, Backoff, Notification, Notify, Reject, config
+from aviso_workers import App, Backoff, Notification, Notify, Reject
 from aviso_workers.errors import TakenOverError
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import harness
@@ -45,7 +45,7 @@ class Worker:
 def app(tmp_path: Path) -> App:
     path = tmp_path / "aviso.yaml"
     path.write_text(CONFIG)
-    app = App("tested", config=config.load(path, environ={}))
+    app = App("tested", config=path)
     Worker.started = 0
 
     @app.resource

@@ -92,7 +92,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str | Non
 def app(tmp_path: Path) -> App:
     path = tmp_path / "aviso.yaml"
     path.write_text(CONFIG)
-    return App("tested", config=config.load(path, environ={}))
+    return App("tested", config=path)
 
 
 @pytest.fixture

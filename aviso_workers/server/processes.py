@@ -35,12 +35,12 @@ from aviso_workers.config import Config, Server
 from aviso_workers.config.nats_server import LOOPBACK, Cluster
 from aviso_workers.errors import ServerProcessError
 from aviso_workers.server import (
-    die_with_parent,
     find_binary,
     last_error,
     nats_conf,
     profiles,
     readiness,
+    start_tied,
     store,
     store_swap,
 )
@@ -465,14 +465,14 @@ def _spawn(node: Node, *, place: Path, detached: bool) -> None:
         record = opened.enter_context(_locked_record(node))
         (node.directory / "nats-server.pid").unlink(missing_ok=True)  # of one that was killed
         log = opened.enter_context((node.directory / "nats-server.log").open("wb"))
-        process = subprocess.Popen(
+        start = subprocess.Popen if detached else start_tied
+        process = start(
             [find_binary(), "-c", str(node.directory / "nats-server.conf")],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             pass_fds=[record.fileno(), store_lock],  # the locks are the node's from here on
-            preexec_fn=None if detached else die_with_parent(),
         )
     _CHILDREN[process.pid] = process
 

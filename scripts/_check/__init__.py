@@ -23,7 +23,7 @@ PACKAGES = ("aviso_workers", "aviso_agents")
 INSTALLED = ("aviso_workers/", "agents/", "config/")
 CONCERNS_ALL = re.compile(
     r".*\.c|pyproject\.toml|setup\.py|\.ci/.*|\.github/.*|scripts/(setup|check|test|requirements\.lock|_check/.*)"
-    r"|tests/(conftest|spawning|waits|__init__)\.py"
+    r"|tests/(conftest|waits|__init__)\.py"
 )
 """Files on which every test depends, or of which neither imports nor names show which do."""
 READS_SOURCES = re.compile(r"__file__.*glob\(|ls-files", re.DOTALL)

@@ -17,7 +17,7 @@ def main() -> None:
     tests = Modules().tests_of(files) if files else None
     named = f"{', '.join(files[:3])}{' ...' if len(files) > 3 else ''}" if files else "nothing"
     if tests is None:
-        tell(f"all tests: {named} differs from {branch}")
+        tell(f"all tests, any of which may depend on what differs from {branch}: {named}")
         return
     tell(f"the tests in {len(tests)} files, which depend on what differs from {branch}: {named}")
     print(*sorted(tests), sep="\n")

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from _figures import public_tests
+
 __all__ = ["FEATURES", "PROJECT", "figures", "reading_list"]
 
 PROJECT = Path(__file__).parents[2]
@@ -57,6 +59,9 @@ def figures() -> dict[str, int]:
     found |= {f"files that use {feature}": len(_using(modules)) for feature, modules in FEATURES.items()}
     found["class names that stand twice"] = len(_class_names_twice())
     found["functions above a complexity of 10"] = _complex()
+    touched = public_tests.touched_by_test()
+    found["tests"] = len(touched)
+    found["tests that touch public names only"] = sum(not names for names in touched.values())
     found["words of README and docs"] = sum(len(page.read_text().split()) for page in _pages())
     return found
 

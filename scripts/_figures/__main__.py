@@ -1,9 +1,15 @@
-"""Prints the figures: `scripts/figures`."""
+"""Prints the figures: `scripts/figures`. With `--tests`, which tests touch names that are not public."""
 
 from __future__ import annotations
 
+import sys
+
 import _figures
+from _figures import public_tests
 
 if __name__ == "__main__":
-    for name, value in _figures.figures().items():
-        print(f"{name:40}{value:>10,}")
+    if "--tests" in sys.argv[1:]:
+        print(*public_tests.listing(), sep="\n")
+    else:
+        for name, value in _figures.figures().items():
+            print(f"{name:40}{value:>10,}")

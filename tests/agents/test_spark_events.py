@@ -1068,12 +1068,12 @@ class NoPySpark:
 sys.meta_path.insert(0, NoPySpark())
 import aviso_agents.spark_events, aviso_workers.cli.spark, aviso_workers.spark.listeners
 from aviso_workers.spark import log_directories
-from aviso_workers.spark.event_log import EventLogReader, Position
+from aviso_workers.spark.event_log import EventLogReader, LogPosition
 
 found = log_directories.LogDirectories([sys.argv[1]])
 (path,), _ = found.find()
 log = found.snapshot(path, None)
-print(len(EventLogReader(lambda line: line, Position()).read(log).events))
+print(len(EventLogReader(lambda line: line, LogPosition()).read(log).events))
 """
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from aviso_workers import App, Backoff, Notification, Reject
 from aviso_workers.cli import dead_letters as cli
-from aviso_workers.events import Event, Settled
+from aviso_workers.events import Settled
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 from tests.cli.conftest import Ran
 from tests.waits import PATIENCE_SECONDS
@@ -71,7 +71,7 @@ class Deployment:
             if self.broken and notification.identifier["step"] == "3":
                 raise ConnectionError("\x1b[31mno counter")
 
-        def note(event: Event) -> None:
+        def note(event: object) -> None:
             left[0] -= isinstance(event, Settled)
             if left[0] == 0:
                 stop.set()

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from aviso_workers import config
+DOCUMENT = Path(__file__).with_name("aviso.yaml").read_text()
+KIND = "  kind: jetstream\n"
 
 
-def app_config(kind: str, nats_url: str, **jetstream: object) -> config.Config:
-    """The suite's configuration on one backend, with these settings of `jetstream` over it."""
+def app_config(kind: str, nats_url: str, **jetstream: object) -> Path:
+    """A file with the suite's configuration on one backend, with these settings of `jetstream` over it."""
     over = {"nats_url": nats_url, "reconnect_delay_ms": 100, **jetstream} if nats_url else jetstream
-    prefix = "AVISO_WORKERS_NOTIFICATION_BACKEND__"
-    environ = {f"{prefix}JETSTREAM__{key.upper()}": str(value) for key, value in over.items()}
-    return config.load(Path(__file__).with_name("aviso.yaml"), environ={f"{prefix}KIND": kind, **environ})
+    assert DOCUMENT.count(KIND) == 1
+    text = DOCUMENT.replace(KIND, f"  kind: {kind}\n  jetstream: {json.dumps(over)}\n")
+    path = _folder() / f"{hashlib.sha256(text.encode()).hexdigest()}.yaml"
+    if not path.exists():
+        path.write_text(text)
+    return path
+
+
+@cache
+def _folder() -> Path:
+    """A folder of this process, which is removed with it."""
+    folder = tempfile.TemporaryDirectory(prefix="contract-")
+    _KEPT.append(folder)
+    return Path(folder.name)
+
+
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def mars(**values: Any) -> dict[str, Any]:

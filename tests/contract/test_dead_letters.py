@@ -37,7 +37,7 @@ class Field(msgspec.Struct):
 
 @pytest.fixture
 def config(kind: str, nats_url: str) -> Config:
-    return app_config(kind, nats_url)
+    return App("contract", config=app_config(kind, nats_url)).config
 
 
 @pytest.fixture

@@ -283,7 +283,7 @@ class TestAnOlderServer:
     ) -> None:
         if kind == "in_memory":
             pytest.skip("there is no server")
-        near = app_config(kind, nats_url)
+        near = App("contract", config=app_config(kind, nats_url)).config
         far = structs.replace(near, workers=structs.replace(near.workers, priority=1))
         monkeypatch.setattr(Client, "connected_server_version", property(lambda _: ServerVersion("2.11.4")))
         async with App("contract", config=far) as app:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from aviso_workers.server import die_with_parent
+from aviso_workers.server import start_tied
 from aviso_workers.server.processes import free_ports
 from tests.interop import programs
 from tests.waits import PATIENCE_SECONDS
@@ -56,14 +56,13 @@ class AvisoServer:
     def start(self) -> None:
         """Start it, and return when it answers that it is healthy. Fails with its log where it ends instead."""
         with self.log_file.open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = start_tied(
                 [self._program],
                 cwd=self._directory,
                 env=self._environ,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=die_with_parent(),
             )
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not self._is_healthy():

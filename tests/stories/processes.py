@@ -247,7 +247,9 @@ class Server:
 
     def reload(self, before: str, after: str) -> None:
         """Change its configuration and have it read again."""
-        file = self._running._run_dir / "nats-server.conf"
+        command = self._running.process.args
+        assert isinstance(command, list)
+        file = Path(os.fsdecode(command[-1]))  # behind -c
         file.write_text(file.read_text().replace(before, after))
         self.send(signal.SIGHUP)
 

@@ -120,7 +120,7 @@ class Installation:
         """The configuration and the number of messages of each stream."""
 
         async def ask() -> dict[str, Any]:
-            async with App("test", config=config.load(self._file, environ={})) as app:
+            async with App("test", config=self._file) as app:
                 backend = app.session.backend
                 found = {name: await backend.stream_info(name) for name in ("MARS", "POLYGON", "DISS")}
                 return {name: (info.config, info.messages) for name, info in found.items()}
@@ -129,7 +129,7 @@ class Installation:
 
     def publish(self, count: int) -> None:
         async def publish() -> None:
-            async with App("test", config=config.load(self._file, environ={})) as app:
+            async with App("test", config=self._file) as app:
                 identifier = {"date": "20250706", "time": "1200", "polygon": "(0,0,0,1,1,1,0,0)"}
                 dates = [f"2025{month:02}{day:02}" for month in range(1, 9) for day in range(1, 26)]
                 await app.notify_many(
