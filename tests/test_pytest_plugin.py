@@ -211,6 +211,7 @@ class TestOtherPlugins:
         run("-p", "no:anyio", *mode, *NO_WARNING, *server).assert_outcomes(passed=3)
 
     @pytest.mark.parametrize("options", [("-p", "no:asyncio"), STRICT], ids=["alone", "beside"])
+    @pytest.mark.slow
     def test_anyio(self, pytester: pytest.Pytester, run: Run, options: tuple[str, ...]) -> None:
         pytester.makeconftest("""
             import pytest
@@ -222,6 +223,7 @@ class TestOtherPlugins:
         self.written(pytester, OWN_TEST, FIXTURE, fixture="@pytest.fixture", mark="@pytest.mark.anyio")
         run(*NO_WARNING, *options).assert_outcomes(passed=3)
 
+    @pytest.mark.slow
     def test_none(self, pytester: pytest.Pytester, run: Run) -> None:
         self.written(pytester, OWN_TEST, fixture="", mark="")
         run("-p", "no:anyio", "-p", "no:asyncio", "-W", "error").assert_outcomes(passed=1)

@@ -42,15 +42,24 @@ Ensure = Callable[..., Awaitable[ConsumerInfo]]
 Eventually = Callable[..., Awaitable[None]]
 
 
+ON_A_SERVER_LATER = {
+    *("test_app", "test_around", "test_attempts", "test_contexts", "test_memory", "test_once", "test_outcomes"),
+    *("test_outputs", "test_raw_payloads", "test_redeploys", "test_returned_shapes", "test_sync_tables", "test_tables"),
+    *("test_threads", "test_typed_identifiers", "test_windows"),
+}
+"""Modules about what authors write, and not about what a backend does: without `--all` they run in memory only."""
 LONG_WAY = {"test_consuming", "test_publishing", "test_reading"}
 """Modules that are held to the contract on the long way through nats-py as well."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kind" in metafunc.fixturenames:
-        long_way = pytest.param("jetstream, the long way", marks=pytest.mark.slow)
-        has_it = metafunc.module.__name__.rpartition(".")[2] in LONG_WAY
-        metafunc.parametrize("kind", ["in_memory", "jetstream", *[long_way] * has_it])
+        name = metafunc.module.__name__.rpartition(".")[2]
+        later = pytest.mark.slow if name in ON_A_SERVER_LATER else ()
+        kinds = ["in_memory", pytest.param("jetstream", marks=later)]
+        if name in LONG_WAY:
+            kinds.append(pytest.param("jetstream, the long way", marks=pytest.mark.slow))
+        metafunc.parametrize("kind", kinds)
 
 
 TOO_OLD = re.compile(r"nats-server [0-9.]+ or newer is needed; this one is [0-9.]+")

@@ -106,6 +106,7 @@ def readable(directory: Path, stores: str) -> int:
     return sum(content.count(MARKER) for content in found)
 
 
+@pytest.mark.slow
 async def test_a_cluster_gets_another_key_one_server_at_a_time_and_loses_nothing(tmp_path: Path) -> None:
     with ExitStack() as stack:
         cluster = Cluster(tmp_path, tuple(free_ports(9)), stack)

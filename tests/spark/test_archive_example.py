@@ -28,6 +28,7 @@ def example() -> Any:
     return module
 
 
+@pytest.mark.slow
 async def test_each_run_archives_what_came_since_the_last_one(
     spark: SparkSession, nats_server: NatsServer, example: Any, tmp_path: Path
 ) -> None:

@@ -286,6 +286,7 @@ class TestWriting:
         with pytest.raises(PySparkException, match="a stream cannot be overwritten"):
             place.rows(1).write.format("aviso").mode("overwrite").options(**options).save()
 
+    @pytest.mark.slow
     def test_several_writes_of_one_batch_are_several(self, place: Place) -> None:
         """In `foreachBatch` all of them run under the number of the same batch."""
         place.publish(*range(3))

@@ -139,6 +139,7 @@ async def test_without_the_event_type_it_says_so_at_once(tmp_path: Path) -> None
         listen(None, config=config)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 async def test_a_driver_that_just_ends_leaves_nothing_unpublished(
     app: App, config: Path, start_driver: Callable[..., subprocess.Popen[str]]
 ) -> None:

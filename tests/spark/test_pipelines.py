@@ -175,6 +175,7 @@ class TestArchive:
             (3, "2026-11-21"),
         ]
 
+    @pytest.mark.slow
     def test_a_run_adds_what_came_since_the_one_before(self, place: Pipelines) -> None:
         place.publish(1, 2)
         self.archive(place)
@@ -186,6 +187,7 @@ class TestArchive:
         assert self.archived(place) == [1, 2, 3]
 
     @pytest.mark.parametrize(("owner", "deed"), [(archives._Archive, "_take_in"), (Files, "write_new")])
+    @pytest.mark.slow
     def test_a_crash_before_and_after_a_batch_is_told_of_loses_and_doubles_nothing(
         self, place: Pipelines, crash_after: Callable[..., None], owner: type, deed: str
     ) -> None:
@@ -606,6 +608,7 @@ class TestBackfill:
 
         assert done == Backfilled(published=1, present=0, refused=0)
 
+    @pytest.mark.slow
     def test_fields_that_older_rows_lack_are_filled(self, place: Pipelines) -> None:
         place.publish(1, 2)
         newer = F.when(F.col("sequence") == 2, F.col("identifier.step"))
@@ -644,6 +647,7 @@ class TestBackfill:
         assert (done.published, done.present) == (3, 3)
         assert sorted(place.steps("copy")) == list(range(6))
 
+    @pytest.mark.slow
     def test_what_a_stream_lost_is_restored_from_its_archive(self, place: Pipelines) -> None:
         place.publish(*range(4))
         archives.archive(place.read_stream(startingOffsets="earliest"), f"{place.directory}/archive").awaitTermination()
@@ -876,6 +880,7 @@ class TestReport:
         assert "6 of 6" in (to / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_commands_do_the_same(
     place: Pipelines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -166,6 +166,7 @@ def test_messages_that_are_gone_before_they_were_read_fail_the_query_by_name(pla
     assert sorted(copying.copied) == [0, 1, 2, 3, 6]
 
 
+@pytest.mark.slow
 def test_a_stream_that_was_created_again_is_another_one(place: Place, copying: Copying) -> None:
     place.publish(*range(3))
     copying.run()

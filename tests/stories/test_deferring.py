@@ -20,6 +20,7 @@ COUNT = 1000
 AHEAD_SECONDS, SPREAD_SECONDS = 2.0, 8.0
 
 
+@pytest.mark.slow
 async def test_each_is_stored_once_and_in_time_though_the_worker_is_killed(
     server: Server, run_worker: Callable[..., Worker]
 ) -> None:

@@ -328,6 +328,7 @@ class TestTheConsumer:
 
 class TestTheLeader:
     @pytest.mark.covers("003-05", "002-39")
+    @pytest.mark.slow
     async def test_that_changes_or_dies_is_followed(
         self, tmp_path: Path, run_worker: RunWorker, publish: Publish, record: Record
     ) -> None:

@@ -185,6 +185,7 @@ def test_a_worker_ends_soon_after_its_drain_timeout(start: Start, tmp_path: Path
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.slow
 def test_a_second_signal_ends_a_worker_long_before_its_drain_timeout(start: Start, tmp_path: Path, form: str) -> None:
     worker = start(form=form, drain=LONG_SECONDS)
     until_begun(worker)

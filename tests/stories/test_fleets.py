@@ -107,6 +107,7 @@ async def test_a_second_signal_cancels_what_still_runs(
     assert record.of("done") == []
 
 
+@pytest.mark.slow
 async def test_processes_end_in_order_when_their_supervisor_is_killed(
     run_worker: Callable[..., Worker], publish: Callable[..., Any], record: Record
 ) -> None:
@@ -121,6 +122,7 @@ async def test_processes_end_in_order_when_their_supervisor_is_killed(
     assert {entry["process"] for entry in fleet.logged("worker.stopped")} == {"1", "2"}
 
 
+@pytest.mark.slow
 async def test_one_port_answers_for_all_processes(run_worker: Callable[..., Worker]) -> None:
     fleet = run_worker(options=("--processes", "2"), settings={"workers.status.token": "the-token"})
     await fleet.ready()
@@ -147,6 +149,7 @@ async def test_one_port_answers_for_all_processes(run_worker: Callable[..., Work
     await fleet.ready()
 
 
+@pytest.mark.slow
 async def test_a_process_that_has_handled_its_share_is_replaced(
     run_worker: Callable[..., Worker], publish: Callable[..., Any], record: Record
 ) -> None:
@@ -165,6 +168,7 @@ async def test_a_process_that_has_handled_its_share_is_replaced(
     assert fleet.logged("process.crashed") == []
 
 
+@pytest.mark.slow
 async def test_a_process_that_holds_too_much_memory_is_replaced(
     run_worker: Callable[..., Worker], publish: Callable[..., Any], record: Record
 ) -> None:

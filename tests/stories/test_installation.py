@@ -172,6 +172,7 @@ def test_the_smoke_test_changes_no_stream_and_removes_nothing(configured: Instal
     assert after["POLYGON"][1] > before["POLYGON"][1]
 
 
+@pytest.mark.slow
 def test_the_smoke_test_does_not_verify_limits_of_its_own(configured: Installation) -> None:
     """It has no limits: where the installation's file is not named, the streams stay as they are all the same."""
     configured.configure(max_messages=1000)
@@ -215,6 +216,7 @@ def test_an_empty_variable_counts_as_not_set() -> None:
         ("BACKEND", "kafka", "Unknown notification_backend kind: kafka"),
     ],
 )
+@pytest.mark.slow
 def test_a_variable_that_makes_no_sense_is_named_without_a_traceback(name: str, value: str, told: str) -> None:
     result = smoke(**{name: value})
     assert result.returncode == 1
@@ -236,6 +238,7 @@ def test_a_port_in_use_is_named(server: dict[str, str]) -> None:
     assert f"port {server['NATS_PORT']} is in use" in again.stderr
 
 
+@pytest.mark.slow
 def test_a_token_is_made_and_needed_and_not_shown(environ: dict[str, str], tmp_path: Path) -> None:
     started = run(SCRIPTS / "init_nats.sh", **environ, ENABLE_AUTH="true")
     try:

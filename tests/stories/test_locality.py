@@ -14,6 +14,7 @@ pytestmark = pytest.mark.anyio
 FAR = {"workers.priority": 1}
 
 
+@pytest.mark.slow
 async def test_a_far_worker_gets_what_near_ones_are_too_busy_for_and_everything_when_there_is_none(
     record: Record, run_worker: Callable[..., Worker], publish: Callable[..., Any]
 ) -> None:

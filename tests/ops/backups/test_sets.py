@@ -119,6 +119,7 @@ def site(nats_server: NatsServer, write_config: Callable[..., Path]) -> Site:
     return Site(write_config(nats_server.url))
 
 
+@pytest.mark.slow
 async def test_what_is_restored_under_load_repeats_and_never_skips(
     site: Site, nats_server: NatsServer, write_config: Callable[..., Path], tmp_path: Path
 ) -> None:

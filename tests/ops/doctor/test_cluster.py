@@ -210,6 +210,7 @@ def test_streams_of_the_others_are_told_of_beside_one_that_went_down_with_its_se
 
 
 @pytest.mark.parametrize("command", ["streams ls", "report streams", "consumers ls"])
+@pytest.mark.slow
 def test_commands_that_list_tell_what_went_down_with_its_server(
     directory: Path, run: Run, maimed: Seen, command: str
 ) -> None:
@@ -218,6 +219,7 @@ def test_commands_that_list_tell_what_went_down_with_its_server(
     assert listed.err.splitlines()[0] == "ONE: no server answers for it, so that it is not shown"
 
 
+@pytest.mark.slow
 def test_the_consumers_of_a_stream_that_went_down_with_its_server(directory: Path, run: Run, maimed: Seen) -> None:
     listed = run("consumers", "ls", "ONE", "--config", directory / "config.yaml")
     assert (listed.code, listed.err) == (1, "ONE > reader: no server answers for it, so that it is not shown\n")
