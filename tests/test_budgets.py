@@ -10,8 +10,8 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 65_861,
-    "lines of the core": 36_516,
+    "lines": 65_890,
+    "lines of the core": 36_545,
     "lines of agents": 809,
     "lines of aviso": 2_704,
     "lines of aviso_workers": 4_106,
@@ -19,7 +19,7 @@ BUDGETS = {
     "lines of cli": 5_918,
     "lines of config": 2_729,
     "lines of declare": 3_875,
-    "lines of engine": 6_747,
+    "lines of engine": 6_776,
     "lines of jetstream": 2_493,
     "lines of ops": 14_131,
     "lines of projects": 77,
@@ -29,9 +29,9 @@ BUDGETS = {
     "lines of telemetry": 1_706,
     "lines of worker": 1_013,
     "modules that a plain worker loads": 157,
-    "lines that a plain worker loads": 31_351,
+    "lines that a plain worker loads": 31_380,
     "modules of the reading list": 33,
-    "lines of the reading list": 9_669,
+    "lines of the reading list": 9_686,
     "files that use tables": 10,
     "files that use windows": 10,
     "files that use timers": 10,

@@ -64,6 +64,7 @@ class CircuitBreaker:
         self._ended = anyio.Event()
         """Set when the notification that is tried has come to its end, or another worker has succeeded."""
         self._since = datetime.fromtimestamp(0, UTC)
+        self._opened_at = 0.0
         self._reason = ""
         self._tries = 0
         self._interval = policy.first
@@ -121,6 +122,7 @@ class CircuitBreaker:
         """Try notifications while the breaker is open; never returns."""
         while True:
             await self._opened.wait()
+            await self._join()
             while self.is_open:
                 if self._left:
                     await self._open_up()
@@ -129,7 +131,7 @@ class CircuitBreaker:
 
     def _open(self, error: BaseException, *, by_kind: bool) -> None:
         self.is_open, self._by_kind = True, by_kind
-        self._since = self._now()
+        self._since, self._opened_at = self._now(), self._clock.monotonic()
         text = " ".join(text_of(error).split())
         self._reason = printable(f"{type(error).__name__}: {text}"[:LONGEST_REASON])
         self._tries, self._left = 0, 0
@@ -152,8 +154,8 @@ class CircuitBreaker:
             self._close()
 
     def _close(self) -> None:
-        seconds = (self._now() - self._since).total_seconds()
-        self.is_open, self._left = False, 0
+        seconds = self._clock.monotonic() - self._opened_at
+        self.is_open, self._left, self._not_before = False, 0, 0.0
         self._opened = anyio.Event()
         self._evidence = Evidence(self._policy)
         self._flow.buffer.let_all()
@@ -166,7 +168,7 @@ class CircuitBreaker:
         await self._clock.sleep(min(max(0.0, due - now), CHECK_SECONDS))
         try:
             record, revision = await outage_records.newest(self._backend, app=self._app, agent=self._agent)
-            if record is not None and revision != self._revision and self._is_new(record):
+            if record is not None and revision != self._revision:
                 self._revision, self._seen_at = revision, self._clock.monotonic()
                 if record.over:
                     self._note_answer()
@@ -182,12 +184,19 @@ class CircuitBreaker:
             return self._clock.monotonic() >= due
         return True
 
-    def _is_new(self, record: OutageRecord) -> bool:
-        """Return whether a record is of this outage, and not of one before."""
-        return self._revision > 0 or not record.over
+    async def _join(self) -> None:
+        """Record the outage, or join the workers that have recorded it."""
+        with suppress(BackendError):
+            record, revision = await outage_records.newest(self._backend, app=self._app, agent=self._agent)
+            if record is None or record.over:
+                await self._write(revision, over=False, tries=0)
+            else:
+                self._revision, self._seen_at = revision, self._clock.monotonic()
+                self._tries, self._interval = record.tries, record.again_in_seconds
 
     async def _write(self, revision: int, *, over: bool, tries: int) -> None:
-        interval = self._intervals.delay_seconds(tries + 1)
+        asked = self._not_before - self._clock.monotonic()
+        interval = max(self._intervals.delay_seconds(tries + 1), asked)
         record = OutageRecord(
             since=self._since,
             reason=self._reason,
@@ -209,9 +218,12 @@ class CircuitBreaker:
         self._flow.buffer.let(1)
         with clocks.move_on_after(self._clock, self._interval):
             await self._ended.wait()
-        self._flow.buffer.let_none()
+        if not self._left:
+            self._flow.buffer.let_none()
         while not self._ended.is_set() and self._flow.buffer.is_trying():  # it takes longer than the interval
-            with clocks.move_on_after(self._clock, CHECK_SECONDS):
+            with suppress(BackendError):  # so that no other worker tries meanwhile
+                await self._write(self._revision, over=False, tries=self._tries)
+            with clocks.move_on_after(self._clock, self._interval / 2):
                 await self._ended.wait()
         if self._left:
             with suppress(BackendError):

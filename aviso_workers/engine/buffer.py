@@ -98,6 +98,8 @@ class Buffer:
         self._most_gathered = 0
         self._held_back: deque[Delivery] | None = None
         """What may not begin yet; None while everything may."""
+        self._decided: set[Delivery] = set()
+        """Those of them on which `redeliveries` has decided, or that need no decision."""
         self._let = 0
         """How many of those may begin, and of those that come."""
         self.tries: set[Delivery] = set()
@@ -334,6 +336,8 @@ class Buffer:
             return
         if self._held_back is not None:
             if delivery not in self.tries:
+                delivery.begin = begin
+                self._decided.add(delivery)
                 self._held_back.append(delivery)
                 return
             begin = partial(self._begin_try, delivery, begin)
@@ -359,6 +363,7 @@ class Buffer:
         else:
             self._held_back.extendleft(reversed(self._ready))
         self.tries.difference_update(self._ready)
+        self._decided.update(self._ready)
         self._ready.clear()
 
     def let(self, count: int) -> None:
@@ -367,7 +372,7 @@ class Buffer:
         self._let += count
         while self._let and self._held_back:
             if self.holds(delivery := self._held_back.popleft()):
-                self._offer(delivery)
+                self._let_begin(delivery)
         if self._let:
             self._on_surplus()
 
@@ -381,8 +386,19 @@ class Buffer:
         self.tries.clear()
         for delivery in held_back:
             if self.holds(delivery):
-                self._offer(delivery)
+                self._let_begin(delivery)
+        self._decided.clear()
         self._on_surplus()
+
+    def _let_begin(self, delivery: Delivery) -> None:
+        if delivery not in self._decided:
+            self._offer(delivery)
+            return
+        self._decided.discard(delivery)
+        if self._held_back is not None:
+            self._let -= 1
+            self.tries.add(delivery)
+        self.admit(delivery, first=self.alone(delivery), begin=delivery.begin)
 
     def is_trying(self) -> bool:
         """Return whether one that was let begin is still held, and has not come to its end."""
@@ -451,6 +467,7 @@ class Buffer:
         self._ready.clear()
         if self._held_back is not None:
             self._held_back.clear()
+            self._decided.clear()
         while self._idle:
             self._idle.popleft().set()
 

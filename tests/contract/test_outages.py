@@ -8,11 +8,18 @@ from typing import Any
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 
 from aviso_workers import App, Backoff, Breaker, Notification, Notify, Unavailable
+from aviso_workers.backends import Message
+from aviso_workers.clocks import LoopClock
+from aviso_workers.engine.breakers import OPENED_UP_SECONDS
+from aviso_workers.engine.buffer import Buffer
+from aviso_workers.engine.isolation import Isolation
 from aviso_workers.events import OutageBegan, OutageEnded
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
+from tests.deliveries import UnsettledDelivery
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -83,6 +90,56 @@ async def test_it_counts_no_attempt_and_makes_no_dead_letter(
     assert sorted(catalogue.stored) == list(range(100))
     assert {attempt for _, attempt in catalogue.asked} == {1}
     assert (len(began), len(ended)) == (1, 1)
+
+
+async def test_it_opens_up_with_two_more_for_each_that_succeeds(
+    app: App, url: str | None, catalogue: Catalogue
+) -> None:
+    times: list[float] = []
+
+    @app.agent("mars", retry=Backoff(first=0.05, attempts=3), concurrency=4, breaker=SHORT)
+    async def index(notification: Notification[Any]) -> None:
+        catalogue.store(notification)
+        times.append(app.session.backend.clock.monotonic())
+
+    async with harness(app, server=url) as t:
+        await publish(app, range(100))
+        await until(t, lambda: len(catalogue.asked) >= 6)
+        catalogue.away = None
+        await until(t, lambda: len(times) == 100)
+    assert times[8] - times[0] < OPENED_UP_SECONDS, "before everything is opened in any case"
+
+
+async def test_one_that_is_suspected_begins_when_it_is_over() -> None:
+    """It had been decided that it runs alone when the others were held back."""
+    clock = LoopClock()
+    isolation = Isolation(clock)
+    buffer = Buffer(clock, isolation=isolation)
+    suspect = UnsettledDelivery()
+    suspect.message = Message(subject="mars.x", sequence=1, data=b"x", headers=None, timestamp_ns=1)
+    suspect.num_delivered = 3
+    buffer.put(suspect)
+    assert await buffer.take_redelivered() is suspect
+    begun: list[str] = []
+
+    async def begin() -> None:
+        begun.append("recorded")
+
+    async def run_alone() -> None:
+        async with isolation.of(suspect):
+            buffer.hold_back()
+            buffer.admit(suspect, first=True, begin=begin)
+            await isolation.ended()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run_alone)
+        while buffer.may_begin is None:
+            await checkpoint()
+        buffer.let(1)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            assert await buffer.take() is suspect
+        assert (begun, buffer.is_trying()) == (["recorded"], True)
+        tasks.cancel_scope.cancel()
 
 
 async def test_order_is_kept(app: App, url: str | None, catalogue: Catalogue) -> None:
