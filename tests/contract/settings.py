@@ -14,8 +14,13 @@ KIND = "  kind: jetstream\n"
 
 
 def app_config(kind: str, nats_url: str, **jetstream: object) -> Path:
-    """A file with the suite's configuration on one backend, with these settings of `jetstream` over it."""
-    over = {"nats_url": nats_url, "reconnect_delay_ms": 100, **jetstream} if nats_url else jetstream
+    """A file with the suite's configuration on one backend, with these settings of `jetstream` over it. One of a
+    section is spelled as in `tls__ca_file`.
+    """
+    over: dict[str, Any] = {"nats_url": nats_url, "reconnect_delay_ms": 100} if nats_url else {}
+    for name, value in jetstream.items():
+        section, _, key = name.rpartition("__")
+        (over.setdefault(section, {}) if section else over)[key] = value
     assert DOCUMENT.count(KIND) == 1
     text = DOCUMENT.replace(KIND, f"  kind: {kind}\n  jetstream: {json.dumps(over)}\n")
     path = _folder() / f"{hashlib.sha256(text.encode()).hexdigest()}.yaml"
