@@ -23,7 +23,7 @@ import anyio.to_thread
 from msgspec import Struct, structs
 
 from aviso_workers.backends import Admin
-from aviso_workers.errors import BackendError, BackupError, NotFoundError
+from aviso_workers.errors import BackendError, BackupError, NotFoundError, UnavailableError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import Cluster, StreamConfig
 from aviso_workers.ops import consumer_positions
@@ -153,13 +153,16 @@ async def _wait_for_replicas(admin: Admin, stream: str) -> None:
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], *, seconds: float) -> bool:
-    """Wait until a condition is true, and return whether it became so in time."""
+    """Wait until a condition is true, and return whether it became so in time. A cluster that does not answer, as while
+    it elects its leaders, is asked again.
+    """
     deadline = anyio.current_time() + seconds
-    while not await condition():
-        if anyio.current_time() > deadline:
-            return False
+    while anyio.current_time() <= deadline:
+        with suppress(UnavailableError):
+            if await condition():
+                return True
         await anyio.sleep(POLL_SECONDS)
-    return True
+    return False
 
 
 async def _has_consumers(admin: Admin, stream: str, names: Set[str]) -> bool:
