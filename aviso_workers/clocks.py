@@ -29,6 +29,7 @@ __all__ = [
     "fail_after",
     "move_on_after",
     "sleep_until",
+    "utc_now",
 ]
 
 SKEW = timedelta(minutes=1)
@@ -58,6 +59,11 @@ class Clock(Protocol):
         """Call back on the event loop when `monotonic` has reached `when`."""
 
     async def sleep(self, seconds: float) -> None: ...
+
+
+def utc_now(clock: Clock) -> datetime:
+    """Return the time of day, to the microsecond."""
+    return datetime.fromtimestamp(clock.time_ns() // 1000 / 1e6, UTC)
 
 
 @contextmanager

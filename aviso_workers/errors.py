@@ -294,6 +294,8 @@ class SparkRestError(SparkError):
 
 LONGEST_TEXT = 4000
 """Characters of an error's text that are kept."""
+LONGEST_LINE = 200
+"""Characters of it where one line says it; the log and dead letters have more."""
 DEEPEST_GROUPS = 20
 """Exception groups within each other of which the text is told."""
 OURS = f"{Path(__file__).parent}{os.sep}"
@@ -311,6 +313,11 @@ def text_of(error: BaseException) -> str:
         if len(text) > LONGEST_TEXT:
             return f"{text[:LONGEST_TEXT]}... (shortened)"
     return text
+
+
+def line_of(error: BaseException) -> str:
+    """Return the beginning of the text of any exception, in one line; in a group, with what is in it."""
+    return " ".join(text_of(error).split())[:LONGEST_LINE]
 
 
 def describe(error: BaseException) -> str:

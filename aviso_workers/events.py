@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from msgspec import Struct
 
 from aviso_workers.aviso.literals import Duration, printable, quoted
-from aviso_workers.errors import text_of
+from aviso_workers.errors import line_of
 from aviso_workers.jetstream.identities import Identity
 
 __all__ = [
@@ -133,8 +133,6 @@ class Hindrance(NamedTuple):
 
 
 WORKER = ""
-MAX_REASON = 200
-"""Characters of an error that `/readyz` says."""
 CONNECTION, DEAD_LETTERS, CALLS, BODIES, OUTAGE = "connection", "dead letters", "calls", "bodies", "outage"
 """What a worker or an agent lacks beside a bucket or a stream; none of them has such a name."""
 
@@ -397,10 +395,8 @@ class OutageBegan(Event, frozen=True, kw_only=True):
     again_in_seconds: float
 
     def hindrance(self) -> Hindrance:
-        text = printable(" ".join(text_of(self.error).split()))[:MAX_REASON]
-        return Hindrance(
-            self.agent, OUTAGE, f"waits for the end of an outage: {type(self.error).__name__}: {text}", is_ready=True
-        )
+        reason = printable(f"{type(self.error).__name__}: {line_of(self.error)}")
+        return Hindrance(self.agent, OUTAGE, f"waits for the end of an outage: {reason}", is_ready=True)
 
 
 class OutageEnded(Event, frozen=True, kw_only=True):
@@ -412,7 +408,7 @@ class OutageEnded(Event, frozen=True, kw_only=True):
     seconds: float
     """How long it lasted."""
     tries: int
-    """How many notifications were tried by this worker, or by others as far as it knows."""
+    """How often one was to be tried by this worker, or by others as far as it knows."""
 
     def hindrance(self) -> Hindrance:
         return Hindrance(self.agent, OUTAGE)

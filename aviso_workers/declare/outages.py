@@ -25,8 +25,10 @@ from aviso_workers.errors import DeclarationError
 
 __all__ = ["OWN_TIMEOUT", "Breaker", "Evidence", "Unavailable", "is_unavailable", "retry_after_seconds"]
 
-MOST_CAUSES = 10
+MAX_CAUSES = 10
 """How many exceptions are looked at, from one that was raised back along what caused it."""
+MAX_SPARED = 10_000
+"""How many notifications are known of which a failure was not counted; of the oldest, another one is not counted."""
 AWAY = (ConnectionError, TimeoutError, socket.gaierror)
 AWAY_ERRNOS = frozenset(
     {errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT, errno.ENETUNREACH}
@@ -64,7 +66,7 @@ class Breaker(Struct, frozen=True, kw_only=True):
     While it is open, the agent begins nothing and counts no attempt, and nothing becomes a dead letter. One
     notification is tried after `first`, then after growing times up to `max`: a number of seconds, a text such as
     `5s`, or a timedelta. All workers of the app together try one at a time. When one succeeds, the agent goes on, with
-    twice as many each time. Raises `DeclarationError` for numbers out of range.
+    two more after each success. Raises `DeclarationError` for numbers out of range.
     """
 
     unavailable: int = 3
@@ -120,7 +122,7 @@ class Evidence:
         if away:
             self._away = self._away + 1 if succeeded == self._away_succeeded else 1
             self._away_succeeded = succeeded
-        if key not in [known for known, _ in self._failed]:
+        if all(known != key for known, _ in self._failed):
             self._failed.append((key, succeeded))
         most, failed = self._policy.failures, self._failed
         in_a_row = len(failed) >= most and failed[-most][1] == succeeded
@@ -133,7 +135,7 @@ class Evidence:
         """
         before = self._spared.get(key, succeeded)
         self._spared[key] = succeeded
-        if len(self._spared) > 10_000:
+        if len(self._spared) > MAX_SPARED:
             del self._spared[next(iter(self._spared))]
         return before == succeeded
 
@@ -162,7 +164,7 @@ def retry_after_seconds(error: BaseException, now: datetime) -> float:
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     found: BaseException | None = error
-    for _ in range(MOST_CAUSES):
+    for _ in range(MAX_CAUSES):
         if found is None:
             return
         yield found

@@ -3,13 +3,12 @@
 `acknowledging` tells it of failures, and of successes while it is open. It takes failures for an outage as
 `declare.outages` says. While it is open, the buffer holds back what it has and what comes. Of all workers of the app,
 one tries one notification after each interval: the one that has written the shared record (`state.outage_records`).
-When one succeeds, twice as many begin after each success, until all may.
+When one succeeds, two more begin after each success, until all may.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from datetime import UTC, datetime
 from typing import Any
 
 import anyio
@@ -22,7 +21,7 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.outages import Breaker, Evidence, is_unavailable, retry_after_seconds
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine.flow import Flow
-from aviso_workers.errors import BackendError, ConflictError, text_of
+from aviso_workers.errors import BackendError, ConflictError, line_of
 from aviso_workers.events import Events, OutageBegan, OutageEnded
 from aviso_workers.state import outage_records
 from aviso_workers.state.outage_records import OutageRecord
@@ -35,7 +34,6 @@ LONGER = 1.25
 """What failed waits so many times the interval, so that another notification is tried next."""
 OPENED_UP_SECONDS = 5.0
 """When everything may begin again at the latest, after the first success."""
-LONGEST_REASON = 200
 
 
 class CircuitBreaker:
@@ -61,9 +59,9 @@ class CircuitBreaker:
         self._by_kind = False
         """Whether it has opened because of failures which say that something is away."""
         self._opened = anyio.Event()
-        self._ended = anyio.Event()
-        """Set when the notification that is tried has come to its end, or another worker has succeeded."""
-        self._since = datetime.fromtimestamp(0, UTC)
+        self._changed = anyio.Event()
+        """Set when what was tried has come to its end, another worker has succeeded, or all may begin again."""
+        self._since = clocks.EPOCH
         self._opened_at = 0.0
         self._reason = ""
         self._tries = 0
@@ -106,8 +104,8 @@ class CircuitBreaker:
         elif tried:
             self._left = 0
             self._flow.buffer.hold_back()
-            self._ended.set()
-        asked = retry_after_seconds(failure.error, self._now())
+            self._changed.set()
+        asked = retry_after_seconds(failure.error, clocks.utc_now(self._clock))
         self._not_before = max(self._not_before, self._clock.monotonic() + asked)
         return max(asked, self._interval * LONGER)
 
@@ -131,9 +129,8 @@ class CircuitBreaker:
 
     def _open(self, error: BaseException, *, by_kind: bool) -> None:
         self.is_open, self._by_kind = True, by_kind
-        self._since, self._opened_at = self._now(), self._clock.monotonic()
-        text = " ".join(text_of(error).split())
-        self._reason = printable(f"{type(error).__name__}: {text}"[:LONGEST_REASON])
+        self._since, self._opened_at = clocks.utc_now(self._clock), self._clock.monotonic()
+        self._reason = printable(f"{type(error).__name__}: {line_of(error)}")
         self._tries, self._left = 0, 0
         self._interval = self._intervals.delay_seconds(1)
         self._revision, self._seen_at = 0, self._clock.monotonic()
@@ -145,7 +142,7 @@ class CircuitBreaker:
         """Note that what the agent depends on has answered: let twice as many begin as have succeeded."""
         if not self._left:
             self._left = 2 * self._flow.workers
-            self._ended.set()
+            self._changed.set()
         else:
             self._left -= 1
         if self._left:
@@ -157,85 +154,96 @@ class CircuitBreaker:
         seconds = self._clock.monotonic() - self._opened_at
         self.is_open, self._left, self._not_before = False, 0, 0.0
         self._opened = anyio.Event()
+        self._changed.set()
         self._evidence = Evidence(self._policy)
         self._flow.buffer.let_all()
         self._events.emit(OutageEnded(agent=self._agent, seconds=seconds, tries=self._tries))
 
     async def _is_due(self) -> bool:
         """Wait until it is time to try one, and return whether this worker is the one to do it."""
-        due = max(self._seen_at + self._interval, self._not_before)
-        now = self._clock.monotonic()
-        await self._clock.sleep(min(max(0.0, due - now), CHECK_SECONDS))
-        try:
-            record, revision = await outage_records.newest(self._backend, app=self._app, agent=self._agent)
-            if record is not None and revision != self._revision:
-                self._revision, self._seen_at = revision, self._clock.monotonic()
+        await self._clock.sleep(min(max(0.0, self._due - self._clock.monotonic()), CHECK_SECONDS))
+        with suppress(BackendError):
+            if record := await self._news():
                 if record.over:
                     self._note_answer()
                     return False
-                self._tries = max(self._tries, record.tries)
-                self._interval = record.again_in_seconds
-            if self._clock.monotonic() < max(self._seen_at + self._interval, self._not_before):
-                return False
-            await self._write(revision, over=False, tries=self._tries + 1)
+                self._follow(record)
+        if self._clock.monotonic() < self._due:
+            return False
+        self._plan(self._tries + 1)
+        try:
+            await self._write()
         except ConflictError:
             return False  # another worker tries now
         except BackendError:
-            return self._clock.monotonic() >= due
+            return True  # this worker decides alone
         return True
+
+    @property
+    def _due(self) -> float:
+        """When the next one is tried."""
+        return max(self._seen_at + self._interval, self._not_before)
 
     async def _join(self) -> None:
         """Record the outage, or join the workers that have recorded it."""
         with suppress(BackendError):
-            record, revision = await outage_records.newest(self._backend, app=self._app, agent=self._agent)
-            if record is None or record.over:
-                await self._write(revision, over=False, tries=0)
+            record = await self._news()
+            if record is None or record.over or record.is_abandoned(clocks.utc_now(self._clock)):
+                self._plan(0)
+                await self._write()
             else:
-                self._revision, self._seen_at = revision, self._clock.monotonic()
-                self._tries, self._interval = record.tries, record.again_in_seconds
+                self._follow(record)
 
-    async def _write(self, revision: int, *, over: bool, tries: int) -> None:
-        asked = self._not_before - self._clock.monotonic()
-        interval = max(self._intervals.delay_seconds(tries + 1), asked)
+    async def _news(self) -> OutageRecord | None:
+        """Return the shared record; None where there is none, or it has not changed since it was seen last."""
+        record, revision = await outage_records.newest(self._backend, app=self._app, agent=self._agent)
+        known, self._revision = self._revision, revision
+        return record if revision != known else None
+
+    def _follow(self, record: OutageRecord) -> None:
+        self._tries, self._interval = max(self._tries, record.tries), record.again_in_seconds
+        self._seen_at = self._clock.monotonic()
+
+    def _plan(self, tries: int) -> None:
+        """Note how often one was to be tried by now, and after how long the next one is."""
+        self._tries, self._seen_at = tries, self._clock.monotonic()
+        self._interval = max(self._intervals.delay_seconds(tries + 1), self._not_before - self._seen_at)
+
+    async def _write(self, *, over: bool = False) -> None:
         record = OutageRecord(
             since=self._since,
             reason=self._reason,
-            tries=tries,
-            again_in_seconds=interval,
-            written=self._now(),
+            tries=self._tries,
+            again_in_seconds=self._interval,
+            written=clocks.utc_now(self._clock),
             over=over,
         )
         self._revision = await outage_records.write(
-            self._backend, record, app=self._app, agent=self._agent, revision=revision
+            self._backend, record, app=self._app, agent=self._agent, revision=self._revision
         )
-        self._seen_at = self._clock.monotonic()
 
     async def _try_one(self) -> None:
-        self._tries += 1
-        self._interval = self._intervals.delay_seconds(self._tries + 1)
-        self._seen_at = self._clock.monotonic()
-        self._ended = anyio.Event()
+        self._changed = anyio.Event()
         self._flow.buffer.let(1)
         with clocks.move_on_after(self._clock, self._interval):
-            await self._ended.wait()
+            await self._changed.wait()
         if not self._left:
             self._flow.buffer.let_none()
-        while not self._ended.is_set() and self._flow.buffer.is_trying():  # it takes longer than the interval
+        while not self._changed.is_set() and self._flow.buffer.is_trying():  # it takes longer than the interval
+            self._plan(self._tries)
             with suppress(BackendError):  # so that no other worker tries meanwhile
-                await self._write(self._revision, over=False, tries=self._tries)
+                await self._write()
             with clocks.move_on_after(self._clock, self._interval / 2):
-                await self._ended.wait()
+                await self._changed.wait()
         if self._left:
             with suppress(BackendError):
-                await self._write(self._revision, over=True, tries=self._tries)
+                await self._write(over=True)
 
     async def _open_up(self) -> None:
-        """Wait until so many have succeeded that all may begin, but not for long."""
-        until = self._clock.monotonic() + OPENED_UP_SECONDS
-        while self.is_open and self._left and self._clock.monotonic() < until:
-            await self._clock.sleep(CHECK_SECONDS / 4)
-        if self.is_open and self._left:
+        """Wait until so many have succeeded that all may begin, or one has failed, but not for long."""
+        with clocks.move_on_after(self._clock, OPENED_UP_SECONDS):
+            while self._left:
+                self._changed = anyio.Event()
+                await self._changed.wait()
+        if self._left:
             self._close()
-
-    def _now(self) -> datetime:
-        return datetime.fromtimestamp(self._clock.time_ns() / 1e9, UTC)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 
 import anyio
 from msgspec import Struct, field, structs
 
+from aviso_workers import clocks
 from aviso_workers.aviso.literals import printable
 from aviso_workers.backends import Backend
-from aviso_workers.errors import BackendError, place_of, text_of
+from aviso_workers.errors import BackendError, line_of, place_of
 from aviso_workers.events import TaskFailed, Ticked, WindowDone
 from aviso_workers.jetstream import key_value
 from aviso_workers.state import consumer_records, failure_records
@@ -30,8 +31,6 @@ UNTIL_SUCCESS_SECONDS = 366 * 86400.0
 """A timer that failed has failed until it succeeds, however seldom it runs."""
 MAX_RETRYING = 50
 """Notifications that wait for their next attempt and are recorded: those that are due next."""
-LONGEST_TEXT = 200
-"""Characters of an error's text that are recorded; the log and dead letters have more."""
 
 
 class _Noted(Struct):
@@ -144,14 +143,13 @@ class LastFailures:
             self._over.discard(timer)  # it may have failed again meanwhile
 
     def _now(self) -> datetime:
-        return datetime.fromtimestamp(self._backend.clock.time_ns() / 1e9, UTC)
+        return clocks.utc_now(self._backend.clock)
 
 
 def _described(error: BaseException, now: datetime, until: datetime) -> LastFailure:
-    text = " ".join(text_of(error).split())[:LONGEST_TEXT]
     return LastFailure(
         error=printable(type(error).__name__),
-        text=printable(text),
+        text=printable(line_of(error)),
         at=printable(place_of(error)),
         since=now,
         last=now,

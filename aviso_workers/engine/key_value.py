@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TypedDict, TypeVar, Unpack
 
 from aviso_workers import clocks
@@ -260,7 +260,7 @@ class CachedKeyValue(RetryingKeyValue):
             self._rows[entry.key] = entry
 
     def _note(self, key: str, revision: int, value: bytes | None, headers: Mapping[str, str] | None = None) -> None:
-        time = datetime.fromtimestamp(self._clock.time_ns() / 1e9, UTC)
+        time = clocks.utc_now(self._clock)
         deleted = value is None
         self._take_newer(
             Entry(key=key, data=value or b"", revision=revision, time=time, deleted=deleted, headers=headers or {})

@@ -61,7 +61,7 @@ QUIET_SECONDS = 1.0
 
 
 class Handler(Protocol):
-    """Takes deliveries from a buffer and settles them: a call form of authors' functions, or `internal`."""
+    """Takes deliveries from a buffer and settles them: a call form of authors' functions, or a feature's."""
 
     async def work(self) -> None:
         """Take from the buffer and settle, until the buffer is closed."""

@@ -103,7 +103,7 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
 
 async def run_now(timer: Timer[Any, Any], *, clock: Clock, events: Events) -> None:
     """Run a timer once, apart from its ticks, and emit `Ticked`. `Tick.token` is None: no leader runs it."""
-    await _run(timer, Tick(timer=timer.name, time=_now(clock)), clock, events)
+    await _run(timer, Tick(timer=timer.name, time=clocks.utc_now(clock)), clock, events)
 
 
 class Claims:
@@ -212,10 +212,10 @@ class Claims:
 async def _keep_ticking(
     timer: Timer[Any, Any], clock: Clock, events: Events, stop: anyio.Event, claims: Claims | None
 ) -> None:
-    last = None if claims else _now(clock)
+    last = None if claims else clocks.utc_now(clock)
     while not stop.is_set():
         try:
-            now = _now(clock)
+            now = clocks.utc_now(clock)
             if last is None or last - now > MAX_SKEW:  # at first, and after the clock was set back
                 last = await claims.last(now) if claims else now
             tick = timers.next_tick(timer.schedule, last, now=now, catch_up=timer.catch_up)
@@ -237,7 +237,7 @@ async def _keep_ticking(
 
 async def _run(timer: Timer[Any, Any], tick: Tick, clock: Clock, events: Events) -> None:
     began = clock.monotonic()
-    late = (_now(clock) - tick.time).total_seconds()
+    late = (clocks.utc_now(clock) - tick.time).total_seconds()
     given = {timer.tick_argument: tick} if timer.tick_argument else {}
 
     async def run(given: Mapping[str, Any]) -> None:
@@ -249,7 +249,3 @@ async def _run(timer: Timer[Any, Any], tick: Tick, clock: Clock, events: Events)
     seconds = clock.monotonic() - began
     events.emit(Ticked(timer=timer.name, time=tick.time, late_seconds=late, seconds=seconds, error=error))
     del returned, error  # the frames of the traceback lead to this one, and would be kept until the next collection
-
-
-def _now(clock: Clock) -> datetime:
-    return datetime.fromtimestamp(clock.time_ns() / 1e9, UTC)

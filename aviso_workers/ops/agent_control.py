@@ -20,7 +20,7 @@ from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Router
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.ops import agent_inventory, aviso_admin, inventory, retirement
-from aviso_workers.state import consumer_records, failure_records, outage_records, window_records
+from aviso_workers.state import consumer_records, window_records
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.known_agents import KnownAgents
 from aviso_workers.state.own_streams import RETRIES
@@ -299,8 +299,7 @@ async def rename(admin: Admin, plan: Rename) -> None:
             await admin.delete_consumer(stream, agents.durable_name(plan.app, plan.agent))
     for stream in (*plan.records, RETRIES):
         await consumer_records.remove(admin, app=plan.app, agent=plan.agent, stream=stream)
-    await failure_records.remove(admin, app=plan.app, agent=plan.agent)
-    await outage_records.remove(admin, app=plan.app, agent=plan.agent)
+    await consumer_records.remove_notes(admin, app=plan.app, agent=plan.agent)
 
 
 async def _pause(admin: Admin, stream: str, consumer: str, seconds: float | None) -> datetime:

@@ -23,8 +23,6 @@ from aviso_workers.state import (
     dead_letter_records,
     declarations,
     failure_counts,
-    failure_records,
-    outage_records,
     own_buckets,
     table_records,
 )
@@ -129,8 +127,7 @@ async def retire(admin: Admin, plan: Retirement) -> None:
             await admin.delete_consumer(stream, consumer)
     for agent, stream in plan.records:
         await consumer_records.remove(admin, app=plan.app, agent=agent, stream=stream)
-    await failure_records.remove(admin, app=plan.app, agent=plan.agent)
-    await outage_records.remove(admin, app=plan.app, agent=plan.agent)
+    await consumer_records.remove_notes(admin, app=plan.app, agent=plan.agent)
     if not plan.agent:
         await declarations.remove(admin, app=plan.app)
     for stream, subject in plan.subjects:

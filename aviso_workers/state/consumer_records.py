@@ -15,7 +15,8 @@ A record belongs to one stream. Where the stream was deleted and recreated, its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 
 import msgspec
@@ -34,7 +35,10 @@ from aviso_workers.state.kept import Kept
 
 __all__ = [
     "BUCKET",
+    "FAILURE",
     "KEPT",
+    "NOTES",
+    "OUTAGE",
     "STUCK_SECONDS",
     "ConsumerRecord",
     "alive",
@@ -44,8 +48,11 @@ __all__ = [
     "entry",
     "mark_removed",
     "move",
+    "note_key",
+    "notes",
     "parsed",
     "remove",
+    "remove_notes",
     "rename",
     "stored",
     "versions_key",
@@ -66,6 +73,10 @@ KEPT = (
         until="for ever",
     ),
 )
+FAILURE, OUTAGE = NOTES = ("failure", "outage")
+"""What workers note of an agent, a timer or a task, for operators, as the last part of its key."""
+NO_KEY = re.compile(r"[^-_A-Za-z0-9]")
+"""What a key of a bucket cannot have, as the name of a task that is a lambda."""
 STUCK_SECONDS = 300.0
 """What may be unfinished for so long, whatever the agent's policy."""
 
@@ -170,6 +181,25 @@ async def remove(backend: Backend, *, app: str, agent: str, stream: str) -> None
             await kept.delete(key)
 
 
+def notes(entries: Iterable[Entry], note: str) -> Iterator[tuple[tuple[str, str, str], Entry]]:
+    """Return the entries of the bucket that are of this one of `NOTES`, each after its app, kind and name."""
+    for each in entries:
+        app, *key = each.key.split("/")
+        if len(key) == 3 and key[2] == note:
+            yield (app, key[0], key[1]), each
+
+
+async def remove_notes(backend: Backend, *, app: str, agent: str = "") -> None:
+    """Forget what workers have noted of an agent, or of everything of the app, because it is retired. Raises
+    `BackendError`.
+    """
+    found = await entries(backend)
+    for note in NOTES:
+        for (owner, kind, name), each in notes(found, note):
+            if owner == app and (not agent or (kind, name) == ("agents", agent)):
+                await (await bucket(backend)).delete(each.key)
+
+
 async def rename(backend: Backend, record: ConsumerRecord, *, app: str, agent: str, stream: str) -> None:
     """Record for an agent how far the consumer of another one had come. Raises `BackendError`."""
     await (await bucket(backend)).put(key_of(app, agent, stream), msgspec.json.encode(record))
@@ -207,6 +237,10 @@ async def read(backend: Backend, key: str) -> ConsumerRecord | None:
 def versions_key(app: str, agent: str, stream: str) -> str:
     """Return the key under which `versions` are registered in `BUCKET`."""
     return f"{key_of(app, agent, stream)}/versions"
+
+
+def note_key(app: str, kind: str, name: str, note: str) -> str:
+    return f"{app}/{kind}/{NO_KEY.sub('_', name)}/{note}"
 
 
 def key_of(app: str, agent: str, stream: str) -> str:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 import msgspec
 from msgspec import Struct, structs
 
+from aviso_workers import clocks
 from aviso_workers.aviso import topics
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.aviso.literals import Duration
@@ -69,7 +70,7 @@ async def record(
 ) -> None:
     """Record what the app `declared` has. Where that fails, the next start does it: nothing depends on it."""
     found = AppDeclarations(
-        time=datetime.fromtimestamp(backend.clock.time_ns() / 1e9, UTC),
+        time=clocks.utc_now(backend.clock),
         version=__version__,
         modules=tuple(sorted({str(getattr(agent.function, "__module__", "")) for agent in agents} - {""})),
         agents={agent.name: agent.event_type for agent in agents},

@@ -10,7 +10,6 @@ Nothing depends on these records. Where the bucket cannot be written, the next f
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from datetime import datetime
 from typing import Literal
@@ -24,22 +23,18 @@ from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import consumer_records
 from aviso_workers.state.kept import Kept
 
-__all__ = ["END", "KEPT", "Kind", "LastFailure", "Retrying", "parsed", "remove", "remove_others", "stored"]
+__all__ = ["KEPT", "Kind", "LastFailure", "Retrying", "parsed", "remove_others", "stored"]
 
 Kind = Literal["agents", "timers", "tasks"]
 WRITE_SECONDS = 5.0
-END = "failure"
-"""The last part of the key of each record."""
 KEPT = (
     Kept(
         bucket=consumer_records.BUCKET,
-        key=f"<app>/<agents, timers or tasks>/<name>/{END}",
+        key=f"<app>/<agents, timers or tasks>/<name>/{consumer_records.FAILURE}",
         holds="the last failure (`LastFailure`)",
         until="until `agents rm`",
     ),
 )
-NO_KEY = re.compile(r"[^-_A-Za-z0-9]")
-"""What a key of a bucket cannot have, as the name of a task that is a lambda."""
 
 
 class Retrying(Struct, frozen=True, kw_only=True):
@@ -97,20 +92,12 @@ def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], LastFailure]:
     by the server's clock.
     """
     found = {}
-    for entry in entries:
-        app, *key = entry.key.split("/")
-        if len(key) == 3 and key[2] == END and (last := read(entry)):
+    for named, entry in consumer_records.notes(entries, consumer_records.FAILURE):
+        if last := read(entry):
             ahead = entry.time - last.written  # the clock of the worker that wrote it may be wrong
             waiting = tuple(structs.replace(each, again_at=each.again_at + ahead) for each in last.retrying)
-            found[app, key[0], key[1]] = structs.replace(last, until=last.until + ahead, retrying=waiting)
+            found[named] = structs.replace(last, until=last.until + ahead, retrying=waiting)
     return found
-
-
-async def remove(backend: Backend, *, app: str, agent: str = "") -> None:
-    """Forget the failures of an agent, or of everything of the app, because it is retired. Raises `BackendError`."""
-    for owner, kind, name in await stored(backend):
-        if owner == app and (not agent or (kind, name) == ("agents", agent)):
-            await (await consumer_records.bucket(backend)).delete(key_of(app, kind, name))
 
 
 async def remove_others(backend: Backend, *, app: str, timers: Iterable[str], tasks: Iterable[str]) -> None:
@@ -122,7 +109,7 @@ async def remove_others(backend: Backend, *, app: str, timers: Iterable[str], ta
 
 
 def key_of(app: str, kind: str, name: str) -> str:
-    return f"{app}/{kind}/{NO_KEY.sub('_', name)}/{END}"
+    return consumer_records.note_key(app, kind, name, consumer_records.FAILURE)
 
 
 def read(entry: Entry | None) -> LastFailure | None:

@@ -8,26 +8,25 @@ workers tries. A worker that cannot reach the bucket decides alone.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import msgspec
 from msgspec import Struct, structs
 
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend
+from aviso_workers.clocks import SKEW
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import consumer_records
 from aviso_workers.state.kept import Kept
 
-__all__ = ["END", "KEPT", "OutageRecord", "newest", "parsed", "remove", "write"]
+__all__ = ["KEPT", "OutageRecord", "newest", "parsed", "write"]
 
-END = "outage"
-"""The last part of the key of each record."""
 KEPT = (
     Kept(
         bucket=consumer_records.BUCKET,
-        key=f"<app>/agents/<agent>/{END}",
+        key=f"<app>/agents/<agent>/{consumer_records.OUTAGE}",
         holds="the last outage of what an agent depends on (`OutageRecord`)",
         until="until `agents rm`",
     ),
@@ -41,12 +40,16 @@ class OutageRecord(Struct, frozen=True, kw_only=True):
     reason: str
     """The error that opened the breaker, with its class."""
     tries: int = 0
-    """How many notifications were tried since then."""
+    """How often one was to be tried since then."""
     again_in_seconds: float
     """After how long the next one is tried, from when this was written."""
     written: datetime
     over: bool = False
     """Whether the last one that was tried has succeeded."""
+
+    def is_abandoned(self, now: datetime) -> bool:
+        """Return whether the workers that had this outage have said nothing since the next try was due."""
+        return now - self.written > timedelta(seconds=self.again_in_seconds) + SKEW
 
 
 async def newest(backend: Backend, *, app: str, agent: str) -> tuple[OutageRecord | None, int]:
@@ -66,24 +69,15 @@ async def write(backend: Backend, record: OutageRecord, *, app: str, agent: str,
 def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str], OutageRecord]:
     """Return the outages that last, among the entries of the bucket, by app and agent; times are the server's."""
     found = {}
-    for entry in entries:
-        app, *key = entry.key.split("/")
-        if len(key) == 3 and (key[0], key[2]) == ("agents", END) and (record := _read(entry)) and not record.over:
+    for (app, _, agent), entry in consumer_records.notes(entries, consumer_records.OUTAGE):
+        if (record := _read(entry)) and not record.over:
             ahead = entry.time - record.written  # the clock of the worker that wrote it may be wrong
-            found[app, key[1]] = structs.replace(record, since=record.since + ahead, written=entry.time)
+            found[app, agent] = structs.replace(record, since=record.since + ahead, written=entry.time)
     return found
 
 
-async def remove(backend: Backend, *, app: str, agent: str = "") -> None:
-    """Forget the outages of an agent, or of all of the app, because it is retired. Raises `BackendError`."""
-    for entry in await consumer_records.entries(backend):
-        owner, *key = entry.key.split("/")
-        if owner == app and len(key) == 3 and key[2] == END and (not agent or key[1] == agent):
-            await (await consumer_records.bucket(backend)).delete(entry.key)
-
-
 def key_of(app: str, agent: str) -> str:
-    return f"{app}/agents/{agent}/{END}"
+    return consumer_records.note_key(app, "agents", agent, consumer_records.OUTAGE)
 
 
 def _read(entry: Entry | None) -> OutageRecord | None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from aviso_workers import App, Backoff, Breaker, Notification, Notify, Unavailable
+from aviso_workers import App, Backoff, Breaker, Notification, Notify, Unavailable, clocks
 from aviso_workers.backends import Message
 from aviso_workers.clocks import LoopClock
 from aviso_workers.engine.breakers import OPENED_UP_SECONDS
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.events import OutageBegan, OutageEnded
+from aviso_workers.state import outage_records
+from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.deliveries import UnsettledDelivery
@@ -233,6 +236,24 @@ async def test_one_worker_of_all_tries_at_a_time(app: App, url: str | None, cata
         await until(t, lambda: len(catalogue.stored) == 300)
         assert t.dead_letters == []
     assert Counter(catalogue.stored).most_common(1)[0][1] == 1
+
+
+async def test_what_workers_left_that_died_in_an_outage_delays_no_try(
+    app: App, url: str | None, catalogue: Catalogue
+) -> None:
+    @app.agent("mars", retry=Backoff(first=0.05, attempts=3), breaker=SHORT)
+    async def index(notification: Notification[Any]) -> None:
+        catalogue.store(notification)
+
+    async with harness(app, server=url) as t:
+        backend = app.session.backend
+        hours_ago = clocks.utc_now(backend.clock) - timedelta(hours=3)
+        left = OutageRecord(since=hours_ago, reason="asked", tries=7, again_in_seconds=3600, written=hours_ago)
+        await outage_records.write(backend, left, app="contract", agent="index", revision=0)
+        await publish(app, range(20))
+        await until(t, lambda: len(catalogue.asked) >= 6)
+        catalogue.away = None
+        await until(t, lambda: len(catalogue.stored) == 20)
 
 
 async def test_the_author_says_what_is_an_outage(app: App, url: str | None) -> None:

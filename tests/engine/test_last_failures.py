@@ -275,7 +275,7 @@ async def test_a_retired_agent_has_none(backend: InMemoryBackend, failures: Last
     await failures.write()
     failures.note("timers", "report", raised("no report"))
     await failures.write()
-    await failure_records.remove(backend, app="fields", agent="index")
+    await consumer_records.remove_notes(backend, app="fields", agent="index")
     assert {*await failure_records.stored(backend)} == {("fields", "timers", "report")}
-    await failure_records.remove(backend, app="fields")
+    await consumer_records.remove_notes(backend, app="fields")
     assert await failure_records.stored(backend) == {}

@@ -412,20 +412,22 @@ async def test_tables_windows_and_counters_that_may_hold_copies_are_named(place:
     await (await backend.key_value("index_failures")).put("agent.MARS.1", b"1")
     records = await consumer_records.bucket(backend)
     await records.put("index/count/MARS", b'{"filter_subjects": ["mars.od.*"]}')
-    await records.put("index/agents/count/failure", b'{"text": "no index for od"}')
+    noted = ("index/agents/count/failure", "index/agents/count/outage")
+    for key in noted:
+        await records.put(key, b'{"text": "no index for od"}')
     async with _counter_of(place) as counter:
         await counter.add("od")
         await counter.add("rd")
         survey = await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "od"}).survey()
         assert [(each.kind, each.name, each.keys, each.named) for each in survey.suspects] == [
-            ("bucket", "aviso_workers_consumers", 1, ("index/agents/count/failure",)),
+            ("bucket", "aviso_workers_consumers", 2, noted),
             ("table", "index__sums", 3, ("od", "rd")),
             ("windows", "index_windows_count_failures", 1, ("od",)),
             ("windows", "index_windows_hourly", 1, ("x=2Fod",)),
             ("counter", "index__seen", 2, ("od",)),
         ]
         keys = ["index__sums/od", "index__sums/rd", "index__seen/od"]
-        await place.erase(where={"class": "od"}, keys=[*keys, "aviso_workers_consumers/index/agents/count/failure"])
+        await place.erase(where={"class": "od"}, keys=[*keys, *(f"aviso_workers_consumers/{key}" for key in noted)])
         assert await records.keys() == ["index/count/MARS"]
         assert await counter.items() == {"rd": 1}
         assert await counter.add("od") == 1

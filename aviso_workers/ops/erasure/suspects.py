@@ -19,7 +19,7 @@ from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.backends import Admin, Message, StreamInfo
 from aviso_workers.errors import BackendError, InvalidNotificationError, NotFoundError
 from aviso_workers.jetstream.key_value import decode_key
-from aviso_workers.state import consumer_records, failure_records, own_buckets, table_records
+from aviso_workers.state import consumer_records, own_buckets, table_records
 from aviso_workers.state.own_streams import COUNTERS
 
 __all__ = ["Suspect", "parse_key", "subject_of_key", "subjects_of_key", "suspects"]
@@ -32,6 +32,8 @@ POSITIONS = {"counted", "missed", "left_out", "sequence", "stored", "closed", "t
 
 POSITIONS_ONLY = ("timers", "failures")
 """Kinds of buckets that hold only sequences, counts and times."""
+NOTED = tuple(f"/{note}" for note in consumer_records.NOTES)
+"""What of that bucket has the texts of errors; the rest are positions, versions and declarations."""
 
 Kind = Literal["table", "windows", "counter", "bucket"]
 
@@ -95,8 +97,8 @@ async def _bucket(admin: Admin, bucket: str, wanted: _Values) -> Suspect:
             key = message.subject.removeprefix(f"{OF_KEYS}{bucket}.")
             if kind == "windows" and key.startswith("="):
                 continue  # how far time has come, of all keys
-            if bucket == consumer_records.BUCKET and not key.endswith(f"/{failure_records.END}"):
-                continue  # positions, versions and declarations
+            if bucket == consumer_records.BUCKET and not key.endswith(NOTED):
+                continue
             newest[key] = bool(message.data)
             if wanted.any_in(decode_key(key)) or any(map(wanted.any_in, _texts(message.data))):
                 named.add(key)
