@@ -16,7 +16,7 @@ from aviso_workers.events import AgentStarted, Settled
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.telemetry.listeners import Listeners
 from aviso_workers.telemetry.logs import log
-from aviso_workers.telemetry.metrics import Metrics
+from aviso_workers.telemetry.metrics import OBSERVED, Metrics
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
 
@@ -27,18 +27,20 @@ Working = Callable[[int], AbstractAsyncContextManager[Metrics]]
 
 @pytest.fixture
 def working(app: App) -> Working:
-    """`async with working(2) as metrics`: a new worker, entered when its agent has done so many."""
+    """`async with working(2) as metrics`: a new worker, entered when its agent reads and has done so many."""
 
     @asynccontextmanager
     async def working(count: int) -> AsyncIterator[Metrics]:
         metrics = Metrics(app, ready=lambda: True, loop_lag_seconds=lambda: 0.0)
-        app.events.listen(metrics.observe)
-        handled = anyio.Semaphore(0)
+        app.events.listen(metrics.observe, *OBSERVED)
+        started, handled = anyio.Event(), anyio.Semaphore(0)
+        app.events.listen(lambda fact: started.set() if fact.stream == "MARS" else None, AgentStarted)
         app.events.listen(lambda _: handled.release(), Settled)
         stop = anyio.Event()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(app.work, stop)
             with anyio.fail_after(PATIENCE_SECONDS):
+                await started.wait()
                 for _ in range(count):
                     await handled.acquire()
             yield metrics
@@ -97,11 +99,7 @@ async def test_what_a_new_consumer_begins_after_is_not(
             return structs.replace(await ensure(stream, spec), position=0, ack_floor=0, num_pending=0)
 
         monkeypatch.setattr(app.session.backend, "ensure_consumer", early)
-        started = anyio.Event()
-        app.events.listen(lambda fact: started.set() if fact.stream == "MARS" else None, AgentStarted)
         async with working(0) as metrics:
-            with anyio.fail_after(PATIENCE_SECONDS):
-                await started.wait()
             handled = anyio.Event()
             app.events.listen(lambda _: handled.set(), Settled)
             await publish(app, 4)
