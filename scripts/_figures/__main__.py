@@ -11,5 +11,5 @@ if __name__ == "__main__":
     if "--tests" in sys.argv[1:]:
         print(*public_tests.listing(), sep="\n")
     else:
-        for name, value in _figures.figures().items():
+        for name, value in (_figures.figures() | _figures.figures_of_tests()).items():
             print(f"{name:40}{value:>10,}")
