@@ -10,8 +10,8 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 65_920,
-    "lines of the core": 36_574,
+    "lines": 65_955,
+    "lines of the core": 36_614,
     "lines of agents": 809,
     "lines of aviso": 2_704,
     "lines of aviso_workers": 4_115,
@@ -25,11 +25,11 @@ BUDGETS = {
     "lines of projects": 77,
     "lines of server": 2_174,
     "lines of spark": 6_236,
-    "lines of state": 1_971,
+    "lines of state": 2_011,
     "lines of telemetry": 1_706,
     "lines of worker": 1_013,
     "modules that a plain worker loads": 157,
-    "lines that a plain worker loads": 31_413,
+    "lines that a plain worker loads": 31_428,
     "modules of the reading list": 33,
     "lines of the reading list": 9_720,
     "files that use tables": 10,

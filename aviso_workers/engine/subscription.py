@@ -39,10 +39,10 @@ from aviso_workers.task_groups import task_group
 __all__ = ["Handler", "Subscription", "SubscriptionRun", "consumer_spec", "keep_running", "supervise_task"]
 
 MAX_ACK_PENDING = 100_000
-"""Unsettled notifications of one agent over all its workers; those that wait for a retry count, so that an agent
-handles nothing new while so many wait. More would not be better: a nats-server moves the whole queue of what is due
-for each one that it delivers again. Where 100,000 were due at one moment, nats-server 2.15 delivered 15,000 a second
-and the new ones beside them; of 300,000 it delivered 700 a second, and nothing new for minutes.
+"""Unsettled notifications of one consumer of an agent over all its workers; those that wait for a retry count, so that
+an agent handles nothing new while so many wait. More would not be better: a nats-server moves the whole queue of what
+is due for each one that it delivers again. Where 100,000 were due at one moment, nats-server 2.15 delivered 15,000 a
+second and the new ones beside them; of 300,000 it delivered 700 a second, and nothing new for minutes.
 """
 HEARTBEATS = 3
 """How often what is held is reported in progress while one `ack_wait` passes."""

@@ -1,6 +1,6 @@
 """The way from what a server has to what is wanted of it.
 
-Pure: `engine.provisioning` carries a stream's plan out, `ops.stream_policy` a consumer's. Configurations are
+Pure: `backends.provisioning` carries a stream's plan out, `ops.stream_policy` a consumer's. Configurations are
 JetStream's own JSON; what is known of their fields is in `fields`.
 """
 
@@ -338,7 +338,7 @@ def _not_when_created(asked: Mapping[str, Any]) -> tuple[Difference, ...]:
 
 
 def _shrunk_duplicate_window(config: Mapping[str, Any], stated: Mapping[str, Any]) -> Difference | None:
-    """Return a server refuses a duplicate window above max_age: shrink it with the age."""
+    """Return what the age changes too: a server refuses a duplicate window above max_age."""
     max_age = config.get("max_age") or 0
     window = config.get("duplicate_window") or DEFAULT_DUPLICATE_WINDOW
     if "max_age" not in stated or not max_age or window <= max_age or config.get("mirror"):

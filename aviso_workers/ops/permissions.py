@@ -20,8 +20,7 @@ from aviso_workers.config.nats_server import Permissions, Subjects
 from aviso_workers.declare.agents import Agent, Router
 from aviso_workers.declare.tables import Counter
 from aviso_workers.jetstream.specs import UNREADABLE
-from aviso_workers.spark import query_records
-from aviso_workers.state import dead_letter_records, delayed_messages, own_buckets, table_records
+from aviso_workers.state import dead_letter_records, delayed_messages, own_buckets, query_records, table_records
 from aviso_workers.state.own_streams import COUNTERS, DEAD_LETTERS, DELAYED, RETRIES
 
 __all__ = ["BRIDGE", "Role", "beyond", "of_operator", "of_publisher", "of_spark", "of_worker"]

@@ -8,18 +8,14 @@ those of each later batch. The first batch records it again: nothing of the quer
 
 from __future__ import annotations
 
-from hashlib import blake2b
-
 from msgspec import Struct
 
 from aviso_workers.backends import Backend
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import DataLossError
+from aviso_workers.state.query_records import BUCKET, key_of
 
-__all__ = ["BUCKET", "QueryBatch", "QueryRecord"]
-
-BUCKET = "aviso_workers_spark_queries"
-KEY_BYTES = 16
+__all__ = ["QueryBatch", "QueryRecord"]
 
 
 class QueryBatch(Struct, frozen=True, kw_only=True):
@@ -37,8 +33,7 @@ class QueryRecord:
         self._batch = batch
         self._stream = stream
         self._bucket = RetryingKeyValue(backend, BUCKET, patience_seconds=patience_seconds, own=True)
-        query = blake2b(batch.query.encode(), digest_size=KEY_BYTES).hexdigest()  # a key cannot have all characters
-        self._key = f"{stream}/{query}"
+        self._key = key_of(stream, batch.query)
 
     async def created(self) -> str:
         """Return when the stream of earlier batches was created; an empty text where none is recorded.

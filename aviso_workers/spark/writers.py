@@ -40,13 +40,14 @@ from aviso_workers.errors import (
     UnavailableError,
 )
 from aviso_workers.events import Events
-from aviso_workers.spark import dead_letters, duplicates, new_topics, offsets, query_records
+from aviso_workers.spark import dead_letters, duplicates, new_topics, offsets
 from aviso_workers.spark.connections import BlockingConnection, connected, load_config, tries
 from aviso_workers.spark.dead_letters import RefusedRows
 from aviso_workers.spark.message_ids import ColumnIds, ContentIds
 from aviso_workers.spark.options import WriteOptions
 from aviso_workers.spark.query_records import QueryBatch, QueryRecord
 from aviso_workers.spark.rows import Rows
+from aviso_workers.state.query_records import BUCKET
 
 __all__ = ["BatchWriter", "StreamWriter", "WrittenRows", "write_counted"]
 
@@ -118,7 +119,7 @@ class _RowWriter:
         if unrecorded := next((task.unrecorded for task in tasks if task.unrecorded), ""):
             logger.warning(
                 f"{self._writing.event}: the next batches will not notice where the stream is deleted and created "
-                f"again, because bucket {query_records.BUCKET} cannot be used: {unrecorded}"
+                f"again, because bucket {BUCKET} cannot be used: {unrecorded}"
             )
 
 

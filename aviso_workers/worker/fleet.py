@@ -212,7 +212,7 @@ class Fleet:
         return []
 
     def stuck(self) -> list[str]:
-        """Return a process that starts or has ended is not stuck: it is being taken care of."""
+        """Return what is stuck; a process that starts or has ended is not, because it is being taken care of."""
         return [*self._health.stuck(), *self._problems("/livez", statuses=(503,))]
 
     async def work(self) -> None:

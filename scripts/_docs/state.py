@@ -18,9 +18,9 @@ __all__ = ["PAGE", "kept", "page"]
 PAGE = Path(__file__).parents[2] / "docs" / "state.md"
 BEGINNING = """# What is stored, and where
 
-Beside the notifications in the streams of their event types, aviso-workers stores what is in these tables. The code \
-that names, writes and reads each is in `aviso_workers/state/`, in the module of the last column. Words in angle \
-brackets stand for names. [Erasing](erasing.md), [backups](backup.md) and `agents rm` go by the same names.
+Beside the notifications in the streams of their event types, aviso-workers stores what is in these tables. What \
+names each is in `aviso_workers/state/`, in the module of the last column, and mostly what writes and reads it. Words \
+in angle brackets stand for names. [Erasing](erasing.md), [backups](backup.md) and `agents rm` go by the same names.
 """
 
 

@@ -28,7 +28,7 @@ MAX_LISTINGS = 5
 
 
 class JetStreamManagement:
-    """The management of streams and consumers through JetStream's API; see `backends.JetStreamManagement`."""
+    """The management of streams and consumers through JetStream's API; see `backends.Management`."""
 
     def __init__(self, connection: NatsConnection, *, prefix: str = "") -> None:
         self._connection = connection
