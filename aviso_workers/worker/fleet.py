@@ -209,7 +209,7 @@ class Fleet:
 
     @property
     def notes(self) -> list[str]:
-        return []
+        return [note for note in self._problems("/readyz", statuses=(200,)) if not note.endswith(": ok")]
 
     def stuck(self) -> list[str]:
         """Return what is stuck; a process that starts or has ended is not, because it is being taken care of."""

@@ -116,6 +116,13 @@ async def test_a_fleet_is_not_ready_before_its_processes_are(app: App) -> None:
     assert starting.stuck() == []
 
 
+async def test_a_fleet_says_what_a_ready_process_waits_for(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet._Slot, "ask", lambda *_: (200, "ok\nagent index: waits for the end of an outage: away\n"))
+    waiting = Fleet(app, FleetPlan(command=(), processes=2))
+    assert waiting.unready == []
+    assert waiting.notes == [f"process {name}: agent index: waits for the end of an outage: away" for name in (1, 2)]
+
+
 def test_a_reload_without_watchfiles_says_how_to_get_it(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "watchfiles", None)
     with pytest.raises(ConfigError, match=r"--reload needs watchfiles: pip install 'aviso-workers\[reload\]'"):
