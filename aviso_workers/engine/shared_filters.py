@@ -9,7 +9,9 @@ No notification is hidden from a version that reads, whatever happens at the sam
 * Each worker registers its version by compare-and-set (`versions`) before it reads. It does not know whether another
   version is older or newer, and removes none but one whose workers have said nothing for `GONE_SECONDS`.
 * JetStream has no conditional update of a consumer, so the last update wins. All updates that widen the filter are
-  equal. One that narrows it is made when only one version is registered; then the registered versions are read again.
+  equal. One that narrows it is announced in the registry, and made when only one version is registered; then the
+  registered versions are read again. Until then nobody records how far the consumer has come: the update may be late,
+  and another one may widen the filter again before anybody sees what it has hidden.
 * Where the consumer lacks what a version wants that is registered and reads, such as after an update that was late, or
   an edit by hand, or somebody has given it a `max_deliver`, the consumer is removed. It is created again and begins
   after what was recorded as settled. That is recorded only after the filter was found to be complete: some
@@ -29,6 +31,7 @@ acks whatever other versions want: see `acknowledging.Settler.ack_unmatched`.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -80,10 +83,12 @@ Filters = tuple[str, ...]
 
 
 class _VersionSeen(Struct, frozen=True):
-    """The number of a version, and since when it is that one."""
+    """The numbers of a version, and since when it has each."""
 
     number: int
     since: float
+    narrowing: int = 0
+    narrowing_since: float = 0.0
 
 
 class SharedFilter:
@@ -156,8 +161,10 @@ class SharedFilter:
         if found is None and self._known_agents and not self._states_start and not await self._recorder.is_known():
             await self._known_agents.require_new(self._agent, self._stream, self._own.filter_subjects)
         known = await self._register(found)
+        if known is not None and len(known[1]) > 1:
+            found = await self._recorder.found()  # another version may have narrowed it before this one was registered
         info, registered = await (self._ensure_alone(found) if known is None else self._ensure_beside(found, *known))
-        await self._recorder.record(info)
+        await self._record(info, registered)
         if self._known_agents:
             for stream in await self._known_agents.note(self._agent, self._stream, self._own.filter_subjects):
                 await self._report_moved(stream)
@@ -206,9 +213,14 @@ class SharedFilter:
         """Record how far the consumer has come when the worker stops, where the server answers soon."""
         with clocks.move_on_after(self._backend.clock, LAST_RECORD_SECONDS), suppress(BackendError):
             found = await self._backend.consumer_info(self._stream, self.consumer.durable_name)
-            if not self._hides(found, await self._registry.read()):
-                await self._recorder.record(found)
+            await self._record(found, await self._registry.read())
             await self._retries.refresh()
+
+    async def _record(self, found: ConsumerInfo, registered: Iterable[Registered]) -> None:
+        """Record how far the consumer has come, unless it may have hidden something since it was recorded before."""
+        registered = tuple(registered)
+        if not self._hides(found, registered) and not any(each.narrowing for each in registered):
+            await self._recorder.record(found)
 
     async def _ensure_alone(self, found: ConsumerInfo | None) -> tuple[ConsumerInfo, tuple[Registered, ...]]:
         """Create the consumer, or bring it in line, where no version can be registered."""
@@ -222,16 +234,45 @@ class SharedFilter:
         removed = found is not None and await self._removed(found, (each for each in before if each.reads))
         while True:
             found = None if removed else found
-            wanted = self._shared(registered)
+            wanted, announced = await self._announced(self._shared(registered), found)
             changes = found is None or not identities.is_as_wanted(wanted, found)
             info = await self._recorder.ensure(wanted, found)
             if not changes:
                 break
-            registered = versions.including(await self._registry.read(), self._own)
-            if not (removed := await self._removed(info, registered, own_update=True)):
+            removed, registered = await self._updated(info, announced=announced)
+            if not removed:
                 break
         await self._note_reading(registered)
         return info, registered
+
+    async def _announced(self, wanted: ConsumerSpec, found: ConsumerInfo | None) -> tuple[ConsumerSpec, bool]:
+        """Return the consumer that is wanted, and whether it was announced that its filter gets narrower. Where another
+        version is registered by now, or another worker of this one narrows it, the filter stays as it is.
+        """
+        filters = found and (tuple(sorted(found.config.filters)) or self._everything)
+        if not filters or subjects.within(filters, wanted.filter_subjects):
+            return wanted, False
+        number = 1 + secrets.randbelow(versions.MAX_HEARD)
+
+        def announce(known: tuple[Registered, ...]) -> tuple[Registered, ...]:
+            known = versions.including(known, self._own)
+            may = len(known) == 1 and not known[0].narrowing
+            return versions.with_narrowing(known, self._own, number) if may else known
+
+        _, registered = await self._registry.change(announce)
+        if any(each.narrowing == number for each in registered):
+            return wanted, True
+        return structs.replace(wanted, filter_subjects=filters), False
+
+    async def _updated(self, found: ConsumerInfo, *, announced: bool) -> tuple[bool, tuple[Registered, ...]]:
+        """Return whether the consumer was removed because this worker's update has hidden something, and the versions
+        that are registered after it.
+        """
+        registered = versions.including(await self._registry.read(), self._own)
+        removed = await self._removed(found, registered, own_update=True)
+        if announced:
+            _, registered = await self._registry.change(lambda known: versions.with_narrowing(known, self._own, 0))
+        return removed, registered
 
     async def _report_moved(self, before: str) -> None:
         """State what the agent has left in another stream that it has read before."""
@@ -316,17 +357,20 @@ class SharedFilter:
         now = found if own_update else await self._recorder.found()
         if now is None or not self._hides(now, registered):
             return False
+        self._emit_hides(now, registered)
+        await self._recorder.remove()
+        return True
+
+    def _emit_hides(self, found: ConsumerInfo, registered: Iterable[Registered]) -> None:
         self._events.emit(
             FilterHides(
                 agent=self._agent,
                 stream=self._stream,
                 consumer=self.consumer.durable_name,
-                found=tuple(now.config.filters),
+                found=tuple(found.config.filters),
                 wanted=self._shared(registered).filter_subjects,
             )
         )
-        await self._recorder.remove()
-        return True
 
     async def _removed_limited(self, found: ConsumerInfo) -> bool:
         """Remove the consumer where somebody has given it a `max_deliver`, and return whether it has one: a paused one
@@ -356,7 +400,9 @@ class SharedFilter:
         before, registered = await self._registry.change(self._still_there)
         if await self._removed_limited(found) or await self._removed(found, (each for each in before if each.reads)):
             return
-        wanted = specs.beginning_after(self._shared(registered), found.settled)
+        if await self._end_abandoned(registered, found):
+            return
+        wanted, announced = await self._announced(specs.beginning_after(self._shared(registered), found.settled), found)
         edited = _edited(wanted, found)
         if edited or not _is_in_line(wanted, found) or found.config.max_ack_pending < self._granted:
             found = await self._backend.ensure_consumer(self._stream, wanted)
@@ -370,13 +416,35 @@ class SharedFilter:
                         differences=edited,
                     )
                 )
-            registered = versions.including(await self._registry.read(), self._own)
-            if await self._removed(found, registered, own_update=True):
+            removed, registered = await self._updated(found, announced=announced)
+            if removed:
                 return
         if not self._hides(found, registered):
             await self._note_reading(registered)
-            await self._recorder.record(found)
+        await self._record(found, registered)
         self._note(registered)
+
+    async def _end_abandoned(self, registered: Iterable[Registered], found: ConsumerInfo) -> bool:
+        """End what a worker has announced that said nothing more for `GONE_SECONDS`, and return whether there was any:
+        where there are other versions, its update may have hidden something from them, so the consumer is removed.
+        """
+        now = self._backend.clock.monotonic()
+        abandoned = {
+            each.narrowing
+            for each in registered
+            if each.narrowing and now - self._seen[each.version].narrowing_since >= GONE_SECONDS
+        }
+        if not abandoned:
+            return False
+        if len(tuple(registered)) > 1:
+            self._emit_hides(found, registered)
+            await self._recorder.remove()
+        await self._registry.change(
+            lambda known: tuple(
+                structs.replace(each, narrowing=0) if each.narrowing in abandoned else each for each in known
+            )
+        )
+        return True
 
     def _still_there(self, known: tuple[Registered, ...]) -> tuple[Registered, ...]:
         """Return the versions that live, this one among them, and count up its number where there are several."""
@@ -388,7 +456,7 @@ class SharedFilter:
         living = tuple(
             each
             for each in versions.including(known, self._own)
-            if each.version == self._own or now - self._seen[each.version].since < GONE_SECONDS
+            if each.version == self._own or each.narrowing or now - self._seen[each.version].since < GONE_SECONDS
         )
         own = self._seen.get(self._own)
         if own is not None and (len(living) == 1 or now - own.since < CHECK_SECONDS):
@@ -396,8 +464,13 @@ class SharedFilter:
         return versions.with_heartbeat(living, self._own)
 
     def _last_seen(self, known: Registered, now: float) -> _VersionSeen:
-        before = self._seen.get(known.version)
-        return before if before is not None and before.number == known.heard else _VersionSeen(known.heard, now)
+        before = self._seen.get(known.version) or _VersionSeen(known.heard, now, known.narrowing, now)
+        return _VersionSeen(
+            known.heard,
+            before.since if before.number == known.heard else now,
+            known.narrowing,
+            before.narrowing_since if before.narrowing == known.narrowing else now,
+        )
 
     async def _keep_deciding(self) -> None:
         while True:

@@ -26,7 +26,7 @@ from aviso_workers.jetstream.metadata import MAX_NOTED, Version
 from aviso_workers.state import consumer_records
 from aviso_workers.state.kept import Kept
 
-__all__ = ["KEPT", "Registered", "Versions", "including", "parsed", "stored", "with_heartbeat"]
+__all__ = ["KEPT", "Registered", "Versions", "including", "parsed", "stored", "with_heartbeat", "with_narrowing"]
 
 MAX_HEARD = 2**32
 """More often than a version says that it lives."""
@@ -49,6 +49,9 @@ class Registered(Struct, frozen=True, kw_only=True):
     have the number of its former workers, which others have not seen change for long."""
     reads: bool = False
     """Whether the consumer has let through what it wants since it was registered."""
+    narrowing: Annotated[int, Meta(ge=0, le=MAX_HEARD)] = 0
+    """Any number from before one of its workers narrows the consumer's filter until it knows what that has hidden; else
+    0. How far the consumer has come is not recorded meanwhile."""
 
 
 class Versions:
@@ -115,6 +118,13 @@ def with_heartbeat(versions: Iterable[Registered], own: Version) -> tuple[Regist
     return tuple(
         structs.replace(each, heard=(each.heard + 1) % MAX_HEARD) if each.version == own else each
         for each in including(versions, own)
+    )
+
+
+def with_narrowing(versions: Iterable[Registered], own: Version, number: int) -> tuple[Registered, ...]:
+    """Return the versions, this one among them, with this number of a `narrowing`."""
+    return tuple(
+        structs.replace(each, narrowing=number) if each.version == own else each for each in including(versions, own)
     )
 
 

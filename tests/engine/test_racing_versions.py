@@ -24,6 +24,7 @@ from aviso_workers.engine.shared_filters import GONE_SECONDS, SharedFilter
 from aviso_workers.errors import BackendError, UnavailableError
 from aviso_workers.events import Events, FilterHides
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
+from aviso_workers.state import versions
 from aviso_workers.state.versions import Versions
 from tests.engine.conftest import A_LONG_TIME
 
@@ -64,6 +65,9 @@ class SlowBackend(InMemoryBackend):
 
     async def message(self, *args: Any, **options: Any) -> Message | None:
         return await self._on_its_way(lambda: super(SlowBackend, self).message(*args, **options))
+
+
+async def at_once() -> None: ...
 
 
 class Reading(Struct):
@@ -226,8 +230,6 @@ async def test_an_update_that_narrows_hours_late_hides_nothing(deployment: Deplo
                 await frozen.wait()
             return await super().ensure_consumer(stream, spec)
 
-    async def at_once() -> None: ...
-
     async with anyio.create_task_group() as tasks:
         tasks.cancel_scope.deadline = anyio.current_time() + A_LONG_TIME
         with anyio.move_on_after(60):
@@ -246,6 +248,92 @@ async def test_an_update_that_narrows_hours_late_hides_nothing(deployment: Deplo
 
     assert deployment.hidden, "the late update has narrowed the filter"
     assert deployment.missed() == []
+
+
+class HeldBackend(SlowBackend):
+    """A client whose first update to this filter waits on the way there until it may `go`, and on the way `back`."""
+
+    def __init__(self, other: InMemoryBackend, filters: tuple[str, ...]) -> None:
+        super().__init__(other, at_once)
+        self._filters = filters
+        self.waits, self.go, self.done, self.back = (anyio.Event() for _ in range(4))
+
+    async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
+        if stream != "MARS" or spec.filter_subjects != self._filters or self.waits.is_set():
+            return await super().ensure_consumer(stream, spec)
+        self.waits.set()
+        await self.go.wait()
+        answer = await super().ensure_consumer(stream, spec)
+        self.done.set()
+        await self.back.wait()
+        return answer
+
+
+async def test_what_a_late_update_hides_is_delivered_though_another_one_widens_the_filter_again(
+    deployment: Deployment,
+) -> None:
+    backend = deployment.backend
+    narrowing, widening = HeldBackend(backend, VERSIONS["od"]), HeldBackend(backend, ("mars.>",))
+    async with anyio.create_task_group() as tasks:
+        tasks.cancel_scope.deadline = anyio.current_time() + A_LONG_TIME
+        with anyio.move_on_after(60):
+            tasks.start_soon(deployment.worker, "od", backend)
+            tasks.start_soon(deployment.worker, "od", narrowing)
+            await deployment.worker("both", backend)
+        await narrowing.waits.wait()
+        await backend.clock.sleep(60)
+        tasks.start_soon(deployment.worker, "both", widening)
+        with anyio.move_on_after(60):
+            await widening.waits.wait()
+        tasks.start_soon(deployment.worker, "rd", backend)
+        await backend.clock.sleep(5)
+        narrowing.go.set()
+        await narrowing.done.wait()
+        for name in (
+            "rd",
+            "od",
+        ) * 5:  # how far a consumer has come passes what it hides with the next one that it takes
+            await deployment.publish(name)
+            await backend.clock.sleep(0.001)
+        widening.go.set()
+        widening.back.set()
+        await backend.clock.sleep(50)
+        narrowing.back.set()
+        await backend.clock.sleep(GONE_SECONDS)
+        tasks.cancel_scope.cancel()
+
+    assert deployment.hidden, "the late update has narrowed the filter"
+    assert deployment.handled == set(range(1, 11))
+
+
+@pytest.mark.parametrize("other", [None, "rd"])
+async def test_what_a_worker_has_announced_that_died_is_ended_by_another_one(
+    deployment: Deployment, other: str | None
+) -> None:
+    backend = deployment.backend
+    narrowing = HeldBackend(backend, VERSIONS["od"])
+    async with anyio.create_task_group() as tasks:
+        tasks.cancel_scope.deadline = anyio.current_time() + A_LONG_TIME
+        with anyio.move_on_after(60):
+            tasks.start_soon(deployment.worker, "od", backend)
+            await deployment.worker("both", backend)
+        with anyio.CancelScope() as life:
+            tasks.start_soon(deployment.worker, "od", backend)
+            tasks.start_soon(cancel_when, narrowing.waits, life)
+            await deployment.worker("od", narrowing)
+        if other:
+            tasks.start_soon(deployment.worker, other, backend)
+        await backend.clock.sleep(2 * GONE_SECONDS)
+        (registered,) = (await versions.stored(backend)).values()
+        assert [each.narrowing for each in registered] == [0] * len(registered)
+        assert {*(await backend.consumer_info("MARS", DURABLE)).config.filters} == {"mars.>" if other else "mars.od.>"}
+        assert bool(deployment.hidden) == bool(other), "nobody lacks anything that is alone"
+        tasks.cancel_scope.cancel()
+
+
+async def cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
 
 
 async def test_a_worker_that_cannot_register_reads_nothing_through_the_filter_of_others(deployment: Deployment) -> None:
