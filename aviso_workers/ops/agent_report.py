@@ -28,7 +28,17 @@ from aviso_workers.state.failure_records import WRITE_SECONDS, LastFailure, Retr
 from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.state.own_streams import RETRIES
 
-__all__ = ["AgentProgress", "AgentRow", "differing", "failing", "failing_text", "of_app", "of_deployment", "rows"]
+__all__ = [
+    "AgentProgress",
+    "AgentRow",
+    "differing",
+    "failing",
+    "failing_text",
+    "of_app",
+    "of_deployment",
+    "rows",
+    "waiting_text",
+]
 
 
 OUTAGE_FORGOTTEN_SECONDS = 60.0
@@ -91,13 +101,7 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
     @property
     def waiting(self) -> str:
         """Since when and why it waits for the end of an outage; empty where it does not, or no worker of it runs."""
-        if (outage := self.outage) is None:
-            return ""
-        due = outage.written + timedelta(seconds=outage.again_in_seconds)
-        if self.time - due > timedelta(seconds=OUTAGE_FORGOTTEN_SECONDS):
-            return ""
-        seconds = max(0.0, (due - self.time).total_seconds())
-        return f"outage since {time_text(outage.since)}: {outage.reason}; tries again in {seconds:.0f} s"
+        return waiting_text(self.outage, now=self.time) if self.outage is not None else ""
 
     @property
     def failing(self) -> str:
@@ -313,6 +317,15 @@ def failing_text(failure: LastFailure, *, doing: str = "failing") -> str:
     """Return since when, how often and how something fails."""
     times = "once" if failure.times == 1 else f"{failure.times} times"
     return f"{doing} since {time_text(failure.since)}, {times}: {failure.described}"
+
+
+def waiting_text(outage: OutageRecord, *, now: datetime) -> str:
+    """Return since when and why an agent waits for the end of an outage; empty where no worker of it runs any more."""
+    due = outage.written + timedelta(seconds=outage.again_in_seconds)
+    if now - due > timedelta(seconds=OUTAGE_FORGOTTEN_SECONDS):
+        return ""
+    seconds = max(0.0, (due - now).total_seconds())
+    return f"outage since {time_text(outage.since)}: {outage.reason}; tries again in {seconds:.0f} s"
 
 
 def _sum(progress: AgentProgress, field: str) -> int:

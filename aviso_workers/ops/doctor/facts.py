@@ -41,6 +41,7 @@ from aviso_workers.ops.doctor.replicas import Groups
 from aviso_workers.ops.mirrors import Link, Mirrors
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import LastFailure
+from aviso_workers.state.outage_records import OutageRecord
 
 __all__ = ["Facts", "Need", "Sample", "Scope", "gather"]
 
@@ -110,6 +111,8 @@ class _UnsampledFacts(Struct, frozen=True, kw_only=True):
     """The functions of agents whose workers run several, by stream and consumer."""
     failures: Mapping[tuple[str, str, str], LastFailure]
     """The last failures of agents, timers and tasks, by app, kind and name."""
+    outages: Mapping[tuple[str, str], OutageRecord]
+    """The outages for whose end agents wait, by app and agent."""
     run_alone: tuple[RunAlone, ...]
     """Notifications that are run alone, because a worker process ended while they ran."""
     due: Mapping[str, int]
@@ -256,6 +259,7 @@ async def _unsampled_facts(
         records=kept.consumers if kept else {},
         functions=kept.functions if kept else {},
         failures=kept.failures if kept else {},
+        outages=kept.outages if kept else {},
         run_alone=tuple(run_alone.result or ()),
         due=due.result or {},
         monitored=servers,

@@ -25,6 +25,7 @@ from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.state import delayed_messages
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import Retrying
+from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.state.own_streams import DELAYED
 from tests.failures import last_failure
 from tests.ops.doctor.conftest import (
@@ -527,6 +528,17 @@ def test_an_agents_slow_acknowledgements_are_its_heartbeats_business(working: Se
     )
     told = Advisory(kind="METRIC.CONSUMER.ACK.WORK.measured", stream=SHARED, consumer="measured", ack_time=SECOND)
     assert judged(structs.replace(working.facts, after=after, advisories=(told,))).state("JS023") is State.PASS
+
+
+def test_an_agent_that_waits_for_the_end_of_an_outage_is_named(working: Seen) -> None:
+    now = working.facts.now
+    outage = OutageRecord(since=now, reason="OSError: away", tries=3, again_in_seconds=4.0, written=now)
+    facts = structs.replace(working.facts, outages={("field", "index"): outage})
+    assert judged(facts).found("JS078") == {
+        "field > agent index": f"outage since {time_text(now)}: OSError: away; tries again in 4 s"
+    }
+    left = structs.replace(outage, written=now - timedelta(minutes=5))
+    assert judged(structs.replace(facts, outages={("field", "index"): left})).state("JS078") is State.PASS
 
 
 def test_a_function_of_a_window_that_fails_is_named(working: Seen) -> None:

@@ -379,6 +379,23 @@ def failing_timers(facts: Facts) -> Iterator[Finding]:
 
 
 @declare(
+    "JS078",
+    "No agent waits for the end of an outage",
+    why="What an agent depends on is away, so its breaker is open: the agent begins nothing but a notification now and "
+    "then. Nothing is lost, and nothing becomes a dead letter.",
+    cure="Bring back what {app} depends on, as the error says. Its agent goes on by itself within seconds.",
+    needs=("records",),
+)
+def waiting_for_an_outage(facts: Facts) -> Iterator[Finding]:
+    """The check warns of an agent with a [breaker](../agents/outages.md) that is open in a worker. Workers record it in
+    the bucket `aviso_workers_consumers`, and `agents ls` shows it too.
+    """
+    for (app, agent), outage in facts.outages.items():
+        if waiting := agent_report.waiting_text(outage, now=facts.now):
+            yield Finding(place=f"{app} > agent {agent}", found=waiting)
+
+
+@declare(
     "JS074",
     "The workers of an agent run the same function",
     why="Two programs have an app and an agent of the same name: each of them is given a part of the notifications.",
