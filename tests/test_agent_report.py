@@ -14,6 +14,7 @@ from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
 from aviso_workers.ops.agent_report import AgentProgress
 from aviso_workers.state import declarations
 from aviso_workers.state.failure_records import Retrying
+from aviso_workers.state.outage_records import OutageRecord
 from tests.contract.settings import app_config
 from tests.failures import last_failure
 
@@ -69,6 +70,17 @@ def test_an_agent_that_is_stuck_because_it_fails_is_told_with_its_error() -> Non
     progress = AgentProgress(app="field", agent="index", stream="MARS", events=events, retries=None, failure=failure)
     stuck = "2 delivered and not finished; the oldest one, after sequence 0, for 10 min"
     assert progress.state_since(None) == f"{stuck}; failing since {time_text(begun)}, 9 times: OSError: no index"
+
+
+def test_an_agent_that_waits_for_the_end_of_an_outage_says_the_error_once() -> None:
+    now = datetime.now(UTC)
+    outage = OutageRecord(since=now, reason="OSError: no index", again_in_seconds=4.0, written=now)
+    events = ConsumerInfo(name="i", config=ConsumerConfig(), time=now)
+    failure = last_failure(now, text="no index", since=now, times=9)
+    progress = AgentProgress(
+        app="field", agent="index", stream="MARS", events=events, retries=None, failure=failure, outage=outage
+    )
+    assert progress.state_since(None) == f"outage since {time_text(now)}: OSError: no index; tries again in 4 s"
 
 
 @pytest.mark.parametrize(

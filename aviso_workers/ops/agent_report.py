@@ -134,7 +134,7 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
         """Return what the agent does or what is wrong with it, judged by an earlier snapshot as well."""
         paused = f"paused until {self.paused_until}" if self.paused_until else ""
         trouble = self.trouble_since(before)
-        if trouble and self.failing:
+        if trouble and self.failing and trouble != self.waiting:  # which says the error already
             return f"{trouble}; {self.failing}"
         return trouble or paused or self.failing or ("ok" if self.lag else "idle")
 
