@@ -10,7 +10,7 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 66_072,
+    "lines": 66_075,
     "lines of the core": 36_697,
     "lines of agents": 809,
     "lines of aviso": 2_704,
@@ -21,7 +21,7 @@ BUDGETS = {
     "lines of declare": 3_877,
     "lines of engine": 6_855,
     "lines of jetstream": 2_493,
-    "lines of ops": 14_165,
+    "lines of ops": 14_168,
     "lines of projects": 77,
     "lines of server": 2_174,
     "lines of spark": 6_236,

@@ -106,23 +106,26 @@ def _origin(config: Mapping[str, Any]) -> str:
 
 
 async def _move(source: Admin, target: Admin, stream: str) -> Moved:
+    differences: list[str] = []
     for left in reversed(range(TRIES)):
         try:
+            if left < TRIES - 1:
+                with suppress(NotFoundError):
+                    await target.delete_stream(stream)
             config, sent = await _transfer(source, target, stream)
+            differences = await _differences(source, target, stream, sent)
+            if not differences:
+                return await _completed(source, target, config, sent)
         except BackendError:  # as where a consumer has no leader yet, which no snapshot can be taken of
             if not left:
                 raise
             await anyio.sleep(ELECTION_SECONDS)
-            with suppress(NotFoundError):
-                await target.delete_stream(stream)
-            continue
-        differences = await _differences(source, target, stream, sent)
-        if not differences:
-            break
-        await target.delete_stream(stream)
-        if not left:
-            raise BackupError(f"{stream} differs on the new server: {'; '.join(differences)}")
-    wanted = _comparable(config)
+    raise BackupError(f"{stream} differs on the new server: {'; '.join(differences)}")
+
+
+async def _completed(source: Admin, target: Admin, config: StreamConfig, sent: Contents) -> Moved:
+    """Give a copy whose contents are right the settings of its stream, and return it once its replicas are current."""
+    stream, wanted = config.name, _comparable(config)
     if _comparable(await _config(target, stream)) != wanted:
         await target.update_stream(config)
     if (found := _comparable(await _config(target, stream))) != wanted:

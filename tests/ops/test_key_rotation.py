@@ -18,6 +18,7 @@ import nats
 import nats.errors
 import pytest
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig, StreamSource
 
 from aviso_workers.errors import ServerProcessError
@@ -88,7 +89,10 @@ async def fill(client: Client, *, replicas: int = 1) -> None:
     await context.add_stream(StreamConfig(name="A_MIRROR", mirror=StreamSource(name="DATA")))
     await context.add_consumer("DATA", ConsumerConfig(name="passing", inactive_threshold=3600.0))
     reader = await context.pull_subscribe_bind("reader", "DATA")
-    for message in (await reader.fetch(FETCHED))[:ACKED]:
+    fetched: list[Msg] = []
+    while len(fetched) < FETCHED:  # one fetch may bring fewer than it asks for
+        fetched += await reader.fetch(FETCHED - len(fetched))
+    for message in fetched[:ACKED]:
         await message.ack_sync()
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
