@@ -8,8 +8,8 @@ When one succeeds, two more begin after each success, until all may.
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import anyio
 
@@ -28,8 +28,14 @@ from aviso_workers.state.outage_records import OutageRecord
 
 __all__ = ["CircuitBreaker"]
 
+T = TypeVar("T")
+
 CHECK_SECONDS = 1.0
 """How often a worker looks whether another one has tried with success."""
+SHARED_SECONDS = 3.0
+"""How long a worker waits for an answer about the shared record."""
+UNSHARED_SECONDS = 30.0
+"""How long a worker that got none decides alone."""
 LONGER = 1.25
 """What failed waits so many times the interval, so that another notification is tried next."""
 OPENED_UP_SECONDS = 5.0
@@ -67,6 +73,7 @@ class CircuitBreaker:
         self._tries = 0
         self._interval = policy.first
         self._not_before = 0.0
+        self._alone_until = 0.0
         self._revision = 0
         """Of the shared record, as it was seen last."""
         self._seen_at = 0.0
@@ -107,7 +114,8 @@ class CircuitBreaker:
             self._changed.set()
         asked = retry_after_seconds(failure.error, clocks.utc_now(self._clock))
         self._not_before = max(self._not_before, self._clock.monotonic() + asked)
-        return max(asked, self._interval * LONGER)
+        # No longer: it is held back as long as it has to be, and not where a worker begins anew.
+        return min(self._interval, outage_records.RENEW_SECONDS) * LONGER
 
     def spared_window_seconds(self, failure: Failure) -> float | None:
         """Return after how long the function of a window is run again that failed because something is away; None
@@ -131,9 +139,8 @@ class CircuitBreaker:
         self.is_open, self._by_kind = True, by_kind
         self._since, self._opened_at = clocks.utc_now(self._clock), self._clock.monotonic()
         self._reason = printable(f"{type(error).__name__}: {line_of(error)}")
-        self._tries, self._left = 0, 0
-        self._interval = self._intervals.delay_seconds(1)
-        self._revision, self._seen_at = 0, self._clock.monotonic()
+        self._revision, self._left = 0, 0
+        self._plan(0)
         self._flow.buffer.hold_back()
         self._events.emit(OutageBegan(agent=self._agent, error=error, again_in_seconds=self._interval))
         self._opened.set()
@@ -159,46 +166,40 @@ class CircuitBreaker:
         self._flow.buffer.let_all()
         self._events.emit(OutageEnded(agent=self._agent, seconds=seconds, tries=self._tries))
 
-    async def _is_due(self) -> bool:
-        """Wait until it is time to try one, and return whether this worker is the one to do it."""
-        await self._clock.sleep(min(max(0.0, self._due - self._clock.monotonic()), CHECK_SECONDS))
-        with suppress(BackendError):
-            if record := await self._news():
-                if record.over:
-                    self._note_answer()
-                    return False
-                self._follow(record)
-        if self._clock.monotonic() < self._due:
-            return False
-        self._plan(self._tries + 1)
-        try:
-            await self._write()
-        except ConflictError:
-            return False  # another worker tries now
-        except BackendError:
-            return True  # this worker decides alone
-        return True
-
     @property
     def _due(self) -> float:
-        """When the next one is tried."""
-        return max(self._seen_at + self._interval, self._not_before)
+        """When the next one is tried. Who waits for longer says so again and again, or is not there any more."""
+        return max(self._seen_at + min(self._interval, outage_records.ABANDONED_SECONDS), self._not_before)
+
+    async def _is_due(self) -> bool:
+        """Wait until it is time to try one, and return whether this worker is the one to do it. A worker that has none
+        to try leaves it to others.
+        """
+        self._flow.buffer.let_none()
+        seconds = self._due - self._clock.monotonic() if self._flow.buffer.can_try else CHECK_SECONDS
+        await self._clock.sleep(min(max(0.0, seconds), CHECK_SECONDS))
+        if record := await self._news():
+            if record.over:
+                self._note_answer()
+                return False
+            self._follow(record)
+        now = self._clock.monotonic()
+        if now >= self._due and self._flow.buffer.can_try:
+            self._plan(self._tries + 1)
+            return await self._write()
+        if now - self._seen_at > outage_records.RENEW_SECONDS and now < self._not_before:
+            self._interval, self._seen_at = self._not_before - now, now
+            await self._write()
+        return False
 
     async def _join(self) -> None:
         """Record the outage, or join the workers that have recorded it."""
-        with suppress(BackendError):
-            record = await self._news()
-            if record is None or record.over or record.is_abandoned(clocks.utc_now(self._clock)):
-                self._plan(0)
-                await self._write()
-            else:
-                self._follow(record)
-
-    async def _news(self) -> OutageRecord | None:
-        """Return the shared record; None where there is none, or it has not changed since it was seen last."""
-        record, revision = await outage_records.newest(self._backend, app=self._app, agent=self._agent)
-        known, self._revision = self._revision, revision
-        return record if revision != known else None
+        record = await self._news()
+        if record is None or record.over or record.is_abandoned(clocks.utc_now(self._clock)):
+            self._plan(0)
+            await self._write()
+        else:
+            self._follow(record)
 
     def _follow(self, record: OutageRecord) -> None:
         self._tries, self._interval = max(self._tries, record.tries), record.again_in_seconds
@@ -208,8 +209,20 @@ class CircuitBreaker:
         """Note how often one was to be tried by now, and after how long the next one is."""
         self._tries, self._seen_at = tries, self._clock.monotonic()
         self._interval = max(self._intervals.delay_seconds(tries + 1), self._not_before - self._seen_at)
+        self._not_before = self._seen_at + self._interval
 
-    async def _write(self, *, over: bool = False) -> None:
+    async def _news(self) -> OutageRecord | None:
+        """Return the shared record; None where there is none, or it has not changed since it was seen last."""
+        found = await self._shared(
+            lambda: outage_records.newest(self._backend, app=self._app, agent=self._agent),
+        )
+        if found is None or found[1] == self._revision:
+            return None
+        record, self._revision = found
+        return record
+
+    async def _write(self, *, over: bool = False) -> bool:
+        """Write the shared record, and return whether no other worker has written it meanwhile."""
         record = OutageRecord(
             since=self._since,
             reason=self._reason,
@@ -218,26 +231,47 @@ class CircuitBreaker:
             written=clocks.utc_now(self._clock),
             over=over,
         )
-        self._revision = await outage_records.write(
-            self._backend, record, app=self._app, agent=self._agent, revision=self._revision
-        )
+        try:
+            revision = await self._shared(
+                lambda: outage_records.write(
+                    self._backend, record, app=self._app, agent=self._agent, revision=self._revision
+                )
+            )
+        except ConflictError:
+            return False
+        self._revision = revision or self._revision
+        return True
+
+    async def _shared(self, request: Callable[[], Awaitable[T]]) -> T | None:
+        """Return what a request about the shared record returns; None where there is no answer, and for a while after
+        that. Raises `ConflictError` where another worker has written the record.
+        """
+        if self._clock.monotonic() < self._alone_until:
+            return None
+        try:
+            with clocks.fail_after(self._clock, SHARED_SECONDS):
+                return await request()
+        except ConflictError:
+            raise
+        except (BackendError, TimeoutError):
+            self._alone_until = self._clock.monotonic() + UNSHARED_SECONDS
+            return None
 
     async def _try_one(self) -> None:
         self._changed = anyio.Event()
         self._flow.buffer.let(1)
         with clocks.move_on_after(self._clock, self._interval):
             await self._changed.wait()
-        if not self._left:
-            self._flow.buffer.let_none()
         while not self._changed.is_set() and self._flow.buffer.is_trying():  # it takes longer than the interval
             self._plan(self._tries)
-            with suppress(BackendError):  # so that no other worker tries meanwhile
-                await self._write()
+            await self._write()  # so that no other worker tries meanwhile
             with clocks.move_on_after(self._clock, self._interval / 2):
                 await self._changed.wait()
         if self._left:
-            with suppress(BackendError):
-                await self._write(over=True)
+            await self._write(over=True)
+        elif self._not_before > self._seen_at + self._interval:  # it is asked to wait for longer
+            self._plan(self._tries)
+            await self._write()
 
     async def _open_up(self) -> None:
         """Wait until so many have succeeded that all may begin, or one has failed, but not for long."""

@@ -351,9 +351,16 @@ class Buffer:
             self._wake()
 
     @property
-    def may_begin(self) -> int | None:
-        """How many more may begin that have not come yet, while others are held back; None while all may."""
-        return None if self._held_back is None else self._let
+    def may_come(self) -> int | None:
+        """How many more are wanted while others are held back: those that may begin, or one to be tried next; None
+        while all may begin.
+        """
+        return None if self._held_back is None else self._let or int(not self.can_try)
+
+    @property
+    def can_try(self) -> bool:
+        """Whether one is held back that `let` would let begin."""
+        return any(map(self.holds, self._held_back or ()))
 
     def hold_back(self) -> None:
         """Let nothing begin but what is `let`, until `let_all`."""
@@ -377,8 +384,9 @@ class Buffer:
             self._on_surplus()
 
     def let_none(self) -> None:
-        """Let none begin any more that was not let begin and has come."""
+        """Let none begin any more that was not let begin and has come, and have one come to be tried next."""
         self._let = 0
+        self._on_surplus()
 
     def let_all(self) -> None:
         """Let everything begin again."""

@@ -88,8 +88,8 @@ class Flow:
     def capacity(self) -> int:
         """Return how many deliveries the buffer could be given now."""
         buffer = self.buffer
-        if (may_begin := buffer.may_begin) is not None:
-            return may_begin
+        if (may_come := buffer.may_come) is not None:
+            return may_come
         if buffer.gather_left:
             return min(buffer.gather_left, self._prefetch)
         capacity = self._prefetch - buffer.waiting

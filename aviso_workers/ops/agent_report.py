@@ -41,10 +41,6 @@ __all__ = [
 ]
 
 
-OUTAGE_FORGOTTEN_SECONDS = 60.0
-"""Where no worker has tried for so long after it was due, none runs that waits for the end of the outage."""
-
-
 class AgentProgress(Struct, frozen=True, kw_only=True):
     """How far an agent has come on one event stream: what is pending, delivered and dead-lettered."""
 
@@ -136,6 +132,8 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
         trouble = self.trouble_since(before)
         if trouble and self.failing and trouble != self.waiting:  # which says the error already
             return f"{trouble}; {self.failing}"
+        if paused and trouble and trouble == self.waiting:
+            return f"{paused}; {trouble}"
         return trouble or paused or self.failing or ("ok" if self.lag else "idle")
 
     @property
@@ -322,7 +320,7 @@ def failing_text(failure: LastFailure, *, doing: str = "failing") -> str:
 def waiting_text(outage: OutageRecord, *, now: datetime) -> str:
     """Return since when and why an agent waits for the end of an outage; empty where no worker of it runs any more."""
     due = outage.written + timedelta(seconds=outage.again_in_seconds)
-    if now - due > timedelta(seconds=OUTAGE_FORGOTTEN_SECONDS):
+    if outage.is_abandoned(now):
         return ""
     seconds = max(0.0, (due - now).total_seconds())
     return f"outage since {time_text(outage.since)}: {outage.reason}; tries again in {seconds:.0f} s"

@@ -23,6 +23,8 @@ from aviso_workers.state.kept import Kept
 
 __all__ = ["KEPT", "OutageRecord", "newest", "parsed", "write"]
 
+RENEW_SECONDS, ABANDONED_SECONDS = 10.0, 30.0
+"""How often a worker that waits for longer writes the record, and when others go on without it."""
 KEPT = (
     Kept(
         bucket=consumer_records.BUCKET,
@@ -48,8 +50,8 @@ class OutageRecord(Struct, frozen=True, kw_only=True):
     """Whether the last one that was tried has succeeded."""
 
     def is_abandoned(self, now: datetime) -> bool:
-        """Return whether the workers that had this outage have said nothing since the next try was due."""
-        return now - self.written > timedelta(seconds=self.again_in_seconds) + SKEW
+        """Return whether the workers that had this outage have said nothing of it for long."""
+        return now - self.written > timedelta(seconds=ABANDONED_SECONDS) + SKEW
 
 
 async def newest(backend: Backend, *, app: str, agent: str) -> tuple[OutageRecord | None, int]:

@@ -17,7 +17,9 @@ from aviso_workers.clocks import LoopClock
 from aviso_workers.engine.breakers import OPENED_UP_SECONDS
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.isolation import Isolation
+from aviso_workers.errors import UnavailableError
 from aviso_workers.events import OutageBegan, OutageEnded
+from aviso_workers.jetstream.specs import GROUP
 from aviso_workers.state import outage_records
 from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.testing import Harness, harness
@@ -136,7 +138,7 @@ async def test_one_that_is_suspected_begins_when_it_is_over() -> None:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run_alone)
-        while buffer.may_begin is None:
+        while buffer.may_come is None:
             await checkpoint()
         buffer.let(1)
         with anyio.fail_after(PATIENCE_SECONDS):
@@ -238,8 +240,9 @@ async def test_one_worker_of_all_tries_at_a_time(app: App, url: str | None, cata
     assert Counter(catalogue.stored).most_common(1)[0][1] == 1
 
 
-async def test_what_workers_left_that_died_in_an_outage_delays_no_try(
-    app: App, url: str | None, catalogue: Catalogue
+@pytest.mark.parametrize("ago", [timedelta(hours=3), pytest.param(timedelta(), marks=pytest.mark.slow)])
+async def test_what_workers_left_that_died_in_an_outage_keeps_no_other_from_trying(
+    app: App, url: str | None, catalogue: Catalogue, ago: timedelta
 ) -> None:
     @app.agent("mars", retry=Backoff(first=0.05, attempts=3), breaker=SHORT)
     async def index(notification: Notification[Any]) -> None:
@@ -247,13 +250,82 @@ async def test_what_workers_left_that_died_in_an_outage_delays_no_try(
 
     async with harness(app, server=url) as t:
         backend = app.session.backend
-        hours_ago = clocks.utc_now(backend.clock) - timedelta(hours=3)
-        left = OutageRecord(since=hours_ago, reason="asked", tries=7, again_in_seconds=3600, written=hours_ago)
+        then = clocks.utc_now(backend.clock) - ago
+        left = OutageRecord(since=then, reason="asked", tries=7, again_in_seconds=3600, written=then)
         await outage_records.write(backend, left, app="contract", agent="index", revision=0)
+        began = backend.clock.monotonic()
         await publish(app, range(20))
         await until(t, lambda: len(catalogue.asked) >= 6)
+        assert backend.clock.monotonic() - began < 2 * outage_records.ABANDONED_SECONDS
         catalogue.away = None
         await until(t, lambda: len(catalogue.stored) == 20)
+
+
+@pytest.mark.slow
+async def test_a_worker_that_has_none_to_try_keeps_no_other_from_it(
+    app: App, url: str | None, catalogue: Catalogue
+) -> None:
+    """A singleton is given to another worker in the midst of an outage, and both know of it."""
+    if url is None:
+        pytest.skip("there is no server")
+
+    @app.agent("mars", singleton=True, breaker=Breaker())
+    async def index(notification: Notification[Any]) -> None:
+        catalogue.store(notification)
+
+    async with harness(app, server=url, workers=2) as t:
+        clock = app.session.backend.clock
+        await publish(app, range(20))
+        await until(t, lambda: len(catalogue.asked) >= 5)
+        for _ in range(3):
+            await app.session.admin.unpin_consumer("MARS", "contract__index", group=GROUP)
+            await t.advance(15.0)
+        catalogue.away = None
+        back = clock.monotonic()
+        await until(t, lambda: len(catalogue.stored) == 20)
+        assert clock.monotonic() - back < 12.0
+    assert catalogue.stored == list(range(20))
+
+
+@pytest.mark.slow
+async def test_who_waits_for_long_says_so_and_others_wait_with_it(app: App, url: str | None) -> None:
+    asked: list[float] = []
+
+    @app.agent("mars", breaker=SHORT, concurrency=2)
+    async def index(notification: Notification[Any]) -> None:
+        asked.append(app.session.backend.clock.monotonic())
+        raise Unavailable("maintenance", after=15.0)
+
+    async with harness(app, server=url, workers=3) as t:
+        await publish(app, range(50))
+        await until(t, lambda: len(asked) >= 9)
+        await t.advance(3.0)
+        before = len(asked)
+        await t.advance(10.0)
+        assert len(asked) == before
+        await t.advance(10.0)
+        assert before < len(asked) <= before + 2
+
+
+async def test_a_bucket_that_does_not_answer_delays_no_try(
+    app: App, url: str | None, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @app.agent("mars", breaker=SHORT)
+    async def index(notification: Notification[Any]) -> None:
+        catalogue.store(notification)
+
+    async with harness(app, server=url) as t:
+
+        async def be_silent(*_: object, **__: object) -> None:
+            await app.session.backend.clock.sleep(5.0)
+            raise UnavailableError("no answer in time")
+
+        monkeypatch.setattr(outage_records, "newest", be_silent)
+        monkeypatch.setattr(outage_records, "write", be_silent)
+        await publish(app, range(50))
+        await until(t, lambda: len(catalogue.asked) >= 3)
+        await t.advance(9.0)
+        assert len(catalogue.asked) >= 3 + 5, "after one attempt to reach it, a try every half second"
 
 
 async def test_the_author_says_what_is_an_outage(app: App, url: str | None) -> None:
