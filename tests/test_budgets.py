@@ -10,8 +10,8 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 66_117,
-    "lines of the core": 36_741,
+    "lines": 66_121,
+    "lines of the core": 36_745,
     "lines of agents": 809,
     "lines of aviso": 2_704,
     "lines of aviso_workers": 4_115,
@@ -19,7 +19,7 @@ BUDGETS = {
     "lines of cli": 5_918,
     "lines of config": 2_729,
     "lines of declare": 3_877,
-    "lines of engine": 6_897,
+    "lines of engine": 6_901,
     "lines of jetstream": 2_493,
     "lines of ops": 14_168,
     "lines of projects": 77,
@@ -29,7 +29,7 @@ BUDGETS = {
     "lines of telemetry": 1_706,
     "lines of worker": 1_013,
     "modules that a plain worker loads": 157,
-    "lines that a plain worker loads": 31_555,
+    "lines that a plain worker loads": 31_559,
     "modules of the reading list": 33,
     "lines of the reading list": 9_811,
     "files that use tables": 10,

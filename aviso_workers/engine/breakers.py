@@ -19,6 +19,7 @@ from aviso_workers.aviso.notifications import Notification
 from aviso_workers.backends import Backend, Delivery
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.outages import Breaker, Evidence, is_unavailable, retry_after_seconds
+from aviso_workers.declare.retry import Backoff
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine.flow import Flow
 from aviso_workers.errors import BackendError, ConflictError, line_of
@@ -34,8 +35,8 @@ CHECK_SECONDS = 1.0
 """How often a worker looks whether another one has tried with success."""
 SHARED_SECONDS = 3.0
 """How long a worker waits for an answer about the shared record."""
-UNSHARED_SECONDS = 30.0
-"""How long a worker that got none decides alone."""
+UNSHARED = Backoff(first=2.0, factor=2.0, max=30.0, jitter=0.5)
+"""How long a worker that got none decides alone, by how often in a row. An election of a leader takes a few seconds."""
 LONGER = 1.25
 """What failed waits so many times the interval, so that another notification is tried next."""
 OPENED_UP_SECONDS = 5.0
@@ -73,7 +74,7 @@ class CircuitBreaker:
         self._tries = 0
         self._interval = policy.first
         self._not_before = 0.0
-        self._alone_until = 0.0
+        self._alone_until, self._unanswered = 0.0, 0
         self._revision = 0
         """Of the shared record, as it was seen last."""
         self._seen_at = 0.0
@@ -250,12 +251,15 @@ class CircuitBreaker:
             return None
         try:
             with clocks.fail_after(self._clock, SHARED_SECONDS):
-                return await request()
+                answer = await request()
         except ConflictError:
             raise
         except (BackendError, TimeoutError):
-            self._alone_until = self._clock.monotonic() + UNSHARED_SECONDS
+            self._unanswered += 1
+            self._alone_until = self._clock.monotonic() + UNSHARED.delay_seconds(self._unanswered)
             return None
+        self._unanswered = 0
+        return answer
 
     async def _try_one(self) -> None:
         self._changed = anyio.Event()
