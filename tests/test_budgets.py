@@ -10,12 +10,12 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 66_121,
-    "lines of the core": 36_745,
+    "lines": 66_123,
+    "lines of the core": 36_747,
     "lines of agents": 809,
     "lines of aviso": 2_704,
     "lines of aviso_workers": 4_115,
-    "lines of backends": 6_779,
+    "lines of backends": 6_781,
     "lines of cli": 5_918,
     "lines of config": 2_729,
     "lines of declare": 3_877,
@@ -29,7 +29,7 @@ BUDGETS = {
     "lines of telemetry": 1_706,
     "lines of worker": 1_013,
     "modules that a plain worker loads": 157,
-    "lines that a plain worker loads": 31_559,
+    "lines that a plain worker loads": 31_561,
     "modules of the reading list": 33,
     "lines of the reading list": 9_811,
     "files that use tables": 10,

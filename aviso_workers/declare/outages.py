@@ -46,8 +46,8 @@ MOSTLY = 0.9
 class Unavailable(Exception):  # noqa: N818 - an instruction, like Retry and Reject
     """Raised by an agent: what it depends on is away. Try the notification again when it is back.
 
-    It is no failed attempt. See `Breaker`. With `after`, a number of seconds, a text such as `30s`, or a timedelta, it
-    is not tried before. Raises `DeclarationError` for an `after` that is no duration.
+    It is no failed attempt. See `Breaker`. With `after`, a number of seconds, a text such as `30s`, or a timedelta,
+    nothing is tried before, once the breaker is open. Raises `DeclarationError` for an `after` that is no duration.
     """
 
     def __init__(self, reason: str = "", after: AnyDuration | None = None) -> None:

@@ -147,7 +147,7 @@ class CircuitBreaker:
         self._opened.set()
 
     def _note_answer(self) -> None:
-        """Note that what the agent depends on has answered: let twice as many begin as have succeeded."""
+        """Note that what the agent depends on has answered, and let two more begin."""
         if not self._left:
             self._left = 2 * self._flow.workers
             self._changed.set()

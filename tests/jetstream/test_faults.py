@@ -19,3 +19,10 @@ from aviso_workers.errors import FullError, RefusedError, UnavailableError
 def test_what_time_may_cure_is_told_from_what_it_cannot(code: int, description: str, expected: type) -> None:
     error = faults.from_api("STREAM.CREATE.MARS", {"err_code": code, "description": description})
     assert (type(error), str(error)) == (expected, f"STREAM.CREATE.MARS: {description} (JetStream {code})")
+
+
+def test_a_cluster_without_a_leader_says_what_it_needs() -> None:
+    error = faults.from_api(
+        "STREAM.NAMES", {"err_code": 10008, "description": "JetStream system temporarily unavailable"}
+    )
+    assert str(error).endswith("(JetStream 10008); more than half of the servers of a cluster must run")

@@ -16,19 +16,23 @@ from pathlib import Path
 import pyspark
 
 LITTLE_COMPILATION = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+ERRORS_ONLY = "-Xlog:disable -Xlog:all=error:stderr"
+"""Without it a JVM tells of stored classes that it cannot use on standard output, among what a program prints."""
 
 
 def quick_jvm() -> str:
     """Return the options, with the stored classes if there are any."""
     stored = _stored()
-    return f"{LITTLE_COMPILATION} -XX:SharedArchiveFile={stored}" if stored.exists() else LITTLE_COMPILATION
+    return (
+        f"{LITTLE_COMPILATION} {ERRORS_ONLY} -XX:SharedArchiveFile={stored}" if stored.exists() else LITTLE_COMPILATION
+    )
 
 
 def storing_classes() -> str:
     """Return the options of a JVM that stores its classes at its end, if none are stored yet."""
     if _stored().exists():
         return quick_jvm()
-    return f"{LITTLE_COMPILATION} -Xlog:disable -Xlog:all=error:stderr -XX:ArchiveClassesAtExit={_being_stored()}"
+    return f"{LITTLE_COMPILATION} {ERRORS_ONLY} -XX:ArchiveClassesAtExit={_being_stored()}"
 
 
 def keep_classes() -> None:

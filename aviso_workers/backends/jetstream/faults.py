@@ -53,6 +53,8 @@ def from_api(what: str, error: Mapping[str, Any]) -> BackendError:
     message = f"{what}: {error.get('description', 'no description')}"
     if code:
         message = f"{message} (JetStream {code})"
+    if code == error_codes.TEMPORARILY_UNAVAILABLE:  # which nobody leads
+        message = f"{message}; more than half of the servers of a cluster must run"
     if code in error_codes.NOT_FOUND:
         return NotFoundError(message, code=code)
     if code in error_codes.CONFLICT:
