@@ -10,8 +10,8 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 66_123,
-    "lines of the core": 36_747,
+    "lines": 66_129,
+    "lines of the core": 36_753,
     "lines of agents": 809,
     "lines of aviso": 2_704,
     "lines of aviso_workers": 4_115,
@@ -19,7 +19,7 @@ BUDGETS = {
     "lines of cli": 5_918,
     "lines of config": 2_729,
     "lines of declare": 3_877,
-    "lines of engine": 6_901,
+    "lines of engine": 6_907,
     "lines of jetstream": 2_493,
     "lines of ops": 14_168,
     "lines of projects": 77,
@@ -29,9 +29,9 @@ BUDGETS = {
     "lines of telemetry": 1_706,
     "lines of worker": 1_013,
     "modules that a plain worker loads": 157,
-    "lines that a plain worker loads": 31_561,
+    "lines that a plain worker loads": 31_567,
     "modules of the reading list": 33,
-    "lines of the reading list": 9_811,
+    "lines of the reading list": 9_817,
     "files that use tables": 10,
     "files that use windows": 10,
     "files that use timers": 10,

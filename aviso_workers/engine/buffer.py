@@ -23,7 +23,7 @@ from functools import partial
 
 import anyio
 from anyio.lowlevel import checkpoint
-from msgspec import structs
+from msgspec import Struct, field, structs
 
 from aviso_workers.aviso.codec import lacks_body
 from aviso_workers.backends import Delivery, Message
@@ -51,6 +51,20 @@ def _ignore(*_: object) -> None:
 def _never() -> float:
     """Be asked no more: the `on_begin` of a buffer whose owner gives none."""
     return math.inf
+
+
+class _HeldBack(Struct):
+    """What waits while one after the other is tried. It is an object of its own, because CPython reads an object with
+    more than 30 attributes more slowly.
+    """
+
+    waiting: deque[Delivery] = field(default_factory=deque)
+    decided: set[Delivery] = field(default_factory=set)
+    """Those of them on which `redeliveries` has decided, or that need no decision."""
+    let: int = 0
+    """How many of those may begin, and of those that come."""
+    tries: set[Delivery] = field(default_factory=set)
+    """Deliveries that were let begin, and that have not come to their end."""
 
 
 class Buffer:
@@ -96,14 +110,8 @@ class Buffer:
         self._gathered: list[Delivery] | None = None
         """The redeliveries that were gathered so far; None while none are gathered."""
         self._most_gathered = 0
-        self._held_back: deque[Delivery] | None = None
+        self._held_back: _HeldBack | None = None
         """What may not begin yet; None while everything may."""
-        self._decided: set[Delivery] = set()
-        """Those of them on which `redeliveries` has decided, or that need no decision."""
-        self._let = 0
-        """How many of those may begin, and of those that come."""
-        self.tries: set[Delivery] = set()
-        """Deliveries that were let begin while others are held back, and that have not come to their end."""
         self._idle: deque[anyio.Event] = deque()
         self._waking = False
         """Whether a task that waits in `take` was woken and has not run yet."""
@@ -334,11 +342,11 @@ class Buffer:
         """Let `take` return a redelivery, before all others or after them. `begin` is awaited first."""
         if self.closed:
             return
-        if self._held_back is not None:
-            if delivery not in self.tries:
+        if (back := self._held_back) is not None:
+            if delivery not in back.tries:
                 delivery.begin = begin
-                self._decided.add(delivery)
-                self._held_back.append(delivery)
+                back.decided.add(delivery)
+                back.waiting.append(delivery)
                 return
             begin = partial(self._begin_try, delivery, begin)
         if begin is not None:
@@ -355,69 +363,67 @@ class Buffer:
         """How many more are wanted while others are held back: those that may begin, or one to be tried next; None
         while all may begin.
         """
-        return None if self._held_back is None else self._let or int(not self.can_try)
+        back = self._held_back
+        return None if back is None else back.let or int(not self.can_try)
 
     @property
     def can_try(self) -> bool:
         """Whether one is held back that `let` would let begin."""
-        return any(map(self.holds, self._held_back or ()))
+        return self._held_back is not None and any(map(self.holds, self._held_back.waiting))
 
     def hold_back(self) -> None:
         """Let nothing begin but what is `let`, until `let_all`."""
-        self._let = 0
-        if self._held_back is None:
-            self._held_back = deque(self._ready)
-        else:
-            self._held_back.extendleft(reversed(self._ready))
-        self.tries.difference_update(self._ready)
-        self._decided.update(self._ready)
+        back = self._held_back = self._held_back or _HeldBack()
+        back.let = 0
+        back.waiting.extendleft(reversed(self._ready))
+        back.tries.difference_update(self._ready)
+        back.decided.update(self._ready)
         self._ready.clear()
 
     def let(self, count: int) -> None:
         """Let so many more begin, of those that are held back or come."""
         assert self._held_back is not None, "only after `hold_back`"
-        self._let += count
-        while self._let and self._held_back:
-            if self.holds(delivery := self._held_back.popleft()):
-                self._let_begin(delivery)
-        if self._let:
+        back = self._held_back
+        back.let += count
+        while back.let and back.waiting:
+            if self.holds(delivery := back.waiting.popleft()):
+                self._let_begin(delivery, back)
+        if back.let:
             self._on_surplus()
 
     def let_none(self) -> None:
         """Let none begin any more that was not let begin and has come, and have one come to be tried next."""
-        self._let = 0
+        if self._held_back is not None:
+            self._held_back.let = 0
         self._on_surplus()
 
     def let_all(self) -> None:
         """Let everything begin again."""
-        held_back, self._held_back, self._let = self._held_back or deque(), None, 0
-        self.tries.clear()
-        for delivery in held_back:
+        back, self._held_back = self._held_back or _HeldBack(), None
+        for delivery in back.waiting:
             if self.holds(delivery):
-                self._let_begin(delivery)
-        self._decided.clear()
+                self._let_begin(delivery, back)
         self._on_surplus()
 
-    def _let_begin(self, delivery: Delivery) -> None:
-        if delivery not in self._decided:
+    def _let_begin(self, delivery: Delivery, back: _HeldBack) -> None:
+        if delivery not in back.decided:
             self._offer(delivery)
             return
-        self._decided.discard(delivery)
+        back.decided.discard(delivery)
         if self._held_back is not None:
-            self._let -= 1
-            self.tries.add(delivery)
+            back.let -= 1
+            back.tries.add(delivery)
         self.admit(delivery, first=self.alone(delivery), begin=delivery.begin)
 
     def is_trying(self) -> bool:
         """Return whether one that was let begin is still held, and has not come to its end."""
-        self.tries = {delivery for delivery in self.tries if self.holds(delivery)}
-        return bool(self.tries)
+        return self._held_back is not None and any(map(self.holds, self._held_back.tries))
 
     def end_try(self, delivery: Delivery) -> bool:
         """Note that a delivery has come to its end, and return whether it was let begin while others are held back."""
-        if delivery not in self.tries:
+        if self._held_back is None or delivery not in self._held_back.tries:
             return False
-        self.tries.discard(delivery)
+        self._held_back.tries.discard(delivery)
         return True
 
     async def _begin_try(self, delivery: Delivery, begin: Callable[[], Awaitable[None]] | None) -> None:
@@ -469,13 +475,13 @@ class Buffer:
         """Hand out no delivery any more, and let the handlers end. What arrives from now on is only held."""
         self.closed = True
         self._redelivery.set()
-        for delivery in (*self._ready, *(self._held_back or ())):
+        back = self._held_back or _HeldBack()
+        for delivery in (*self._ready, *back.waiting):
             if self.alone(delivery):
                 self._isolation.note_end(delivery)  # it has not begun, and will not
         self._ready.clear()
-        if self._held_back is not None:
-            self._held_back.clear()
-            self._decided.clear()
+        back.waiting.clear()
+        back.decided.clear()
         while self._idle:
             self._idle.popleft().set()
 
@@ -595,13 +601,13 @@ class Buffer:
         self._waking = False
 
     def _offer(self, delivery: Delivery) -> None:
-        if self._held_back is not None and delivery not in self.tries:
-            if not self._let:
-                self._held_back.append(delivery)
+        if (back := self._held_back) is not None and delivery not in back.tries:
+            if not back.let:
+                back.waiting.append(delivery)
                 self._leave_out_body(delivery)
                 return
-            self._let -= 1
-            self.tries.add(delivery)
+            back.let -= 1
+            back.tries.add(delivery)
         if self._screens and (delivery.num_delivered > 1 or (self._bodiless and self.is_bodiless(delivery))):
             if delivery not in self._undecided:
                 self._undecided.add(delivery)
