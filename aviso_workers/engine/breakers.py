@@ -179,9 +179,11 @@ class CircuitBreaker:
         self._flow.buffer.let_none()
         seconds = self._due - self._clock.monotonic() if self._flow.buffer.can_try else CHECK_SECONDS
         await self._clock.sleep(min(max(0.0, seconds), CHECK_SECONDS))
+        known = self._revision
         if record := await self._news():
             if record.over:
-                self._note_answer()
+                if known:  # or it is an earlier outage that is over
+                    self._note_answer()
                 return False
             self._follow(record)
         now = self._clock.monotonic()
@@ -214,9 +216,7 @@ class CircuitBreaker:
 
     async def _news(self) -> OutageRecord | None:
         """Return the shared record; None where there is none, or it has not changed since it was seen last."""
-        found = await self._shared(
-            lambda: outage_records.newest(self._backend, app=self._app, agent=self._agent),
-        )
+        found = await self._shared(lambda: outage_records.newest(self._backend, app=self._app, agent=self._agent))
         if found is None or found[1] == self._revision:
             return None
         record, self._revision = found

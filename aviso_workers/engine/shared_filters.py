@@ -83,12 +83,10 @@ Filters = tuple[str, ...]
 
 
 class _VersionSeen(Struct, frozen=True):
-    """The numbers of a version, and since when it has each."""
+    """The number of a version, and since when it is that one."""
 
     number: int
     since: float
-    narrowing: int = 0
-    narrowing_since: float = 0.0
 
 
 class SharedFilter:
@@ -138,6 +136,8 @@ class SharedFilter:
         self._other_functions: tuple[str, ...] = ()
         """The functions of the other versions."""
         self._seen: dict[Version, _VersionSeen] = {}
+        self._narrowings: dict[int, float] = {}
+        """Since when each `narrowing` is known."""
         self._checked_at = 0.0
         self._limited = anyio.Event()
         self._check_soon = anyio.Event()
@@ -245,33 +245,34 @@ class SharedFilter:
         await self._note_reading(registered)
         return info, registered
 
-    async def _announced(self, wanted: ConsumerSpec, found: ConsumerInfo | None) -> tuple[ConsumerSpec, bool]:
-        """Return the consumer that is wanted, and whether it was announced that its filter gets narrower. Where another
-        version is registered by now, or another worker of this one narrows it, the filter stays as it is.
+    async def _announced(self, wanted: ConsumerSpec, found: ConsumerInfo | None) -> tuple[ConsumerSpec, int]:
+        """Return the consumer that is wanted, and the number under which it was announced that its filter gets
+        narrower, or 0. Where another version is registered by now, or another worker of this one narrows it, the filter
+        stays as it is.
         """
         filters = found and (tuple(sorted(found.config.filters)) or self._everything)
         if not filters or subjects.within(filters, wanted.filter_subjects):
-            return wanted, False
+            return wanted, 0
         number = 1 + secrets.randbelow(versions.MAX_HEARD)
 
         def announce(known: tuple[Registered, ...]) -> tuple[Registered, ...]:
             known = versions.including(known, self._own)
             may = len(known) == 1 and not known[0].narrowing
-            return versions.with_narrowing(known, self._own, number) if may else known
+            return (structs.replace(known[0], narrowing=number),) if may else known
 
         _, registered = await self._registry.change(announce)
         if any(each.narrowing == number for each in registered):
-            return wanted, True
-        return structs.replace(wanted, filter_subjects=filters), False
+            return wanted, number
+        return structs.replace(wanted, filter_subjects=filters), 0
 
-    async def _updated(self, found: ConsumerInfo, *, announced: bool) -> tuple[bool, tuple[Registered, ...]]:
+    async def _updated(self, found: ConsumerInfo, *, announced: int) -> tuple[bool, tuple[Registered, ...]]:
         """Return whether the consumer was removed because this worker's update has hidden something, and the versions
         that are registered after it.
         """
         registered = versions.including(await self._registry.read(), self._own)
         removed = await self._removed(found, registered, own_update=True)
         if announced:
-            _, registered = await self._registry.change(lambda known: versions.with_narrowing(known, self._own, 0))
+            _, registered = await self._registry.change(lambda known: versions.without_narrowing(known, {announced}))
         return removed, registered
 
     async def _report_moved(self, before: str) -> None:
@@ -429,21 +430,13 @@ class SharedFilter:
         where there are other versions, its update may have hidden something from them, so the consumer is removed.
         """
         now = self._backend.clock.monotonic()
-        abandoned = {
-            each.narrowing
-            for each in registered
-            if each.narrowing and now - self._seen[each.version].narrowing_since >= GONE_SECONDS
-        }
+        abandoned = {number for number, since in self._narrowings.items() if now - since >= GONE_SECONDS}
         if not abandoned:
             return False
         if len(tuple(registered)) > 1:
             self._emit_hides(found, registered)
             await self._recorder.remove()
-        await self._registry.change(
-            lambda known: tuple(
-                structs.replace(each, narrowing=0) if each.narrowing in abandoned else each for each in known
-            )
-        )
+        await self._registry.change(lambda known: versions.without_narrowing(known, abandoned))
         return True
 
     def _still_there(self, known: tuple[Registered, ...]) -> tuple[Registered, ...]:
@@ -451,8 +444,11 @@ class SharedFilter:
         now = self._backend.clock.monotonic()
         if now - self._checked_at > 2 * CHECK_SECONDS + CHECK_AGAIN_SECONDS:
             self._seen.clear()  # without an answer for so long, the others may have been cut off as well
+            self._narrowings.clear()
         self._checked_at = now
         self._seen = {each.version: self._last_seen(each, now) for each in known}
+        narrowings = {each.narrowing for each in known} - {0}
+        self._narrowings = {number: self._narrowings.get(number, now) for number in narrowings}
         living = tuple(
             each
             for each in versions.including(known, self._own)
@@ -464,13 +460,8 @@ class SharedFilter:
         return versions.with_heartbeat(living, self._own)
 
     def _last_seen(self, known: Registered, now: float) -> _VersionSeen:
-        before = self._seen.get(known.version) or _VersionSeen(known.heard, now, known.narrowing, now)
-        return _VersionSeen(
-            known.heard,
-            before.since if before.number == known.heard else now,
-            known.narrowing,
-            before.narrowing_since if before.narrowing == known.narrowing else now,
-        )
+        before = self._seen.get(known.version)
+        return before if before is not None and before.number == known.heard else _VersionSeen(known.heard, now)
 
     async def _keep_deciding(self) -> None:
         while True:

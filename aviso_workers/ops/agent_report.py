@@ -130,10 +130,10 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
         """Return what the agent does or what is wrong with it, judged by an earlier snapshot as well."""
         paused = f"paused until {self.paused_until}" if self.paused_until else ""
         trouble = self.trouble_since(before)
-        if trouble and self.failing and trouble != self.waiting:  # which says the error already
+        if trouble and trouble == self.waiting:  # which says the error already
+            return f"{paused}; {trouble}" if paused else trouble
+        if trouble and self.failing:
             return f"{trouble}; {self.failing}"
-        if paused and trouble and trouble == self.waiting:
-            return f"{paused}; {trouble}"
         return trouble or paused or self.failing or ("ok" if self.lag else "idle")
 
     @property

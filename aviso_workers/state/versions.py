@@ -12,7 +12,7 @@ condition, and so they are not where the versions are noted.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Annotated
 
 from msgspec import Meta, Struct, structs
@@ -26,7 +26,7 @@ from aviso_workers.jetstream.metadata import MAX_NOTED, Version
 from aviso_workers.state import consumer_records
 from aviso_workers.state.kept import Kept
 
-__all__ = ["KEPT", "Registered", "Versions", "including", "parsed", "stored", "with_heartbeat", "with_narrowing"]
+__all__ = ["KEPT", "Registered", "Versions", "including", "parsed", "stored", "with_heartbeat", "without_narrowing"]
 
 MAX_HEARD = 2**32
 """More often than a version says that it lives."""
@@ -121,11 +121,9 @@ def with_heartbeat(versions: Iterable[Registered], own: Version) -> tuple[Regist
     )
 
 
-def with_narrowing(versions: Iterable[Registered], own: Version, number: int) -> tuple[Registered, ...]:
-    """Return the versions, this one among them, with this number of a `narrowing`."""
-    return tuple(
-        structs.replace(each, narrowing=number) if each.version == own else each for each in including(versions, own)
-    )
+def without_narrowing(versions: Iterable[Registered], ended: Collection[int]) -> tuple[Registered, ...]:
+    """Return the versions without a `narrowing` of these numbers."""
+    return tuple(structs.replace(each, narrowing=0) if each.narrowing in ended else each for each in versions)
 
 
 async def stored(backend: Backend) -> dict[tuple[str, str, str], tuple[Registered, ...]]:

@@ -44,13 +44,14 @@ async def test_the_good_ones_are_handled_however_many_wait_for_their_retry(app: 
 async def test_due_retries_leave_half_of_the_time_to_what_is_new(app: App, url: str | None) -> None:
     """As many fail as succeed, and their retries alone would keep the worker busy for twenty times as long."""
     count, failing_seconds, attempts = 150, 0.01, 21
-    handled = 0
+    handled = failed = 0
     retried_seconds = 0.0
 
     @app.agent("mars", retry=Backoff(first=0.2, factor=1, attempts=attempts, jitter=0))
     async def index(notification: Notification[Any]) -> None:
-        nonlocal handled, retried_seconds
+        nonlocal failed, handled, retried_seconds
         if notification.identifier["class"] == "rd":
+            failed += 1
             clock = app.session.backend.clock
             began = clock.monotonic()
             await clock.sleep(failing_seconds)
@@ -70,6 +71,7 @@ async def test_due_retries_leave_half_of_the_time_to_what_is_new(app: App, url: 
                 await t.advance(0.02)
         assert handled == count
         share = retried_seconds / (clock.monotonic() - began)
+        assert url is not None or failed < 4 * count, "each new one that fails is a retry's time, and brings one retry"
         assert share < 2 / 3, "retries take as long as what is new, and not twenty times as long"
 
 
@@ -100,9 +102,10 @@ async def test_due_retries_that_take_longer_than_before_give_way_to_what_is_new(
                 await t.advance(0.01)
             await app.notify_many(Notify("mars", mars(step=step), {}) for step in range(count))
             clock = app.session.backend.clock
-            began, retried_seconds = clock.monotonic(), 0.0
+            began, retried_seconds, before = clock.monotonic(), 0.0, attempts.count(2)
             while handled < count:
                 await t.advance(0.01)
+        assert url is not None or attempts.count(2) - before < count / 2, "all were due before anything new"
         others_seconds = clock.monotonic() - began - retried_seconds
         assert retried_seconds < failing_seconds * count / 2 + others_seconds, "all were due before anything new came"
         assert t.outcomes(index).count("acked") == count

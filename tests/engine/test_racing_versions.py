@@ -34,9 +34,7 @@ T = TypeVar("T")
 
 VERSIONS = {"od": ("mars.od.>",), "rd": ("mars.rd.>",), "both": ("mars.od.>", "mars.rd.>")}
 DURABLE = "app__agent"
-SOON_SECONDS = 300.0
-"""A server may give to three other workers, again and again, what only the fourth one wants: within so long about
-seventy times, of which all are in vain once in a billion. Within 100 s it is thirty times, and that happens."""
+SOON_SECONDS = 100.0
 
 
 class SlowBackend(InMemoryBackend):
@@ -88,6 +86,8 @@ class Deployment:
         """When each message was stored, and its class."""
         self.handled: set[int] = set()
         """Sequences."""
+        self.left_at: dict[int, float] = {}
+        """When each was given to a worker that does not want it, for the last time, by sequence."""
         self.hidden: list[FilterHides] = []
 
     def filters(self, version: str, backend: InMemoryBackend) -> SharedFilter:
@@ -132,7 +132,9 @@ class Deployment:
 
         def deliver(deliveries: Sequence[Delivery]) -> None:
             for delivery in deliveries:
-                if not filters.leaves(delivery):
+                if filters.leaves(delivery):
+                    self.left_at[delivery.message.sequence] = backend.clock.monotonic()
+                else:
                     self.handled.add(delivery.message.sequence)
                     delivery.ack()
 
@@ -159,7 +161,8 @@ class Deployment:
     def missed(self) -> list[tuple[int, float, str]]:
         """Return what was not handled although a worker read that wants it: sequence, time and class.
 
-        A worker that stops soon after may not have been given it, and its version may be gone after that.
+        A worker that stops soon after may not have been given it, and its version may be gone after that. Nor may one
+        that stops while the server still offers it to all in turn: of four workers, three may be given it thirty times.
         """
         return [
             (sequence, time, name)
@@ -168,6 +171,7 @@ class Deployment:
             and any(
                 name in VERSIONS[reading.version][0] + VERSIONS[reading.version][-1]
                 and reading.since < time < reading.until - SOON_SECONDS
+                and self.left_at.get(sequence, 0.0) < reading.until
                 for reading in self.readings
             )
         ]
