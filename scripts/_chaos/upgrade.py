@@ -130,8 +130,7 @@ async def _conduct(nodes: list[Node], binaries: Mapping[str, str], rate: float) 
                 console.print(f"all servers are {version}: {len(ledger.stored):,} stored so far")
                 tried[version] = await _said(_later(app, version))
             published.set()
-            dead_letters = await _settled(app, ledger, later=[*tried.values()].count(WORKS))
-            kept = {int(key) async for key, _ in numbers.items()}
+            dead_letters, kept = await _settled(app, ledger, numbers, later=[*tried.values()].count(WORKS))
             stop.set()
     return _judged(ledger, dead_letters, kept, tried)
 
@@ -231,9 +230,9 @@ async def _said(doing: Any) -> str:
     return WORKS
 
 
-async def _settled(app: App, ledger: Ledger, *, later: int) -> set[int]:
-    """Wait until all is done, or nothing happens any more; return the numbers of the dead letters."""
-    dead_letters: set[int] = set()
+async def _settled(app: App, ledger: Ledger, numbers: Table[int | None], *, later: int) -> tuple[set[int], set[int]]:
+    """Wait until all is done, or nothing happens any more; return the numbers of the dead letters, and the table's."""
+    dead_letters, kept = set[int](), set[int]()
     until = time.monotonic() + STILL_SECONDS
     doomed = {number for number in ledger.stored if number % FAILS == 0}
     while time.monotonic() < until:
@@ -244,10 +243,11 @@ async def _settled(app: App, ledger: Ledger, *, later: int) -> set[int]:
                 Selection(app=APP)
             )
         }
-        done = ledger.stored - doomed <= ledger.handled.keys() and doomed <= dead_letters
+        kept = {int(key) async for key, _ in numbers.items()}
+        done = ledger.stored - doomed <= ledger.handled.keys() and doomed <= dead_letters and ledger.stored <= kept
         if done and ledger.stored <= ledger.in_windows.keys() and len(ledger.later) == later:
             break
-    return dead_letters
+    return dead_letters, kept
 
 
 def _judged(ledger: Ledger, dead_letters: set[int], kept: set[int], tried: dict[str, str]) -> Result:
