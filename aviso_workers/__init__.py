@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from aviso_workers.declare.timers import Tick, Timer
     from aviso_workers.declare.verdicts import Ack, Reject, Retry
     from aviso_workers.declare.windows import Window, Windowing
+    from aviso_workers.engine.breakers import CircuitBreaker
     from aviso_workers.errors import AvisoWorkersError
     from aviso_workers.jetstream.key_value import KeyValue
     from aviso_workers.version import __version__
@@ -31,6 +32,7 @@ __all__ = [
     "Batching",
     "Breaker",
     "Change",
+    "CircuitBreaker",
     "Counter",
     "Delete",
     "KeyValue",
@@ -91,6 +93,7 @@ _PLACES = {
         "Window",
         "Windowing",
     ),
+    "engine.breakers": ("CircuitBreaker",),
     "errors": ("AvisoWorkersError",),
     "jetstream.key_value": ("KeyValue",),
     "version": ("__version__",),

@@ -39,6 +39,7 @@ from aviso_workers.declare.agents import (
     Task,
     check_filter,
     check_name,
+    exceptions,
     included,
     is_at_prompt,
 )
@@ -48,6 +49,7 @@ from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.unawaited_calls import unawaited_calls
 from aviso_workers.declare.windows import Window
+from aviso_workers.engine.breakers import CircuitBreaker
 from aviso_workers.engine.publisher import encode
 from aviso_workers.engine.subscription import SubscriptionRun
 from aviso_workers.errors import (
@@ -58,7 +60,7 @@ from aviso_workers.errors import (
     UnknownEventTypeError,
 )
 from aviso_workers.events import Events, Measured
-from aviso_workers.sessions.session import Session, is_stopping, open_session
+from aviso_workers.sessions.session import Session, breaker, is_stopping, open_session
 from aviso_workers.task_groups import task_group
 
 if TYPE_CHECKING:
@@ -83,8 +85,16 @@ class App(Router[Any]):
 
     _kind = "app"
 
-    def __init__(self, name: str, *, config: Config | str | Path | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        config: Config | str | Path | None = None,
+        unavailable: Sequence[type[Exception]] = (),
+    ) -> None:
         super().__init__(name)
+        self.unavailable = exceptions(f"app {name!r}", unavailable)
+        """Exceptions that say that something is away that its agents depend on, beside those that `Breaker` names."""
         if "__" in name or name.endswith("_"):  # else two apps could have one durable consumer
             raise DeclarationError(f"app name {name!r}: leave out '__' and a last '_', which part it from its agents")
         self.events = Events()
@@ -237,6 +247,7 @@ class App(Router[Any]):
         found = list(examined.mistakes)
         for agent in self.agents:
             found += [f"agent {agent.name!r}: {problem}" for problem in _agent_mistakes(agent, examined)]
+        found += self._mistakes_of_breakers()
         found += self._mistakes_of_resources()
         found += self._unawaited_calls()
         for router in (self, *self._routers):
@@ -255,6 +266,16 @@ class App(Router[Any]):
             *((f"task {task.name!r}", task.function) for task in self.tasks),
         ]
         return [f"{what}: {call}" for what, function in declared for call in unawaited_calls(function)]
+
+    def _mistakes_of_breakers(self) -> Iterator[str]:
+        first: dict[str, Agent[Any, Any]] = {}
+        for agent in self.agents:
+            if (name := agent.policy.depends_on) is None:
+                continue
+            other = first.setdefault(name, agent)
+            if other.policy.breaker != agent.policy.breaker:
+                both = f"agents {other.name!r} and {agent.name!r}"
+                yield f"{both} share the breaker of {name!r}: give both the same breaker="
 
     def _mistakes_of_resources(self) -> list[str]:
         called: list[tuple[str, type | None, Needing]] = [
@@ -485,6 +506,20 @@ class App(Router[Any]):
         if declared.policy.window is None:
             raise DeclarationError(f"agent {declared.name!r} has no windows: it is a function of no Window")
         return await self.session.open_windows(declared, declared.policy.window, key)
+
+    def breaker(self, name: str) -> CircuitBreaker:
+        """Return the breaker that agents share by `depends_on`, in this process: whether it `is_open`, `since` when and
+        for which `reason`; `trip` opens it, and `reset` lets everything begin again.
+
+        Raises `DeclarationError` where no agent with this `depends_on` is at work in this process.
+        """
+        if (found := breaker(name, self.session)) is None:
+            names = sorted({agent.policy.depends_on for agent in self.agents if agent.policy.depends_on})
+            raise DeclarationError(
+                f"app {self.name!r} has no breaker {name!r:.100} at work here; its agents depend on: "
+                f"{', '.join(names) or 'nothing that is named'}"
+            )
+        return found
 
     @event_loops.awaited
     async def key_value(self, bucket: str) -> KeyValue:

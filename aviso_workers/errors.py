@@ -27,6 +27,7 @@
     │   └── StreamReplacedError     a stream was recreated, or lost messages, since the backup before
     ├── WorkerDiedError             a worker process ended while it handled a notification
     ├── DeliveriesExhaustedError    a notification was delivered very often while its failures could not be counted
+    ├── SkippedError                a person has decided that a notification is not tried again
     ├── TakenOverError              another worker may have taken over the notification of a singleton
     ├── ResourceError               a declared resource cannot be opened
     ├── ServerProcessError          a local nats-server could not be found, started or reached
@@ -74,6 +75,7 @@ __all__ = [
     "RefusedError",
     "ResourceError",
     "ServerProcessError",
+    "SkippedError",
     "SparkError",
     "SparkRestError",
     "StreamReplacedError",
@@ -234,6 +236,14 @@ class DeliveriesExhaustedError(AvisoWorkersError):
     def __init__(self, num_delivered: int) -> None:
         self.num_delivered = num_delivered
         super().__init__(f"the notification was delivered {num_delivered} times, and its failures could not be stored")
+
+
+class SkippedError(AvisoWorkersError):
+    """A person has decided that a notification which was parked is not tried again."""
+
+    def __init__(self, attempts: int, error: str) -> None:
+        self.attempts = attempts
+        super().__init__(f"skipped by a person after {attempts} attempts; the last error: {error or 'not known'}")
 
 
 class TakenOverError(AvisoWorkersError):

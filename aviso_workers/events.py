@@ -27,7 +27,9 @@ __all__ = [
     "AckWaitDiffers",
     "Acked",
     "AgentDisturbed",
+    "AgentHalted",
     "AgentMoved",
+    "AgentResumed",
     "AgentStarted",
     "AgentStopped",
     "CallOverdue",
@@ -133,7 +135,8 @@ class Hindrance(NamedTuple):
 
 
 WORKER = ""
-CONNECTION, DEAD_LETTERS, CALLS, BODIES, OUTAGE = "connection", "dead letters", "calls", "bodies", "outage"
+CONNECTION, DEAD_LETTERS, CALLS, BODIES = "connection", "dead letters", "calls", "bodies"
+OUTAGE, HALT = "outage", "halt"
 """What a worker or an agent lacks beside a bucket or a stream; none of them has such a name."""
 
 
@@ -412,6 +415,35 @@ class OutageEnded(Event, frozen=True, kw_only=True):
 
     def hindrance(self) -> Hindrance:
         return Hindrance(self.agent, OUTAGE)
+
+
+class AgentHalted(Event, frozen=True, kw_only=True):
+    """So many notifications of an agent have become dead letters that this worker begins no more of them."""
+
+    lines = logged(
+        "error",
+        "agent.halted",
+        cure="deploy a version that can handle them, or run `aviso-workers agents resume` when the cause is gone; the "
+        "notifications that are not dead letters yet are handled then",
+    )
+
+    agent: str
+    reason: str
+    """How many dead letters there were, and the last error."""
+
+    def hindrance(self) -> Hindrance:
+        return Hindrance(self.agent, HALT, f"is halted until it is resumed: {self.reason}", is_ready=True)
+
+
+class AgentResumed(Event, frozen=True, kw_only=True):
+    """After `AgentHalted`: a person has resumed the agent."""
+
+    lines = logged("info", "agent.resumed")
+
+    agent: str
+
+    def hindrance(self) -> Hindrance:
+        return Hindrance(self.agent, HALT)
 
 
 class CallOverdue(Event, frozen=True, kw_only=True):

@@ -66,6 +66,7 @@ from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
 from aviso_workers.declare.agents import Agent, included
 from aviso_workers.declare.batches import NotificationSource, Stream
+from aviso_workers.declare.outages import Unavailable
 from aviso_workers.declare.resources import Resource, spelled
 from aviso_workers.declare.tables import PROCESS, Table
 from aviso_workers.declare.timers import Timer
@@ -245,6 +246,20 @@ class Harness:
         if not isinstance(error, BaseException) and not (isclass(error) and issubclass(error, BaseException)):
             raise TypeError(f"fail takes an exception such as ConnectionError(), found {error!r:.100}")
         self._code.faults.setdefault(self._name(agent), deque()).extend([error] * times)
+
+    @contextmanager
+    def outage(self, name: str) -> Iterator[None]:
+        """Let each call of the agents with this `depends_on`, or of the agent of this name, raise `Unavailable` instead
+        of calling its function, until the block ends.
+
+        Raises `DeclarationError` where there is no such agent.
+        """
+        away = {agent.name for agent in self._agents() if agent.policy.depends_on == name} or {self._name(name)}
+        self._code.away.update(away)
+        try:
+            yield
+        finally:
+            self._code.away.difference_update(away)
 
     def settled(self, agent: Agent[Any, Any] | str) -> list[Settled]:
         """Return how the agent's deliveries ended, in order."""
@@ -1043,6 +1058,8 @@ class _Code:
         """By call, the agent and when it began, on the real clock. A call is over when nobody waits for it."""
         self.faults: dict[str, deque[Exception]] = {}
         """By agent."""
+        self.away: set[str] = set()
+        """The agents of which each call fails because what they depend on is away."""
         self._asleep = 0
 
     @property
@@ -1088,6 +1105,8 @@ class _Code:
         return opened
 
     def strike(self, agent: str) -> None:
+        if agent in self.away:
+            raise Unavailable("an outage in a test")
         if faults := self.faults.get(agent):
             raise faults.popleft()
 

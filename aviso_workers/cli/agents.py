@@ -23,8 +23,9 @@ from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import AgentOption, ConfigOption, OpenedServer, Target, connected, find_app, opened
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError
-from aviso_workers.ops import agent_inventory, agent_report
+from aviso_workers.ops import agent_inventory, agent_report, parked
 from aviso_workers.ops.agent_report import AgentProgress, AgentRow
+from aviso_workers.ops.parked import Parked
 from aviso_workers.state import declarations
 from aviso_workers.state.failure_records import Retrying
 
@@ -247,25 +248,38 @@ def retrying(
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
-    """Show which notifications an agent tries again next, why, and how many wait behind each by `order_by`.
+    """Show which notifications an agent tries again next, why, and how many wait behind each by `order_by`; and those
+    that are parked: `agents retry` and `agents skip` decide on them.
 
     Workers record up to 50, those that are due next, every 5 seconds at most. So a notification may be listed for some
     seconds after its next attempt was due.
 
     Example: aviso-workers agents retrying fields index_field
     """
-    everyones = connected(config, lambda server: agent_report.of_deployment(server.admin, server.config), declared=True)
+
+    async def read(server: OpenedServer) -> tuple[list[AgentProgress], list[Parked]]:
+        everyones = await agent_report.of_deployment(server.admin, server.config)
+        return everyones, await parked.of_agent(server.admin, app, agent)
+
+    everyones, stopped = connected(config, read, declared=True)
     found = [each for each in _of_app(everyones, app) if each.agent == agent]
     if not found:
         raise NotFoundError(f"app {app} has no agent {agent} that reads one of the configured streams")
     waiting = [each for progress in found for each in progress.retrying]
-    print_rows(RETRYING, map(_retrying_row, waiting), waiting, none="nothing is tried again", as_json=as_json)
+    rows = [*map(_parked_row, stopped), *map(_retrying_row, waiting)]
+    print_rows(RETRYING, rows, [*stopped, *waiting], none="nothing is tried again", as_json=as_json)
     if not as_json:
         for progress in found:
             echo(f"{progress.stream}: {progress.state_since(None)}")
 
 
 RETRYING = ("sequence", "attempt", "next at", "error", "key", "behind it")
+
+
+def _parked_row(each: Parked) -> tuple[str, ...]:
+    record = each.record
+    blocked = (record.ordering_key, str(record.behind)) if record.ordering_key else ("-", "-")
+    return (str(each.sequence), f"all {record.attempts}", "parked", record.error, *blocked)
 
 
 def _retrying_row(each: Retrying) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -16,8 +16,8 @@ from aviso_workers.cli.details import time_text
 from aviso_workers.cli.options import argument, flag, option
 from aviso_workers.cli.output import print_record, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, named_app
-from aviso_workers.errors import DeclarationError
-from aviso_workers.ops import agent_control, retirement
+from aviso_workers.errors import DeclarationError, NotFoundError
+from aviso_workers.ops import agent_control, parked, retirement
 from aviso_workers.ops.agent_control import AgentConsumer, Reset
 from aviso_workers.ops.retirement import Retirement
 
@@ -63,6 +63,43 @@ def resume(agent: Agent, app: Owner, config: ConfigOption = None) -> None:
         typer.echo(f"{agent} is resumed{_on_all(target)}")
 
     _control(agent, app, config, run, several=True)
+
+
+Sequences = Annotated[
+    list[int] | None, argument("SEQUENCE", "Sequences in the stream, as `agents retrying` lists them.")
+]
+All = Annotated[bool, flag("--all", "All of the agent that are parked.")]
+
+
+@agents.command()
+def retry(
+    agent: Agent,
+    app: Owner,
+    sequences: Sequences = None,
+    everything: All = False,
+    config: ConfigOption = None,
+) -> None:
+    """Try parked notifications again, with all of their attempts, within a minute.
+
+    Example: aviso-workers agents retry index_field 4711 --app field-index
+    """
+    _decide(agent, app, config, parked.retry, sequences, everything=everything, done="tried again", skips=False)
+
+
+@agents.command()
+def skip(
+    agent: Agent,
+    app: Owner,
+    sequences: Sequences = None,
+    everything: All = False,
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Skip parked notifications: each becomes a dead letter within a minute, and those behind it are handled.
+
+    Example: aviso-workers agents skip index_field 4711 --app field-index --yes
+    """
+    _decide(agent, app, config, parked.skip, sequences, everything=everything, done="skipped", skips=True, yes=yes)
 
 
 @agents.command()
@@ -232,6 +269,40 @@ def _print_plan(plan: Reset) -> None:
         rows.append(("abandoned", f"up to {plan.unsettled} that are being handled or wait for their next attempt"))
     typer.echo(f"{plan.agent.agent} of {plan.agent.app}:")
     print_record(rows)
+
+
+def _decide(
+    agent: str,
+    owner: str,
+    config: ConfigSource | None,
+    decide: Callable[..., Awaitable[None]],
+    sequences: Sequence[int] | None,
+    *,
+    everything: bool,
+    done: str,
+    skips: bool,
+    yes: bool = True,
+) -> None:
+    """Decide on what is parked of an agent, and say how many wait behind it."""
+    if bool(sequences) == everything:
+        raise DeclarationError("say which: the sequences that `aviso-workers agents retrying` lists, or --all")
+    wanted = set(sequences or ())
+
+    async def run(server: OpenedServer, target: AgentConsumer) -> None:
+        waiting = await parked.of_agent(server.admin, target.app, agent)
+        if unknown := wanted - {each.sequence for each in waiting}:
+            raise NotFoundError(
+                f"not parked: {', '.join(map(str, sorted(unknown)))}; `aviso-workers agents retrying` lists what is"
+            )
+        chosen = [each for each in waiting if everything or each.sequence in wanted]
+        behind = sum(each.record.behind for each in chosen)
+        without = f"; {behind} that wait behind {'it' if len(chosen) == 1 else 'them'} run without" if skips else ""
+        typer.echo(f"{len(chosen)} of {agent} to be {done}{without}")
+        confirm(yes, to="skip them")
+        await decide(server.admin, *chosen)
+        typer.echo(f"{len(chosen)} of {agent} are {done} within a minute of its workers")
+
+    _control(agent, owner, config, run, several=True)
 
 
 def _position(text: str) -> Position:

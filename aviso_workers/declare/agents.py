@@ -44,6 +44,7 @@ __all__ = [
     "check_filter",
     "check_name",
     "durable_name",
+    "exceptions",
     "included",
     "is_at_prompt",
 ]
@@ -74,6 +75,9 @@ TIMEOUT_NEEDS_AN_END = "timeout= is for a function of a Notification or a Batch;
 RETURNS_INSTRUCTION_CLASS = "annotated to return the class Retry or Reject: return Retry() or Reject(reason) instead"
 
 
+DEFAULT_BREAKER = Breaker()
+
+
 class Policy(Struct, frozen=True, kw_only=True):
     """The policy by which an agent's notifications are handled, with times in seconds. `Router.agent` explains it."""
 
@@ -89,9 +93,11 @@ class Policy(Struct, frozen=True, kw_only=True):
     states_start: bool = False
     """Whether the author has stated `start`."""
     singleton: bool = False
-    breaker: Breaker | None = None
+    breaker: Breaker | None = DEFAULT_BREAKER
     unavailable: tuple[type[Exception], ...] = ()
     """Exceptions that say that something is away, beside those that every breaker knows."""
+    depends_on: str | None = None
+    """The name of what the agent depends on, whose breaker it shares with others."""
 
 
 POLICY_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
@@ -242,8 +248,13 @@ class Agent(Generic[P, R]):
         rules = [
             (policy.batch != Batching() and form is not Batch, "batch= is for a function of a Batch"),
             (policy.window is not None and form is not Window, "window= is for a function of a Window"),
+            (policy.retry.then == "park" and form is Window, 'Backoff(then="park") is not for a function of a Window'),
             (policy.window is None and form is Window, "a function of a Window needs window=Windowing(...)"),
             (policy.order_by and form is not Notification, "order_by= is for a function of a Notification"),
+            (
+                policy.depends_on and policy.breaker is None,
+                "depends_on= names a breaker that is shared: leave out breaker=None",
+            ),
             (policy.singleton and not in_turn, SINGLETON_HANDLES_IN_ORDER),
             (policy.timeout and form is Stream, TIMEOUT_NEEDS_AN_END),
             (self.in_thread and form is Stream, "a function of a Stream must be async"),
@@ -329,8 +340,9 @@ class Router(Generic[S]):
         window: Windowing[Any, Any] | None = None,
         start: int | str | datetime | None = None,
         singleton: bool = False,
-        breaker: Breaker | None = None,
+        breaker: Breaker | None = DEFAULT_BREAKER,
         unavailable: Sequence[type[Exception]] = (),
+        depends_on: str | None = None,
         decode: Callable[[bytes], Any] | None = None,
     ) -> Callable[[Callable[P, R]], Agent[P, R]]:
         """Declare an agent: the function is run for every matching notification of `event_type`, at least once.
@@ -360,8 +372,10 @@ class Router(Generic[S]):
         - `singleton`: let one worker of all that run the app handle everything, one notification at a time and in
           order. If it dies, another one takes over within `ack_wait`.
         - `breaker`: when failures are taken for an outage of what the agent depends on, so that it waits and counts no
-          attempt. Default: never, each failure is an attempt.
+          attempt. Default: `Breaker()`. With None, each failure is an attempt.
         - `unavailable`: exceptions that say that something is away, beside those that `Breaker` names.
+        - `depends_on`: the name of what the agent depends on, such as a database. All agents of the app with this name
+          share one breaker, and wait together; see `App.breaker`. Default: the agent has a breaker of its own.
         - `decode`: a function that makes the payload of the bytes of a body, such as a protobuf message's `FromString`,
           instead of `T`. A body for which it raises becomes a dead letter.
 
@@ -389,7 +403,8 @@ class Router(Generic[S]):
                 states_start=start is not None,
                 singleton=singleton,
                 breaker=breaker,
-                unavailable=_exceptions(name or _name_of(itself), unavailable),
+                unavailable=exceptions(f"agent {name or _name_of(itself)!r}", unavailable),
+                depends_on=None if depends_on is None else check_name("agent: depends_on", depends_on),
             )
             agent = Agent(itself, event_type=event_type, where=filtered, name=name, policy=policy, decode=decode)
             if isinstance(function, Agent):
@@ -760,11 +775,12 @@ def _check_classifier(agent: str, classify: object) -> None:
         raise DeclarationError(f"{wanted}, and nothing else; found {classify!r:.100}{signature}") from error
 
 
-def _exceptions(agent: str, kinds: object) -> tuple[type[Exception], ...]:
+def exceptions(owner: str, kinds: object) -> tuple[type[Exception], ...]:
+    """Return the exceptions that are given as `unavailable`. Raises `DeclarationError` for anything else."""
     found = tuple(kinds) if isinstance(kinds, Sequence) else (kinds,)
     for kind in found:
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            raise DeclarationError(f"agent {agent!r}: unavailable= takes classes of exceptions, found {kind!r:.100}")
+            raise DeclarationError(f"{owner}: unavailable= takes classes of exceptions, found {kind!r:.100}")
     return found
 
 

@@ -62,6 +62,8 @@ class Breaker(Struct, frozen=True, kw_only=True):
     connections, timeouts of sockets, names that cannot be resolved, a locked sqlite3, and the HTTP statuses 429, 502,
     503 and 504 where the exception of a client has them; and `raise Unavailable(...)`. It also opens after `failures`
     different notifications in a row that failed with any error, or where nine of ten of the last `3 * failures` did.
+    After `dead_letters` within a minute, which are more than a tenth of what was settled meanwhile, a worker halts the
+    agent until a person resumes it.
 
     While it is open, the agent begins nothing and counts no attempt, and nothing becomes a dead letter. One
     notification is tried after `first`, then after growing times up to `max`: a number of seconds, a text such as
@@ -71,13 +73,20 @@ class Breaker(Struct, frozen=True, kw_only=True):
 
     unavailable: int = 3
     failures: int = 20
+    dead_letters: int = 100
     first: float = 1.0
     max: float = 4.0
 
     if TYPE_CHECKING:  # it is given any duration, and has seconds
 
         def __init__(
-            self, *, unavailable: int = 3, failures: int = 20, first: AnyDuration = 1.0, max: AnyDuration = 4.0
+            self,
+            *,
+            unavailable: int = 3,
+            failures: int = 20,
+            dead_letters: int = 100,
+            first: AnyDuration = 1.0,
+            max: AnyDuration = 4.0,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -86,7 +95,7 @@ class Breaker(Struct, frozen=True, kw_only=True):
                 structs.force_setattr(self, name, durations.seconds(f"Breaker: {name}", given))
             if not 0 < (found := getattr(self, name)) <= LONGEST_RETRY_AFTER_SECONDS:
                 raise DeclarationError(f"Breaker: {name} must be above 0 s and at most 1 h, found {found!r:.100}")
-        for name in ("unavailable", "failures"):
+        for name in ("unavailable", "failures", "dead_letters"):
             found = getattr(self, name)
             if not isinstance(found, int) or isinstance(found, bool) or found < 1:
                 raise DeclarationError(f"Breaker: {name} must be a whole number from 1 on, found {found!r:.100}")

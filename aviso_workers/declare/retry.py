@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from numbers import Real
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 from msgspec import Struct, structs
 
@@ -40,7 +40,9 @@ _SENSIBLE = {
 class Backoff(Struct, frozen=True, kw_only=True):
     """How often and after which delays a failed notification is tried again.
 
-    It is tried `attempts` times in all, and becomes a dead letter after the last one. The delay after the n-th failure
+    It is tried `attempts` times in all, and becomes a dead letter after the last one. With `then="park"`, it is parked
+    instead: it stays where it is, with `order_by` before all others of its key, until a person has it tried again or
+    skips it (`aviso-workers agents retry|skip`). The delay after the n-th failure
     is `first * factor ** (n - 1)`, at most `max` and 366 days. Both are a number of seconds, a text such as `30s`, or a
     timedelta; they are kept as seconds. The delay is varied by plus or minus `jitter`,
     a share of it, so that notifications which failed together do not come back together.
@@ -57,6 +59,8 @@ class Backoff(Struct, frozen=True, kw_only=True):
     """The number of attempts in all, a whole number, or `math.inf` for no end. After the last one, the notification
     becomes a dead letter."""
     jitter: float = 0.1
+    then: Literal["dead_letter", "park"] = "dead_letter"
+    """What becomes of it after the last attempt."""
 
     if TYPE_CHECKING:  # it is given any duration, and has seconds
 
@@ -68,6 +72,7 @@ class Backoff(Struct, frozen=True, kw_only=True):
             max: AnyDuration = 600.0,
             attempts: float = 6,
             jitter: float = 0.1,
+            then: Literal["dead_letter", "park"] = "dead_letter",
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -80,6 +85,8 @@ class Backoff(Struct, frozen=True, kw_only=True):
                 raise DeclarationError(f"Backoff: {name} must be a number from {least} to {most}, found {found!r:.100}")
         if not (isinstance(self.attempts, int) or self.attempts == math.inf):
             raise DeclarationError(f"Backoff: attempts must be a whole number, found {self.attempts!r:.100}")
+        if self.then not in ("dead_letter", "park"):
+            raise DeclarationError(f'Backoff: then must be "dead_letter" or "park", found {self.then!r:.100}')
 
     def delay_seconds(self, failures: int) -> float:
         """Return the wait after this many failures, jitter included."""

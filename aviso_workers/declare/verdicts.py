@@ -19,6 +19,7 @@ from aviso_workers.declare.retry import LONGEST_DELAY_DAYS, LONGEST_DELAY_SECOND
 from aviso_workers.errors import DeclarationError
 
 __all__ = [
+    "PARKED",
     "Ack",
     "Again",
     "Classifier",
@@ -46,6 +47,8 @@ RECORDED_FROM = 2
 SUSPECT_AFTER = 2
 """After so many deliveries without a failure a notification is run alone where no such record can be stored. Elsewhere
 the number of deliveries says nothing: workers that stop, and those of another version, give back without a failure."""
+PARKED_SECONDS = 60.0
+"""How often it is looked whether a person has decided on a notification that is parked."""
 UNCOUNTED_DELIVERIES = 20
 """How many deliveries of a notification may have ended without a failure, where failures cannot be stored."""
 
@@ -149,8 +152,10 @@ UNFINISHED: Mapping[type, str] = {
 """The types that a handler may return by mistake, as its work is not done, and the cure."""
 Classifier = Callable[[Exception], Retry | Reject | Ack | None]
 """A function of `on_error`, which answers an exception with one of these; None is not an answer."""
-FinalReason = Literal["undecodable", "invalid_notification", "late", "max_deliveries"]
-"""Why a notification would fail each time that it is tried."""
+FinalReason = Literal["undecodable", "invalid_notification", "late", "max_deliveries", "skipped"]
+"""Why a notification would fail each time that it is tried, or is not tried any more."""
+PARKED = Again(after_seconds=PARKED_SECONDS, reason="parked")
+"""The verdict on a notification that waits for a person."""
 
 
 class Failure(Struct, frozen=True):
@@ -186,16 +191,19 @@ class OtherVersionError(Exception):
 
 
 def before_handling(
-    record: PriorRecord, *, num_delivered: int, attempts: float
-) -> Literal["run", "run_recorded", "run_alone", "worker_died", "max_deliveries"]:
+    record: PriorRecord, *, num_delivered: int, retry: Backoff
+) -> Literal["run", "run_recorded", "run_alone", "worker_died", "max_deliveries", "parked"]:
     """Return what to do with a notification that is delivered again, before its handler is run.
 
-    `run_recorded` is after a record that it begins. `worker_died` counts as a failed attempt, `max_deliveries` is the
+    `parked` is one that has had all attempts and waits for a person. `run_recorded` is after a record that it begins.
+    `worker_died` counts as a failed attempt, `max_deliveries` is the
     end where failures cannot be counted.
     """
+    if retry.then == "park" and record.failures >= retry.attempts:
+        return "parked"
     if record.began == "alone":
         return "worker_died"
-    if not record.stored and num_delivered - 1 - UNCOUNTED_DELIVERIES >= attempts:
+    if not record.stored and num_delivered - 1 - UNCOUNTED_DELIVERIES >= retry.attempts:
         return "max_deliveries"
     unexplained = num_delivered - 1 - record.ended
     if record.began or (not record.stored and unexplained >= SUSPECT_AFTER):
@@ -231,11 +239,11 @@ def classify(failure: Failure, classifiers: Sequence[tuple[type[Exception], Clas
 
     Those of `classifiers` whose exception type fits are asked in turn, until one answers. `Retry` and `Reject` from the
     handler are answers already. A classifier that fails, or answers something else, is a failure instead of this one.
-    They are not asked about a worker that died, which no handler has raised.
+    They are not asked about a worker that died, or what a person has decided, which no handler has raised.
 
     The exception and the answer are objects of the author's: what they raise when they are looked at is the failure.
     """
-    if failure.worker_died or failure.final == "max_deliveries":
+    if failure.worker_died or failure.final in ("max_deliveries", "skipped"):
         return failure
     try:
         return _classified(failure, classifiers)
@@ -249,6 +257,8 @@ def decide(failure: Failure, *, failures: int, retry: Backoff) -> Verdict:
         return DeadLetter(reason="rejected")
     if failure.final and failure.instruction is None:
         return DeadLetter(reason=failure.final)
+    if failures + 1 >= retry.attempts and retry.then == "park":
+        return PARKED
     if failures + 1 >= retry.attempts:
         return DeadLetter(reason="worker_died" if failure.worker_died else "attempts_exhausted")
     after = failure.instruction.after if failure.instruction is not None else None

@@ -17,6 +17,9 @@ from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
+from aviso_workers import clocks
 from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.literals import printable
 from aviso_workers.backends import Delivery
@@ -24,15 +27,26 @@ from aviso_workers.clocks import Clock, ScheduledCall
 from aviso_workers.declare import verdicts
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.retry import Backoff, RetryShare
-from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, Nak, PriorRecord, Settlement, Term, Verdict
+from aviso_workers.declare.verdicts import (
+    PARKED,
+    Ack,
+    Again,
+    DeadLetter,
+    Failure,
+    Nak,
+    PriorRecord,
+    Settlement,
+    Term,
+    Verdict,
+)
+from aviso_workers.engine.agent_breakers import AgentBreaker
 from aviso_workers.engine.attempts import Failures
-from aviso_workers.engine.breakers import CircuitBreaker
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shields import Shield
-from aviso_workers.errors import BackendError
+from aviso_workers.errors import BackendError, line_of
 from aviso_workers.events import (
     Acked,
     DeadLettersRefused,
@@ -44,6 +58,7 @@ from aviso_workers.events import (
     Suspected,
 )
 from aviso_workers.jetstream import answers, error_codes
+from aviso_workers.state.failure_counts import ParkedRecord
 from aviso_workers.state.failure_records import Retrying
 
 __all__ = ["UNAVAILABLE", "Settler", "give_back", "leave_to_others", "settle", "settle_again"]
@@ -132,11 +147,11 @@ class Settler:
         shield: Shield,
         clock: Clock,
         events: Events,
-        breaker: CircuitBreaker | None = None,
+        breaker: AgentBreaker | None = None,
     ) -> None:
         self._agent = agent
         self._breaker = breaker
-        self._succeeded = 0
+        self.successes = 0
         """How many deliveries have succeeded."""
         self._attempts = agent.policy.retry.attempts
         self._buffer = buffer
@@ -146,6 +161,8 @@ class Settler:
         self._shield = shield
         self._dead_letters = dead_letters
         self._writer = _DeadLetterWriter(agent.name, dead_letters, stream=stream, clock=clock, events=events)
+        if breaker is not None:
+            breaker.attach(self)
         self._clock = clock
         self._events = events
         self._hear_each = events.listeners(Settled)
@@ -156,6 +173,11 @@ class Settler:
         self._failed_at = clock.monotonic()
         self._finished = 0
         """How many deliveries had succeeded when the last one failed."""
+
+    def give_back_waiting(self, *, delay_seconds: float) -> None:
+        """Nak the deliveries whose handling has not begun, for workers that can handle them."""
+        for waiting in self._buffer.withdraw():
+            waiting.nak(delay_seconds=delay_seconds)
 
     def note_unsigned(self, message: Message) -> None:
         """State that a notification is suspected, where it has no headers and is a server's answer."""
@@ -271,7 +293,7 @@ class Settler:
 
     def _note_acked(self, delivery: Delivery, seconds: float, waited: float) -> None:
         """Note one more for `Acked`, which is stated at the end of this turn of the event loop, as the acks leave."""
-        self._succeeded += 1
+        self.successes += 1
         if self._hear_each:
             self._emit_settled(delivery, delivery.record, ACKED, seconds, waited)
         if self._hear_acked:
@@ -318,8 +340,9 @@ class Settler:
             emit(_Outcome("acked", ON_ERROR, failure.error))
             await self._failures.forget(delivery, record)
             return
-        attempt, error = record.failures + 1, classified.error
-        if (spared := self._spared_seconds(delivery, classified, started)) is not None:
+        attempt, error = record.failures + (classified.final != "skipped"), classified.error
+        verdict = verdicts.decide(classified, failures=record.failures, retry=self._agent.policy.retry)
+        if (spared := self._spared_seconds(delivery, classified, verdict, started)) is not None:
             await self._failures.clear(delivery)  # or its next delivery would be handled alone
             if not self._buffer.ordered:
                 self._failures.note_postponed(delivery, record)
@@ -328,9 +351,10 @@ class Settler:
             self._note_retried(delivery, outcome)
             emit(outcome)
             return
-        verdict = verdicts.decide(classified, failures=record.failures, retry=self._agent.policy.retry)
         if isinstance(verdict, Again):
-            again_in_seconds = self._again_in_seconds(delivery, verdict.after_seconds, took_seconds=seconds)
+            again_in_seconds = verdict.after_seconds
+            if verdict is not PARKED:
+                again_in_seconds = self._again_in_seconds(delivery, again_in_seconds, took_seconds=seconds)
             outcome = _Outcome("retried", verdict.reason, error, attempt, again_in_seconds)
         else:
             async with self._shield.hold():
@@ -345,10 +369,16 @@ class Settler:
             # Counted all the same: a redelivery without a counted failure is taken for one whose worker died.
             outcome = _Outcome("retried", "dead_letter_failed", refused.error, attempt, refused.again_in_seconds)
 
+        if verdict is PARKED:
+            await self._failures.park(delivery, self._parked(delivery, error, attempts=attempt))
+
         def give_back(counted: PriorRecord) -> None:
             self._buffer.note_record(delivery, counted)
             self._give_back(delivery, outcome.again_in_seconds)
-            self._note_retried(delivery, outcome)
+            if verdict is PARKED:
+                self._last_failures.note("agents", self._agent.name, error)
+            else:
+                self._note_retried(delivery, outcome)
             emit(outcome)
 
         await self._failures.add(
@@ -360,20 +390,37 @@ class Settler:
             then=give_back,
         )
 
-    def _spared_seconds(self, delivery: Delivery, failure: Failure, started: float) -> float | None:
-        """Return after how long to try a delivery again whose failure is no attempt, because of an outage; else None.
+    async def park(self, delivery: Delivery, known: ParkedRecord | None) -> None:
+        """Leave a notification parked: no person has decided on it yet. `known` is what was recorded of it."""
+        record = delivery.record or FRESH
+        if known is None:  # it could not be recorded
+            known = self._parked(delivery, None, attempts=record.failures)
+        behind = self._buffer.behind(delivery.message.subject, delivery.message.sequence)
+        await self._failures.park(delivery, structs.replace(known, behind=behind))
+        if not self._buffer.ordered:
+            self._failures.note_postponed(delivery, record)
+        self._give_back(delivery, PARKED.after_seconds)
 
-        What waits goes back to the server when the outage begins, for workers that are not concerned. Where there is an
-        order, it stays, or it would come back in another one.
+    def _parked(self, delivery: Delivery, error: BaseException | None, *, attempts: int) -> ParkedRecord:
+        subject, sequence = delivery.message.subject, delivery.message.sequence
+        return ParkedRecord(
+            since=clocks.utc_now(self._clock),
+            attempts=attempts,
+            error="" if error is None else printable(f"{type(error).__name__}: {line_of(error)}"),
+            ordering_key=printable(self._buffer.key_of(subject)),
+            behind=self._buffer.behind(subject, sequence),
+        )
+
+    def _spared_seconds(self, delivery: Delivery, failure: Failure, verdict: Verdict, started: float) -> float | None:
+        """Return after how long to try a delivery again whose failure is no attempt, because of an outage or of a flood
+        of dead letters; else None.
         """
-        if (breaker := self._breaker) is None:
+        if self._breaker is None:
             return None
-        was_open = breaker.is_open
-        delay = breaker.note_failure(delivery, failure, succeeded=self._succeeded, started=started)
-        if breaker.is_open and not was_open and not self._buffer.ordered and not self._agent.policy.singleton:
-            for waiting in self._buffer.withdraw():
-                waiting.nak(delay_seconds=delay or 0.0)
-        return delay
+        spared = self._breaker.note_failure(delivery, failure, started=started)
+        if spared is None and isinstance(verdict, DeadLetter):
+            return self._breaker.stop_flood(verdict.reason, failure.error)
+        return spared
 
     def _note_retried(self, delivery: Delivery, outcome: _Outcome) -> None:
         assert outcome.error is not None

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 from msgspec import structs
 
 from aviso_workers.aviso.codec import read_number
@@ -24,9 +25,10 @@ from aviso_workers.backends import Backend, BulkKeyValue, Delivery, Entry
 from aviso_workers.declare.verdicts import RECORDED_FROM, PriorRecord, RunsAs
 from aviso_workers.engine.grouped_writes import GroupedWrites
 from aviso_workers.engine.shields import Shield
-from aviso_workers.errors import BackendError, UndecodableError
+from aviso_workers.errors import BackendError, ConflictError, UndecodableError
 from aviso_workers.events import Events, FailuresNotStored, Unreadable
 from aviso_workers.state import failure_counts
+from aviso_workers.state.failure_counts import ParkedRecord
 
 __all__ = [
     "Failures",
@@ -46,6 +48,8 @@ SLOW_SECONDS = 1.0
 UNUSED_SECONDS = 10.0
 """How long the bucket is not used after a request that failed and took `SLOW_SECONDS`: each of many failing
 notifications would wait for it."""
+PARKED_KEPT_SECONDS = 366 * WHOLE_SECONDS
+"""For how long it is remembered at least that a notification is parked."""
 MAX_REMEMBERED = 100_000
 """Of how many notifications that it has given back a process remembers the failures, so that a redelivery needs no
 read, and where they cannot be stored: of as many as an agent may have ack pending, which takes about 35 MB."""
@@ -68,6 +72,8 @@ class Failures:
         self._given_back: dict[Key, tuple[PriorRecord, int]] = {}
         """Stored records, with the `num_delivered` of the delivery that failed, by key. Where the next delivery comes
         to this process too, no other worker had it in between, and the count need not be read."""
+        self._parked: dict[Key, tuple[ParkedRecord, int]] = {}
+        """By key, the record of those that wait for a person, as it was seen last, with its revision."""
         self._begun: set[Key] = set()
         """Keys of which the bucket says that a handler has begun."""
         self._begun_here: set[Key] = set()
@@ -145,9 +151,7 @@ class Failures:
         `kept`: the notification stays in the buffer, and is not given back to the server. After a worker has died the
         next attempt is run alone again.
         """
-        if (seconds := LONGEST_WAITS * again_in_seconds) > self._kept_seconds:
-            self._kept_seconds = math.ceil(seconds / WHOLE_SECONDS) * WHOLE_SECONDS
-            self._values = None  # it is opened again to keep what it has for so long
+        self._keep_for(LONGEST_WAITS * again_in_seconds)
         key = _key(delivery)
         failures, ended = before.failures + 1, before.ended + (not kept or worker_died)
 
@@ -170,6 +174,26 @@ class Failures:
         value = f"{failures}" if ended == failures else f"{failures} {ended}"
         await self._counted.write(self._name(key), value.encode(), then=counted)
 
+    async def park(self, delivery: Delivery, record: ParkedRecord) -> None:
+        """Record that a notification waits for a person."""
+        self._keep_for(PARKED_KEPT_SECONDS)
+        key = _key(delivery)
+        known, revision = self._parked.get(key, (None, None))
+        if known == record:
+            return
+        data = msgspec.json.encode(record)
+        stored = await self._try(lambda values: values.put(self._parked_name(key), data, revision=revision))
+        if stored is not None:
+            _remember(self._parked, key, (record, stored), most=MAX_REMEMBERED)
+
+    async def parked(self, delivery: Delivery) -> tuple[PriorRecord, ParkedRecord | None]:
+        """Return what is known of a notification that was parked, which a person may have changed."""
+        key = _key(delivery)
+        entry = await self._try(lambda values: values.get(self._parked_name(key)))
+        if (parked := failure_counts.parked(entry)) is not None and entry is not None:
+            _remember(self._parked, key, (parked, entry.revision), most=MAX_REMEMBERED)
+        return await self.read(delivery), parked
+
     def note_postponed(self, delivery: Delivery, record: PriorRecord) -> None:
         """Note that a delivery is given back although no handler has begun: that explains why it comes again."""
         postponed = structs.replace(record, ended=record.ended + 1)
@@ -180,8 +204,15 @@ class Failures:
         await self.clear(delivery)
         key = _key(delivery)
         self._unstored.pop(key, None)
+        if self._parked.pop(key, None) is not None:
+            await self._write(lambda values: values.delete(self._parked_name(key)))
         if record.failures:
             await self._counted.write(self._name(key), None, then=_nothing)
+
+    def _keep_for(self, seconds: float) -> None:
+        if seconds > self._kept_seconds:
+            self._kept_seconds = math.ceil(seconds / WHOLE_SECONDS) * WHOLE_SECONDS
+            self._values = None  # it is opened again to keep what it has for so long
 
     def _numbers(self, entry: Entry) -> tuple[int, int]:
         """Return how many failures were counted, and how many deliveries ended with one; 0 where an entry says none."""
@@ -210,6 +241,8 @@ class Failures:
             if self._values is None:
                 self._values = await self._backend.key_value(self._bucket, ttl_seconds=self._kept_seconds, own=True)
             return await operation(self._values)
+        except ConflictError:
+            return None  # a person has decided on what is parked
         except BackendError as error:
             self._values = None  # it may have been deleted
             failed_at = self._backend.clock.monotonic()
@@ -228,6 +261,10 @@ class Failures:
     def _began(self, key: Key) -> str:
         """Return the key of the record that a handler began, which is not the count: older versions read that too."""
         return f"{self._name(key)}.began"
+
+    def _parked_name(self, key: Key) -> str:
+        """Return the key of the record that a notification waits for a person."""
+        return f"{self._name(key)}{failure_counts.PARKED}"
 
 
 async def _put_many(values: BulkKeyValue, counts: Mapping[str, bytes | None]) -> int:

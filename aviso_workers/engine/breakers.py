@@ -1,33 +1,32 @@
-"""The breaker of an agent: while what it depends on is away, nothing begins, and one notification at a time is tried.
+"""The breaker of what agents depend on: while it is away, nothing begins, and one notification at a time is tried.
 
-`acknowledging` tells it of failures, and of successes while it is open. It takes failures for an outage as
-`declare.outages` says. While it is open, the buffer holds back what it has and what comes. Of all workers of the app,
-one tries one notification after each interval: the one that has written the shared record (`state.outage_records`).
-When one succeeds, two more begin after each success, until all may.
+An agent has one of its own, or shares that of a name with others (`depends_on`). `agent_breakers` tells it of failures,
+and of successes while it is open. It takes failures for an outage as `declare.outages` says. While it is open, the
+buffers of its agents hold back what they have and what comes. Of all workers of the app, one tries one notification
+after each interval: the one that has written the shared record (`state.outage_records`). When one succeeds, two more
+of each agent begin after each success, until all may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable
+from datetime import datetime
+from typing import Protocol, TypeVar
 
 import anyio
 
-from aviso_workers import clocks
-from aviso_workers.aviso.literals import printable
-from aviso_workers.aviso.notifications import Notification
-from aviso_workers.backends import Backend, Delivery
-from aviso_workers.declare.agents import Agent
-from aviso_workers.declare.outages import Breaker, Evidence, is_unavailable, retry_after_seconds
+from aviso_workers import clocks, event_loops
+from aviso_workers.aviso.literals import AnyDuration, printable
+from aviso_workers.backends import Backend
+from aviso_workers.declare.outages import Breaker, Evidence, Unavailable, retry_after_seconds
 from aviso_workers.declare.retry import Backoff
-from aviso_workers.declare.verdicts import Failure
-from aviso_workers.engine.flow import Flow
 from aviso_workers.errors import BackendError, ConflictError, line_of
 from aviso_workers.events import Events, OutageBegan, OutageEnded
 from aviso_workers.state import outage_records
 from aviso_workers.state.outage_records import OutageRecord
 
-__all__ = ["CircuitBreaker"]
+__all__ = ["LONGER", "CircuitBreaker", "Guarded"]
 
 T = TypeVar("T")
 
@@ -43,24 +42,51 @@ OPENED_UP_SECONDS = 5.0
 """When everything may begin again at the latest, after the first success."""
 
 
-class CircuitBreaker:
-    """The breaker of one agent in one worker. Keep `work` running beside the agent."""
+class Guarded(Protocol):
+    """The agent of a breaker, which lets its notifications begin."""
 
-    def __init__(
-        self, agent: Agent[Any, Any], policy: Breaker, *, flow: Flow, backend: Backend, app: str, events: Events
-    ) -> None:
+    agent: str
+    concurrency: int
+
+    @property
+    def can_try(self) -> bool:
+        """Whether a notification is held back that `let` would let begin."""
+        ...
+
+    def hold_back(self, *, give_back_after_seconds: float | None = None) -> None:
+        """Let nothing begin. What waits goes back to the server for so long, where that keeps the order."""
+        ...
+
+    def let(self, count: int) -> None: ...
+    def let_none(self) -> None: ...
+    def let_all(self) -> None: ...
+    def is_trying(self) -> bool: ...
+    def succeeded(self) -> int:
+        """Return how often what the agent depends on has answered, as notifications have succeeded."""
+        ...
+
+
+class CircuitBreaker:
+    """A breaker in one worker; `App.breaker` returns one that agents share. Keep `work` running beside each of them."""
+
+    def __init__(self, policy: Breaker, *, key: str, backend: Backend, events: Events) -> None:
+        """`key` is that of its shared record."""
         self.is_open = False
         """Whether nothing begins but what is tried. Also while it opens up slowly."""
-        self._agent = agent.name
-        self._kinds = agent.policy.unavailable
-        self._together = agent.form is not Notification
-        """Whether a call takes several notifications."""
-        self._policy = policy
-        self._intervals = policy.intervals
-        self._flow = flow
+        self.since: datetime = clocks.EPOCH
+        """When it opened the last time."""
+        self.reason = ""
+        """The error that opened it the last time, with its class."""
+        self.policy = policy
+        self.intervals = policy.intervals
+        self._agents: list[Guarded] = []
+        self._turn = 0
+        """Which of the agents is the next to try one."""
+        self._working = anyio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._key = key
         self._backend = backend
         self._clock = backend.clock
-        self._app = app
         self._events = events
         self._evidence = Evidence(policy)
         self._by_kind = False
@@ -68,9 +94,7 @@ class CircuitBreaker:
         self._opened = anyio.Event()
         self._changed = anyio.Event()
         """Set when what was tried has come to its end, another worker has succeeded, or all may begin again."""
-        self._since = clocks.EPOCH
         self._opened_at = 0.0
-        self._reason = ""
         self._tries = 0
         self._interval = policy.first
         self._not_before = 0.0
@@ -80,92 +104,131 @@ class CircuitBreaker:
         self._seen_at = 0.0
         self._left = 0
         """How many have to succeed until everything may begin; 0 before one has."""
+        self._told = False
+        """Whether the shared record says that one has succeeded."""
 
-    def note_success(self, delivery: Delivery) -> None:
-        """Note that a delivery succeeded while the breaker is open; what began before that says nothing."""
-        if self._flow.buffer.end_try(delivery):
-            self._note_answer()
+    def add(self, agent: Guarded) -> None:
+        """Add an agent, which waits with the others while the breaker is open, in place of one of the same name that
+        has ended.
+        """
+        self._agents = [*(each for each in self._agents if each.agent != agent.agent), agent]
+        if self.is_open:
+            agent.hold_back()
 
-    def note_failure(self, delivery: Delivery, failure: Failure, *, succeeded: int, started: float) -> float | None:
-        """Note that a delivery failed, after `succeeded` others in all, in a call that began at `started`.
+    def note_failure(
+        self, key: Hashable, error: BaseException, *, away: bool, tried: bool, call: float | None
+    ) -> float | None:
+        """Note that a notification has failed, by its `key`, `away` if the error says that something is, and `tried` if
+        it was let begin while the breaker is open. `call` is as for `Evidence.is_outage`.
 
         Return after how long it is to be tried again where this is no failed attempt; None where it is one.
         """
-        tried = self._flow.buffer.end_try(delivery)
-        if failure.final or failure.worker_died:
-            return None  # nothing that the author's function has called
-        away = is_unavailable(failure.error, self._kinds)
-        answered = failure.instruction is not None or (self._by_kind and not away)
-        if self.is_open and tried and answered:
-            self._note_answer()
+        if self.is_open and tried and self._by_kind and not away:
+            self.note_answer()
             return None
-        if failure.instruction is not None:
-            return None
-        key = (delivery.message.sequence, delivery.message.timestamp_ns)
         if not self.is_open:
-            if not self._evidence.is_outage(
-                key, call=started if self._together else None, away=away, succeeded=succeeded
-            ):
+            succeeded = sum(agent.succeeded() for agent in self._agents)
+            if not self._evidence.is_outage(key, call=call, away=away, succeeded=succeeded):
                 spared = away and self._evidence.spares(key, succeeded=succeeded)
-                return self._intervals.delay_seconds(1) if spared else None
-            self._open(failure.error, by_kind=away)
+                return self.intervals.delay_seconds(1) if spared else None
+            self._open(error, by_kind=away)
         elif tried:
-            self._left = 0
-            self._flow.buffer.hold_back()
+            self._left, self._told = 0, False
+            self._hold_back()
             self._changed.set()
-        asked = retry_after_seconds(failure.error, clocks.utc_now(self._clock))
+        asked = retry_after_seconds(error, clocks.utc_now(self._clock))
         self._not_before = max(self._not_before, self._clock.monotonic() + asked)
-        # No longer: it is held back as long as it has to be, and not where a worker begins anew.
-        return min(self._interval, outage_records.RENEW_SECONDS) * LONGER
+        return self._later_seconds
 
-    def spared_window_seconds(self, failure: Failure) -> float | None:
-        """Return after how long the function of a window is run again that failed because something is away; None
-        where its failure is an attempt. Windows are no evidence: one worker of all runs their function.
+    def trip(self, reason: str, *, after: AnyDuration | None = None) -> None:
+        """Open the breaker in this worker, if it is not open. May be called in any thread.
+
+        With `after`, a number of seconds, a text such as `30s`, or a timedelta, nothing is tried before. Raises
+        `DeclarationError` for an `after` that is no duration.
         """
-        decided = failure.final or failure.instruction is not None or not is_unavailable(failure.error, self._kinds)
-        return None if decided else self._intervals.max
+        error = Unavailable(reason, after)
 
-    async def work(self) -> None:
-        """Try notifications while the breaker is open; never returns."""
-        while True:
-            await self._opened.wait()
-            await self._join()
-            while self.is_open:
-                if self._left:
-                    await self._open_up()
-                elif await self._is_due() and self.is_open and not self._left:
-                    await self._try_one()
+        def trip() -> None:
+            if not self.is_open:
+                self._open(error, by_kind=True)
+            self._not_before = max(self._not_before, self._clock.monotonic() + (error.after or 0.0))
 
-    def _open(self, error: BaseException, *, by_kind: bool) -> None:
-        self.is_open, self._by_kind = True, by_kind
-        self._since, self._opened_at = clocks.utc_now(self._clock), self._clock.monotonic()
-        self._reason = printable(f"{type(error).__name__}: {line_of(error)}")
-        self._revision, self._left = 0, 0
-        self._plan(0)
-        self._flow.buffer.hold_back()
-        self._events.emit(OutageBegan(agent=self._agent, error=error, again_in_seconds=self._interval))
-        self._opened.set()
+        self._on_loop(trip)
 
-    def _note_answer(self) -> None:
-        """Note that what the agent depends on has answered, and let two more begin."""
+    def reset(self) -> None:
+        """Let everything begin again, in all workers of the app, if it is open. May be called in any thread."""
+        self._on_loop(self.close)
+
+    def _on_loop(self, function: Callable[[], None]) -> None:
+        if event_loops.running_loop() is self._loop:
+            function()
+        else:
+            self._loop.call_soon_threadsafe(function)
+
+    def note_answer(self) -> None:
+        """Note that what the agents depend on has answered, and let two more of each begin."""
         if not self._left:
-            self._left = 2 * self._flow.workers
+            self._left = 2 * sum(agent.concurrency for agent in self._agents)
             self._changed.set()
         else:
             self._left -= 1
         if self._left:
-            self._flow.buffer.let(2)
+            for agent in self._agents:
+                agent.let(2)
         else:
-            self._close()
+            self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Let everything begin, if the breaker is open."""
+        if not self.is_open:
+            return
         seconds = self._clock.monotonic() - self._opened_at
         self.is_open, self._left, self._not_before = False, 0, 0.0
         self._opened = anyio.Event()
         self._changed.set()
-        self._evidence = Evidence(self._policy)
-        self._flow.buffer.let_all()
-        self._events.emit(OutageEnded(agent=self._agent, seconds=seconds, tries=self._tries))
+        self._evidence = Evidence(self.policy)
+        for agent in self._agents:
+            agent.let_all()
+            self._events.emit(OutageEnded(agent=agent.agent, seconds=seconds, tries=self._tries))
+
+    async def work(self) -> None:
+        """Try notifications while the breaker is open; never returns. Of several that run this, one does it."""
+        async with self._working:
+            while True:
+                await self._opened.wait()
+                await self._join()
+                while self.is_open:
+                    if self._left:
+                        await self._open_up()
+                    elif await self._is_due() and self.is_open and not self._left:
+                        await self._try_one()
+                await self._tell()
+
+    @property
+    def _later_seconds(self) -> float:
+        """After how long a failed notification comes again. No longer: it is held back as long as it has to be, and
+        not where a worker begins anew.
+        """
+        return min(self._interval, outage_records.RENEW_SECONDS) * LONGER
+
+    def _hold_back(self, *, give_back_after_seconds: float | None = None) -> None:
+        for agent in self._agents:
+            agent.hold_back(give_back_after_seconds=give_back_after_seconds)
+
+    def _open(self, error: BaseException, *, by_kind: bool) -> None:
+        self.is_open, self._by_kind = True, by_kind
+        self.since, self._opened_at = clocks.utc_now(self._clock), self._clock.monotonic()
+        self.reason = printable(f"{type(error).__name__}: {line_of(error)}")
+        self._revision, self._left, self._told = 0, 0, False
+        self._plan(0)
+        self._hold_back(give_back_after_seconds=self._later_seconds)
+        for agent in self._agents:
+            self._events.emit(OutageBegan(agent=agent.agent, error=error, again_in_seconds=self._interval))
+        self._opened.set()
+
+    @property
+    def _can_try(self) -> bool:
+        return any(agent.can_try for agent in self._agents)
 
     @property
     def _due(self) -> float:
@@ -176,18 +239,20 @@ class CircuitBreaker:
         """Wait until it is time to try one, and return whether this worker is the one to do it. A worker that has none
         to try leaves it to others.
         """
-        self._flow.buffer.let_none()
-        seconds = self._due - self._clock.monotonic() if self._flow.buffer.can_try else CHECK_SECONDS
+        for agent in self._agents:
+            agent.let_none()
+        seconds = self._due - self._clock.monotonic() if self._can_try else CHECK_SECONDS
         await self._clock.sleep(min(max(0.0, seconds), CHECK_SECONDS))
         known = self._revision
         if record := await self._news():
             if record.over:
                 if known:  # or it is an earlier outage that is over
-                    self._note_answer()
+                    self._told = True
+                    self.note_answer()
                 return False
             self._follow(record)
         now = self._clock.monotonic()
-        if now >= self._due and self._flow.buffer.can_try:
+        if now >= self._due and self._can_try:
             self._plan(self._tries + 1)
             return await self._write()
         if now - self._seen_at > outage_records.RENEW_SECONDS and now < self._not_before:
@@ -211,12 +276,12 @@ class CircuitBreaker:
     def _plan(self, tries: int) -> None:
         """Note how often one was to be tried by now, and after how long the next one is."""
         self._tries, self._seen_at = tries, self._clock.monotonic()
-        self._interval = max(self._intervals.delay_seconds(tries + 1), self._not_before - self._seen_at)
+        self._interval = max(self.intervals.delay_seconds(tries + 1), self._not_before - self._seen_at)
         self._not_before = self._seen_at + self._interval
 
     async def _news(self) -> OutageRecord | None:
         """Return the shared record; None where there is none, or it has not changed since it was seen last."""
-        found = await self._shared(lambda: outage_records.newest(self._backend, app=self._app, agent=self._agent))
+        found = await self._shared(lambda: outage_records.newest(self._backend, self._key))
         if found is None or found[1] == self._revision:
             return None
         record, self._revision = found
@@ -225,8 +290,9 @@ class CircuitBreaker:
     async def _write(self, *, over: bool = False) -> bool:
         """Write the shared record, and return whether no other worker has written it meanwhile."""
         record = OutageRecord(
-            since=self._since,
-            reason=self._reason,
+            since=self.since,
+            reason=self.reason,
+            agents=tuple(agent.agent for agent in self._agents),
             tries=self._tries,
             again_in_seconds=self._interval,
             written=clocks.utc_now(self._clock),
@@ -234,9 +300,7 @@ class CircuitBreaker:
         )
         try:
             revision = await self._shared(
-                lambda: outage_records.write(
-                    self._backend, record, app=self._app, agent=self._agent, revision=self._revision
-                )
+                lambda: outage_records.write(self._backend, record, key=self._key, revision=self._revision)
             )
         except ConflictError:
             return False
@@ -263,25 +327,35 @@ class CircuitBreaker:
 
     async def _try_one(self) -> None:
         self._changed = anyio.Event()
-        self._flow.buffer.let(1)
+        self._turn += 1
+        first = self._turn % len(self._agents)
+        agents = [*self._agents[first:], *self._agents[:first]]
+        next((agent for agent in agents if agent.can_try), agents[0]).let(1)
         with clocks.move_on_after(self._clock, self._interval):
             await self._changed.wait()
-        while not self._changed.is_set() and self._flow.buffer.is_trying():  # it takes longer than the interval
+        while not self._changed.is_set() and any(agent.is_trying() for agent in agents):
+            # It takes longer than the interval.
             self._plan(self._tries)
             await self._write()  # so that no other worker tries meanwhile
             with clocks.move_on_after(self._clock, self._interval / 2):
                 await self._changed.wait()
-        if self._left:
-            await self._write(over=True)
-        elif self._not_before > self._seen_at + self._interval:  # it is asked to wait for longer
+        if (
+            self.is_open and not self._left and self._not_before > self._seen_at + self._interval
+        ):  # it is asked to wait for longer
             self._plan(self._tries)
             await self._write()
 
     async def _open_up(self) -> None:
         """Wait until so many have succeeded that all may begin, or one has failed, but not for long."""
+        await self._tell()
         with clocks.move_on_after(self._clock, OPENED_UP_SECONDS):
             while self._left:
                 self._changed = anyio.Event()
                 await self._changed.wait()
         if self._left:
-            self._close()
+            self.close()
+
+    async def _tell(self) -> None:
+        """Tell the other workers that the outage is over, unless one of them has told it."""
+        if not self._told:
+            self._told = await self._write(over=True)

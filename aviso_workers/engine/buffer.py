@@ -600,7 +600,8 @@ class Buffer:
             raise
         self._waking = False
 
-    def _offer(self, delivery: Delivery) -> None:
+    def _offer(self, delivery: Delivery, *, screened: bool = False) -> None:
+        """Let a delivery begin in its turn, or be decided on where it is not the first of its notification."""
         if (back := self._held_back) is not None and delivery not in back.tries:
             if not back.let:
                 back.waiting.append(delivery)
@@ -608,7 +609,9 @@ class Buffer:
                 return
             back.let -= 1
             back.tries.add(delivery)
-        if self._screens and (delivery.num_delivered > 1 or (self._bodiless and self.is_bodiless(delivery))):
+        if self._screens and (
+            screened or delivery.num_delivered > 1 or (self._bodiless and self.is_bodiless(delivery))
+        ):
             if delivery not in self._undecided:
                 self._undecided.add(delivery)
                 self._redelivered.append(delivery)
@@ -622,7 +625,7 @@ class Buffer:
             return
         if self._keys is not None and self.holds(delivery):
             self._keys.stop(delivery, stopped=False)
-        self._offer(delivery)
+        self._offer(delivery, screened=delivery.record is not None)
 
     def _leave_out_body(self, delivery: Delivery) -> None:
         """Drop the body of a delivery that cannot begin yet, where the bodies are too large together."""

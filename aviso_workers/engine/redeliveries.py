@@ -19,13 +19,14 @@ import anyio
 from aviso_workers.backends import Backend, Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.declare import verdicts
-from aviso_workers.declare.verdicts import Failure
+from aviso_workers.declare.retry import Backoff
+from aviso_workers.declare.verdicts import Failure, PriorRecord
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.shields import Shield
-from aviso_workers.errors import BackendError, DeliveriesExhaustedError, NotFoundError, WorkerDiedError
+from aviso_workers.errors import BackendError, DeliveriesExhaustedError, NotFoundError, SkippedError, WorkerDiedError
 from aviso_workers.events import Events, NotReadAgain, ReadAgain
 
 __all__ = ["Redeliveries"]
@@ -53,7 +54,7 @@ class Redeliveries:
         settler: Settler,
         isolation: Isolation,
         shield: Shield,
-        attempts: float,
+        retry: Backoff,
         clock: Clock,
         events: Events,
     ) -> None:
@@ -66,7 +67,7 @@ class Redeliveries:
         self._settler = settler
         self._isolation = isolation
         self._shield = shield
-        self._attempts = attempts
+        self._retry = retry
         self._clock = clock
         self._events = events
         self._reported = False
@@ -93,7 +94,7 @@ class Redeliveries:
         if record is None:
             return False
         self._buffer.note_record(delivery, record)
-        known = verdicts.before_handling(record, num_delivered=delivery.num_delivered, attempts=self._attempts)
+        known = verdicts.before_handling(record, num_delivered=delivery.num_delivered, retry=self._retry)
         if known != "run":
             return False
         self._buffer.note_decided(delivery)
@@ -114,11 +115,15 @@ class Redeliveries:
             record = await self._failures.read(delivery)
         if not self._buffer.is_next(delivery):
             return  # an earlier one of its key came meanwhile
-        if record is None or delivery.num_delivered == 1:
+        if record is None:
             self._buffer.admit(delivery)
             return
         self._buffer.note_record(delivery, record)
-        match verdicts.before_handling(record, num_delivered=delivery.num_delivered, attempts=self._attempts):
+        match verdicts.before_handling(record, num_delivered=delivery.num_delivered, retry=self._retry):
+            case "parked":
+                await self._decide_on_parked(delivery, record)
+            case _ if delivery.num_delivered == 1:
+                self._buffer.admit(delivery)
             case "run":
                 if not self._settler.postpone(delivery, record):
                     self._buffer.admit(delivery)
@@ -131,6 +136,20 @@ class Redeliveries:
             case "max_deliveries":
                 exhausted = DeliveriesExhaustedError(delivery.num_delivered)
                 await self._fail(delivery, Failure(exhausted, final="max_deliveries"))
+
+    async def _decide_on_parked(self, delivery: Delivery, known: PriorRecord) -> None:
+        """Do what a person has decided about a notification that is parked, or leave it parked."""
+        record, parked = await self._failures.parked(delivery)
+        if not self._buffer.is_next(delivery):
+            return
+        if parked is not None and parked.skip:
+            skipped = SkippedError(parked.attempts, parked.error)
+            await self._fail(delivery, Failure(skipped, final="skipped"))
+        elif record.stored and record.failures < known.failures:
+            self._buffer.note_record(delivery, record)
+            self._buffer.admit(delivery)
+        else:
+            await self._settler.park(delivery, parked)
 
     async def _read(self, delivery: Delivery) -> bool:
         """Read the message of a delivery again, and return whether it could be read."""

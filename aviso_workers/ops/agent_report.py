@@ -318,10 +318,14 @@ def failing_text(failure: LastFailure, *, doing: str = "failing") -> str:
 
 
 def waiting_text(outage: OutageRecord, *, now: datetime) -> str:
-    """Return since when and why an agent waits for the end of an outage; empty where no worker of it runs any more."""
+    """Return since when and why an agent waits for the end of an outage, or is halted; empty where no worker of it runs
+    any more.
+    """
     due = outage.written + timedelta(seconds=outage.again_in_seconds)
     if outage.is_abandoned(now):
         return ""
+    if outage.halted:
+        return f"halted since {time_text(outage.since)}: {outage.reason}; resume it by `agents resume`"
     seconds = max(0.0, (due - now).total_seconds())
     return f"outage since {time_text(outage.since)}: {outage.reason}; tries again in {seconds:.0f} s"
 

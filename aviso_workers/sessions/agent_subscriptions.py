@@ -21,6 +21,7 @@ from aviso_workers.declare.batches import Batch, Stream
 from aviso_workers.declare.verdicts import Term
 from aviso_workers.engine import acknowledging, consumer_recorder, key_orders
 from aviso_workers.engine.acknowledging import Settler
+from aviso_workers.engine.agent_breakers import AgentBreaker
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.breakers import CircuitBreaker
 from aviso_workers.engine.consumer_recorder import ConsumerRecorder
@@ -45,7 +46,7 @@ from aviso_workers.errors import NotFoundError, UndecodableError
 from aviso_workers.events import Events, Unreadable
 from aviso_workers.jetstream import answers
 from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSpec, StreamSpec
-from aviso_workers.state import dead_letter_records
+from aviso_workers.state import dead_letter_records, outage_records
 from aviso_workers.state.dead_letter_records import retry_subject
 from aviso_workers.state.known_agents import KnownAgents
 from aviso_workers.state.own_streams import RETRIES
@@ -96,11 +97,19 @@ class AgentSubscriptions:
         self._last_failures = last_failures
         self._events = events
         self._isolation = Isolation(backend.clock)
+        self.circuits: dict[str, CircuitBreaker] = {}
+        """By name, the breakers that agents share by `depends_on`."""
 
     def subscription(
-        self, agent: Agent[Any, Any], event_type: EventType, known_agents: KnownAgents | None = None
+        self,
+        agent: Agent[Any, Any],
+        event_type: EventType,
+        known_agents: KnownAgents | None = None,
+        unavailable: tuple[type[Exception], ...] = (),
     ) -> Subscription:
-        """Return the agent's subscription. Raises as `parse_where` does."""
+        """Return the agent's subscription. `unavailable` are exceptions of the whole app which say that something is
+        away that an agent depends on. Raises as `parse_where` does.
+        """
         where = schema.parse_where(agent.event_type, event_type, agent.where)
         stream = streams.event_stream(agent.event_type, event_type, self._config)
         clock, policy = self._backend.clock, agent.policy
@@ -120,11 +129,20 @@ class AgentSubscriptions:
         failures = Failures(
             self._backend, app=self._app, agent=agent.name, stream=stream.name, shield=shield, events=self._events
         )
-        breaker = None
-        if policy.breaker is not None:
-            breaker = CircuitBreaker(
-                agent, policy.breaker, flow=flow, backend=self._backend, app=self._app, events=self._events
+        circuit = self._circuit(agent)
+        breaker = (
+            None
+            if circuit is None
+            else AgentBreaker(
+                agent,
+                circuit,
+                unavailable=(*policy.unavailable, *unavailable),
+                flow=flow,
+                backend=self._backend,
+                app=self._app,
+                events=self._events,
             )
+        )
         repeats = Repeats(self._backend, stream=stream.name, consumer=agent.durable_name(self._app))
         settler = Settler(
             agent,
@@ -172,7 +190,7 @@ class AgentSubscriptions:
                 settler=settler,
                 isolation=self._isolation,
                 shield=shield,
-                attempts=policy.retry.attempts,
+                retry=policy.retry,
                 clock=clock,
                 events=self._events,
             ),
@@ -185,10 +203,23 @@ class AgentSubscriptions:
             name=agent.name,
             feeds=self._feeds(agent, event_type, stream, shared, run, repeats, windows),
             run=run,
-            beside=[shared.keep_in_line, *([breaker.work] if breaker is not None else [])],
+            beside=[shared.keep_in_line, *([circuit.work, breaker.work] if circuit and breaker else [])],
             also=windows.close if windows is not None else None,
             at_end=shared.record_last,
         )
+
+    def _circuit(self, agent: Agent[Any, Any]) -> CircuitBreaker | None:
+        """Return the breaker of an agent, its own or that of what it depends on by name; None where it has none."""
+        policy, name = agent.policy, agent.policy.depends_on
+        if policy.breaker is None:
+            return None
+        circuit = self.circuits.get(name) if name else None
+        if circuit is None:
+            key = outage_records.key_of(self._app, agent.name, depends_on=name)
+            circuit = CircuitBreaker(policy.breaker, key=key, backend=self._backend, events=self._events)
+            if name:
+                self.circuits[name] = circuit
+        return circuit
 
     def _windows(self, context: HandlerContext, stream: str) -> WindowHandler | None:
         """Return what closes the windows of an agent that has some."""

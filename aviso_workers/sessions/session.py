@@ -23,6 +23,7 @@ from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.windows import Window, Windowing
 from aviso_workers.engine import open_resources
+from aviso_workers.engine.breakers import CircuitBreaker
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.key_value import retried
@@ -59,7 +60,7 @@ from aviso_workers.state.known_agents import KnownAgents
 from aviso_workers.state.own_streams import DELAYED
 from aviso_workers.task_groups import task_group
 
-__all__ = ["Session", "is_stopping", "open_session"]
+__all__ = ["Session", "breaker", "is_stopping", "open_session"]
 
 UPGRADED_SECONDS = 5.0
 """How often a worker looks whether a server that was too old to deliver later has been upgraded; nothing is sent."""
@@ -69,12 +70,21 @@ MAX_FOREIGN = 10_000
 """How many foreign messages are remembered, so that each is told once."""
 
 _STOP: ContextVar[anyio.Event | None] = ContextVar("stop", default=None)
+_CIRCUITS: ContextVar[Mapping[str, CircuitBreaker] | None] = ContextVar("circuits", default=None)
+"""By name, the breakers of the worker that runs this code."""
 
 
 def is_stopping() -> bool:
     """Return whether the worker that runs this code was asked to stop; False where no worker runs it."""
     stop = _STOP.get()
     return stop is not None and stop.is_set()
+
+
+def breaker(name: str, session: Session) -> CircuitBreaker | None:
+    """Return the breaker that agents share by this name, in the worker that runs this code, or else in the session;
+    None where no agent with it is at work there.
+    """
+    return (_CIRCUITS.get() or session.circuits).get(name)
 
 
 class Session:
@@ -108,6 +118,8 @@ class Session:
             last_failures=self._last_failures,
             events=events,
         )
+        self.circuits: Mapping[str, CircuitBreaker] = self._agents.circuits
+        """By name, the breakers that agents at work share."""
         self._app = app
         self._config = config
         self._priority = config.workers.priority
@@ -196,7 +208,7 @@ class Session:
         if agents:
             await consumer_records.create_bucket(self.backend)
             self.publisher.compare_key_orders()
-        token = _STOP.set(stop)
+        token, here = _STOP.set(stop), _CIRCUITS.set(self._agents.circuits)
         try:
             async with open_resources.opened(app.resources, app, instead=given) as values:
                 await self._work(
@@ -209,6 +221,7 @@ class Session:
                 )
         finally:
             _STOP.reset(token)
+            _CIRCUITS.reset(here)
 
     async def _work(
         self,
@@ -233,7 +246,7 @@ class Session:
                 if begun is not None:
                     watching.start_soon(self._tell_begun, agents, begun)  # first, so that it hears of all of them
                 for agent in agents:
-                    work.start_soon(self.run_agent, agent, stop, known_agents)
+                    work.start_soon(self.run_agent, agent, stop, known_agents, app.unavailable)
                 work.start_soon(self.run_delayed_delivery, stop)
                 if timers:
                     work.start_soon(self._run_timers, timers, stop)
@@ -290,12 +303,17 @@ class Session:
         begun.set()
 
     async def run_agent(
-        self, agent: Agent[Any, Any], stop: anyio.Event, known_agents: KnownAgents | None = None
+        self,
+        agent: Agent[Any, Any],
+        stop: anyio.Event,
+        known_agents: KnownAgents | None = None,
+        unavailable: tuple[type[Exception], ...] = (),
     ) -> None:
         """Run the agent until `stop`, then let it finish. Beside `known_agents`, one that may be a renamed one does not
-        begin.
+        begin. `unavailable` are the exceptions of the app which say that something is away.
         """
-        subscription = self._agents.subscription(agent, self._config.event_type(agent.event_type), known_agents)
+        event_type = self._config.event_type(agent.event_type)
+        subscription = self._agents.subscription(agent, event_type, known_agents, unavailable)
         self.runs[agent.name] = subscription.run
         await self._keep_running(subscription, stop)
 

@@ -36,6 +36,7 @@ from aviso_workers.state.kept import Kept
 __all__ = [
     "BUCKET",
     "FAILURE",
+    "HALT",
     "KEPT",
     "NOTES",
     "OUTAGE",
@@ -73,7 +74,7 @@ KEPT = (
         until="for ever",
     ),
 )
-FAILURE, OUTAGE = NOTES = ("failure", "outage")
+FAILURE, OUTAGE, HALT = NOTES = ("failure", "outage", "halt")
 """What workers note of an agent, a timer or a task, for operators, as the last part of its key."""
 NO_KEY = re.compile(r"[^-_A-Za-z0-9]")
 """What a key of a bucket cannot have, as the name of a task that is a lambda."""

@@ -1,17 +1,39 @@
-"""The bucket of an app's failure counts, and of the records of handlers that have begun; `engine.attempts` writes both.
+"""The bucket of an app's failure counts, of the records of handlers that have begun, and of the notifications that are
+parked; `engine.attempts` writes them.
 
-A count has the key `<agent>.<stream>.<sequence>.<store time>`, a record of a handler the same with `.began`.
+A count has the key `<agent>.<stream>.<sequence>.<store time>`, a record of a handler the same with `.began`, and that
+of a notification that is parked the same with `.parked`. A person decides on it (`ops.parked`): to try it again, its
+count becomes 0 and this record is deleted; to skip it, the record says so.
 """
 
 from __future__ import annotations
 
-from aviso_workers.aviso.codec import read_number
+from datetime import datetime
+
+from msgspec import Struct
+
+from aviso_workers.aviso.codec import read_json, read_number
+from aviso_workers.errors import UndecodableError
+from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state.kept import Kept
 
-__all__ = ["ALONE", "BEGAN_SUBJECT", "BESIDE_OTHERS", "BUCKET_SUFFIX", "KEPT", "app_of", "parse_began"]
+__all__ = [
+    "ALONE",
+    "BEGAN_SUBJECT",
+    "BESIDE_OTHERS",
+    "BUCKET_SUFFIX",
+    "KEPT",
+    "PARKED",
+    "ParkedRecord",
+    "app_of",
+    "parked",
+    "parse_began",
+]
 
 BESIDE_OTHERS = b"beside_others"
 ALONE = b"alone"
+PARKED = ".parked"
+"""How the key of a record of what is parked ends."""
 BUCKET_SUFFIX = "_failures"
 BEGAN_SUBJECT = "$KV.*.*.*.*.*.began"
 """The filter subject of the records that a handler has begun, in the bucket of any app."""
@@ -28,7 +50,36 @@ KEPT = (
         holds="that a handler has begun with a notification that came again without a failure",
         until="until it ends",
     ),
+    Kept(
+        bucket=f"<app>{BUCKET_SUFFIX}",
+        key=f"<agent>.<stream>.<sequence>.<store time>{PARKED}",
+        holds="a notification that waits for a person (`ParkedRecord`)",
+        until="until it is tried again or skipped",
+    ),
 )
+
+
+class ParkedRecord(Struct, frozen=True, kw_only=True):
+    """A notification that has failed in all of its attempts, and waits for a person."""
+
+    since: datetime
+    attempts: int
+    error: str
+    """The class and the text of the last error."""
+    ordering_key: str = ""
+    """Its ordering key; empty where the agent has no order."""
+    behind: int = 0
+    """How many notifications of this key waited behind it when this was written."""
+    skip: bool = False
+    """Whether a person has decided to skip it."""
+
+
+def parked(entry: Entry | None) -> ParkedRecord | None:
+    """Return the record of a notification that is parked; None where there is none."""
+    try:
+        return read_json(entry.value, ParkedRecord) if entry is not None and not entry.deleted else None
+    except UndecodableError:
+        return None
 
 
 def app_of(stream: str) -> str:

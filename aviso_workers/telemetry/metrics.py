@@ -26,6 +26,8 @@ from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.events import (
     Acked,
     AgentDisturbed,
+    AgentHalted,
+    AgentResumed,
     AgentStarted,
     CallsFreed,
     CallsStuck,
@@ -63,10 +65,10 @@ RUN_OUTCOMES = ("done", "failed")
 """Of a timer or a window."""
 OUTCOMES = ("acked", "retried", "dead_lettered")
 PUBLISH_OUTCOMES = ("stored", "duplicate", "scheduled", "failed")
-RETRY_REASONS = ("dead_letter_failed", "taken_over", "other_version", "unavailable")
+RETRY_REASONS = ("dead_letter_failed", "taken_over", "other_version", "unavailable", "parked")
 """Those that are not exceptions of an author's."""
 DEAD_LETTER_REASONS = (
-    *("attempts_exhausted", "invalid_notification", "late", "max_deliveries", "rejected", "undecodable"),
+    *("attempts_exhausted", "invalid_notification", "late", "max_deliveries", "rejected", "skipped", "undecodable"),
     "worker_died",
 )
 ENDINGS = ("crashed", "in_order", "killed")
@@ -147,6 +149,7 @@ class _Agent:
         self.pull_errors = _Counts()
         self.dead_letters_refused = False
         self.outage = False
+        self.halted = False
         self.not_read_again = False
         self.threads_stuck = 0
         self.redelivered = 0
@@ -369,6 +372,12 @@ PER_AGENT = (
         "1 while this agent waits for the end of an outage of what it depends on, and tries one notification at a "
         "time; else 0.",
         lambda a: a.outage,
+    ),
+    Metric(
+        GAUGE,
+        "halted",
+        "1 while this agent is halted because of a flood of dead letters, until a person resumes it; else 0.",
+        lambda a: a.halted,
     ),
     Metric(
         GAUGE,
@@ -631,6 +640,9 @@ class Metrics:
     def _outage(self, event: OutageBegan | OutageEnded) -> None:
         self._agents[event.agent].outage = isinstance(event, OutageBegan)
 
+    def _halt(self, event: AgentHalted | AgentResumed) -> None:
+        self._agents[event.agent].halted = isinstance(event, AgentHalted)
+
     def _read_again(self, event: NotReadAgain | ReadAgain) -> None:
         self._agents[event.agent].not_read_again = isinstance(event, NotReadAgain)
 
@@ -662,6 +674,8 @@ class Metrics:
         NotReadAgain: _read_again,
         OutageBegan: _outage,
         OutageEnded: _outage,
+        AgentHalted: _halt,
+        AgentResumed: _halt,
         Published: _count_published,
         ReadAgain: _read_again,
         Suspected: _suspected,

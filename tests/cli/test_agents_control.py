@@ -85,6 +85,42 @@ def shown(run: Run, config: Path, *what: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in ran.lines]
 
 
+PARKING = """
+from aviso_workers import App, Backoff, Notification
+
+app = App("field")
+
+
+@app.agent("mars", order_by=["class"], retry=Backoff(attempts=1, then="park"))
+async def index(notification: Notification) -> None:
+    if notification.identifier["step"] in "13":
+        raise ValueError("no such field")
+"""
+
+
+def test_what_is_parked_is_listed_and_decided_upon(run: Run, config: Path, start: Start, tmp_path: Path) -> None:
+    name = f"parking_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(PARKING)
+    for step in range(1, 4):
+        assert run("notify", "mars", "class=od", f"step={step}", "--config", config).code == 0
+    worker = start("worker", f"{name}:app", "--config", config)
+    worker.until("notification.retried")
+    while not (listed := run("agents", "retrying", "field", "index", "--json", "--config", config)).lines:
+        pass
+    assert [(row["sequence"], row["record"]["attempts"]) for row in map(json.loads, listed.lines)] == [(1, 1)]
+    nothing = run("agents", "retry", "index", "2", "--app", "field", "--config", config)
+    assert (nothing.code, "not parked: 2" in nothing.err) == (1, True)
+    neither = run("agents", "skip", "index", "--app", "field", "--config", config)
+    assert (neither.code, "say which" in neither.err) == (2, True), neither
+    plan = run("agents", "skip", "index", "1", "--app", "field", "--config", config)
+    assert "1 of index to be skipped; 2 that wait behind it run without" in plan.out
+    assert "all 1    parked" in run("agents", "retrying", "field", "index", "--config", config).out
+    skipped = run("agents", "skip", "index", "--all", "--app", "field", "--yes", "--config", config)
+    assert (skipped.code, skipped.out.splitlines()[-1]) == (0, "1 of index are skipped within a minute of its workers")
+    assert "nothing is tried again" in run("agents", "retrying", "field", "index", "--config", config).out
+    assert worker.end(signal.SIGTERM) == 0
+
+
 def test_a_paused_agent_is_given_nothing_and_a_resumed_one_goes_on(
     run: Run, config: Path, worked: Callable[..., list[str]], agents: str
 ) -> None:

@@ -252,7 +252,7 @@ async def test_what_workers_left_that_died_in_an_outage_keeps_no_other_from_tryi
         backend = app.session.backend
         then = clocks.utc_now(backend.clock) - ago
         left = OutageRecord(since=then, reason="asked", tries=7, again_in_seconds=3600, written=then)
-        await outage_records.write(backend, left, app="contract", agent="index", revision=0)
+        await outage_records.write(backend, left, key=outage_records.key_of("contract", "index"), revision=0)
         began = backend.clock.monotonic()
         await publish(app, range(20))
         await until(t, lambda: len(catalogue.asked) >= 6)

@@ -253,7 +253,7 @@ def test_what_else_is_returned_is_no_failure(output: object) -> None:
 def test_what_is_delivered_again_is_run_alone_where_it_may_have_ended_its_worker(
     known: dict[str, Any], num_delivered: int, expected: str
 ) -> None:
-    assert before_handling(PriorRecord(**known), num_delivered=num_delivered, attempts=3) == expected
+    assert before_handling(PriorRecord(**known), num_delivered=num_delivered, retry=Backoff(attempts=3)) == expected
 
 
 class ForgetfulRetry(Retry):

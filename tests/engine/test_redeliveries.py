@@ -119,7 +119,7 @@ class Worker:
             settler=self.settler,
             isolation=self.isolation,
             shield=shield,
-            attempts=3,
+            retry=Backoff(attempts=3),
             clock=clock,
             events=facts.events,
         )

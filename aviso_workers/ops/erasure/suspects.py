@@ -19,7 +19,7 @@ from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.backends import Admin, Message, StreamInfo
 from aviso_workers.errors import BackendError, InvalidNotificationError, NotFoundError
 from aviso_workers.jetstream.key_value import decode_key
-from aviso_workers.state import consumer_records, own_buckets, table_records
+from aviso_workers.state import consumer_records, failure_counts, own_buckets, table_records
 from aviso_workers.state.own_streams import COUNTERS
 
 __all__ = ["Suspect", "parse_key", "subject_of_key", "subjects_of_key", "suspects"]
@@ -30,8 +30,8 @@ PIECE = re.compile(r"[^\W_]+|[\W_]")
 POSITIONS = {"counted", "missed", "left_out", "sequence", "stored", "closed", "time"}
 """The fields of the state of a window beside the values of windows: sequences and times."""
 
-POSITIONS_ONLY = ("timers", "failures")
-"""Kinds of buckets that hold only sequences, counts and times."""
+POSITIONS_ONLY = ("timers",)
+"""Kinds of buckets that hold only sequences and times."""
 NOTED = tuple(f"/{note}" for note in consumer_records.NOTES)
 """What of that bucket has the texts of errors; the rest are positions, versions and declarations."""
 
@@ -99,6 +99,8 @@ async def _bucket(admin: Admin, bucket: str, wanted: _Values) -> Suspect:
                 continue  # how far time has come, of all keys
             if bucket == consumer_records.BUCKET and not key.endswith(NOTED):
                 continue
+            if found == "failures" and not key.endswith(failure_counts.PARKED):
+                continue  # counts
             newest[key] = bool(message.data)
             if wanted.any_in(decode_key(key)) or any(map(wanted.any_in, _texts(message.data))):
                 named.add(key)

@@ -380,15 +380,16 @@ def failing_timers(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS078",
-    "No agent waits for the end of an outage",
+    "No agent waits for the end of an outage, and none is halted",
     why="What an agent depends on is away, so its breaker is open: the agent begins nothing but a notification now and "
-    "then. Nothing is lost, and nothing becomes a dead letter.",
-    cure="Bring back what {app} depends on, as the error says. Its agent goes on by itself within seconds.",
+    "then. Or so many of its notifications became dead letters that it begins nothing. The others wait in the stream.",
+    cure="Bring back what {app} depends on, as the error says: its agent goes on by itself within seconds. One that is "
+    "halted goes on after `aviso-workers agents resume`, or in the workers of a new deploy.",
     needs=("records",),
 )
 def waiting_for_an_outage(facts: Facts) -> Iterator[Finding]:
-    """The check warns of an agent with a [breaker](../agents/outages.md) that is open in a worker. Workers record it in
-    the bucket `aviso_workers_consumers`, and `agents ls` shows it too.
+    """The check warns of an agent whose [breaker](../agents/outages.md) is open in a worker, or that a worker has
+    halted. Workers record it in the bucket `aviso_workers_consumers`, and `agents ls` shows it too.
     """
     for (app, agent), outage in facts.outages.items():
         if waiting := agent_report.waiting_text(outage, now=facts.now):

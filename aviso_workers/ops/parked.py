@@ -1,0 +1,71 @@
+"""The notifications of an agent that are parked: listed, and decided upon by a person. Called by `agents retrying`,
+`agents retry` and `agents skip`.
+
+A worker looks at each of its parked notifications once in a minute (`engine.redeliveries`), and does what was decided.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+
+import msgspec
+from msgspec import Struct, structs
+
+from aviso_workers.backends import Admin
+from aviso_workers.backends.buckets import open_existing
+from aviso_workers.jetstream.key_value import KeyValue
+from aviso_workers.state import failure_counts
+from aviso_workers.state.failure_counts import ParkedRecord
+
+__all__ = ["Parked", "of_agent", "retry", "skip"]
+
+
+class Parked(Struct, frozen=True, kw_only=True):
+    """A notification that waits for a person."""
+
+    app: str
+    sequence: int
+    record: ParkedRecord
+    key: str
+    """The key of the record in the bucket of failure counts."""
+
+
+async def of_agent(admin: Admin, app: str, agent: str) -> list[Parked]:
+    """Return what is parked of an agent, the oldest first, without what a person has decided on. Raises
+    `BackendError`.
+    """
+    bucket = await _bucket(admin, app)
+    if bucket is None:
+        return []
+    prefix = f"$KV.{app}{failure_counts.BUCKET_SUFFIX}."
+    stream = f"KV_{app}{failure_counts.BUCKET_SUFFIX}"
+    subjects = (f"{prefix}{agent}.*.*.*{failure_counts.PARKED}",)
+    last = (await admin.stream_info(stream)).last_sequence
+    found = []
+    async with aclosing(admin.read(stream, filter_subjects=subjects, last_sequence=last)) as reading:
+        async for message in reading:
+            key = message.subject.removeprefix(prefix)
+            record = failure_counts.parked(await bucket.get(key))
+            failed = await bucket.get(key.removesuffix(failure_counts.PARKED))
+            if record is not None and not record.skip and failed is not None:  # or it has succeeded since
+                found.append(Parked(app=app, sequence=int(key.split(".")[2]), record=record, key=key))
+    return sorted(found, key=lambda each: each.sequence)
+
+
+async def retry(admin: Admin, *parked: Parked) -> None:
+    """Have notifications tried again, with all of their attempts. Raises `BackendError`; it can be repeated then."""
+    for each in parked:
+        if (bucket := await _bucket(admin, each.app)) is not None:
+            await bucket.delete(each.key)  # first: what is broken off here stays parked
+            await bucket.put(each.key.removesuffix(failure_counts.PARKED), b"0")
+
+
+async def skip(admin: Admin, *parked: Parked) -> None:
+    """Have notifications become dead letters. Raises `BackendError`; it can be repeated then."""
+    for each in parked:
+        if (bucket := await _bucket(admin, each.app)) is not None:
+            await bucket.put(each.key, msgspec.json.encode(structs.replace(each.record, skip=True)))
+
+
+async def _bucket(admin: Admin, app: str) -> KeyValue | None:
+    return await open_existing(admin, f"{app}{failure_counts.BUCKET_SUFFIX}", own=True)

@@ -1,0 +1,150 @@
+"""Notifications that are parked after their last attempt: they wait for a person, and their ordering key waits too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import App, Backoff, Notification, Notify, Window, Windowing
+from aviso_workers.declare import verdicts
+from aviso_workers.declare.verdicts import Again
+from aviso_workers.engine import acknowledging
+from aviso_workers.errors import DeclarationError
+from aviso_workers.ops import parked
+from aviso_workers.ops.parked import Parked
+from aviso_workers.testing import Harness, harness
+from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+PARKING = Backoff(first=0.05, factor=1, attempts=2, then="park")
+
+
+@pytest.fixture(autouse=True)
+def _looked_at_often(url: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if url:
+        often = Again(after_seconds=0.5, reason="parked")
+        monkeypatch.setattr(verdicts, "PARKED", often)
+        monkeypatch.setattr(acknowledging, "PARKED", often)
+
+
+class Handled:
+    """Which steps were tried, and which of them cannot be handled yet."""
+
+    def __init__(self) -> None:
+        self.broken: set[int] = {3}
+        self.tried: list[tuple[int, int]] = []
+        self.done: list[int] = []
+
+    def handle(self, notification: Notification[Any]) -> None:
+        step = int(notification.identifier["step"])
+        self.tried.append((step, notification.attempt))
+        if step in self.broken:
+            raise ValueError("no such field")
+        self.done.append(step)
+
+
+@pytest.fixture
+def handled() -> Handled:
+    return Handled()
+
+
+async def until(t: Harness, condition: Any) -> None:
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while not condition():
+            await t.advance(0.2)
+
+
+async def waiting(t: Harness) -> list[Parked]:
+    """Return what is parked, when something is."""
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while not (found := await parked.of_agent(t.app.session.admin, "contract", "index")):
+            await t.advance(0.2)
+    return found
+
+
+async def looked_at(t: Harness) -> None:
+    """Let workers look twice at what is parked."""
+    await t.advance(2.1 * verdicts.PARKED.after_seconds)
+
+
+async def test_it_waits_and_is_tried_again_with_all_attempts(app: App, url: str | None, handled: Handled) -> None:
+    @app.agent("mars", retry=PARKING)
+    async def index(notification: Notification[Any]) -> None:
+        handled.handle(notification)
+
+    async with harness(app, server=url) as t:
+        await app.notify_many(Notify("mars", mars(step=step), {}) for step in range(6))
+        (found,) = await waiting(t)
+        await looked_at(t)
+        assert [attempt for step, attempt in handled.tried if step == 3] == [1, 2], "and is not tried while it waits"
+        assert (sorted(handled.done), t.dead_letters) == ([0, 1, 2, 4, 5], [])
+        assert (found.sequence, found.record.attempts, found.record.error) == (4, 2, "ValueError: no such field")
+        handled.broken.clear()
+        handled.tried.clear()
+        await parked.retry(t.app.session.admin, found)
+        await until(t, lambda: 3 in handled.done)
+        await t.settle()
+        assert handled.tried == [(3, 1)]
+        assert await parked.of_agent(t.app.session.admin, "contract", "index") == []
+
+
+async def test_its_key_waits_until_it_is_skipped(app: App, url: str | None, handled: Handled) -> None:
+    @app.agent("mars", retry=PARKING, order_by=["class"], concurrency=4)
+    async def index(notification: Notification[Any]) -> None:
+        handled.handle(notification)
+
+    async with harness(app, server=url) as t:
+        for step in range(6):
+            await t.notify("mars", mars(step=step), {})
+            await t.notify("mars", {**mars(step=step + 10), "class": "rd"}, {})
+        await until(t, lambda: len(handled.done) == 9)
+        await looked_at(t)
+        assert sorted(handled.done) == [0, 1, 2, 10, 11, 12, 13, 14, 15], "what is behind it waits, and no other key"
+        (found,) = await waiting(t)
+        assert (found.record.ordering_key, found.record.behind) == ("od", 2)
+        await parked.skip(t.app.session.admin, found)
+        await until(t, lambda: len(handled.done) == 11)
+        await t.settle()
+        assert [(each.reason, each.attempts) for each in t.dead_letters] == [("skipped", 2)]
+        assert "skipped by a person after 2 attempts; the last error: ValueError" in t.dead_letters[0].error
+        assert await parked.of_agent(t.app.session.admin, "contract", "index") == []
+    assert [step for step in handled.done if step < 10] == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("order", [[], ["class"]])
+async def test_a_worker_that_starts_leaves_it_parked(
+    app: App, url: str | None, handled: Handled, order: list[str]
+) -> None:
+    @app.agent("mars", retry=PARKING, order_by=order, ack_wait=1.0)
+    async def index(notification: Notification[Any]) -> None:
+        handled.handle(notification)
+
+    async with harness(app, server=url) as t:
+        await app.notify_many(Notify("mars", mars(step=step), {}) for step in range(3, 5))
+        await waiting(t)
+        await t.crash()
+        await t.start()
+        await looked_at(t)
+        assert [attempt for step, attempt in handled.tried if step == 3] == [1, 2]
+        assert t.dead_letters == []
+        assert (4 in handled.done) is not bool(order)
+        handled.broken.clear()
+        await parked.retry(t.app.session.admin, *await waiting(t))
+        await until(t, lambda: sorted(handled.done) == [3, 4])
+
+
+def test_windows_cannot_be_parked() -> None:
+    app = App("contract")
+    with pytest.raises(DeclarationError, match='Backoff\\(then="park"\\) is not for a function of a Window'):
+
+        @app.agent("mars", retry=PARKING, window=Windowing(size="1m", fold=lambda count, _: count + 1, initial=0))
+        async def count(window: Window[int]) -> None: ...
+
+
+def test_what_becomes_of_it_is_one_of_two() -> None:
+    with pytest.raises(DeclarationError, match='then must be "dead_letter" or "park", found \'drop\''):
+        Backoff(then="drop")  # type: ignore[arg-type]
