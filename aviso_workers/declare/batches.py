@@ -75,10 +75,10 @@ class Batch(Generic[T, K]):
         """Ack a notification of the batch, even if the function raises later."""
         self.outcomes[notification.sequence] = None
 
-    def retry(self, notification: Notification[T, K], *, after: AnyDuration | None = None) -> None:
+    def retry(self, notification: Notification[T, K], *, after: AnyDuration | None = None, counts: bool = True) -> None:
         """Try a notification of the batch again `after` this time, as in `Retry`. Default: the delay of the agent's
         policy."""
-        self.outcomes[notification.sequence] = Retry(after)
+        self.outcomes[notification.sequence] = Retry(after, counts=counts)
 
     def reject(self, notification: Notification[T, K], reason: str) -> None:
         """Make a notification of the batch, which can never be handled, a dead letter with this reason."""

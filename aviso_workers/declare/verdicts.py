@@ -40,6 +40,7 @@ __all__ = [
     "classify",
     "decide",
     "failure_returned",
+    "uncounted_seconds",
 ]
 
 RECORDED_FROM = 2
@@ -49,6 +50,9 @@ SUSPECT_AFTER = 2
 the number of deliveries says nothing: workers that stop, and those of another version, give back without a failure."""
 PARKED_SECONDS = 60.0
 """How often it is looked whether a person has decided on a notification that is parked."""
+LEAST_UNCOUNTED_SECONDS = 1.0
+"""After this time at the earliest a notification is tried again whose failure is not counted: nothing else bounds how
+often that is."""
 UNCOUNTED_DELIVERIES = 20
 """How many deliveries of a notification may have ended without a failure, where failures cannot be stored."""
 
@@ -57,15 +61,24 @@ class Retry(Exception):  # noqa: N818 - an instruction, also given as a value
     """Raised or returned by an agent: try this notification again, `after` this time: a number of seconds, a text such
     as `10m`, or a timedelta.
 
-    Without `after`, the delay is that of the agent's policy. It counts as a failed attempt. Raises `DeclarationError`
-    for an `after` that is no duration, below 0, or above 366 days, such as a time since 1970.
+    Without `after`, the delay is that of the agent's policy. It counts as a failed attempt, unless `counts` is false, as
+    where the other side asks to be called less often. Then `after` is needed, at least a second passes, and it may be
+    tried again without end. Raises `DeclarationError` for an `after` that is no duration, below 0,
+    or above 366 days, such as a time since 1970, and for `counts=False` without one.
     """
 
     after: float | None = None
     """The delay in seconds."""
+    counts: bool = True
+    """Whether it is a failed attempt."""
 
-    def __init__(self, after: AnyDuration | None = None) -> None:
+    def __init__(self, after: AnyDuration | None = None, *, counts: bool = True) -> None:
         self.after = None if after is None else _delay_seconds(after)
+        self.counts = bool(counts)
+        if not counts:
+            if self.after is None:
+                raise DeclarationError('Retry: counts=False needs the time to wait: Retry(after="30s", counts=False)')
+            self.after = max(self.after, LEAST_UNCOUNTED_SECONDS)
         super().__init__("asked to be tried again" + (f" after {self.after:g} s" if self.after is not None else ""))
 
 
@@ -142,6 +155,8 @@ class PriorRecord(Struct, frozen=True, kw_only=True):
         return num_delivered + self.failures - self.ended
 
 
+Known = Literal["run", "run_recorded", "run_alone", "worker_died", "max_deliveries", "parked"]
+"""What to do with a notification that is delivered again; see `before_handling`."""
 Verdict = Again | DeadLetter
 Settlement = Ack | Nak | Term
 Instruction = Retry | Reject
@@ -190,9 +205,7 @@ class OtherVersionError(Exception):
         super().__init__(str(error))
 
 
-def before_handling(
-    record: PriorRecord, *, num_delivered: int, retry: Backoff
-) -> Literal["run", "run_recorded", "run_alone", "worker_died", "max_deliveries", "parked"]:
+def before_handling(record: PriorRecord, *, num_delivered: int, retry: Backoff) -> Known:
     """Return what to do with a notification that is delivered again, before its handler is run.
 
     `parked` is one that has had all attempts and waits for a person. `run_recorded` is after a record that it begins.
@@ -249,6 +262,12 @@ def classify(failure: Failure, classifiers: Sequence[tuple[type[Exception], Clas
         return _classified(failure, classifiers)
     except BaseException as raised:
         return _explained(failure, raised)
+
+
+def uncounted_seconds(failure: Failure) -> float | None:
+    """Return after how long a notification is tried again whose author says that it is no failed attempt; else None."""
+    instruction = failure.instruction
+    return instruction.after if isinstance(instruction, Retry) and not instruction.counts else None
 
 
 def decide(failure: Failure, *, failures: int, retry: Backoff) -> Verdict:
@@ -309,7 +328,7 @@ def _with_checked_delay(instruction: Instruction) -> Instruction:
 
     Raises `DeclarationError` where it is not a number of seconds.
     """
-    return Retry(instruction.after) if isinstance(instruction, Retry) else instruction
+    return Retry(instruction.after, counts=instruction.counts) if isinstance(instruction, Retry) else instruction
 
 
 def _is_raisable(found: object) -> TypeGuard[BaseException]:

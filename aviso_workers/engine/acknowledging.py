@@ -61,7 +61,7 @@ from aviso_workers.jetstream import answers, error_codes
 from aviso_workers.state.failure_counts import ParkedRecord
 from aviso_workers.state.failure_records import Retrying
 
-__all__ = ["UNAVAILABLE", "Settler", "give_back", "leave_to_others", "settle", "settle_again"]
+__all__ = ["NO_ATTEMPT", "UNAVAILABLE", "Settler", "give_back", "leave_to_others", "settle", "settle_again"]
 
 STORE_AGAIN = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
 """The backoff after a dead letter could not be stored: until then the agent tries none, and the originals wait."""
@@ -83,6 +83,9 @@ class _Outcome(NamedTuple):
 
 UNAVAILABLE = "unavailable"
 """The reason of `Failed` where the failure is taken for an outage, and counts as no attempt."""
+UNCOUNTED = "uncounted"
+"""The reason of `Failed` where the agent said `Retry(counts=False)`."""
+NO_ATTEMPT = (UNAVAILABLE, UNCOUNTED)
 ON_ERROR = "on_error"
 """The reason of `Settled` where an `on_error` function returned `Ack()`."""
 ACKED = _Outcome("acked")
@@ -218,7 +221,7 @@ class Settler:
         self, window: Message, failure: Failure, *, failures: int, stream: str, part: str
     ) -> Ack | Verdict:
         """Return what becomes of a window for which the function has failed, after `failures` earlier ones. That is
-        `Again`, and no attempt, where the reason is `UNAVAILABLE`.
+        `Again`, and no attempt, where the reason is one of `NO_ATTEMPT`.
 
         The dead letter of a `DeadLetter` is stored, with `window` as the original. Where that fails, it is `Again`.
         """
@@ -226,6 +229,8 @@ class Settler:
         classified = verdicts.classify(failure, self._agent.classifiers)
         if isinstance(classified, Ack):
             return classified
+        if (uncounted := verdicts.uncounted_seconds(classified)) is not None:
+            return Again(after_seconds=uncounted, reason=UNCOUNTED)
         spared = self._breaker.spared_window_seconds(classified) if self._breaker is not None else None
         if spared is not None:
             return Again(after_seconds=spared, reason=UNAVAILABLE)
@@ -340,47 +345,33 @@ class Settler:
             emit(_Outcome("acked", ON_ERROR, failure.error))
             await self._failures.forget(delivery, record)
             return
-        attempt, error = record.failures + (classified.final != "skipped"), classified.error
         verdict = verdicts.decide(classified, failures=record.failures, retry=self._agent.policy.retry)
-        if (spared := self._spared_seconds(delivery, classified, verdict, started)) is not None:
+        if (spared := self._spared(delivery, classified, verdict, started)) is not None:
             await self._failures.clear(delivery)  # or its next delivery would be handled alone
             if not self._buffer.ordered:
                 self._failures.note_postponed(delivery, record)
-            outcome = _Outcome("retried", UNAVAILABLE, error, record.failures, spared)
-            self._give_back(delivery, spared)
+            outcome = _Outcome("retried", spared.reason, classified.error, record.failures, spared.after_seconds)
+            self._give_back(delivery, spared.after_seconds)
             self._note_retried(delivery, outcome)
             emit(outcome)
             return
+        attempt = record.failures + (classified.final != "skipped")
         if isinstance(verdict, Again):
-            again_in_seconds = verdict.after_seconds
-            if verdict is not PARKED:
-                again_in_seconds = self._again_in_seconds(delivery, again_in_seconds, took_seconds=seconds)
-            outcome = _Outcome("retried", verdict.reason, error, attempt, again_in_seconds)
+            outcome = self._again(delivery, verdict, classified.error, attempt=attempt, took_seconds=seconds)
+        elif (refused := await self._dead_letter(delivery, record, verdict, classified.error, attempt, emit)) is None:
+            return
         else:
-            async with self._shield.hold():
-                refused = await self._writer.store(delivery, verdict, attempts=attempt, error=error)
-            if refused is None:
-                delivery.term(verdict.reason)
-                self._remove(delivery)
-                self._last_failures.note("agents", self._agent.name, error)
-                emit(_Outcome("dead_lettered", verdict.reason, error, attempt))
-                await self._failures.forget(delivery, record)
-                return
             # Counted all the same: a redelivery without a counted failure is taken for one whose worker died.
             outcome = _Outcome("retried", "dead_letter_failed", refused.error, attempt, refused.again_in_seconds)
-
-        if verdict is PARKED:
-            await self._failures.park(delivery, self._parked(delivery, error, attempts=attempt))
 
         def give_back(counted: PriorRecord) -> None:
             self._buffer.note_record(delivery, counted)
             self._give_back(delivery, outcome.again_in_seconds)
-            if verdict is PARKED:
-                self._last_failures.note("agents", self._agent.name, error)
-            else:
-                self._note_retried(delivery, outcome)
+            self._note_retried(delivery, outcome)
             emit(outcome)
 
+        if verdict is PARKED:
+            await self._failures.park(delivery, self._parked(delivery, classified.error, attempts=attempt))
         await self._failures.add(
             delivery,
             before=record,
@@ -389,6 +380,35 @@ class Settler:
             worker_died=failure.worker_died,
             then=give_back,
         )
+
+    async def _dead_letter(
+        self,
+        delivery: Delivery,
+        record: PriorRecord,
+        verdict: DeadLetter,
+        error: BaseException,
+        attempts: int,
+        emit: Callable[[_Outcome], None],
+    ) -> DeadLettersRefused | None:
+        """Store a dead letter and terminate its delivery, and return None, or why it was not stored."""
+        async with self._shield.hold():
+            refused = await self._writer.store(delivery, verdict, attempts=attempts, error=error)
+        if refused is not None:
+            return refused
+        delivery.term(verdict.reason)
+        self._remove(delivery)
+        self._last_failures.note("agents", self._agent.name, error)
+        emit(_Outcome("dead_lettered", verdict.reason, error, attempts))
+        await self._failures.forget(delivery, record)
+        return None
+
+    def _again(
+        self, delivery: Delivery, verdict: Again, error: BaseException, *, attempt: int, took_seconds: float
+    ) -> _Outcome:
+        again_in_seconds = verdict.after_seconds
+        if verdict is not PARKED:
+            again_in_seconds = self._again_in_seconds(delivery, again_in_seconds, took_seconds=took_seconds)
+        return _Outcome("retried", verdict.reason, error, attempt, again_in_seconds)
 
     async def park(self, delivery: Delivery, known: ParkedRecord | None) -> None:
         """Leave a notification parked: no person has decided on it yet. `known` is what was recorded of it."""
@@ -411,19 +431,24 @@ class Settler:
             behind=self._buffer.behind(subject, sequence),
         )
 
-    def _spared_seconds(self, delivery: Delivery, failure: Failure, verdict: Verdict, started: float) -> float | None:
-        """Return after how long to try a delivery again whose failure is no attempt, because of an outage or of a flood
-        of dead letters; else None.
+    def _spared(self, delivery: Delivery, failure: Failure, verdict: Verdict, started: float) -> Again | None:
+        """Return after how long and why to try a delivery again whose failure is no attempt, because of an outage, of a
+        flood of dead letters, or because the author says so; else None.
         """
-        if self._breaker is None:
-            return None
-        spared = self._breaker.note_failure(delivery, failure, started=started)
-        if spared is None and isinstance(verdict, DeadLetter):
-            return self._breaker.stop_flood(verdict.reason, failure.error)
-        return spared
+        if (breaker := self._breaker) is not None:
+            spared = breaker.note_failure(delivery, failure, started=started)
+            if spared is None and isinstance(verdict, DeadLetter):
+                spared = breaker.stop_flood(verdict.reason, failure.error)
+            if spared is not None:
+                return Again(after_seconds=spared, reason=UNAVAILABLE)
+        uncounted = verdicts.uncounted_seconds(failure)
+        return None if uncounted is None else Again(after_seconds=uncounted, reason=UNCOUNTED)
 
     def _note_retried(self, delivery: Delivery, outcome: _Outcome) -> None:
         assert outcome.error is not None
+        if outcome.reason == PARKED.reason:  # it has a record of its own
+            self._last_failures.note("agents", self._agent.name, outcome.error)
+            return
         message = delivery.message
         known = partial(
             _retrying,

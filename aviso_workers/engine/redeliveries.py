@@ -119,11 +119,17 @@ class Redeliveries:
             self._buffer.admit(delivery)
             return
         self._buffer.note_record(delivery, record)
-        match verdicts.before_handling(record, num_delivered=delivery.num_delivered, retry=self._retry):
-            case "parked":
-                await self._decide_on_parked(delivery, record)
-            case _ if delivery.num_delivered == 1:
-                self._buffer.admit(delivery)
+        known = verdicts.before_handling(record, num_delivered=delivery.num_delivered, retry=self._retry)
+        if known == "parked":
+            await self._decide_on_parked(delivery, record)
+        elif delivery.num_delivered == 1:
+            self._buffer.admit(delivery)
+        else:
+            await self._carry_out(known, delivery, record)
+
+    async def _carry_out(self, known: verdicts.Known, delivery: Delivery, record: PriorRecord) -> None:
+        """Run the handler of a delivery, or settle the delivery without that, as `verdicts.before_handling` says."""
+        match known:
             case "run":
                 if not self._settler.postpone(delivery, record):
                     self._buffer.admit(delivery)

@@ -65,7 +65,7 @@ RUN_OUTCOMES = ("done", "failed")
 """Of a timer or a window."""
 OUTCOMES = ("acked", "retried", "dead_lettered")
 PUBLISH_OUTCOMES = ("stored", "duplicate", "scheduled", "failed")
-RETRY_REASONS = ("dead_letter_failed", "taken_over", "other_version", "unavailable", "parked")
+RETRY_REASONS = ("dead_letter_failed", "taken_over", "other_version", "unavailable", "uncounted", "parked")
 """Those that are not exceptions of an author's."""
 DEAD_LETTER_REASONS = (
     *("attempts_exhausted", "invalid_notification", "late", "max_deliveries", "rejected", "skipped", "undecodable"),

@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from aviso_workers.declare import verdicts
 from aviso_workers.declare.retry import Backoff
 from aviso_workers.declare.verdicts import (
     Ack,
@@ -311,3 +312,24 @@ def raising(error: BaseException) -> Any:
         raise error
 
     return classifier
+
+
+class TestUncounted:
+    def test_it_is_asked_for_with_a_time_and_waits_a_second_at_least(self) -> None:
+        assert Retry(after=0.1, counts=False).after == verdicts.LEAST_UNCOUNTED_SECONDS
+        assert Retry(after="1m", counts=False).after == 60.0
+        with pytest.raises(DeclarationError, match=r"Retry: counts=False needs the time to wait"):
+            Retry(counts=False)
+
+    def test_a_time_that_its_author_sets_later_is_held_to_the_same(self) -> None:
+        instruction = Retry(after=60, counts=False)
+        instruction.after = 0.0
+        classified = verdicts.classify(Failure(instruction), [])
+        assert isinstance(classified, Failure)
+        assert verdicts.uncounted_seconds(classified) == verdicts.LEAST_UNCOUNTED_SECONDS
+
+    def test_any_other_counts(self) -> None:
+        for error in (Retry(after=1), Reject("no"), ValueError()):
+            classified = verdicts.classify(Failure(error), [])
+            assert isinstance(classified, Failure)
+            assert verdicts.uncounted_seconds(classified) is None

@@ -320,7 +320,7 @@ def give_up(error: CatalogueError | OSError | KeyError) -> Reject:
 
 @index.on_error(ValueError, OSError, KeyError, CatalogueError)
 def wait_again(error: Exception) -> Retry:
-    return Retry(after="1m")
+    return Retry(after="1m", counts=False)
 
 
 @index.on_error(OSError)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ from aviso_workers.declare import windows
 from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, OtherVersionError, Verdict
 from aviso_workers.declare.windows import KeyState, SettledUpTo, Window, Windowing, WindowProgress
 from aviso_workers.engine import calls
-from aviso_workers.engine.acknowledging import UNAVAILABLE
+from aviso_workers.engine.acknowledging import NO_ATTEMPT
 from aviso_workers.engine.handlers.one import HandlerContext, NotificationHandler
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue
 from aviso_workers.engine.leases import OVERDUE_SECONDS, Lease, drained
@@ -429,7 +429,7 @@ class WindowHandler:
         """After how long the function is to be run again for a window; None where it is not."""
         if not isinstance(verdict, Again):
             return None
-        if verdict.reason != UNAVAILABLE:
+        if verdict.reason not in NO_ATTEMPT:
             self._failures[place] = self._failures.get(place, 0) + 1
         self._again_at[place] = self._context.clock.monotonic() + verdict.after_seconds
         return verdict.after_seconds
