@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from aviso_workers.declare.retry import Backoff
     from aviso_workers.declare.tables import DELETE, Change, Counter, Delete, Table
     from aviso_workers.declare.timers import Tick, Timer
-    from aviso_workers.declare.verdicts import Ack, Reject, Retry
+    from aviso_workers.declare.verdicts import Ack, GivenUp, Reject, Retry
     from aviso_workers.declare.windows import Window, Windowing
     from aviso_workers.engine.breakers import CircuitBreaker
     from aviso_workers.errors import AvisoWorkersError
@@ -35,6 +35,7 @@ __all__ = [
     "CircuitBreaker",
     "Counter",
     "Delete",
+    "GivenUp",
     "KeyValue",
     "Notification",
     "Notify",
@@ -86,6 +87,7 @@ _PLACES = {
     ),
     "declare.verdicts": (
         "Ack",
+        "GivenUp",
         "Reject",
         "Retry",
     ),

@@ -262,6 +262,7 @@ class App(Router[Any]):
     def _unawaited_calls(self) -> list[str]:
         declared: list[tuple[str, Callable[..., Any]]] = [
             *((f"agent {agent.name!r}", agent.function) for agent in self.agents),
+            *((f"agent {each.name!r}: on_dead_letter", f) for each in self.agents for f in each.dead_letter_functions),
             *((f"timer {timer.name!r}", timer.function) for timer in self.timers),
             *((f"task {task.name!r}", task.function) for task in self.tasks),
         ]
@@ -703,10 +704,11 @@ def _several(notifications: Iterable[Notify]) -> Iterable[Notify]:
 
 def _agent_mistakes(agent: Agent[Any, Any], examined: Examined) -> Iterator[str]:
     """Yield what is wrong with an agent by its annotations, its code and the configuration."""
-    if refused := outputs.refused_return(agent):
-        yield (
-            f"its annotation says that it returns {refused}, which fails each call: {outputs.CURE}, and annotate that"
-        )
+    for running in (agent, *map(agent.running, agent.dead_letter_functions)):
+        if refused := outputs.refused_return(running):
+            its = "its" if running is agent else "on_dead_letter: its"
+            says = f"{its} annotation says that it returns {refused}"
+            yield f"{says}, which fails each call: {outputs.CURE}, and annotate that"
     if agent.event_type in examined.unclear:
         return
     event_types = examined.config.notification_schema
@@ -721,7 +723,8 @@ def _agent_mistakes(agent: Agent[Any, Any], examined: Examined) -> Iterator[str]
     else:
         if agent.key_type is not Any:
             yield from typed_identifiers.mistakes(agent.key_type, agent.event_type, declared, where)
-    for name in sorted(outputs.named_event_types(agent.function) - event_types.keys() - examined.unclear):
+    named = set[str]().union(*map(outputs.named_event_types, (agent.function, *agent.dead_letter_functions)))
+    for name in sorted(named - event_types.keys() - examined.unclear):
         yield f"it publishes {UnknownEventTypeError(name, event_types)}"
     try:
         topics.key_of(schema.topic_of(agent.event_type, declared), agent.policy.order_by)

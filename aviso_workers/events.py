@@ -40,6 +40,7 @@ __all__ = [
     "ConnectionSlow",
     "ConsumerDiffers",
     "ConsumerEdited",
+    "DeadLetterCallFailed",
     "DeadLettersRefused",
     "DeadLettersStored",
     "Event",
@@ -323,6 +324,24 @@ class DeadLettersStored(Event, frozen=True, kw_only=True):
 
     def hindrance(self) -> Hindrance:
         return Hindrance(self.agent, DEAD_LETTERS)
+
+
+class DeadLetterCallFailed(Event, frozen=True, kw_only=True):
+    """An agent's function of `on_dead_letter` has failed for a notification whose dead letter is stored."""
+
+    many = Many("dead_letter.more_call_failures", alike=("agent",))
+
+    agent: str
+    notification: str
+    """`<event type>@<sequence>`."""
+    error: BaseException
+    again_in_seconds: float
+    """When it is called again; 0 where it is not."""
+
+    def lines(self) -> Iterator[LogLine]:
+        level: Level = "warning" if self.again_in_seconds else "error"
+        names = ("agent", "notification", "again_in_seconds")
+        yield self.line(level, "dead_letter.call_failed", *names, exc_info=self.error)
 
 
 class FailuresNotStored(Event, frozen=True, kw_only=True):

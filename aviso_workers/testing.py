@@ -70,6 +70,7 @@ from aviso_workers.declare.outages import Unavailable
 from aviso_workers.declare.resources import Resource, spelled
 from aviso_workers.declare.tables import PROCESS, Table
 from aviso_workers.declare.timers import Timer
+from aviso_workers.declare.verdicts import GivenUp
 from aviso_workers.declare.windows import Window
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.call_scope import Opened
@@ -1076,7 +1077,8 @@ class _Code:
         def begin(argument: Any, turn: object, resources: Mapping[str, Any]) -> Any:
             if agent.form is Stream:
                 return call(Stream(_WatchedSource(argument._source, self, turn)), **resources)
-            self.strike(agent.name)
+            if agent.form is not GivenUp:
+                self.strike(agent.name)
             return call(argument, **resources)
 
         async def call_it(argument: Any, **resources: Any) -> object:
@@ -1093,6 +1095,7 @@ class _Code:
         watched.function = loop_over_it if agent.yields else call_it
         watched.in_thread = False  # as far as its worker knows, which cannot cancel it all the same
         watched.around = [structs.replace(each, function=self._opened(each, agent.name)) for each in agent.around]
+        watched.dead_letter_functions = [self.watched(agent.running(f)).function for f in agent.dead_letter_functions]
         return watched
 
     def _opened(self, resource: Resource, agent: str) -> Callable[..., AsyncIterator[Any]]:

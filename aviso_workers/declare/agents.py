@@ -6,6 +6,7 @@ that declares it; what depends on the configuration is `App.mistakes`.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import sys
@@ -32,7 +33,7 @@ from aviso_workers.declare.resources import Resource, Scope
 from aviso_workers.declare.retry import LONGEST_DELAY_SECONDS, Backoff
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Schedule, Timer
-from aviso_workers.declare.verdicts import Ack, Classifier, Reject, Retry
+from aviso_workers.declare.verdicts import Ack, Classifier, GivenUp, Reject, Retry
 from aviso_workers.declare.windows import KeyState, Window, Windowing
 from aviso_workers.errors import DeclarationError, InvalidPositionError
 
@@ -58,6 +59,8 @@ E2 = TypeVar("E2", bound=Exception)
 E3 = TypeVar("E3", bound=Exception)
 Classifying = Callable[[T], Retry | Reject | Ack | None]
 """A function of `on_error`, by the exceptions that it takes."""
+G = TypeVar("G", bound=Callable[[GivenUp[Any, Any]], Any])
+"""A function of `on_dead_letter`, with its types."""
 Yields = AsyncIterator[None]
 A = TypeVar(
     "A",
@@ -140,8 +143,7 @@ class Agent(Generic[P, R]):
         _refuse_declared("agent", function)
         if inspect.isclass(function):
             raise DeclarationError(f"agent of the class {function.__name__}: give an object of it, which is called")
-        if not isinstance(function, partial) and not inspect.isroutine(function) and callable(function):
-            function = cast(Callable[P, R], function.__call__)  # type: ignore[operator]  # of an object
+        function = _routine(function)
         self.function = function
         self.name = check_name("agent", name or _name_of(function))
         self.event_type = event_type
@@ -149,6 +151,8 @@ class Agent(Generic[P, R]):
         self.policy = policy
         self.classifiers: list[tuple[type[Exception], Classifier]] = []
         """Shared by the declarations of one function, and by its copies with a prefix."""
+        self.dead_letter_functions: list[Callable[[GivenUp[Any, Any]], Any]] = []
+        """The function of `on_dead_letter`, if there is one; shared as `classifiers` is."""
         self.declaration = object()
         """Shared by the copies of one declaration."""
         self.yields = inspect.isasyncgenfunction(function)
@@ -217,6 +221,40 @@ class Agent(Generic[P, R]):
             return classify
 
         return declare
+
+    def on_dead_letter(self, function: G) -> G:
+        """Declare the function that is called when a notification of this agent becomes a dead letter.
+
+        It is given a `GivenUp`, after the dead letter is stored and before the notification leaves its consumer: at
+        least once for each, and more than once where the worker dies meanwhile. What it returns or yields is published
+        as what an agent returns or yields. It may be async; a plain function runs in a thread. The agent's `timeout`
+        holds for each call. A call that fails is made again after 1 and after 2 seconds. If the third one fails too,
+        that is logged, and the dead letter stays.
+
+        It holds for every agent that the agent's own function was declared as. An agent of a `Window` has it called for
+        a notification that cannot be counted, and for a window that is given up.
+
+        Raises `DeclarationError`.
+        """
+        wanted = f"agent {self.name!r}: on_dead_letter needs a function that takes one GivenUp and no resources"
+        _require_one_argument(wanted, function)
+        if isgeneratorfunction(function):
+            raise DeclarationError(f"{wanted}; one that yields must be async, found {function!r:.100}")
+        known = self.dead_letter_functions
+        if known and not _is_again(known[0], function):
+            raise DeclarationError(f"agent {self.name!r} has a function of on_dead_letter already: {known[0]!r:.100}")
+        known[:] = [function]
+        return function
+
+    def running(self, function: Callable[..., Any]) -> Agent[Any, Any]:
+        """Return an agent of the same name and policy that runs this function of `on_dead_letter` in place of its own,
+        and nothing around it."""
+        other: Agent[Any, Any] = copy.copy(self)
+        other.function, other.form, other.needs, other.around = _routine(function), GivenUp, {}, ()
+        other.yields, other.dead_letter_functions = isasyncgenfunction(other.function), []
+        other.in_thread = not (iscoroutinefunction(other.function) or other.yields)
+        other.can_be_cancelled = not other.in_thread
+        return other
 
     def durable_name(self, app: str) -> str:
         """Return the name of the durable consumer that all workers of an app share for the agent."""
@@ -409,6 +447,7 @@ class Router(Generic[S]):
             agent = Agent(itself, event_type=event_type, where=filtered, name=name, policy=policy, decode=decode)
             if isinstance(function, Agent):
                 agent.classifiers = function.classifiers
+                agent.dead_letter_functions = function.dead_letter_functions
             self._add_agent(agent)
             return agent
 
@@ -761,18 +800,30 @@ def _check_kinds(agent: str, kinds: Sequence[object]) -> None:
 
 def _check_classifier(agent: str, classify: object) -> None:
     wanted = f"agent {agent!r}: a function of on_error must be a plain one that takes the exception"
-    if not callable(classify):
-        raise DeclarationError(f"{wanted}, found {classify!r:.100}")
     if any(is_one(classify) for is_one in (iscoroutinefunction, isasyncgenfunction, isgeneratorfunction)):
         raise DeclarationError(f"{wanted}, found an async function or one that yields: {classify!r:.100}")
+    _require_one_argument(wanted, classify)
+
+
+def _require_one_argument(wanted: str, function: object) -> None:
+    """Raise `DeclarationError` with what is wanted, where it is no function of one argument."""
+    if not callable(function):
+        raise DeclarationError(f"{wanted}, found {function!r:.100}")
     try:
-        signature = inspect.signature(classify)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
         return  # of a function that is not written in Python
     try:
-        signature.bind(ValueError())
+        signature.bind(object())
     except TypeError as error:
-        raise DeclarationError(f"{wanted}, and nothing else; found {classify!r:.100}{signature}") from error
+        raise DeclarationError(f"{wanted}, and nothing else; found {function!r:.100}{signature}") from error
+
+
+def _routine(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function; of an object that is called, its method."""
+    if not isinstance(function, partial) and not inspect.isroutine(function) and callable(function):
+        return cast(Callable[P, R], function.__call__)  # type: ignore[operator]
+    return function
 
 
 def exceptions(owner: str, kinds: object) -> tuple[type[Exception], ...]:

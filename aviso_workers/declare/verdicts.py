@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Literal, TypeGuard
+from typing import Any, Generic, Literal, TypeGuard
 
 from msgspec import Struct
+from typing_extensions import TypeVar
 
 from aviso_workers.aviso import literals
 from aviso_workers.aviso.literals import AnyDuration
+from aviso_workers.aviso.notifications import Notification
 from aviso_workers.declare.retry import LONGEST_DELAY_DAYS, LONGEST_DELAY_SECONDS, Backoff
 from aviso_workers.errors import DeclarationError
 
@@ -27,6 +29,7 @@ __all__ = [
     "Failure",
     "FinalError",
     "FinalReason",
+    "GivenUp",
     "Nak",
     "OtherVersionError",
     "PriorRecord",
@@ -42,6 +45,9 @@ __all__ = [
     "failure_returned",
     "uncounted_seconds",
 ]
+
+T = TypeVar("T", default=Any)
+K = TypeVar("K", default=Any)
 
 RECORDED_FROM = 2
 """From this delivery on, a record says that a handler begins, unless all deliveries before it have failed."""
@@ -61,9 +67,9 @@ class Retry(Exception):  # noqa: N818 - an instruction, also given as a value
     """Raised or returned by an agent: try this notification again, `after` this time: a number of seconds, a text such
     as `10m`, or a timedelta.
 
-    Without `after`, the delay is that of the agent's policy. It counts as a failed attempt, unless `counts` is false, as
-    where the other side asks to be called less often. Then `after` is needed, at least a second passes, and it may be
-    tried again without end. Raises `DeclarationError` for an `after` that is no duration, below 0,
+    Without `after`, the delay is that of the agent's policy. It counts as a failed attempt, unless `counts` is false,
+    as where the other side asks to be called less often. Then `after` is needed, at least a second passes, and it may
+    be tried again without end. Raises `DeclarationError` for an `after` that is no duration, below 0,
     or above 366 days, such as a time since 1970, and for `counts=False` without one.
     """
 
@@ -108,6 +114,24 @@ class Reject(Exception):  # noqa: N818 - an instruction, also given as a value
 
 class Ack(Struct, frozen=True):
     """Returned by a function of `on_error`: ack the notification although the handler raised."""
+
+
+class GivenUp(Struct, Generic[T, K], frozen=True, kw_only=True):
+    """A notification that its agent has given up, as the agent's function of `on_dead_letter` has it.
+
+    `T` and `K` are the types of its payload and its key, as in the agent's `Notification[T, K]`.
+    """
+
+    notification: Notification[T | bytes, K | None]
+    """The notification. Where it cannot be read as the agent's types, its payload is the body's bytes, its key is None,
+    and its identifier is empty if the subject cannot be read either. Of a window, it has the `Window` as its payload,
+    the window's end as its time, and no identifier."""
+    reason: str
+    """The reason of the dead letter, such as `attempts_exhausted`, `rejected`, `undecodable` or `worker_died`."""
+    attempts: int
+    """How many attempts have failed."""
+    error: str
+    """The class and the text of the last error, as `ValueError: no such field`."""
 
 
 class Again(Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
@@ -94,6 +94,8 @@ OTHER_VERSION = Backoff(first=0.05, factor=1.3, max=5.0, jitter=0.5)
 """When a notification that another version is to handle comes again, by how often it was delivered: about fifteen times
 in the first ten seconds, because a server gives it to any worker. At equal intervals, it could be the same worker each
 time."""
+OnDeadLetter = Callable[..., Awaitable[None]]
+"""Calls the author's function of `on_dead_letter`: see `handlers.dead_letters`."""
 FRESH = PriorRecord()
 """The record of a notification that has never failed."""
 
@@ -151,8 +153,10 @@ class Settler:
         clock: Clock,
         events: Events,
         breaker: AgentBreaker | None = None,
+        on_dead_letter: OnDeadLetter | None = None,
     ) -> None:
         self._agent = agent
+        self._on_dead_letter = on_dead_letter
         self._breaker = breaker
         self.successes = 0
         """How many deliveries have succeeded."""
@@ -218,12 +222,12 @@ class Settler:
         self._buffer.finish(delivery)
 
     async def judge_window(
-        self, window: Message, failure: Failure, *, failures: int, stream: str, part: str
+        self, message: Message, failure: Failure, *, window: object, failures: int, stream: str, part: str
     ) -> Ack | Verdict:
         """Return what becomes of a window for which the function has failed, after `failures` earlier ones. That is
         `Again`, and no attempt, where the reason is one of `NO_ATTEMPT`.
 
-        The dead letter of a `DeadLetter` is stored, with `window` as the original. Where that fails, it is `Again`.
+        The dead letter of a `DeadLetter` is stored, with `message` as the original. Where that fails, it is `Again`.
         """
         retry = self._agent.policy.retry
         classified = verdicts.classify(failure, self._agent.classifiers)
@@ -239,7 +243,7 @@ class Settler:
             return verdict
         try:
             await self._dead_letters.dead_letter(
-                window,
+                message,
                 agent=self._agent.name,
                 stream=stream,
                 reason=verdict.reason,
@@ -249,6 +253,9 @@ class Settler:
             )
         except BackendError:
             return Again(after_seconds=retry.delay_seconds(failures + 1), reason="dead_letter_failed")
+        if self._on_dead_letter is not None:
+            error = classified.error
+            await self._on_dead_letter(message, verdict.reason, attempts=failures + 1, error=error, window=window)
         return verdict
 
     async def settle(self, delivery: Delivery, failure: Failure | None, *, started: float) -> None:
@@ -395,6 +402,8 @@ class Settler:
             refused = await self._writer.store(delivery, verdict, attempts=attempts, error=error)
         if refused is not None:
             return refused
+        if self._on_dead_letter is not None:
+            await self._on_dead_letter(delivery.message, verdict.reason, attempts=attempts, error=error)
         delivery.term(verdict.reason)
         self._remove(delivery)
         self._last_failures.note("agents", self._agent.name, error)

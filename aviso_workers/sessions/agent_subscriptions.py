@@ -20,7 +20,7 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.batches import Batch, Stream
 from aviso_workers.declare.verdicts import Term
 from aviso_workers.engine import acknowledging, consumer_recorder, key_orders
-from aviso_workers.engine.acknowledging import Settler
+from aviso_workers.engine.acknowledging import OnDeadLetter, Settler
 from aviso_workers.engine.agent_breakers import AgentBreaker
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.breakers import CircuitBreaker
@@ -144,6 +144,14 @@ class AgentSubscriptions:
             )
         )
         repeats = Repeats(self._backend, stream=stream.name, consumer=agent.durable_name(self._app))
+        reader = NotificationReader(
+            agent.event_type,
+            event_type,
+            where=where,
+            payload_type=agent.payload_type,
+            decode=agent.decode,
+            key_type=agent.key_type,
+        )
         settler = Settler(
             agent,
             stream=stream.name,
@@ -156,19 +164,13 @@ class AgentSubscriptions:
             breaker=breaker,
             clock=clock,
             events=self._events,
+            on_dead_letter=self._on_dead_letter(agent, event_type, reader, stream.name),
         )
         timeouts = Timeouts(agent, clock=clock, events=self._events)
         context = HandlerContext(
             agent,
             buffer=buffer,
-            reader=NotificationReader(
-                agent.event_type,
-                event_type,
-                where=where,
-                payload_type=agent.payload_type,
-                decode=agent.decode,
-                key_type=agent.key_type,
-            ),
+            reader=reader,
             outputs=Outputs(agent, app=self._app, stream=stream.name, publisher=self._publisher),
             settler=settler,
             timeouts=timeouts,
@@ -220,6 +222,20 @@ class AgentSubscriptions:
             if name:
                 self.circuits[name] = circuit
         return circuit
+
+    def _on_dead_letter(
+        self, agent: Agent[Any, Any], event_type: EventType, reader: NotificationReader, stream: str
+    ) -> OnDeadLetter | None:
+        """Return what calls the agent's function of `on_dead_letter`, if it has one."""
+        if not agent.dead_letter_functions:
+            return None
+        from aviso_workers.engine.handlers.dead_letters import DeadLetterCalls
+
+        running = agent.running(agent.dead_letter_functions[0])
+        readers = reader, NotificationReader(agent.event_type, event_type, payload_type=bytes)
+        outputs = Outputs(running, app=self._app, stream=stream, publisher=self._publisher)
+        clock, events = self._backend.clock, self._events
+        return DeadLetterCalls(running, readers=readers, outputs=outputs, clock=clock, events=events).call
 
     def _windows(self, context: HandlerContext, stream: str) -> WindowHandler | None:
         """Return what closes the windows of an agent that has some."""

@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal, NewType, TypeVar
+from typing import Annotated, Any, Literal, NewType, TypeVar, cast
 
 import pytest
 
@@ -236,6 +236,9 @@ def test_the_annotation_is_judged_by_the_same_rules(in_memory: App, annotation: 
     assert outputs.refused_return(in_memory.agent("mars")(derive_each)) == refused
     told = [found for found in in_memory.mistakes() if "its annotation says that it returns" in found]
     assert len(told) == (2 if refused else 0)
+    in_memory.agents[0].dead_letter_functions.append(cast("Any", derive))
+    told = [found for found in in_memory.mistakes() if "on_dead_letter: its annotation says" in found]
+    assert len(told) == (1 if refused else 0)
 
 
 LOST: dict[str, tuple[Callable[[], object], str]] = {

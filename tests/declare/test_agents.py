@@ -17,6 +17,7 @@ from aviso_workers import (
     Backoff,
     Batch,
     Batching,
+    GivenUp,
     Notification,
     Retry,
     Router,
@@ -325,6 +326,35 @@ def test_on_error_refuses_what_could_not_be_asked(
     agent = router.agent("mars")(index)
     with pytest.raises(DeclarationError, match=f"agent 'index': .*{complaint}"):
         agent.on_error(*kinds)(function)
+
+
+async def of_dead_letters(given_up: GivenUp[Any]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        (3, "needs a function that takes one GivenUp and no resources, found 3"),
+        (of_nothing, "and nothing else; found <function of_nothing"),
+        (of_two, "and nothing else; found <function of_two"),
+        (lambda given_up: (yield), "one that yields must be async"),
+    ],
+)
+def test_on_dead_letter_refuses_what_could_not_be_called(router: Router, function: Any, complaint: str) -> None:
+    agent = router.agent("mars")(index)
+    with pytest.raises(DeclarationError, match=f"agent 'index': on_dead_letter .*{complaint}"):
+        agent.on_dead_letter(function)
+
+
+def test_an_agent_has_one_function_of_on_dead_letter_with_all_that_its_function_was_declared_as(router: Router) -> None:
+    agent = router.agent("mars")(index)
+    other = router.agent("diss", name="other")(agent)
+    assert other.on_dead_letter(of_dead_letters) is of_dead_letters
+    assert agent.dead_letter_functions == [of_dead_letters]
+    with pytest.raises(
+        DeclarationError, match="agent 'index' has a function of on_dead_letter already: <function of_d"
+    ):
+        agent.on_dead_letter(of_dead_letters)
 
 
 class Indexer:

@@ -18,6 +18,7 @@ from aviso_workers import (
     Backoff,
     Batch,
     Batching,
+    GivenUp,
     Notification,
     Notify,
     Reject,
@@ -331,6 +332,28 @@ def of_another_error(error: ValueError) -> Ack:  # pyright: ignore
 @index.on_error(ValueError)
 def decide(error: Exception) -> Reject | Ack | None:
     return Reject(str(error)) if "forever" in str(error) else Ack()
+
+
+@index.on_dead_letter
+async def compensate(given_up: GivenUp[Field]) -> Notify:
+    assert_type(given_up.notification, Notification[Field | bytes, Any | None])
+    assert_type((given_up.reason, given_up.attempts, given_up.error), tuple[str, int, str])
+    return Notify("undone", given_up.notification.identifier)
+
+
+@many.on_dead_letter
+def compensate_in_a_thread(given_up: GivenUp[Any]) -> list[Notify]:
+    return [Notify("undone", given_up.notification.identifier)]
+
+
+@derive.on_dead_letter
+async def compensate_each(given_up: GivenUp[Field, FieldKey]) -> AsyncIterator[Notify]:
+    assert_type(given_up.notification.key, FieldKey | None)
+    yield Notify("undone", {})
+
+
+@in_a_thread.on_dead_letter  # type: ignore[type-var]
+def of_another_argument(given_up: str) -> None: ...  # pyright: ignore
 
 
 app.include(router, prefix="fields", config={"limit": 20})

@@ -33,7 +33,7 @@ from aviso_workers.engine.threads import in_thread
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import UndecodableError
 
-__all__ = ["HandlerContext", "NotificationHandler"]
+__all__ = ["HandlerContext", "NotificationHandler", "awaitable"]
 
 Call = Callable[[Any], Awaitable[object]]
 Step = Callable[[Any], Awaitable[Failure | None]]
@@ -68,7 +68,7 @@ class HandlerContext:
         self.pace = RateLimit(clock, per_second=agent.policy.rate_limit)
         self._timeouts = timeouts
         self._generation = forks.generation
-        self.function = _awaitable(agent, outputs=outputs)
+        self.function = awaitable(agent, outputs=outputs)
         """The author's function."""
         timeout = agent.policy.timeout
         self.plain = timeout is None and not agent.around and singleton_calls is None
@@ -204,7 +204,7 @@ class NotificationHandler:
         return False
 
 
-def _awaitable(agent: Agent[Any, Any], *, outputs: Outputs) -> Callable[..., Awaitable[object]]:
+def awaitable(agent: Agent[Any, Any], *, outputs: Outputs) -> Callable[..., Awaitable[object]]:
     """Return the author's function, made awaitable: a plain one runs in a thread, and one that yields includes what
     becomes of its outputs."""
     if agent.yields:

@@ -420,6 +420,7 @@ class WindowHandler:
         return await self._context.settler.judge_window(
             message,
             failure,
+            window=window,
             failures=self._failures.get((window.key, start), 0),
             stream=f"KV_{bucket}",
             part=f"{spelled}@{start}",

@@ -1,0 +1,103 @@
+"""The author's function of `on_dead_letter`: called when a dead letter is stored, before its original is settled.
+
+It runs as an agent's own function does, and what it returns is published under ids that follow from the notification
+and are none of those that the agent's function has used for it. A worker that dies meanwhile leaves the notification
+to another one, which stores the dead letter and calls the function again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from aviso_workers.aviso.codec import Message, NotificationReader, store_time
+from aviso_workers.aviso.notifications import Notification
+from aviso_workers.clocks import Clock
+from aviso_workers.declare import verdicts
+from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.retry import Backoff
+from aviso_workers.declare.verdicts import GivenUp
+from aviso_workers.engine import calls
+from aviso_workers.engine.handlers.one import awaitable
+from aviso_workers.engine.handlers.outputs import Outputs
+from aviso_workers.engine.timeouts import Timeouts
+from aviso_workers.errors import describe
+from aviso_workers.events import DeadLetterCallFailed, Events
+from aviso_workers.state.dead_letter_records import RETRIED
+
+__all__ = ["DeadLetterCalls"]
+
+RETRY = Backoff(first=1.0, factor=2.0, attempts=3, jitter=0.0)
+"""The calls for one dead letter. They are few, because the notification keeps its place until the last of them."""
+
+
+class DeadLetterCalls:
+    """Calls the function of one agent. `running` is the agent with this function in place of its own."""
+
+    def __init__(
+        self,
+        running: Agent[Any, Any],
+        *,
+        readers: Sequence[NotificationReader],
+        outputs: Outputs,
+        clock: Clock,
+        events: Events,
+    ) -> None:
+        self._agent = running
+        self._readers = readers
+        """The first one that can read a notification does so."""
+        self._outputs = outputs
+        self._clock = clock
+        self._events = events
+        function = awaitable(running, outputs=outputs)
+        self._function = Timeouts(running, clock=clock, events=events).limit(function, running.policy.timeout)
+
+    async def call(
+        self, message: Message, reason: str, *, attempts: int, error: BaseException, window: Any = None
+    ) -> None:
+        """Call the function, and again where that fails, and state each failure. `window` is what the message stands
+        for, where it is a window's.
+        """
+        notification = self._read(message, attempts=attempts, window=window)
+        given_up = GivenUp(notification=notification, reason=reason, attempts=attempts, error=describe(error))
+        retried = (message.headers or {}).get(RETRIED, message.subject)
+        for tried in range(1, int(RETRY.attempts) + 1):
+            with self._outputs.keys() as keys:
+                keys.begin_with(str(message.sequence), of=f"dead letter of {message.timestamp_ns} {retried}")
+                failure = await calls.attempt_apart(self._call_and_publish, given_up)
+            if failure is None:
+                return
+            again = RETRY.delay_seconds(tried) if tried < RETRY.attempts and failure.final is None else 0.0
+            self._events.emit(
+                DeadLetterCallFailed(
+                    agent=self._agent.name, notification=notification.id, error=failure.error, again_in_seconds=again
+                )
+            )
+            del failure  # the frames of its traceback lead to this one, and would keep it until the next collection
+            if not again:
+                return
+            await self._clock.sleep(again)
+
+    async def _call_and_publish(self, given_up: GivenUp[Any, Any]) -> None:
+        returned = await self._function(given_up)
+        if failure := verdicts.failure_returned(returned):
+            raise failure.error
+        await self._outputs.publish(returned)
+
+    def _read(self, message: Message, *, attempts: int, window: Any) -> Notification[Any, Any]:
+        for reader in () if window else self._readers:
+            with suppress(BaseException):  # the author's payload type has code as well
+                if notification := reader.notification(message, attempt=attempts):
+                    return notification
+        return Notification(
+            event_type=self._agent.event_type,
+            identifier={},
+            payload=window or message.data,
+            sequence=message.sequence,
+            time=store_time(message),
+            time_ns=message.timestamp_ns,
+            topic=message.subject,
+            headers=message.headers or {},
+            attempt=attempts,
+        )
