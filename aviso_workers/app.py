@@ -31,7 +31,7 @@ from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, completed, examine
 from aviso_workers.config.documents import YamlNode
-from aviso_workers.declare import around, outputs, resources
+from aviso_workers.declare import around, outgoing, outputs, resources
 from aviso_workers.declare.agents import (
     Agent,
     Declaration,
@@ -207,6 +207,8 @@ class App(Router[Any]):
                 self._add_table(begin + name, table, again=again)
             case (name, YamlNode() as entry):
                 self._add_event_type(name, entry, again=again)
+            case _:
+                self._add_outgoing(declared)
 
     def settings(self, router: Router[S]) -> S:
         """Return a router's settings, as its settings Struct.
@@ -404,6 +406,7 @@ class App(Router[Any]):
         session = kept.session(
             (self, id(config)), lambda: open_session(app=self.name, config=config, events=Events(), opening=opening)
         )
+        session.publisher.outgoings = self.outgoings
         return event_loops.call(kept.blocking, session.publisher.notify, wanted)
 
     @event_loops.awaited
@@ -434,7 +437,7 @@ class App(Router[Any]):
 
     def check(self, notification: Notify) -> None:
         """Raise `InvalidNotificationError` if `notify` would refuse it before sending. Needs no connection."""
-        encode(self.config, notification)
+        encode(self.config, outgoing.changed(self.outgoings, notification))
 
     async def watch(
         self,
@@ -550,6 +553,7 @@ class App(Router[Any]):
         session = open_session(app=self.name, config=config, events=self.events, opening=self._opening)
         try:
             self._session = await self._stack.enter_async_context(session)
+            self._session.publisher.outgoings = self.outgoings
             await self._stack.enter_async_context(self._session.connect(self.tables))
             self._portal = await self._stack.enter_async_context(BlockingPortal()), os.getpid()
         except BaseException:

@@ -828,6 +828,7 @@ class _Worker:
                     session.connect(app.tables),
                 ):
                     self.session = session
+                    session.publisher.outgoings = app.outgoings
                     task_status.started()
                     try:
                         await session.work(app, self.stop, agents=agents, given=given, begun=self.begun)

@@ -29,6 +29,7 @@ from aviso_workers.declare import around, durations, event_types, resources, tim
 from aviso_workers.declare.around import Around
 from aviso_workers.declare.batches import Batch, Batching, Stream
 from aviso_workers.declare.outages import Breaker
+from aviso_workers.declare.outgoing import Changing
 from aviso_workers.declare.resources import Resource, Scope
 from aviso_workers.declare.retry import LONGEST_DELAY_SECONDS, Backoff
 from aviso_workers.declare.tables import Counter, Table
@@ -61,6 +62,7 @@ Classifying = Callable[[T], Retry | Reject | Ack | None]
 """A function of `on_error`, by the exceptions that it takes."""
 G = TypeVar("G", bound=Callable[[GivenUp[Any, Any]], Any])
 """A function of `on_dead_letter`, with its types."""
+C = TypeVar("C", bound=Changing)
 Yields = AsyncIterator[None]
 A = TypeVar(
     "A",
@@ -215,7 +217,8 @@ class Agent(Generic[P, R]):
         _check_kinds(self.name, kinds)
 
         def declare(classify: Classifying[Any]) -> Classifying[Any]:
-            _check_classifier(self.name, classify)
+            wanted = "a function of on_error must be a plain one that takes the exception"
+            _check_plain(f"agent {self.name!r}: {wanted}", classify)
             known = [(kind, each) for kind, each in self.classifiers if not _is_again(each, classify, by_name=True)]
             self.classifiers[:] = [*known, *((kind, classify) for kind in kinds)]
             return classify
@@ -327,7 +330,13 @@ class DeclaredFunction(Protocol):
 
 D = TypeVar("D", bound=DeclaredFunction)
 Declaration = (
-    Agent[Any, Any] | Timer[Any, Any] | Task | Resource | tuple[str, Table[Any] | Counter] | tuple[str, YamlNode]
+    Agent[Any, Any]
+    | Timer[Any, Any]
+    | Task
+    | Resource
+    | tuple[str, Table[Any] | Counter]
+    | tuple[str, YamlNode]
+    | Changing
 )
 """A declaration of a router: some have a name that is not their own."""
 
@@ -359,6 +368,8 @@ class Router(Generic[S]):
         self.event_types: list[tuple[str, YamlNode]] = []
         """By name, each as an entry of `notification_schema`."""
         self.arounds: list[Around] = []
+        self.outgoings: list[Changing] = []
+        """Those of an app have those of its routers among them. Its publishers have this very list."""
         self._takers: dict[object, Taker] = {}
         """By app and prefix, what adds a declaration to an app that includes the router."""
 
@@ -651,6 +662,29 @@ class Router(Generic[S]):
 
         return declare if function is None else declare(function)
 
+    def outgoing(self, function: C) -> C:
+        """Declare a function that sees each notification that the app is about to publish, and may change it.
+
+        It is given the `Notify` and returns another one, or None where it stays as it is. It is called for what
+        `App.notify`, `notify_sync`, `notify_many` and `notify_together` are given, and what agents return or yield,
+        before anything of it is checked. If there are several, each is given what the one before has made, in the order
+        of their declarations; those of a router stand where the app includes it, and hold for all of the app. It is a
+        plain function, and runs on the event loop, which it must not block.
+
+        If it raises, `InvalidNotificationError` says so, and nothing of the notification is sent. Raises
+        `DeclarationError`.
+        """
+        _check_plain("outgoing: must be a plain function that takes a Notify", function)
+        self._add_outgoing(function)
+        return function
+
+    def _add_outgoing(self, function: Changing) -> None:
+        known = [
+            each for each in self.outgoings if each is not function and not _is_again(each, function, by_name=True)
+        ]
+        self.outgoings[:] = [*known, function]
+        self._tell(function, again=False)
+
     def _add_resource(self, resource: Resource, *, again: bool = False) -> None:
         others = [
             known
@@ -710,6 +744,7 @@ class Router(Generic[S]):
             *self.tables.items(),
             *self.resources,
             *self.event_types,
+            *self.outgoings,
         ]
 
     def tell(self, taker: Taker, *, of: object) -> None:
@@ -798,11 +833,10 @@ def _check_kinds(agent: str, kinds: Sequence[object]) -> None:
         )
 
 
-def _check_classifier(agent: str, classify: object) -> None:
-    wanted = f"agent {agent!r}: a function of on_error must be a plain one that takes the exception"
-    if any(is_one(classify) for is_one in (iscoroutinefunction, isasyncgenfunction, isgeneratorfunction)):
-        raise DeclarationError(f"{wanted}, found an async function or one that yields: {classify!r:.100}")
-    _require_one_argument(wanted, classify)
+def _check_plain(wanted: str, function: object) -> None:
+    if any(is_one(function) for is_one in (iscoroutinefunction, isasyncgenfunction, isgeneratorfunction)):
+        raise DeclarationError(f"{wanted}, found an async function or one that yields: {function!r:.100}")
+    _require_one_argument(wanted, function)
 
 
 def _require_one_argument(wanted: str, function: object) -> None:

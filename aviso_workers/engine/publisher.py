@@ -18,12 +18,14 @@ from typing import NoReturn, TypeVar
 import anyio
 from msgspec import Struct, structs
 
-from aviso_workers.aviso import literals, schema
+from aviso_workers.aviso import literals, payloads, schema
 from aviso_workers.aviso.codec import Message, NotificationWriter, with_headers
 from aviso_workers.aviso.notifications import Notify, Receipt
 from aviso_workers.backends import Backend, Outgoing, OutgoingChunk, PubAck
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
+from aviso_workers.declare import outgoing
+from aviso_workers.declare.outgoing import Changing
 from aviso_workers.declare.retry import Backoff, Tries
 from aviso_workers.engine import idempotency, key_orders, singletons
 from aviso_workers.errors import (
@@ -132,6 +134,8 @@ class Publisher:
         own_streams: Provisioner,
         events: Events,
     ) -> None:
+        self.outgoings: Sequence[Changing] = ()
+        """The functions of the app that change what is published."""
         self._backend = backend
         self._config = config
         self._settings = config.notification_backend.jetstream
@@ -252,10 +256,19 @@ class Publisher:
 
     def _prepare(self, wanted: Notify) -> _Prepared:
         """Return a notification ready to be published. Raises as `_checked` does."""
+        if self.outgoings:
+            wanted = self._changed(wanted)
         spec, message = self._checked(wanted)
         if delayed_messages.is_later(wanted):
             return self._prepare_later(wanted, spec, message)
         return self._ready(wanted.event_type, spec, message, wanted.message_id or self._message_id(message))
+
+    def _changed(self, given: Notify) -> Notify:
+        """Return what the functions of `outgoing` make of a notification. Raises `InvalidNotificationError`."""
+        wanted = outgoing.changed(self.outgoings, given)
+        if wanted is given or wanted.message_id:
+            return wanted
+        return structs.replace(wanted, message_id=given.message_id or _given_id([given]))
 
     def _prepare_later(self, wanted: Notify, spec: StreamSpec, message: Message) -> _Prepared:
         """Return a notification that `_schedule` is to look at. Raises as `_checked` does."""
@@ -331,6 +344,9 @@ class Publisher:
         """Notifications under ids that belong to all of them. Raises `InvalidNotificationError`."""
         for each in wanted:
             _require_sound(each)
+        if self.outgoings:
+            message_id = message_id or _given_id(wanted)
+            wanted = [outgoing.changed(self.outgoings, each) for each in wanted]
         if any(each.message_id is not None for each in wanted):
             raise InvalidNotificationError(
                 "what is stored together has one message_id, so give it to all and not to one"
@@ -470,6 +486,18 @@ class Publisher:
 
     def _emit(self, event_type: str, outcome: PublishOutcome, attempts: int, *, count: int = 1) -> None:
         self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=attempts, count=count))
+
+
+def _given_id(given: Sequence[Notify]) -> str | None:
+    """Return the id of what a handler's code has given to be published, before functions of `outgoing` changed it: what
+    they add, such as a trace, may be another one when the handler runs again. None outside of a handler, and for what
+    is no JSON."""
+    if idempotency.handling() is None:
+        return None
+    with suppress(TypeError, ValueError):
+        data = payloads.to_json([structs.astuple(each) for each in given])
+        return idempotency.message_id(Message(subject="outgoing", data=data))
+    return None
 
 
 def _whole(messages: Sequence[Message]) -> Message:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, assert_type
 
@@ -71,6 +71,21 @@ async def tidy(tick: Tick, cache: Cache) -> None:
 @app.cron("0 6 * * mon", timezone="Europe/Berlin", catch_up=True)
 async def report() -> None:
     await app.notify_many([Notify("reports", {"day": 1})])
+
+
+@app.outgoing
+def trace(notify: Notify) -> Notify:
+    return msgspec.structs.replace(notify, headers={"Traceparent": "00-1-1-01"})
+
+
+@app.outgoing
+def look(notify: Notify) -> None:
+    assert_type(notify.identifier, Mapping[str, Any])
+
+
+@app.outgoing  # type: ignore[type-var]
+def something_else(notify: Notify) -> str:  # pyright: ignore
+    return notify.event_type
 
 
 @app.task
