@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import pytest
 from msgspec import structs
@@ -248,6 +249,41 @@ async def test_what_the_agent_has_published_itself_is_no_repeat_of_it(app: App, 
         await t.notify("mars", mars(step=3), {})
         await t.settle()
         assert undone_steps(t) == ["3", "3"]
+
+
+async def test_what_is_given_up_again_after_a_retry_is_no_repeat(app: App, url: str | None) -> None:
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None:
+        raise Reject("no such field")
+
+    index.on_dead_letter(undone)
+    async with harness(app, server=url) as t:
+        await t.notify("mars", mars(step=3), {})
+        await t.settle()
+        await t.retry_dead_letters()
+        await t.settle()
+        assert undone_steps(t) == ["3", "3"]
+
+
+@pytest.mark.parametrize("policy", [{"order_by": ["class"], "concurrency": 4}, {"singleton": True}])
+async def test_the_next_one_in_order_waits_for_its_end(app: App, url: str | None, policy: dict[str, Any]) -> None:
+    told: list[str] = []
+
+    @app.agent("mars", **policy)
+    async def index(notification: Notification[Any]) -> None:
+        told.append(f"handle {notification.identifier['step']}")
+        raise Reject("no such field")
+
+    @index.on_dead_letter
+    async def compensate(given_up: GivenUp[Any]) -> None:
+        await anyio.lowlevel.checkpoint()
+        told.append(f"compensate {given_up.notification.identifier['step']}")
+
+    async with harness(app, server=url) as t:
+        for step in range(3):
+            await t.notify("mars", mars(step=step), {})
+        await t.settle()
+        assert told == [f"{done} {step}" for step in range(3) for done in ("handle", "compensate")]
 
 
 async def test_a_worker_that_dies_in_it_leaves_it_to_another_which_publishes_once(app: App, url: str | None) -> None:

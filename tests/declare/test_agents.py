@@ -357,6 +357,12 @@ def test_an_agent_has_one_function_of_on_dead_letter_with_all_that_its_function_
         agent.on_dead_letter(of_dead_letters)
 
 
+@pytest.mark.parametrize("function", [3, later_async, of_nothing, of_two, lambda notify: (yield)])
+def test_outgoing_refuses_what_could_not_be_asked(router: Router, function: Any) -> None:
+    with pytest.raises(DeclarationError, match="outgoing: must be a plain function that takes a Notify, "):
+        router.outgoing(function)
+
+
 class Indexer:
     """An object that handles notifications, by a method or itself."""
 

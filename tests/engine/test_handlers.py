@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec import Struct, structs
 
-from aviso_workers import Backoff, Batch, Notification, Reject, Router, Stream, config
+from aviso_workers import Backoff, Batch, GivenUp, Notification, Reject, Router, Stream, config
 from aviso_workers.backends import Delivery, Message, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.in_memory.connection import InMemoryConnection
@@ -23,7 +23,14 @@ from aviso_workers.engine.rate_limit import RateLimit
 from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.subscription import LONGEST_WAIT_SECONDS
 from aviso_workers.errors import BackendError, OutcomeUnknownError, RefusedError, UnavailableError, UndecodableError
-from aviso_workers.events import DeadLettersRefused, DeadLettersStored, Events, FailuresNotStored, Settled
+from aviso_workers.events import (
+    DeadLetterCallFailed,
+    DeadLettersRefused,
+    DeadLettersStored,
+    Events,
+    FailuresNotStored,
+    Settled,
+)
 from aviso_workers.sessions.session import Session
 from aviso_workers.state import parts
 from aviso_workers.state.dead_letter_records import DeadLetter, retry_of
@@ -312,6 +319,33 @@ async def test_an_agent_says_that_all_is_well_when_nothing_is_refused_any_more(
         broken = False
         await facts.wait_for(DeadLettersStored)
     assert [event.outcome for event in facts.of(Settled)] == ["retried", "acked"]
+
+
+async def test_on_dead_letter_waits_until_the_dead_letter_is_stored_and_each_failed_call_is_stated(
+    backend: DeadLetterGuard, router: Router, notify: NotifyStep, working: Working, facts: Facts
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Any]) -> None:
+        raise Reject("not today")
+
+    @index.on_dead_letter
+    async def compensate(given_up: GivenUp[Any]) -> None:
+        assert backend.closed is None
+        raise ConnectionError("away")
+
+    await notify(6)
+    backend.closed = RefusedError("the stream is full")
+    async with working(index):
+        await facts.wait_for(DeadLettersRefused, 2)
+        backend.closed = None
+        await facts.wait_for(DeadLettersStored)
+        failed = await facts.wait_for(DeadLetterCallFailed, 3)
+    assert [(event.notification, event.again_in_seconds) for event in failed] == [
+        ("mars@1", 1.0),
+        ("mars@1", 2.0),
+        ("mars@1", 0.0),
+    ]
+    assert {str(event.error) for event in failed} == {"away"}
 
 
 async def test_a_large_dead_letter_of_which_one_part_is_stored_keeps_its_original(

@@ -28,6 +28,7 @@ from aviso_workers.events import (
     ConnectionChanged,
     ConsumerDiffers,
     ConsumerResumed,
+    DeadLetterCallFailed,
     DeadLettersRefused,
     Failed,
     FiltersDiffer,
@@ -263,6 +264,15 @@ def test_a_dead_letter_that_could_not_be_stored_is_an_error_of_its_own(lines: An
         "error",
         "the stream is full",
     )
+
+
+def test_a_function_of_on_dead_letter_that_fails_is_an_error_where_it_is_called_no_more(lines: Any) -> None:
+    for again_in_seconds, level in ((2.0, "warning"), (0.0, "error")):
+        error, told = failure("away"), {"agent": "index", "notification": "mars@7"}
+        (line,) = lines(DeadLetterCallFailed(error=error, again_in_seconds=again_in_seconds, **told))
+        assert (line["event"], line["level"]) == ("dead_letter.call_failed", level)
+        assert {name: line[name] for name in told} == told
+        assert line["exception"].endswith("ValueError: away")
 
 
 def test_a_thread_that_runs_on_is_told_with_its_timeout(lines: Any) -> None:
