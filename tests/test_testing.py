@@ -499,7 +499,7 @@ class TestUnsettled:
     async def test_is_told_with_its_reason(self, app: App, server: str | None) -> None:
         @app.agent("mars", retry=Backoff(first=3000))
         async def index(notification: Notification[Any]) -> None:
-            raise ConnectionError("no database")
+            raise RuntimeError("no table")
 
         async with harness(app, server=server) as t:
             await notify(t, 1)
@@ -507,7 +507,7 @@ class TestUnsettled:
                 await t.settle(within_seconds=1)
         assert str(raised.value) == (
             "not settled within 1 s:\n  index: MARS: 0 waiting, 1 delivered and not settled; "
-            "the last one was retried (ConnectionError: no database)"
+            "the last one was retried (RuntimeError: no table)"
         )
 
     async def test_a_delayed_notification_is_told_with_its_reason(self, app: App, server: str | None) -> None:
@@ -596,7 +596,7 @@ class TestInVirtualTime:
         @app.agent("mars", retry=Backoff(first=60, factor=10, max=3600, attempts=4, jitter=0))
         async def index(notification: Notification[Any]) -> None:
             tried.append(t.clock.monotonic())
-            raise ConnectionError("no database")
+            raise RuntimeError("no table")
 
         async with harness(app) as t:
             await notify(t, 1)
@@ -1031,7 +1031,7 @@ class TestDeadLetters:
         async def index(notification: Notification[Any]) -> None: ...
 
         async with harness(app, server=server) as t:
-            t.fail(index, ConnectionError("no database"), times=2)
+            t.fail(index, RuntimeError("no table"), times=2)
             await notify(t, 1, 2)
             await t.settle()
             first, second = t.dead_letters
@@ -1046,7 +1046,7 @@ class TestDeadLetters:
         async def index(notification: Notification[Any]) -> None: ...
 
         async with harness(app, server=server) as t:
-            t.fail(index, ConnectionError("no database"), times=2)
+            t.fail(index, RuntimeError("no table"), times=2)
             await notify(t, 1, 2)
             await t.settle()
             first, second = t.dead_letters
@@ -1099,7 +1099,7 @@ class TestPaused:
         async def index(notification: Notification[Any]) -> None: ...
 
         async with harness(app, server=server) as t:
-            t.fail(index, ConnectionError("no database"))
+            t.fail(index, RuntimeError("no table"))
             await notify(t, 1)
             await t.settle()
             await t.pause(index)

@@ -69,7 +69,7 @@ class Deployment:
         async def count(notification: Notification[Any]) -> None:
             self.handled.append(("count", notification.sequence))
             if self.broken and notification.identifier["step"] == "3":
-                raise ConnectionError("\x1b[31mno counter")
+                raise RuntimeError("\x1b[31mno counter")
 
         def note(event: object) -> None:
             left[0] -= isinstance(event, Settled)
@@ -151,7 +151,7 @@ def test_they_are_listed(run: Run, config: Path, dead_lettered: Deployment) -> N
         *("field", "index", "rejected", "1"),
         "Reject: the index is full, and so is its neighbour, and there is no third one in this town",
     ]
-    assert told["MARS@3"] == ["field", "count", "attempts_exhausted", "1", "ConnectionError: ?[31mno counter"]
+    assert told["MARS@3"] == ["field", "count", "attempts_exhausted", "1", "RuntimeError: ?[31mno counter"]
     assert len({line.index(row[6]) for line, row in zip(ran.lines[1:], rows, strict=True)}) == 1, "one below another"
 
 
@@ -215,7 +215,7 @@ def test_one_is_shown_whole(
     assert (ran.code, ran.err) == (0, "")
     head, _, body = ran.out.partition("\n\n")
     told = dict(line.split(": ", 1) for line in head.splitlines())
-    assert told["error"] == "ConnectionError: ?[31mno counter"
+    assert told["error"] == "RuntimeError: ?[31mno counter"
     assert "test_dead_letters.py" in told["traceback"]
     assert (told["original"], told["subject"], told["attempts"]) == ("MARS@3", "mars.od.3", "1")
     assert json.loads(body) == {"location": "here", "größe": 1.5}

@@ -79,7 +79,7 @@ class TestAround:
         assert told == ["before 1", "index", "after", "before 2", "index", "after"]
         assert t.outcomes(index) == ["acked", "acked"]
 
-    @pytest.mark.parametrize("instruction", [ConnectionError("no database"), Retry(after=0.05), Reject("no field")])
+    @pytest.mark.parametrize("instruction", [RuntimeError("no database"), Retry(after=0.05), Reject("no field")])
     @pytest.mark.parametrize("returned", [False, True])
     async def test_what_the_function_raises_or_returns_instead_is_raised_at_the_yield(
         self, app: App, url: str | None, told: list[str], around: None, instruction: Exception, returned: bool
@@ -194,22 +194,22 @@ class TestAround:
         @app.around
         async def connect(notification: Notification[Any]) -> AsyncIterator[None]:
             if where == "before":
-                raise ConnectionError("no database")
+                raise RuntimeError("no database")
             yield
-            raise ConnectionError("no database")
+            raise RuntimeError("no database")
 
         @app.agent("mars", retry=PROMPT)
         async def index(notification: Notification[Any]) -> None:
             told.append("index")
 
-        @index.on_error(ConnectionError)
+        @index.on_error(RuntimeError)
         def done(error: Exception) -> Ack | None:
             told.append(str(error))
             return Ack() if told.count(str(error)) == 2 else None
 
         t = await handle(app, url)
         assert [(fact.outcome, fact.reason) for fact in t.settled(index)] == [
-            ("retried", "ConnectionError"),
+            ("retried", "RuntimeError"),
             ("acked", "on_error"),
         ]
         assert told == (["no database"] if where == "before" else ["index", "no database"]) * 2
@@ -224,7 +224,7 @@ class TestAround:
         async def doubled(notification: Notification[Any]) -> AsyncIterator[None]:
             try:
                 yield
-            except ConnectionError:
+            except RuntimeError:
                 told.append("failed")
             try:
                 yield
@@ -242,7 +242,7 @@ class TestAround:
 
         @app.agent("mars", retry=once)
         async def twice_after_a_failure(notification: Notification[Any]) -> None:
-            raise ConnectionError
+            raise RuntimeError
 
         t = await handle(app, url)
         errors = {dead_letter.agent: dead_letter.error for dead_letter in t.dead_letters}
@@ -271,7 +271,7 @@ class TestAround:
     async def test_the_log_tells_where_the_function_has_failed(self, app: App, url: str | None, around: None) -> None:
         @app.agent("mars", retry=Backoff(attempts=1))
         async def index(notification: Notification[Any]) -> None:
-            raise ConnectionError
+            raise RuntimeError
 
         t = await handle(app, url)
         (dead_letter,) = t.dead_letters
@@ -297,7 +297,7 @@ class TestAround:
         @router.agent("mars", retry=Backoff(attempts=1))
         async def index(notification: Notification[Any]) -> None:
             told.append("index")
-            raise ConnectionError
+            raise RuntimeError
 
         app.include(router, prefix="our")
         tell("first")
@@ -592,10 +592,10 @@ class TestResourcesOfCalls:
         async def session() -> AsyncIterator[Session]:
             told.append("session")
             if where == "opening" and told.count("session") == 1:
-                raise ConnectionError
+                raise RuntimeError
             yield Session("s")
             if told.count("session") == 1:
-                raise ConnectionError
+                raise RuntimeError
 
         @app.agent("mars", retry=PROMPT)
         async def index(notification: Notification[Any], session: Session) -> None:
@@ -603,7 +603,7 @@ class TestResourcesOfCalls:
 
         t = await handle(app, url)
         assert [(fact.outcome, fact.reason) for fact in t.settled(index)] == [
-            ("retried", "ConnectionError"),
+            ("retried", "RuntimeError"),
             ("acked", ""),
         ]
         assert told == (["session"] if where == "opening" else ["session", "index"]) + ["session", "index"]

@@ -29,7 +29,7 @@ class Seen(list[tuple[int, int]]):
     def note(self, notification: Notification[Any]) -> None:
         self.append((notification.attempt, notification.num_delivered))
         if len(self) <= self.failing:
-            raise ConnectionError("not yet")
+            raise RuntimeError("not yet")
 
 
 def one_by_one(app: App, seen: Seen, **policy: Any) -> Agent[Any, Any]:

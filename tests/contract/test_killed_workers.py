@@ -152,7 +152,7 @@ async def test_failures_of_an_ordering_key_do_not_hide_what_kills_its_worker_lat
     @app.agent("mars", ack_wait=ACK_WAIT_SECONDS, order_by=("step",), retry=structs.replace(RETRY, attempts=attempts))
     async def index(notification: Notification[Any]) -> None:
         if notification.identifier["step"] == "5" and notification.attempt <= failed:
-            raise ConnectionError("not yet")
+            raise RuntimeError("not yet")
         await handlers.handle(notification)
 
     async with harness(app, server=url) as t:

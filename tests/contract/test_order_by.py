@@ -98,7 +98,7 @@ async def test_a_key_that_fails_stops_no_other(app: App, url: str | None) -> Non
 async def test_many_keys_that_fail_stop_no_other(app: App, url: str | None) -> None:
     handled = Handled()
 
-    @app.agent("mars", order_by=("expver",), concurrency=4, retry=LATER)
+    @app.agent("mars", order_by=("expver",), concurrency=4, retry=LATER, breaker=None)
     async def index(notification: Notification[Any]) -> None:
         if handled.note(notification) != GOOD:
             raise ConnectionError("its database is down")
@@ -194,7 +194,7 @@ class TestWhatIsTooLargeTogether:
             monkeypatch.undo()
 
     async def test_becomes_whole_dead_letters(self, app: App, url: str | None) -> None:
-        @app.agent("mars", order_by=("expver",), retry=SOON)
+        @app.agent("mars", order_by=("expver",), retry=SOON, breaker=None)
         async def index(notification: Notification[str]) -> None:
             raise ConnectionError("its database is down")
 

@@ -392,7 +392,7 @@ def of_agent(handled: list[tuple[str, int]], version: str, fails: int = 0, **pol
     async def index(notification: Notification[Any]) -> None:
         handled.append((version, int(notification.identifier["step"])))
         if sum(step == handled[-1][1] for _, step in handled) <= fails:
-            raise ConnectionError("not yet")
+            raise RuntimeError("not yet")
 
     return app
 

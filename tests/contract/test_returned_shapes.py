@@ -61,7 +61,7 @@ def returning(last: object) -> Generator[Notify, None, object]:
 
 def failing() -> Iterator[Notify]:
     yield plain(1)
-    raise ConnectionError("the catalogue is away")
+    raise RuntimeError("the catalogue is closed")
 
 
 SHAPES: dict[str, tuple[Callable[[], object], object]] = {
@@ -107,7 +107,7 @@ SHAPES: dict[str, tuple[Callable[[], object], object]] = {
     "a task": (lambda: asyncio.ensure_future(made()), "DeclarationError"),
     "an exception": (lambda: ValueError("x"), "ValueError"),
     "an exception in a list": (lambda: [plain(1), ValueError("lost")], "ValueError"),
-    "an iterator that fails": (failing, "ConnectionError"),
+    "an iterator that fails": (failing, "RuntimeError"),
 }
 
 

@@ -190,7 +190,7 @@ class TestOpenWindows:
     ) -> None:
         @app.agent("mars", window=hourly(key=class_of), retry=Backoff(first=600, jitter=0))
         async def sums(window: Window[int]) -> None:
-            raise ConnectionError("no database")
+            raise RuntimeError("no table")
 
         async with harness(app, server=url) as t:
             await notify(t, 10, of="od")
@@ -468,14 +468,14 @@ async def test_a_function_that_fails_is_run_again_and_publishes_once(app: App, u
         one = result(window)
         await app.notify(one.event_type, one.identifier, one.payload)
         if len(tries) < 3:
-            raise ConnectionError("no database")
+            raise RuntimeError("no table")
 
     async with harness(app, server=url) as t:
         await notify(t, 10, 70)
         await t.settle()
         assert (tries, sums(t)) == ([1, 1, 1], {"0-60 all": 1})
         errors = [repr(done.error) for done in t.windows(sums_at_the_third_try)]
-        assert errors == ["ConnectionError('no database')"] * 2 + ["None"]
+        assert errors == ["RuntimeError('no table')"] * 2 + ["None"]
         assert t.outcomes(sums_at_the_third_try) == ["acked", "acked"]
 
 
@@ -487,7 +487,7 @@ async def test_a_window_that_fails_as_often_as_it_may_is_a_dead_letter_that_can_
     @app.agent("mars", window=hourly(key=class_of), retry=Backoff(first=0.05, factor=1, attempts=2, jitter=0))
     async def totals(window: Window[int]) -> Notify:
         if broken and window.key == "rd":
-            raise ConnectionError("no database")
+            raise RuntimeError("no table")
         return result(window)
 
     async with harness(app, server=url) as t:
@@ -499,7 +499,7 @@ async def test_a_window_that_fails_as_often_as_it_may_is_a_dead_letter_that_can_
         stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
         (dead_letter,) = [dead_letter async for dead_letter in stored.select(Selection())]
         assert (dead_letter.agent, dead_letter.reason, dead_letter.attempts) == ("totals", "attempts_exhausted", 2)
-        assert dead_letter.error == "ConnectionError: no database"
+        assert dead_letter.error == "RuntimeError: no table"
         start = int(SIX.timestamp())
         kept = msgspec.json.decode(dead_letter.original.data)
         assert (kept["start"], kept["end"], kept["value"]) == (start, start + 3600, 3)
@@ -526,7 +526,7 @@ async def test_a_window_whose_dead_letter_is_not_stored_is_run_again(
     monkeypatch.setattr(DeadLetterStore, "dead_letter", refuse)
     agent = declare(hourly(), retry=Backoff(first=0.05, factor=1, attempts=1, jitter=0))
     async with harness(app, server=url) as t:
-        t.fail(agent, ConnectionError("no database"), times=3)
+        t.fail(agent, RuntimeError("no table"), times=3)
         await notify(t, 10, 70)
         await t.settle()
         assert [done.dead_lettered for done in t.windows(agent)] == ["", "", "attempts_exhausted"]
@@ -538,9 +538,9 @@ async def test_settle_tells_of_a_window_that_fails(
 ) -> None:
     agent = declare(hourly(), retry=Backoff(first=0.05, factor=1, attempts=10_000, jitter=0))
     async with harness(app, server=url) as t:
-        t.fail(agent, ConnectionError("no database"), times=1000)
+        t.fail(agent, RuntimeError("no table"), times=1000)
         await notify(t, 10, 70)
-        with pytest.raises(AssertionError, match=r"1 windows over and not done.*no database"):
+        with pytest.raises(AssertionError, match=r"1 windows over and not done.*no table"):
             await t.settle(within_seconds=3)
 
 
@@ -919,7 +919,7 @@ async def test_a_function_that_fails_is_run_again_after_the_wait_of_its_policy(a
     @app.agent("mars", window=hourly(), retry=Backoff(first=4, factor=1, jitter=0))
     async def sums(window: Window[int]) -> None:
         tries.append(window.value)
-        raise ConnectionError("no database")
+        raise RuntimeError("no table")
 
     async with harness(app, server=url) as t:
         await notify(t, 10, 70)

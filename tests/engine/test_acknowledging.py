@@ -60,7 +60,7 @@ def settings() -> Config:
 def failing_batches(router: Router, *, retry: Backoff = LATER) -> Any:
     @router.agent("mars", batch=Batching(size=COUNT, within=0.1), retry=retry)
     async def load(batch: Batch[Any]) -> None:
-        raise ConnectionError("the database is down")
+        raise RuntimeError("the table is full")
 
     return load
 
@@ -117,7 +117,7 @@ async def test_a_bucket_that_did_not_answer_is_asked_again_after_a_while(
 ) -> None:
     @router.agent("mars", retry=Backoff(first=attempts.UNUSED_SECONDS + 1.0, factor=1.0, attempts=5, jitter=0.0))
     async def index(notification: Notification[Any]) -> None:
-        raise ConnectionError
+        raise RuntimeError
 
     await notify(6)
     async with working(index):
@@ -173,7 +173,7 @@ async def test_what_succeeds_does_not_wait_until_failures_are_counted(
     @router.agent("mars", concurrency=2, retry=LATER)
     async def index(notification: Notification[Any]) -> None:
         if int(notification.identifier["step"]) < 3:
-            raise ConnectionError
+            raise RuntimeError
 
     for step in range(6):
         await notify(step)
@@ -190,7 +190,7 @@ async def test_failures_that_nobody_counts_keep_a_cancelled_worker_for_seconds_a
 ) -> None:
     @router.agent("mars", concurrency=2, retry=LATER)
     async def index(notification: Notification[Any]) -> None:
-        raise ConnectionError
+        raise RuntimeError
 
     for step in range(COUNT):
         await notify(step)
@@ -222,7 +222,7 @@ async def test_one_that_is_too_large_for_a_dead_letter_keeps_no_other_from_becom
 
     @router.agent("mars", retry=Backoff(attempts=1))
     async def load(notification: Notification[str]) -> None:
-        raise ConnectionError("the database is down")
+        raise RuntimeError("the table is full")
 
     await notify(1, "large")
     await notify(2, "small")
@@ -247,7 +247,7 @@ async def test_an_error_is_told_in_few_words_where_a_server_takes_small_messages
 
     @router.agent("mars", retry=Backoff(attempts=1))
     async def load(notification: Notification[str]) -> None:
-        raise ConnectionError("x" * 5000)
+        raise RuntimeError("x" * 5000)
 
     await notify(1, "small")
     async with working(load):

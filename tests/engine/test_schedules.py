@@ -139,7 +139,7 @@ class Book:
             raise Reject("as it was told to")
         if self.failures[agent, sequence] < deed.fails:
             self.failures[agent, sequence] += 1
-            raise ConnectionError("as it was told to")
+            raise RuntimeError("as it was told to")
         self.successes[agent, sequence] += 1
 
     def mistakes(self, t: Harness, schedule: Schedule) -> Iterator[str]:
@@ -240,7 +240,7 @@ def app_of(book: Book, settings: Config) -> App:
             await app.session.backend.clock.sleep(notification.payload.seconds)
             try:
                 book.end("in_batches", notification.sequence, notification.payload)
-            except ConnectionError:
+            except RuntimeError:
                 batch.retry(notification)
             except Reject as error:
                 batch.reject(notification, error.reason)
