@@ -228,14 +228,10 @@ class Agent(Generic[P, R]):
     def on_dead_letter(self, function: G) -> G:
         """Declare the function that is called when a notification of this agent becomes a dead letter.
 
-        It is given a `GivenUp`, after the dead letter is stored and before the notification leaves its consumer: at
-        least once for each, and more than once where the worker dies meanwhile. What it returns or yields is published
-        as what an agent returns or yields. It may be async; a plain function runs in a thread. The agent's `timeout`
-        holds for each call. A call that fails is made again after 1 and after 2 seconds. If the third one fails too,
-        that is logged, and the dead letter stays.
-
-        It holds for every agent that the agent's own function was declared as. An agent of a `Window` has it called for
-        a notification that cannot be counted, and for a window that is given up.
+        It is given a `GivenUp` when the dead letter is stored, at least once for each, and what it returns or yields is
+        published, as what the agent's function returns. A plain function runs in a thread, and the agent's `timeout`
+        holds for each call. A call that fails is made again after 1 and after 2 seconds; if the third one fails too,
+        that is logged, and the dead letter stays. It holds for every agent that the agent's function was declared as.
 
         Raises `DeclarationError`.
         """
@@ -330,13 +326,7 @@ class DeclaredFunction(Protocol):
 
 D = TypeVar("D", bound=DeclaredFunction)
 Declaration = (
-    Agent[Any, Any]
-    | Timer[Any, Any]
-    | Task
-    | Resource
-    | tuple[str, Table[Any] | Counter]
-    | tuple[str, YamlNode]
-    | Changing
+    Agent[Any, Any] | Timer[Any, Any] | Task | Resource | Changing | tuple[str, Table[Any] | Counter | YamlNode]
 )
 """A declaration of a router: some have a name that is not their own."""
 
@@ -668,11 +658,8 @@ class Router(Generic[S]):
         It is given the `Notify` and returns another one, or None where it stays as it is. It is called for what
         `App.notify`, `notify_sync`, `notify_many` and `notify_together` are given, and what agents return or yield,
         before anything of it is checked. If there are several, each is given what the one before has made, in the order
-        of their declarations; those of a router stand where the app includes it, and hold for all of the app. It is a
-        plain function, and runs on the event loop, which it must not block.
-
-        If it raises, `InvalidNotificationError` says so, and nothing of the notification is sent. Raises
-        `DeclarationError`.
+        of their declarations; those of a router hold for all of the app. It runs on the event loop, which it must not
+        block. If it raises, `InvalidNotificationError` says so, and nothing is sent. Raises `DeclarationError`.
         """
         _check_plain("outgoing: must be a plain function that takes a Notify", function)
         self._add_outgoing(function)

@@ -234,8 +234,7 @@ class AgentSubscriptions:
         running = agent.running(agent.dead_letter_functions[0])
         readers = reader, NotificationReader(agent.event_type, event_type, payload_type=bytes)
         outputs = Outputs(running, app=self._app, stream=stream, publisher=self._publisher)
-        clock, events = self._backend.clock, self._events
-        return DeadLetterCalls(running, readers=readers, outputs=outputs, clock=clock, events=events).call
+        return DeadLetterCalls(running, readers, outputs, clock=self._backend.clock, events=self._events).call
 
     def _windows(self, context: HandlerContext, stream: str) -> WindowHandler | None:
         """Return what closes the windows of an agent that has some."""

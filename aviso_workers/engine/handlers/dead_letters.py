@@ -24,7 +24,6 @@ from aviso_workers.engine.handlers.outputs import Outputs
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import describe
 from aviso_workers.events import DeadLetterCallFailed, Events
-from aviso_workers.state.dead_letter_records import RETRIED
 
 __all__ = ["DeadLetterCalls"]
 
@@ -38,15 +37,15 @@ class DeadLetterCalls:
     def __init__(
         self,
         running: Agent[Any, Any],
-        *,
         readers: Sequence[NotificationReader],
         outputs: Outputs,
+        *,
         clock: Clock,
         events: Events,
     ) -> None:
+        """The first of `readers` that can read a notification does so."""
         self._agent = running
         self._readers = readers
-        """The first one that can read a notification does so."""
         self._outputs = outputs
         self._clock = clock
         self._events = events
@@ -61,10 +60,10 @@ class DeadLetterCalls:
         """
         notification = self._read(message, attempts=attempts, window=window)
         given_up = GivenUp(notification=notification, reason=reason, attempts=attempts, error=describe(error))
-        retried = (message.headers or {}).get(RETRIED, message.subject)
+        of = f"dead letter of {message.subject} {message.timestamp_ns} {message.headers}"  # a retry has another header
         for tried in range(1, int(RETRY.attempts) + 1):
             with self._outputs.keys() as keys:
-                keys.begin_with(str(message.sequence), of=f"dead letter of {message.timestamp_ns} {retried}")
+                keys.begin_with(str(message.sequence), of=of)
                 failure = await calls.attempt_apart(self._call_and_publish, given_up)
             if failure is None:
                 return
