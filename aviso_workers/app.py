@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 import anyio
 import msgspec
 from anyio.from_thread import BlockingPortal
+from typing_extensions import TypeVar as DefaultTypeVar
 
 from aviso_workers import event_loops
 from aviso_workers.aviso import positions, schema, topics, typed_identifiers
@@ -31,7 +32,7 @@ from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, completed, examine
 from aviso_workers.config.documents import YamlNode
-from aviso_workers.declare import around, outgoing, outputs, resources
+from aviso_workers.declare import around, durations, outgoing, outputs, resources
 from aviso_workers.declare.agents import (
     Agent,
     Declaration,
@@ -70,6 +71,7 @@ __all__ = ["App"]
 
 A = TypeVar("A")
 S = TypeVar("S")
+R = DefaultTypeVar("R", default=Any)
 D = TypeVar("D", Agent[Any, Any], Timer[Any, Any], Task)
 
 METRIC = re.compile(r"(?!aviso_worker_)[a-zA-Z_][a-zA-Z0-9_]*")
@@ -369,6 +371,44 @@ class App(Router[Any]):
         """
         wanted = Notify(event_type, identifier, payload, message_id, ttl, deliver_at, deliver_after, headers)
         return await self.session.publisher.notify(wanted)
+
+    @event_loops.awaited
+    async def request(
+        self,
+        event_type: str,
+        identifier: Mapping[str, Any],
+        payload: Any = None,
+        *,
+        reply: str,
+        where: Mapping[str, Any] | None = None,
+        reply_type: type[R] = Any,  # type: ignore[assignment]
+        timeout: AnyDuration = 30,  # noqa: ASYNC109  # of the wait alone
+        message_id: str | None = None,
+        ttl: AnyDuration | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Notification[R]:
+        """Publish a notification, and return the first one of the event type `reply` that replies to it.
+
+        That is the first that is stored after the request and that `where` lets through, which is as in `watch`.
+        Default: it has the same values as `identifier` of all fields that both event types have. Its payload is read as
+        `reply_type`. `timeout` counts from when the request is stored: a number of seconds, a text such as `10m`, or a
+        timedelta.
+
+        Where the stream knows the `message_id` already, as of a handler that is run again, the request is not stored
+        again, and a reply that came since it was stored is returned. `ttl` and `headers` are as in `notify`.
+
+        Raises as `notify` and `watch` do; `NoReplyError` where no reply comes in time, `UndecodableError` for one that
+        does not fit `reply_type`, `DeclarationError` where nothing says which reply is meant. A `BackendError` of the
+        wait has a note that the request is stored.
+        """
+        wanted = Notify(event_type, identifier, payload, message_id, ttl, headers=headers)
+        self.check(wanted)
+        filtered = None if where is None else check_filter(where)
+        seconds = durations.seconds("request: timeout=", timeout)
+        found: Notification[R] = await self.session.request(
+            wanted, reply, filtered, timeout_seconds=seconds, reply_type=reply_type
+        )
+        return found
 
     def notify_sync(
         self,

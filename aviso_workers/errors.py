@@ -28,6 +28,7 @@
     ├── WorkerDiedError             a worker process ended while it handled a notification
     ├── DeliveriesExhaustedError    a notification was delivered very often while its failures could not be counted
     ├── SkippedError                a person has decided that a notification is not tried again
+    ├── NoReplyError                no reply to a request came in time; the request is stored
     ├── TakenOverError              another worker may have taken over the notification of a singleton
     ├── ResourceError               a declared resource cannot be opened
     ├── ServerProcessError          a local nats-server could not be found, started or reached
@@ -69,6 +70,7 @@ __all__ = [
     "InvalidPayloadError",
     "InvalidPositionError",
     "LateError",
+    "NoReplyError",
     "NotFoundError",
     "OutcomeUnknownError",
     "PipelineError",
@@ -244,6 +246,19 @@ class SkippedError(AvisoWorkersError):
     def __init__(self, attempts: int, error: str) -> None:
         self.attempts = attempts
         super().__init__(f"skipped by a person after {attempts} attempts; the last error: {error or 'not known'}")
+
+
+class NoReplyError(AvisoWorkersError):
+    """No reply to a request came in time. The request is stored, and may still be handled.
+
+    `sequence` and `message_id` are those of the request. Repeated with this message id within the duplicate window of
+    its stream, the request is not stored again, and the reply is found even if it came meanwhile.
+    """
+
+    def __init__(self, message: str, *, sequence: int, message_id: str) -> None:
+        self.sequence = sequence
+        self.message_id = message_id
+        super().__init__(message)
 
 
 class TakenOverError(AvisoWorkersError):

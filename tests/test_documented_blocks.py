@@ -35,7 +35,7 @@ RUN_BY: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("README.md", "python"): (1, (EXAMPLES,)),
     ("docs/agents/around.md", "python"): (1, (EXAMPLES,)),
     ("docs/agents/event-types.md", "python"): (1, (EXAMPLES,)),
-    ("docs/agents/publishing.md", "python"): (1, (EXAMPLES,)),
+    ("docs/agents/publishing.md", "python"): (2, (EXAMPLES,)),
     ("docs/agents/resources.md", "python"): (1, (EXAMPLES,)),
     ("docs/agents/settings.md", "python"): (1, (EXAMPLES,)),
     ("docs/aviso.md", "bash"): (1, (COMMANDS,)),

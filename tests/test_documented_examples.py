@@ -169,6 +169,12 @@ async def test_the_example_of_requests_to_jetstream(tmp_path: Path, nats_server:
     assert found["info"]["state"]["messages"] == 1
 
 
+async def test_the_example_of_a_request(tmp_path: Path) -> None:
+    found = example("agents/publishing.md", section="## Requests and replies")
+    async with harness(in_memory(found["app"], tmp_path)):
+        assert await found["ask"]("t") == "/grib/t"
+
+
 async def test_the_example_of_what_is_delivered_later(tmp_path: Path) -> None:
     section = written("agents/publishing.md", section="## Delayed notifications")
     body = section.replace("return ", "reminder = ").replace("2026,", "2200,")

@@ -139,6 +139,7 @@ class Publisher:
         self._backend = backend
         self._config = config
         self._settings = config.notification_backend.jetstream
+        self.patience_seconds = self._settings.publish_deadline_seconds
         base_seconds = self._settings.publish_retry_base_delay_ms / 1000
         longest_seconds = max(LONGEST_DELAY_SECONDS, base_seconds)
         self._backoff = Backoff(first=base_seconds, factor=2.0, max=longest_seconds, jitter=0.0)

@@ -11,9 +11,11 @@ from contextvars import ContextVar
 from typing import Any
 
 import anyio
+from msgspec import structs
 
 from aviso_workers import clocks
-from aviso_workers.aviso import schema
+from aviso_workers.aviso import payloads, schema
+from aviso_workers.aviso.notifications import Notification, Notify
 from aviso_workers.backends import Admin, Backend, ConsumerInfo, Opening, open_backend
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
@@ -30,7 +32,7 @@ from aviso_workers.engine.key_value import retried
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.replay import Replayer
 from aviso_workers.engine.subscription import Subscription, SubscriptionRun, keep_running, supervise_task
-from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
+from aviso_workers.errors import BackendError, DeclarationError, NotFoundError, UndecodableError
 from aviso_workers.events import (
     AgentDisturbed,
     AgentStarted,
@@ -155,6 +157,38 @@ class Session:
             events=self._events,
             decode=decode,
         )
+
+    async def request(
+        self, wanted: Notify, reply: str, where: Mapping[str, Any] | None, *, timeout_seconds: float, reply_type: Any
+    ) -> Notification[Any]:
+        """See `App.request`."""
+        from aviso_workers.engine.requests import request
+
+        try:
+            read = payloads.decoder(reply_type)
+        except TypeError as error:
+            raise DeclarationError(f"request: reply_type= cannot be read: {error}") from error
+        if where is None:
+            fields = schema.topic_of(reply, self._config.event_type(reply)).key_order
+            where = {field: wanted.identifier[field] for field in fields if field in wanted.identifier}
+        if reply == wanted.event_type or not where:
+            raise DeclarationError(
+                f"request: nothing says which {reply!r} is its reply: name an event type in reply= that is not that of "
+                "the request, and in where= the fields that its reply has"
+            )
+        replies = await self.replayer(reply, where, waits=True, decode=bytes)
+        found = await request(
+            wanted,
+            self.backend,
+            self.publisher,
+            replies,
+            stream=self._stream(reply).name,
+            timeout_seconds=timeout_seconds,
+        )
+        try:
+            return structs.replace(found, payload=read(found.payload))
+        except UndecodableError as error:
+            raise UndecodableError(f"reply {found.id}: {error}") from error
 
     async def cancel(self, event_type: str, message_id: str) -> bool:
         """Forget a notification that waits to be delivered. Raises `UnknownEventTypeError`, `BackendError`."""

@@ -188,3 +188,10 @@ async def try_the_fixture(aviso_harness: AvisoHarness) -> None:
 
 assert_type(report.name, str)
 timers: list[Timer[Any, Any]] = [tidy, report]
+
+
+async def ask() -> None:
+    assert_type(await app.request("mars", {"class": "od"}, reply="done"), Notification[Any])
+    typed = await app.request("mars", {"class": "od"}, 1, reply="done", where={"step": [1, 2]}, reply_type=Row)
+    assert_type(typed, Notification[Row])
+    assert_type(typed.payload, Row)
