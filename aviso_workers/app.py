@@ -18,7 +18,7 @@ from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Self, TypeVar, overload
 
 import anyio
 import msgspec
@@ -70,19 +70,21 @@ if TYPE_CHECKING:
 __all__ = ["App"]
 
 A = TypeVar("A")
-S = TypeVar("S")
+T = TypeVar("T")
+S = DefaultTypeVar("S", default=Any)
 R = DefaultTypeVar("R", default=Any)
 D = TypeVar("D", Agent[Any, Any], Timer[Any, Any], Task)
 
 METRIC = re.compile(r"(?!aviso_worker_)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
-class App(Router[Any]):
+class App(Router[S]):
     """An application: agents and what else a router declares, the routers that it includes, and a configuration.
 
     `name` is part of every agent's durable consumer: two apps of the same name share the work. `config` is a path,
     a `Config`, or None for the file that the environment names (see `config.load`). A relative path is looked for in
     the current directory, then in that of the Python file that makes the app. With `event_type`, none is needed.
+    `settings` is the msgspec Struct of the app's own settings, as of a router: `app.settings()` returns them.
     """
 
     _kind = "app"
@@ -92,9 +94,10 @@ class App(Router[Any]):
         name: str,
         *,
         config: Config | str | Path | None = None,
+        settings: type[S] | None = None,
         unavailable: Sequence[type[Exception]] = (),
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, settings=settings)
         self.unavailable = exceptions(f"app {name!r}", unavailable)
         """Exceptions that say that something is away that its agents depend on, beside those that `Breaker` names."""
         if "__" in name or name.endswith("_"):  # else two apps could have one durable consumer
@@ -180,6 +183,11 @@ class App(Router[Any]):
         """
         if not isinstance(router, Router):
             raise DeclarationError(f"include: the first argument must be a Router, found {router!r:.100}")
+        if router.name == self.name and router.settings_type and self.settings_type:
+            raise DeclarationError(
+                f"router {router.name!r} and the app of that name both have their settings under workers.agents: "
+                "give one of them another name"
+            )
         again = is_at_prompt() and router.name in [known.name for known in self._routers]  # a cell is run again
         if config is not None:
             if router.name in self._given and not again:
@@ -212,14 +220,19 @@ class App(Router[Any]):
             case _:
                 self._add_outgoing(declared)
 
-    def settings(self, router: Router[S]) -> S:
-        """Return a router's settings, as its settings Struct.
+    @overload
+    def settings(self) -> S: ...
 
-        They are those that it was included with; values that the configuration has under `workers.agents.<name>` have
-        precedence. Raises `ConfigError`.
+    @overload
+    def settings(self, router: Router[T]) -> T: ...
+
+    def settings(self, router: Router[Any] | None = None) -> Any:
+        """Return the app's own settings, or those of a router, as its settings Struct.
+
+        They are what the configuration has under `workers.agents.<name>`, and those that a router was included with,
+        where the configuration says nothing else. Raises `ConfigError`.
         """
-        settings: S = self._settings(router, self.config)
-        return settings
+        return self._settings(self if router is None else router, self.config)
 
     def _settings(self, router: Router[Any], config: Config) -> Any:
         sections = config.workers.agents
@@ -256,7 +269,7 @@ class App(Router[Any]):
         found += self._unawaited_calls()
         for router in (self, *self._routers):
             found += around.mistakes(router.arounds, router.agents, router=router.name)
-        for router in self._routers:
+        for router in (self, *self._routers):
             try:
                 self._settings(router, examined.config)
             except ConfigError as error:
@@ -582,7 +595,7 @@ class App(Router[Any]):
             raise DeclarationError(f"metric {name!r}: every value needs one text for each of {', '.join(labels)}")
         self.events.emit(Measured(name=name, help=help, labels=tuple(labels), values=dict(values)))
 
-    async def __aenter__(self) -> App:
+    async def __aenter__(self) -> Self:
         await self._connect(self.config)
         return self
 
@@ -655,7 +668,7 @@ class App(Router[Any]):
             beside.cancel_scope.cancel()
 
     @asynccontextmanager
-    async def running(self, *, status_port: int | None = None) -> AsyncGenerator[App, None]:
+    async def running(self, *, status_port: int | None = None) -> AsyncGenerator[Self, None]:
         """Run agents, timers and tasks inside of another program's event loop: `async with app.running():`.
 
         The block begins when every agent reads its stream, or has logged why it cannot yet; a server that is not there

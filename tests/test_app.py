@@ -175,6 +175,33 @@ class TestSettings:
         assert mistake == f"workers.agents.archive{complaint} ({path}:12)"
 
 
+class TestSettingsOfAnApp:
+    def test_are_the_section_of_its_name(self, write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        app = App("archive", config=write(IN_MEMORY), settings=Archive)
+        assert app.settings() == app.settings(app) == Archive(directory="/archive", days=7)
+        monkeypatch.setenv("AVISO_WORKERS_WORKERS__AGENTS__ARCHIVE__DAYS", "1")
+        app.configure(write(IN_MEMORY))
+        assert app.settings().days == 1
+
+    def test_are_plain_where_the_app_declares_nothing(self, write: Callable[[str], Path]) -> None:
+        assert App("archive", config=write(IN_MEMORY)).settings() == {"directory": "/archive"}
+
+    def test_that_are_wrong_are_mistakes(self, write: Callable[[str], Path]) -> None:
+        path = write(IN_MEMORY.replace("directory: /archive", "directory: 5"))
+        assert App("archive", config=path, settings=Archive).mistakes() == [
+            f"workers.agents.archive.directory: Expected `str`, got `int` ({path}:13)"
+        ]
+
+    def test_need_a_name_of_their_own(self, write: Callable[[str], Path]) -> None:
+        app = App("archive", config=write(IN_MEMORY), settings=Archive)
+        with pytest.raises(DeclarationError, match="'archive' and the app of that name both have their settings under"):
+            app.include(router_of("archive", Archive))
+
+    def test_are_a_struct(self) -> None:
+        with pytest.raises(DeclarationError, match=r"app 'archive': settings= must be a msgspec Struct, found .*dict"):
+            App("archive", settings=dict)
+
+
 class TestSettingsInCode:
     def test_are_what_a_router_is_included_with(self, app: App) -> None:
         router = router_of("tape", Archive)

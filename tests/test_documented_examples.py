@@ -94,7 +94,7 @@ async def test_the_example_of_a_session(tmp_path: Path, monkeypatch: pytest.Monk
 async def test_the_example_of_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("AVISO_WORKERS_WORKERS__AGENTS__INDEX__DAYS", "7")
+    monkeypatch.setenv("AVISO_WORKERS_WORKERS__AGENTS__FIELD_INDEX__DAYS", "7")
     async with harness(in_memory(example("agents/settings.md")["app"], tmp_path)) as at_work:
         await at_work.notify("mars", {"class": "od", "step": 6}, {})
         await at_work.settle()

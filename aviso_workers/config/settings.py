@@ -312,7 +312,7 @@ class Workers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     )
     agents: Annotated[
         dict[str, dict[str, Any]],
-        about("Settings of installed agents, of this package or of others, by the name of their router."),
+        about("Settings of apps and routers, your own and installed ones, by the name of the app or router."),
     ] = {}
 
 

@@ -349,6 +349,10 @@ class Router(Generic[S]):
 
     def __init__(self, name: str, *, settings: type[S] | None = None) -> None:
         self.name = check_name(self._kind, name)
+        if settings is not None and not (isinstance(settings, type) and issubclass(settings, Struct)):
+            raise DeclarationError(
+                f"{self._kind} {name!r}: settings= must be a msgspec Struct, found {settings!r:.100}"
+            )
         self.settings_type = settings
         self.agents: list[Agent[Any, Any]] = []
         self.timers: list[Timer[Any, Any]] = []

@@ -18,6 +18,7 @@ from aviso_workers import (
     Notification,
     Notify,
     Receipt,
+    Router,
     Table,
     Tick,
     Timer,
@@ -34,7 +35,13 @@ class Cache:
     size = 0
 
 
+class Limits(msgspec.Struct, frozen=True):
+    days: int = 30
+
+
 app = App("typed-apps")
+limited = App("limited", settings=Limits)
+assert_type(limited, App[Limits])
 rows = app.table("rows", Row)
 seen = app.table("seen", int, default=0, history=5)
 lists = app.table("lists", list[str], default=[])
@@ -195,3 +202,10 @@ async def ask() -> None:
     typed = await app.request("mars", {"class": "od"}, 1, reply="done", where={"step": [1, 2]}, reply_type=Row)
     assert_type(typed, Notification[Row])
     assert_type(typed.payload, Row)
+
+
+def settings_of(router: Router[Limits]) -> None:
+    assert_type(limited.settings(), Limits)
+    assert_type(limited.settings(limited), Limits)
+    assert_type(limited.settings(router), Limits)
+    assert_type(app.settings(), Any)
