@@ -44,6 +44,7 @@ from aviso_workers.aviso import payloads
 from aviso_workers.aviso.codec import Message, NotificationReader, is_reserved
 from aviso_workers.aviso.literals import AnyDuration, seconds_of
 from aviso_workers.aviso.notifications import Notification, Notify, Receipt
+from aviso_workers.aviso.positions import parse_date
 from aviso_workers.backends import (
     Admin,
     ConnectionListener,
@@ -89,7 +90,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import AgentDisturbed, Event, Events, Overdue, Settled, TaskFailed, Ticked, WindowDone
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.ops import agent_control
+from aviso_workers.ops import agent_control, timer_control
 from aviso_workers.ops.agent_control import AgentConsumer
 from aviso_workers.ops.dead_letters import StoredDeadLetters
 from aviso_workers.sessions.session import Session, open_session
@@ -299,25 +300,51 @@ class Harness:
         self.dead_letters[:] = [each for each in self.dead_letters if each not in handed_back]
         return handed_back
 
-    async def pause(self, agent: Agent[Any, Any] | str, *, seconds: float | None = None) -> None:
+    async def pause(self, agent: Agent[Any, Any] | Timer[Any, Any] | str, *, seconds: float | None = None) -> None:
         """Pause the agent, as the command `agents pause` does: for so long, or (None) until `resume`. It is given
         neither notifications nor retries. `settle` waits for the end of a pause that has one, and else leaves out what
-        waits for the agent.
+        waits for the agent. Or pause a timer, as `timers pause` does: none of its ticks is run.
 
         Raises `ValueError` for what is not a time above 0, `BackendError`, and `AssertionError` where no worker has
         ever read the agent's stream.
         """
         if seconds is not None and _positive_seconds("pause", seconds) == 0:
             raise ValueError("pause takes a time above 0 seconds, or None until resume, found 0")
+        if isinstance(agent, Timer) or (isinstance(agent, str) and self._is_timer(agent)):
+            await timer_control.pause(self._watch, self.app.name, self._timer_name(agent), seconds=seconds)
+            return
         consumer = self._consumer(agent)
         await self._until_read(consumer)
         await agent_control.pause(self._watch, consumer, seconds=seconds)
 
-    async def resume(self, agent: Agent[Any, Any] | str) -> None:
-        """Resume the agent, as the command `agents resume` does. Raises as `pause` does."""
+    async def resume(self, agent: Agent[Any, Any] | Timer[Any, Any] | str) -> None:
+        """Resume the agent or the timer, as the commands `agents resume` and `timers resume` do. Raises as `pause`
+        does.
+        """
+        if isinstance(agent, Timer) or (isinstance(agent, str) and self._is_timer(agent)):
+            await timer_control.resume(self._watch, self.app.name, self._timer_name(agent))
+            return
         consumer = self._consumer(agent)
         await self._until_read(consumer)
         await agent_control.resume(self._watch, consumer)
+
+    async def catch_up(
+        self, timer: Timer[Any, Any] | str, start: datetime, end: datetime, *, again: bool = False
+    ) -> list[Ticked]:
+        """Run the missed ticks of the timer from `start` to `end`, as the command `timers catch-up` does, in order and
+        up to the first that fails; return how they ended. `again`: also those that a leader has begun, or that workers
+        run by themselves.
+
+        Raises `DeclarationError` for a range that is reversed or not over, `BackendError`.
+        """
+        version, app = self._versions[-1], self.app
+        found = timer_control.declared(app.name, app.timers_at_work(), self._timer_name(timer))
+        first, last = parse_date(start, name="start"), parse_date(end, name="end")
+        plan = await timer_control.plan_catch_up(self._watch, app.name, found, first, last, again=again)
+        if not plan.times:
+            return []
+        with self._moving():
+            return await app.session.run_timer(app, found, plan.times, given=version.given(self._resources))
 
     async def deploy(self, app: App, *, beside: bool = False) -> None:
         """Replace the workers by workers of another version of the app: the old ones are stopped in order, then as
@@ -584,6 +611,11 @@ class Harness:
             found = (included(agent, version.app.agents) for version in reversed(self._versions))
             name = next(filter(None, found), agent).name
         return self._known("agent", name, self._agents())
+
+    def _is_timer(self, name: str) -> bool:
+        """Return whether a timer has this name, and no agent."""
+        timers = {each.name for version in self._versions for each in version.app.timers}
+        return name in timers - {each.name for each in self._agents()}
 
     def _timer_name(self, timer: Timer[Any, Any] | str) -> str:
         if isinstance(timer, Timer):

@@ -10,10 +10,9 @@ import typer
 from aviso_workers.aviso.positions import Position, parse_date, parse_id
 from aviso_workers.cli import completion
 from aviso_workers.cli.agents import agents, one_app
-from aviso_workers.cli.arguments import parse_duration
+from aviso_workers.cli.arguments import parse_pause
 from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.details import time_text
-from aviso_workers.cli.options import argument, flag, option
+from aviso_workers.cli.options import For, argument, flag, option
 from aviso_workers.cli.output import print_record, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError, NotFoundError
@@ -31,22 +30,18 @@ Owner = Annotated[str, option("APP", "Name of the agent's app, or MODULE:APP.", 
 def pause(
     agent: Agent,
     app: Owner,
-    for_: Annotated[
-        str | None, option("DURATION", "How long to pause it, e.g. 10m or 2h. Default: until `agents resume`.", "--for")
-    ] = None,
+    for_: For = None,
     config: ConfigOption = None,
 ) -> None:
     """Pause an agent in all its workers. Notifications that they have begun to handle are finished.
 
     Example: aviso-workers agents pause index_field --app field-index --for 2h
     """
-    seconds = parse_duration(for_, name="--for") if for_ else None
-    if seconds == 0:
-        raise DeclarationError("--for 0s would pause nothing: say how long, or leave it out to pause it until resumed")
+    seconds = parse_pause(for_)
 
     async def run(server: OpenedServer, target: AgentConsumer) -> None:
         until = await agent_control.pause(server.admin, target, seconds=seconds)
-        typer.echo(f"{agent} is paused until {time_text(until) if for_ else 'it is resumed'}{_on_all(target)}")
+        typer.echo(f"{agent} is paused until {agent_control.end_text(until)}{_on_all(target)}")
 
     _control(agent, app, config, run, several=True)
 

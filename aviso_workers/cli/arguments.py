@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from aviso_workers.aviso.literals import Duration
-from aviso_workers.errors import InvalidNotificationError, InvalidPositionError
+from aviso_workers.errors import DeclarationError, InvalidNotificationError, InvalidPositionError
 
 __all__ = [
     "FileLine",
@@ -23,6 +23,7 @@ __all__ = [
     "lines_file",
     "parse_duration",
     "parse_pairs",
+    "parse_pause",
     "parse_payload",
     "parse_where",
 ]
@@ -96,6 +97,16 @@ def parse_duration(text: str, *, name: str) -> Duration:
         return Duration.parse(text)
     except ValueError as error:
         raise InvalidPositionError(f"{name}: {error}") from error
+
+
+def parse_pause(text: str | None) -> Duration | None:
+    """Parse the option `--for` of a pause; None is until it is resumed. Raises `InvalidPositionError`, and
+    `DeclarationError` for no time at all.
+    """
+    seconds = parse_duration(text, name="--for") if text else None
+    if seconds == 0:
+        raise DeclarationError("--for 0s would pause nothing: say how long, or leave it out to pause it until resumed")
+    return seconds
 
 
 def parse_payload(text: str | None) -> Any:

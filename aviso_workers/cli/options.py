@@ -7,11 +7,11 @@ A further setting is one of typer's, by its name. An option without a name has t
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-__all__ = ["argument", "filter_argument", "finite", "flag", "option", "seconds_between"]
+__all__ = ["For", "argument", "filter_argument", "finite", "flag", "option", "seconds_between"]
 
 Number = TypeVar("Number", float, float | None)
 
@@ -24,6 +24,11 @@ def argument(metavar: str, help: str, **settings: Any) -> Any:
 def option(metavar: str, help: str, *names: str, **settings: Any) -> Any:
     """Return an option, whose value is `metavar` in the help."""
     return typer.Option(*names, metavar=metavar, help=help, **settings)
+
+
+For = Annotated[
+    str | None, option("DURATION", "How long to pause it, e.g. 10m or 2h. Default: until it is resumed.", "--for")
+]
 
 
 def flag(name: str, help: str, *names: str, **settings: Any) -> Any:

@@ -40,7 +40,7 @@ SUMMARIES = {
     "replay": "Print stored notifications, from the first to the last unless other positions are given.",
     "agents": "Show the progress of agents, and pause, reset or remove them.",
     "dead-letters": "List dead letters, return them to the agents that failed, or erase them.",
-    "timers": "Show when timers run, and run one now.",
+    "timers": "Show when timers run, pause them, and run one now.",
     "doctor": "Check servers, streams, consumers and settings for known problems, and say what to do about each.",
     "top": "Show streams and consumers as they change, until Ctrl-C.",
     "report": "Report on streams, mirrors and the account.",

@@ -1,70 +1,199 @@
-"""`timers ls|run`: when the timers of an app run next, how they ran last, and one run now."""
+"""`timers ls|run|pause|resume|catch-up`: when timers run, their pauses, and single or missed runs in this process."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 
 import typer
 
+from aviso_workers.app import App
 from aviso_workers.aviso.literals import time_text
-from aviso_workers.cli.options import argument
-from aviso_workers.cli.output import AsJson, echo, print_rows
-from aviso_workers.cli.targets import ConfigOption, connected, find_app, run_connected
+from aviso_workers.aviso.positions import parse_date
+from aviso_workers.cli.arguments import parse_pause
+from aviso_workers.cli.confirmation import Yes, confirm
+from aviso_workers.cli.options import For, argument, flag, option
+from aviso_workers.cli.output import AsJson, echo, print_rows, print_table
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected, find_app, run_connected
+from aviso_workers.declare.timers import Timer
 from aviso_workers.errors import DeclarationError, describe
-from aviso_workers.ops import timer_report
-from aviso_workers.ops.timer_report import TimerRow
+from aviso_workers.events import Ticked
+from aviso_workers.ops import timer_control, timer_report
+from aviso_workers.ops.agent_control import end_text
+from aviso_workers.ops.timer_control import CatchUp
+from aviso_workers.ops.timer_report import TimerRow, paused_text
 
 __all__ = ["timers"]
 
-timers = typer.Typer(help="Show when timers run, and run one now.", no_args_is_help=True)
+timers = typer.Typer(help="Show when timers run, pause them, and run one now.", no_args_is_help=True)
 
 TIMERS = ("timer", "schedule", "leader", "last", "next", "state")
+SHOWN, SHOWN_AS_JSON = 1, 3
+"""Next ticks, where nobody says how many."""
 
 OfApp = Annotated[str, argument("MODULE:APP", "Module and variable of the app, e.g. fields:app.")]
+Name = Annotated[str, argument("TIMER", "Name of the timer, as `timers ls` lists it.")]
 
 
 @timers.command("ls")
-def list_timers(app: OfApp, as_json: AsJson = False, config: ConfigOption = None) -> None:
-    """List the timers of an app: schedule, leader, the last tick that a leader ran, the next tick, and how it fails.
+def list_timers(
+    app: OfApp,
+    next_: Annotated[
+        int | None,
+        option("N", "How many next ticks to list of each. Default: 1, or 3 with --json.", "--next", min=1, max=1000),
+    ] = None,
+    as_json: AsJson = False,
+    config: ConfigOption = None,
+) -> None:
+    """List the timers of an app: schedule, leader, the last tick that a leader ran, the next ticks, who paused it until
+    when, and how it fails.
 
     Exit with 1 if one fails.
 
     Example: aviso-workers timers ls fields:app
     """
     found = find_app(app, agent=None, config=config)
+    ticks = next_ or (SHOWN_AS_JSON if as_json else SHOWN)
 
-    rows = connected(found.config, lambda server: timer_report.of_app(server.admin, found.name, found.timers))
-    print_rows(TIMERS, map(_row, rows), rows, none=f"{found.name} has no timers", as_json=as_json)
+    rows = connected(
+        found.config, lambda server: timer_report.of_app(server.admin, found.name, found.timers, ticks=ticks)
+    )
+    cells = (line for row in rows for line in _lines(row))
+    print_rows(TIMERS, cells, rows, none=f"{found.name} has no timers", as_json=as_json)
     if any(row.state != "ok" for row in rows):
         raise typer.Exit(1)
 
 
 @timers.command()
-def run(
-    app: OfApp,
-    name: Annotated[str, argument("TIMER", "Name of the timer, as `timers ls` lists it.")],
-    config: ConfigOption = None,
-) -> None:
+def run(app: OfApp, name: Name, config: ConfigOption = None) -> None:
     """Run a timer once, now, in this process, with the resources of the app. Exit with 1 if it fails.
 
-    The ticks of the workers stay as they are. With leader=True, the leader may run a tick at the same time, and
-    `tick.token` is None.
+    The ticks of the workers stay as they are, and a pause of the timer holds only for them. With leader=True, the
+    leader may run a tick at the same time, and `tick.token` is None.
 
     Example: aviso-workers timers run fields:app daily_report
     """
-    found = find_app(app, agent=None, config=config)
-    timer = next((each for each in found.timers if each.name == name), None)
-    if timer is None:
-        known = ", ".join(each.name for each in found.timers) or "none"
-        raise DeclarationError(f"app {found.name!r} has no timer {name!r}; it has: {known}")
+    found, timer = _found(app, name, config)
 
-    ticked = run_connected(found, lambda app: app.session.run_timer(app, timer))
+    ticked = run_connected(found, lambda app: app.session.run_timer(app, timer))[0]
     if ticked.error is not None:
         echo(f"{name} failed after {ticked.seconds:.1f} s: {describe(ticked.error)}", err=True)
         raise typer.Exit(1)
     echo(f"{name} ran, in {ticked.seconds:.1f} s")
 
 
-def _row(row: TimerRow) -> tuple[str, ...]:
+@timers.command()
+def pause(
+    app: OfApp,
+    name: Name,
+    for_: For = None,
+    until: Annotated[
+        str | None, option("TIME", "When the pause ends, e.g. 2026-11-20T06:00:00Z, instead of --for.")
+    ] = None,
+    note: Annotated[str, option("TEXT", "Why it is paused, for those who read `timers ls`.")] = "",
+    config: ConfigOption = None,
+) -> None:
+    """Pause a timer in all workers, also in those that start later. A tick that runs is finished. Workers of a version
+    without this command run it all the same.
+
+    Example: aviso-workers timers pause fields:app daily_report --for 2h --note "the archive is down"
+    """
+    seconds = parse_pause(for_)
+    end = parse_date(until, name="--until") if until else None
+    if seconds and end:
+        raise DeclarationError("say --for or --until, not both")
+    found, timer = _found(app, name, config)
+
+    made = connected(
+        found.config,
+        lambda server: timer_control.pause(server.admin, found.name, timer.name, until=end, seconds=seconds, note=note),
+    )
+    echo(f"{name} is paused until {end_text(made.until)}")
+
+
+@timers.command()
+def resume(app: OfApp, name: Name, config: ConfigOption = None) -> None:
+    """Resume a paused timer in all workers, within seconds. What it missed is treated as if no worker had run.
+
+    Example: aviso-workers timers resume fields:app daily_report
+    """
+    found, timer = _found(app, name, config)
+
+    connected(found.config, lambda server: timer_control.resume(server.admin, found.name, timer.name))
+    echo(f"{name} is resumed")
+
+
+@timers.command("catch-up")
+def catch_up(
+    app: OfApp,
+    name: Name,
+    from_: Annotated[str, option("TIME", "The first time of the range, e.g. 2026-11-20T06:00:00Z.", "--from")],
+    to: Annotated[str, option("TIME", "The last time of the range, which must be over.")],
+    again: Annotated[
+        bool,
+        flag(
+            "--again",
+            "Also run the ticks that a leader has begun or may have begun, and those that workers run by themselves.",
+        ),
+    ] = False,
+    yes: Yes = False,
+    config: ConfigOption = None,
+) -> None:
+    """Run the missed ticks of a timer, from one time to another, both included: in order, one after the other, in this
+    process, with the resources of the app. `tick.time` is when each was due, `tick.token` is None. A pause of the timer
+    holds only for workers.
+
+    With leader=True, ticks are left out that a leader has begun, as far as workers have recorded it. The command stops
+    at the first tick that fails, exits with 1, and says how to go on.
+
+    Example: aviso-workers timers catch-up fields:app report --from 2026-11-20T06:00:00Z --to 2026-11-20T18:00:00Z
+    """
+    first, last = parse_date(from_, name="--from"), parse_date(to, name="--to")
+    found, timer = _found(app, name, config)
+
+    async def work(app: App) -> tuple[CatchUp, Sequence[Ticked]]:
+        plan = await timer_control.plan_catch_up(app.session.admin, app.name, timer, first, last, again=again)
+        print_table(("tick", "what"), _planned(plan), none=f"{name} has no tick in this range")
+        if not plan.times:
+            return plan, ()
+        confirm(yes, to=f"run {len(plan.times)}")
+        return plan, await app.session.run_timer(app, timer, plan.times, tell=_tell)
+
+    plan, ran = run_connected(found, work)
+    if ran and ran[-1].error is not None:
+        left = len(plan.times) - len(ran)
+        echo(
+            f"{len(ran) - 1} ran, 1 failed, {left} did not run; to go on, repeat the command with "
+            f"--from {time_text(ran[-1].time)}",
+            err=True,
+        )
+        raise typer.Exit(1)
+    echo(f"{len(ran)} ran")
+
+
+def _found(app: str, name: str, config: ConfigSource | None) -> tuple[App, Timer[Any, Any]]:
+    found = find_app(app, agent=None, config=config)
+    return found, timer_control.declared(found.name, found.timers_at_work(), name)
+
+
+def _planned(plan: CatchUp) -> Iterator[tuple[str, str]]:
+    what = dict.fromkeys(plan.times, "to run") | dict.fromkeys(plan.ahead, "left out: workers run it by themselves")
+    what |= dict.fromkeys(plan.begun, "left out: a leader has begun it, or may have")
+    for time in sorted(what):
+        yield time_text(time), what[time]
+
+
+def _tell(ticked: Ticked) -> None:
+    how = f"failed: {describe(ticked.error)}" if ticked.error is not None else "ran"
+    echo(f"{time_text(ticked.time)} {how}, in {ticked.seconds:.1f} s", err=ticked.error is not None)
+
+
+def _lines(row: TimerRow) -> Iterator[tuple[str, ...]]:
+    """Yield the lines of a timer, one for each next tick."""
+    first, *others = map(time_text, row.next) if row.next else ("-",)
     last = time_text(row.last) if row.last else "-"
-    return (row.timer, row.schedule, row.leader, last, time_text(row.next[0]), row.state)
+    paused = paused_text(row.paused) if row.paused else ""
+    state = "; ".join(filter(None, (paused, row.state if row.state != "ok" or not paused else "")))
+    yield (row.timer, row.schedule, row.leader, last, first, state)
+    for time in others:
+        yield ("", "", "", "", time, "")

@@ -7,7 +7,7 @@ without asking; who runs them is `features.timers`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 from zoneinfo import ZoneInfo
@@ -21,7 +21,7 @@ from aviso_workers.declare import resources
 from aviso_workers.declare.resources import Resource
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["LATE_SECONDS", "Cron", "Every", "Schedule", "Tick", "Timer", "next_tick"]
+__all__ = ["LATE_SECONDS", "Cron", "Every", "Schedule", "Tick", "Timer", "next_tick", "ticks_between"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -158,3 +158,11 @@ def next_tick(schedule: Schedule, last: datetime, *, now: datetime, catch_up: bo
     while (later := schedule.after(tick)) <= now:
         tick = later
     return tick
+
+
+def ticks_between(schedule: Schedule, first: datetime, last: datetime) -> Iterator[datetime]:
+    """Yield the ticks from `first` to `last`, both included, in order."""
+    tick = schedule.after(first - timedelta(microseconds=1))
+    while tick <= last:
+        yield tick
+        tick = schedule.after(tick)

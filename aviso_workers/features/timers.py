@@ -9,18 +9,21 @@ from __future__ import annotations
 import secrets
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import anyio
 import msgspec
+from msgspec import structs
 
 from aviso_workers import clocks
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend
+from aviso_workers.backends.buckets import open_existing
 from aviso_workers.clocks import Clock
 from aviso_workers.declare import outputs, timers
-from aviso_workers.declare.timers import Tick, Timer
+from aviso_workers.declare.timers import Schedule, Tick, Timer
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import call_scope, calls
 from aviso_workers.engine.key_value import RetryingKeyValue
@@ -28,6 +31,7 @@ from aviso_workers.engine.leases import Lease, Outage, drained
 from aviso_workers.errors import (
     BackendError,
     ConflictError,
+    NotFoundError,
     RefusedError,
     UnavailableError,
     UndecodableError,
@@ -39,8 +43,9 @@ from aviso_workers.events import (
     TimerRescheduled,
     Unreadable,
 )
-from aviso_workers.jetstream.key_value import Entry
-from aviso_workers.state import timer_records
+from aviso_workers.jetstream.key_value import Entry, KeyValue
+from aviso_workers.state import consumer_records, timer_pauses, timer_records
+from aviso_workers.state.timer_pauses import Pause
 from aviso_workers.state.timer_records import Claim
 
 __all__ = [
@@ -53,6 +58,10 @@ LONGEST_SLEEP_SECONDS = 30.0
 MAX_SKEW = timedelta(seconds=10)
 """A tick that was claimed further ahead of the bucket's own time than this was claimed by a clock that was wrong."""
 AGAIN_SECONDS = 1.0
+LOOK_SECONDS = 2.0
+"""How long a tick waits at most to hear whether its timer is paused."""
+RESUME_SECONDS = 5.0
+"""How often it is looked whether a paused timer was resumed."""
 PATIENCE_SECONDS = 5.0
 
 
@@ -67,15 +76,18 @@ async def run_timers(
 ) -> None:
     """Run them until `stop`; what runs then may take until the drain timeout is over."""
     clock = backend.clock
+    pauses = Pauses(backend, app)
     async with drained(stop, clock=clock, timeout_seconds=drain_timeout_seconds), anyio.create_task_group() as running:
         for timer in declared:
             if not timer.leader:
-                running.start_soon(_keep_ticking, timer, clock, events, stop, None)
+                running.start_soon(_keep_ticking, timer, pauses, clock, events, stop, None)
         if led := [timer for timer in declared if timer.leader]:
-            running.start_soon(_lead, led, backend, app, events, stop)
+            running.start_soon(_lead, led, pauses, backend, app, events, stop)
 
 
-async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, events: Events, stop: anyio.Event) -> None:
+async def _lead(
+    led: Sequence[Timer[Any, Any]], pauses: Pauses, backend: Backend, app: str, events: Events, stop: anyio.Event
+) -> None:
     """Run these whenever this worker is the leader."""
     clock = backend.clock
     bucket = timer_records.buckets_of(app)[1]
@@ -92,18 +104,48 @@ async def _lead(led: Sequence[Timer[Any, Any]], backend: Backend, app: str, even
                     claims,
                     lease,
                     outage,
-                    schedule=timer.schedule.text,
+                    schedule=timer.schedule,
                     in_doubt=in_doubt[timer.name],
                     events=events,
                 )
-                running.start_soon(_keep_ticking, timer, clock, events, stop, of_timer)
+                running.start_soon(_keep_ticking, timer, pauses, clock, events, stop, of_timer)
         outage.end()  # only a leader claims ticks
         events.emit(LeadershipChanged(leads=False, token=lease.token))
 
 
-async def run_now(timer: Timer[Any, Any], *, clock: Clock, events: Events) -> None:
-    """Run a timer once, apart from its ticks, and emit `Ticked`. `Tick.token` is None: no leader runs it."""
-    await _run(timer, Tick(timer=timer.name, time=clocks.utc_now(clock)), clock, events)
+async def run_now(timer: Timer[Any, Any], *, time: datetime, clock: Clock, events: Events) -> None:
+    """Run a timer once, as if it was due at this time, and emit `Ticked`. `Tick.token` is None: no leader runs it."""
+    await _run(timer, Tick(timer=timer.name, time=time), clock, events)
+
+
+class Pauses:
+    """Which timers of an app are paused, as far as this worker knows."""
+
+    def __init__(self, backend: Backend, app: str) -> None:
+        self._backend = backend
+        self._app = app
+        self._bucket: KeyValue | None = None
+        self._known: dict[str, Pause | None] = {}
+
+    async def hold(self, timer: str) -> bool:
+        """Return whether the timer is paused now. Where the server does not tell, what it told last holds; where it has
+        told nothing yet, the timer is not paused.
+        """
+        clock = self._backend.clock
+        if self._backend.connection.ready:
+            with suppress(BackendError), clocks.move_on_after(clock, LOOK_SECONDS):
+                self._known[timer] = await self._read(timer)
+        pause = self._known.get(timer)
+        return pause is not None and pause.until > clocks.utc_now(clock)
+
+    async def _read(self, timer: str) -> Pause | None:
+        if self._bucket is None:
+            self._bucket = await open_existing(self._backend, consumer_records.BUCKET, own=True)
+        try:
+            entry = await self._bucket.get(timer_pauses.key_of(self._app, timer)) if self._bucket else None
+        except NotFoundError:  # the bucket was deleted
+            self._bucket = entry = None
+        return timer_pauses.read(entry)
 
 
 class Claims:
@@ -116,7 +158,7 @@ class Claims:
         lease: Lease,
         outage: Outage,
         *,
-        schedule: str,
+        schedule: Schedule,
         in_doubt: dict[str, datetime],
         events: Events,
     ) -> None:
@@ -132,6 +174,8 @@ class Claims:
         self._revision = 0
         self._last: datetime | None = None
         """The last tick that is known to be claimed; None before anything is known."""
+        self._series: tuple[datetime | None, datetime | None] = (None, None)
+        """`since` and `before` of the last claim."""
         self._in_doubt = in_doubt
 
     @property
@@ -156,21 +200,25 @@ class Claims:
             await self._begin(begin, revision=entry.revision if entry else 0)
             return begin
         self._revision = entry.revision
+        claim = self._read(entry)
+        self._series = (claim.since, claim.before)
         if entry.message_id in self._in_doubt:
             self._last = self._in_doubt[entry.message_id]
         else:
-            claim = self._read(entry)
             self._last = entry.time if claim.time - entry.time > MAX_SKEW else claim.time
-            if claim.schedule not in ("", self._schedule):
+            if claim.schedule not in ("", self._schedule.text):
                 await self._begin(
                     max(self._last, now - timedelta(seconds=timers.LATE_SECONDS)), revision=entry.revision
                 )
-                self._events.emit(TimerRescheduled(timer=self._timer, schedule=self._schedule, before=claim.schedule))
+                self._events.emit(
+                    TimerRescheduled(timer=self._timer, schedule=self._schedule.text, before=claim.schedule)
+                )
         return self._last
 
     async def _begin(self, time: datetime, *, revision: int) -> None:
         """Store that ticks of this schedule that are due after this time are to be run."""
-        claim = Claim(time=time, schedule=self._schedule)
+        claim = Claim(time=time, schedule=self._schedule.text, since=time)
+        self._series = (time, None)
         self._revision = await self._bucket.put(self._timer, msgspec.json.encode(claim), revision=revision)
         self._last = time
 
@@ -178,7 +226,7 @@ class Claims:
         """Return the claim; one of the time at which it was stored, where it is none of ours."""
         try:
             claim = read_json(entry.value, Claim)
-            return Claim(time=claim.time.astimezone(UTC), token=claim.token, schedule=claim.schedule)
+            return structs.replace(claim, time=claim.time.astimezone(UTC))
         except (UndecodableError, OverflowError) as error:
             self._events.emit(Unreadable(stream=f"KV_{self._bucket.name}", sequence=entry.revision, error=error))
             return Claim(time=entry.time)
@@ -190,7 +238,9 @@ class Claims:
         if not self._lease.held:
             return False
         assert self._last is not None, "only after `last`"
-        claimed = Claim(time=tick, token=self.token, schedule=self._schedule)
+        series = self._series if self._schedule.after(self._last) == tick else (tick, self._last)
+        since, before = series
+        claimed = Claim(time=tick, token=self.token, schedule=self._schedule.text, since=since, before=before)
         claim, message_id = msgspec.json.encode(claimed), secrets.token_hex(12)
         self._in_doubt[message_id] = self._last  # also while this may be cancelled
         try:
@@ -199,7 +249,7 @@ class Claims:
             del self._in_doubt[message_id]
             raise
         self._in_doubt.clear()  # none of the earlier ones can be stored any more, on the revision before this one
-        self._last = tick
+        self._last, self._series = tick, series
         self._outage.end()
         return True
 
@@ -210,11 +260,17 @@ class Claims:
 
 
 async def _keep_ticking(
-    timer: Timer[Any, Any], clock: Clock, events: Events, stop: anyio.Event, claims: Claims | None
+    timer: Timer[Any, Any],
+    pauses: Pauses,
+    clock: Clock,
+    events: Events,
+    stop: anyio.Event,
+    claims: Claims | None,
 ) -> None:
     last = None if claims else clocks.utc_now(clock)
     while not stop.is_set():
         try:
+            paused = await pauses.hold(timer.name)
             now = clocks.utc_now(clock)
             if last is None or last - now > MAX_SKEW:  # at first, and after the clock was set back
                 last = await claims.last(now) if claims else now
@@ -222,6 +278,9 @@ async def _keep_ticking(
             if tick > now:
                 seconds = min((tick - now).total_seconds(), LONGEST_SLEEP_SECONDS)
                 await clocks.sleep_until(clock, seconds, stop)
+                continue
+            if paused:  # the tick is missed if the pause goes on
+                await clocks.sleep_until(clock, RESUME_SECONDS, stop)
                 continue
             if claims is None or await claims.claim(tick):
                 token = claims.token if claims else None

@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 
 from msgspec import Struct, structs
 
-from aviso_workers.aviso.literals import quoted
+from aviso_workers.aviso.literals import quoted, time_text
 from aviso_workers.aviso.positions import Position
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
@@ -31,6 +31,7 @@ __all__ = [
     "Rename",
     "Reset",
     "declared",
+    "end_text",
     "find",
     "pause",
     "plan_rename",
@@ -129,6 +130,11 @@ async def find(admin: Admin, config: Config, owner: str, agent: str, *, several:
             "say which one is in use by --app MODULE:APP, and delete the other"
         )
     return AgentConsumer(app=owner, agent=agent, stream=found[0], beside=tuple(found[1:]))
+
+
+def end_text(until: datetime) -> str:
+    """Return the end of a pause as text, after the word `until`."""
+    return "it is resumed" if until == UNTIL_RESUMED else time_text(until)
 
 
 async def pause(admin: Admin, agent: AgentConsumer, *, seconds: float | None = None) -> datetime:

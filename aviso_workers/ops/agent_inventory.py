@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 
 from msgspec import Struct
 
@@ -24,12 +25,14 @@ from aviso_workers.state import (
     failure_counts,
     failure_records,
     outage_records,
+    timer_pauses,
     versions,
 )
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import LastFailure
 from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
+from aviso_workers.state.timer_pauses import Pause
 
 __all__ = [
     "ConsumerInfo",
@@ -70,6 +73,8 @@ class Recorded(Struct, frozen=True, kw_only=True):
     """The last failures of agents, timers and tasks, by app, kind and name."""
     outages: dict[tuple[str, str], OutageRecord]
     """The outages that last, by app and agent."""
+    pauses: dict[tuple[str, str], Pause]
+    """The pauses of timers that last, by app and timer."""
 
 
 KEY_VALUE = "KV_"
@@ -108,6 +113,7 @@ async def recorded(admin: Admin) -> Recorded:
         functions={key: names for key, names in functions.items() if len(names) > 1},
         failures=failure_records.parsed(entries),
         outages=outage_records.parsed(entries),
+        pauses=timer_pauses.parsed(entries, now=datetime.now(UTC)),
     )
 
 

@@ -20,8 +20,7 @@ from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Agent, Router
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerConfig
-from aviso_workers.ops import agent_inventory, aviso_admin, stuck
-from aviso_workers.ops.agent_control import UNTIL_RESUMED
+from aviso_workers.ops import agent_control, agent_inventory, aviso_admin, stuck
 from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import WRITE_SECONDS, LastFailure, Retrying
@@ -163,9 +162,7 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
     def paused_until(self) -> str:
         """The end of the agent's pause as text; empty where it is not paused."""
         until = self.events.paused_until if self.events else None
-        if until is None:
-            return ""
-        return "it is resumed" if until == UNTIL_RESUMED else time_text(until)
+        return agent_control.end_text(until) if until else ""
 
 
 class AgentRow(Struct, frozen=True, kw_only=True):

@@ -11,15 +11,15 @@ from typing import Any
 
 from msgspec import Struct
 
+from aviso_workers.aviso.literals import time_text
 from aviso_workers.backends import Admin
 from aviso_workers.declare.timers import Timer
+from aviso_workers.ops.agent_control import UNTIL_RESUMED, end_text
 from aviso_workers.ops.agent_report import failing_text
-from aviso_workers.state import failure_records, timer_records
+from aviso_workers.state import consumer_records, failure_records, timer_pauses, timer_records
+from aviso_workers.state.timer_pauses import Pause
 
-__all__ = ["TimerRow", "of_app"]
-
-SHOWN = 3
-"""Next ticks."""
+__all__ = ["TimerRow", "of_app", "paused_text"]
 
 
 class TimerRow(Struct, frozen=True, kw_only=True):
@@ -32,30 +32,49 @@ class TimerRow(Struct, frozen=True, kw_only=True):
     last: datetime | None
     """When the last tick was due that a leader has begun; None where that is not known."""
     next: tuple[datetime, ...]
+    """The next ticks, behind a pause with an end; none where the timer is paused until it is resumed."""
+    paused: Pause | None = None
+    """The pause that lasts."""
     state: str
     """`ok`, or since when and how it fails."""
 
 
-async def of_app(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]]) -> list[TimerRow]:
-    """Return a row for each timer. Raises `BackendError`."""
+async def of_app(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]], *, ticks: int) -> list[TimerRow]:
+    """Return a row for each timer, with so many next ticks. Raises `BackendError`."""
     leader = await timer_records.leader(admin, app) or "none"
-    claimed = await timer_records.claimed(admin, app)
-    failures = await failure_records.stored(admin)
+    claims = await timer_records.claims(admin, app)
+    noted = await consumer_records.entries(admin)
+    failures = failure_records.parsed(noted)
     now = datetime.now(UTC)  # after that: the last tick is none of the next ones
+    pauses = timer_pauses.parsed(noted, now=now)
     rows = []
     for timer in timers:
-        ticks = [now]
-        for _ in range(SHOWN):
-            ticks.append(timer.schedule.after(ticks[-1]))
+        pause, claim = pauses.get((app, timer.name)), claims.get(timer.name)
         failure = failures.get((app, "timers", timer.name))
         rows.append(
             TimerRow(
                 timer=timer.name,
                 schedule=timer.schedule.text,
                 leader=leader if timer.leader else "every worker",
-                last=claimed.get(timer.name),
-                next=tuple(ticks[1:]),
+                last=claim.time if claim and claim.token else None,
+                next=()
+                if pause and pause.until == UNTIL_RESUMED
+                else _next(timer, pause.until if pause else now, ticks),
+                paused=pause,
                 state=failing_text(failure) if failure and failure.until > now else "ok",
             )
         )
     return rows
+
+
+def paused_text(pause: Pause) -> str:
+    """Return until when, since when and by whom a timer is paused."""
+    note = f": {pause.note}" if pause.note else ""
+    return f"paused until {end_text(pause.until)}, since {time_text(pause.since)} by {pause.by}{note}"
+
+
+def _next(timer: Timer[Any, Any], time: datetime, ticks: int) -> tuple[datetime, ...]:
+    times = [time]
+    for _ in range(ticks):
+        times.append(timer.schedule.after(times[-1]))
+    return tuple(times[1:])

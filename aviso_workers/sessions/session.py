@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from datetime import datetime
 from typing import Any
 
 import anyio
@@ -351,21 +352,34 @@ class Session:
         self.runs[agent.name] = subscription.run
         await self._keep_running(subscription, stop)
 
-    async def run_timer(self, app: Any, timer: Timer[Any, Any]) -> Ticked:
-        """Run a timer once, now, with the app's resources, and return what became of it.
+    async def run_timer(
+        self,
+        app: Any,
+        timer: Timer[Any, Any],
+        times: Sequence[datetime] = (),
+        *,
+        given: Mapping[Any, Any] | None = None,
+        tell: Callable[[Ticked], None] = lambda ticked: None,
+    ) -> list[Ticked]:
+        """Run one of `App.timers_at_work` with the app's resources for the ticks that were due at these times, or once,
+        now, until one fails; return what became of them, and `tell` each. `given` is as for `work`.
 
         Raises `ResourceError` where a resource cannot be opened.
         """
         from aviso_workers.features.timers import run_now
 
         ticked: list[Ticked] = []
-        async with open_resources.opened(app.resources, app) as values:
-            with self._events.heard_by(ticked.append, Ticked):
-                await run_now(resources.bound(timer, values), clock=self.backend.clock, events=self._events)
-        if ticked[0].error is None:
-            self._last_failures.observe(ticked[0])  # of a failure, the command itself tells
+        async with open_resources.opened(app.resources, app, instead=given) as values:
+            bound = resources.bound(timer, values)
+            with self._events.heard_by(ticked.append, Ticked), self._events.heard_by(tell, Ticked):
+                for time in times or (clocks.utc_now(self.backend.clock),):
+                    await run_now(bound, time=time, clock=self.backend.clock, events=self._events)
+                    if ticked[-1].error is not None:
+                        break
+        if ticked[-1].error is None:
+            self._last_failures.observe(ticked[-1])  # of a failure, the command itself tells
             await self._last_failures.write()
-        return ticked[0]
+        return ticked
 
     async def run_delayed_delivery(self, stop: anyio.Event) -> None:
         """Bring, until `stop`, what is due to the streams it was meant for, whichever app has published it.

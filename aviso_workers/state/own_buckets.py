@@ -40,13 +40,15 @@ def of_app(
     tables: Mapping[str, Table[Any] | Counter],
 ) -> OwnBuckets:
     """Return the buckets of an app of this name that declares these."""
-    agents = tuple(agents)
+    agents, timers = tuple(agents), tuple(timers)
     windows = [agent.name for agent in agents if agent.policy.window]
     led = any(timer.leader for timer in timers)
     leases, claims = timer_records.buckets_of(app)
     by_key: list[str] = []
+    if agents or timers:
+        by_key.append(consumer_records.BUCKET)
     if agents:
-        by_key += [consumer_records.BUCKET, f"{app}{failure_counts.BUCKET_SUFFIX}"]
+        by_key.append(f"{app}{failure_counts.BUCKET_SUFFIX}")
     if led or windows:
         by_key.append(leases)
     if led:

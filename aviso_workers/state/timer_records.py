@@ -15,6 +15,7 @@ from aviso_workers.backends.buckets import open_existing
 from aviso_workers.errors import (
     UndecodableError,
 )
+from aviso_workers.jetstream.fields import Time
 from aviso_workers.state.kept import Kept
 
 __all__ = [
@@ -25,7 +26,7 @@ __all__ = [
     "LEASE_SECONDS",
     "Claim",
     "buckets_of",
-    "claimed",
+    "claims",
     "leader",
 ]
 
@@ -63,22 +64,30 @@ async def leader(backend: Backend, app: str) -> str:
     return lease.value.decode(errors="replace") if lease is not None else ""
 
 
-async def claimed(backend: Backend, app: str) -> dict[str, datetime]:
-    """Return when the last tick was due that a leader has begun, by timer. Raises `BackendError`."""
+async def claims(backend: Backend, app: str) -> dict[str, Claim]:
+    """Return the claims of an app, by timer. Raises `BackendError`."""
     bucket = await open_existing(backend, buckets_of(app)[1], own=True)
     found = {}
     for entry in await bucket.entries() if bucket is not None else []:
         with suppress(UndecodableError):
-            claim = read_json(entry.value, Claim)
-            if claim.token:
-                found[entry.key] = claim.time
+            found[entry.key] = read_json(entry.value, Claim)
     return found
 
 
 class Claim(Struct, frozen=True, kw_only=True):
     """The last tick of a timer that some leader has begun, or (token 0) from when on there are ticks to run."""
 
-    time: datetime
+    time: Time
     token: int = 0
     schedule: str = ""
     """`Schedule.text` of the timer whose tick it was; empty where an older version has claimed it."""
+    since: Time | None = None
+    """Since when every tick of the schedule was begun; None where that is not known, as for an older version."""
+    before: Time | None = None
+    """The last tick that was begun before `since`. Those between the two were missed."""
+
+    def may_have_begun(self, tick: datetime) -> bool:
+        """Return whether a leader has begun this tick, or it is not known that it was missed."""
+        if tick > self.time or self.since is None:
+            return tick <= self.time
+        return tick >= self.since or (self.before is not None and tick <= self.before)

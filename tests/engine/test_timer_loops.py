@@ -16,6 +16,7 @@ from aviso_workers import Router, Tick, config
 from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock
+from aviso_workers.declare import timers
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.engine.leases import CHECK_SECONDS, RENEW_SECONDS, Lease, Outage
 from aviso_workers.errors import ConflictError, OutcomeUnknownError, UnavailableError
@@ -100,7 +101,7 @@ class Fleet:
 def claims_of(timer: str, backend: InMemoryBackend, lease: Lease) -> Claims:
     bucket = RetryingKeyValue(backend, "app_timers", patience_seconds=1)
     outage = Outage("app_timers", clock=backend.clock, events=Events())
-    return Claims(timer, bucket, lease, outage, schedule="every 60s", in_doubt={}, events=Events())
+    return Claims(timer, bucket, lease, outage, schedule=timers.every("60s"), in_doubt={}, events=Events())
 
 
 def seconds_of(time: datetime) -> float:

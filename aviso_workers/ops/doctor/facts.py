@@ -42,6 +42,7 @@ from aviso_workers.ops.mirrors import Link, Mirrors
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import LastFailure
 from aviso_workers.state.outage_records import OutageRecord
+from aviso_workers.state.timer_pauses import Pause
 
 __all__ = ["Facts", "Need", "Sample", "Scope", "gather"]
 
@@ -113,6 +114,8 @@ class _UnsampledFacts(Struct, frozen=True, kw_only=True):
     """The last failures of agents, timers and tasks, by app, kind and name."""
     outages: Mapping[tuple[str, str], OutageRecord]
     """The outages for whose end agents wait, by app and agent."""
+    pauses: Mapping[tuple[str, str], Pause]
+    """The pauses of timers, by app and timer."""
     run_alone: tuple[RunAlone, ...]
     """Notifications that are run alone, because a worker process ended while they ran."""
     due: Mapping[str, int]
@@ -260,6 +263,7 @@ async def _unsampled_facts(
         functions=kept.functions if kept else {},
         failures=kept.failures if kept else {},
         outages=kept.outages if kept else {},
+        pauses=kept.pauses if kept else {},
         run_alone=tuple(run_alone.result or ()),
         due=due.result or {},
         monitored=servers,

@@ -19,6 +19,7 @@ from aviso_workers.ops import agent_report
 from aviso_workers.ops.doctor.checks.streams import overlap
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
+from aviso_workers.ops.timer_report import paused_text
 
 __all__ = ["CHECKS"]
 
@@ -229,16 +230,21 @@ def unused(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS036",
-    "No consumer is paused for more than a day",
-    why="The server delivers nothing to a paused consumer, and its lag grows.",
+    "No consumer and no timer is paused for more than a day",
+    why="The server delivers nothing to a paused consumer, and its lag grows. No worker runs a paused timer.",
     cure="`aviso-workers agents resume {agent} --app {app}` ends the pause of an agent, and `nats consumer resume "
-    "{stream} {consumer}` that of another consumer.",
+    "{stream} {consumer}` that of another consumer. `aviso-workers timers resume MODULE:APP NAME` ends that of "
+    "a timer.",
 )
 def paused(facts: Facts) -> Iterator[Finding]:
+    """A timer is found too that has been paused for more than a day."""
     for consumer in facts.consumers.values():
         pause = consumer.paused_until - consumer.time if consumer.paused_until else timedelta()
         if pause.total_seconds() > LONG_PAUSE_SECONDS:
             yield about(consumer, f"paused for another {pause.days} days")
+    for (app, timer), made in facts.pauses.items():
+        if max(made.until - facts.now, facts.now - made.since).total_seconds() > LONG_PAUSE_SECONDS:
+            yield Finding(place=f"{app} > timer {timer}", found=paused_text(made))
 
 
 @declare(

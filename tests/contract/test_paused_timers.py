@@ -1,0 +1,46 @@
+"""Timers that are paused, resumed and caught up, in the test harness: in virtual time and on a server."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from aviso_workers import App
+from aviso_workers.testing import harness
+from tests.contract.settings import app_config
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize("leader", [False, True])
+async def test_a_paused_timer_runs_in_no_worker_until_it_is_resumed(kind: str, nats_url: str, leader: bool) -> None:
+    app = App("contract", config=app_config(kind, nats_url))
+    ticks: list[str] = []
+    ticked = anyio.Event()
+
+    @app.every("1s", leader=leader)
+    async def paused() -> None:
+        ticks.append("paused")
+        ticked.set()
+
+    @app.every("1s", leader=leader)
+    async def other() -> None:
+        ticks.append("other")
+
+    server = nats_url if kind == "jetstream" else None
+    async with harness(app, server=server, workers=2) as t:
+        await t.pause(paused)
+        await t.advance(2)  # a tick that has begun meanwhile
+        ticks.clear()
+        await t.advance(4)
+        assert set(ticks) == {"other"}
+        await t.crash()  # the worker in its place knows it as well
+        ticks.clear()
+        await t.advance(3)
+        assert "paused" not in ticks
+        ticked = anyio.Event()
+        await t.resume("paused")
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not ticked.is_set():
+                await t.advance(1)
