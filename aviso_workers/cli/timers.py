@@ -156,7 +156,7 @@ def catch_up(
         print_table(("tick", "what"), _planned(plan), none=f"{name} has no tick in this range")
         if not plan.times:
             return plan, ()
-        confirm(yes, to=f"run {len(plan.times)}")
+        confirm(yes, to=f"run {len(plan.times)} ticks")
         return plan, await app.session.run_timer(app, timer, plan.times, tell=_tell)
 
     plan, ran = run_connected(found, work)

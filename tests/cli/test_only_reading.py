@@ -34,6 +34,9 @@ app = App("mine")
 
 @app.agent("mars")
 async def act(notification: Notification) -> None: ...
+
+@app.every("1h")
+async def tidy() -> None: ...
 """
 STORED = 5
 READING = {
@@ -81,6 +84,7 @@ SHOWING = {
     "streams seal": ("ORDERS",),
     "streams wipe": ("mars",),
     "streams wipe-all": (),
+    "timers catch-up": ("mine:app", "tidy", "--from", "2026-01-01T00:00:00Z", "--to", "2026-01-01T02:00:00Z"),
 }
 """They change something, and show what it would be where they are not told `--yes`."""
 WITHOUT_CONFIG = {"backup ls", "backup verify", "config files", "config schema", "new", "server status"}
@@ -112,6 +116,8 @@ CHANGING = {
     "streams copy",
     "streams remove-peer",
     "streams step-down",
+    "timers pause",
+    "timers resume",
     "timers run",
     "worker",
 }

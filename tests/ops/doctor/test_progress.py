@@ -27,6 +27,7 @@ from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import Retrying
 from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.state.own_streams import DELAYED
+from aviso_workers.state.timer_pauses import Pause
 from tests.failures import last_failure
 from tests.ops.doctor.conftest import (
     MONITORED,
@@ -539,6 +540,16 @@ def test_an_agent_that_waits_for_the_end_of_an_outage_is_named(working: Seen) ->
     }
     left = structs.replace(outage, written=now - timedelta(minutes=5))
     assert judged(structs.replace(facts, outages={("field", "index"): left})).state("JS078") is State.PASS
+
+
+def test_a_timer_that_is_paused_for_long_is_named(working: Seen) -> None:
+    now = working.facts.now
+    pause = Pause(since=now - timedelta(days=2), until=now + timedelta(hours=1), by="me@here", note="for a test")
+    facts = structs.replace(working.facts, pauses={("field", "tidy"): pause})
+    found = f"paused until {time_text(pause.until)}, since {time_text(pause.since)} by me@here: for a test"
+    assert judged(facts).found("JS036")["field > timer tidy"] == found
+    short = structs.replace(facts, pauses={("field", "tidy"): structs.replace(pause, since=now)})
+    assert "field > timer tidy" not in judged(short).found("JS036")
 
 
 def test_a_function_of_a_window_that_fails_is_named(working: Seen) -> None:
