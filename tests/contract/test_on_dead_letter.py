@@ -174,6 +174,10 @@ async def test_a_window_that_is_given_up_is_the_payload(app: App, url: str | Non
         assert given_up.notification.payload.value == 1
         assert given_up.notification.time == given_up.notification.payload.end
         assert undone_steps(t) == ["1"]
+        await t.notify("mars", mars(step=3), 6)
+        await t.settle()
+        _, late = calls
+        assert (late.reason, late.notification.payload, late.notification.identifier["step"]) == ("late", 6, "3")
 
 
 async def test_what_cannot_be_read_has_its_body(app: App, url: str | None) -> None:
