@@ -34,7 +34,7 @@ def broken(page: Path) -> Iterator[str]:
             yield f"{target}#{anchor} is not a heading"
 
 
-REFERENCES = {"docs/jetstream-coverage.md", "docs/modules.md", "docs/operations/checks.md"}
+REFERENCES = {"docs/jetstream-coverage.md", "docs/metrics.md", "docs/modules.md", "docs/operations/checks.md"}
 """Pages to look something up in, which may be longer."""
 MAX_WORDS = 2_500
 MAX_LINES_OF_THE_README = 80

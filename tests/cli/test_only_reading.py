@@ -76,6 +76,7 @@ READING = {
 READING_WITHOUT_END = {"top": ("--seconds", "0.1"), "watch": ("mars", "--from-id", "1")}
 SHOWING = {
     "agents rm": ("mine",),
+    "agents skip": ("act", "--all", "--app", "mine"),
     "consumers rm": ("ORDERS", "shipping"),
     "delete": ("mars@1",),
     "erase": ("mars", "class=od", "--dry-run"),
@@ -108,6 +109,7 @@ CHANGING = {
     "agents rename",
     "agents reset",
     "agents resume",
+    "agents retry",
     "server reload",
     "server rotate-key",
     "server start",
