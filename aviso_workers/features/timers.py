@@ -6,6 +6,7 @@ claim before: of two leaders, one succeeds. What was claimed is kept, and tells 
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,8 @@ MAX_SKEW = timedelta(seconds=10)
 AGAIN_SECONDS = 1.0
 LOOK_SECONDS = 2.0
 """How long a tick waits at most to hear whether its timer is paused."""
+LOOK_AGAIN_SECONDS = 30.0
+"""When that is asked again after it was not answered, so that a missing right does not delay every tick."""
 RESUME_SECONDS = 5.0
 """How often it is looked whether a paused timer was resumed."""
 PATIENCE_SECONDS = 5.0
@@ -126,17 +129,24 @@ class Pauses:
         self._app = app
         self._bucket: KeyValue | None = None
         self._known: dict[str, Pause | None] = {}
+        self._again_at = -math.inf
 
     async def hold(self, timer: str) -> bool:
         """Return whether the timer is paused now. Where the server does not tell, what it told last holds; where it has
         told nothing yet, the timer is not paused.
         """
         clock = self._backend.clock
-        if self._backend.connection.ready:
-            with suppress(BackendError), clocks.move_on_after(clock, LOOK_SECONDS):
-                self._known[timer] = await self._read(timer)
+        if self._backend.connection.ready and clock.monotonic() >= self._again_at and not await self._look(timer):
+            self._again_at = clock.monotonic() + LOOK_AGAIN_SECONDS
         pause = self._known.get(timer)
         return pause is not None and pause.until > clocks.utc_now(clock)
+
+    async def _look(self, timer: str) -> bool:
+        """Return whether the server has told."""
+        with suppress(BackendError), clocks.move_on_after(self._backend.clock, LOOK_SECONDS):
+            self._known[timer] = await self._read(timer)
+            return True
+        return False
 
     async def _read(self, timer: str) -> Pause | None:
         if self._bucket is None:
