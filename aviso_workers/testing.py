@@ -341,10 +341,10 @@ class Harness:
         found = timer_control.declared(app.name, app.timers_at_work(), self._timer_name(timer))
         first, last = parse_date(start, name="start"), parse_date(end, name="end")
         plan = await timer_control.plan_catch_up(self._watch, app.name, found, first, last, again=again)
-        if not plan.times:
+        if not (times := [each.time for each in plan if not each.left_out]):
             return []
         with self._moving():
-            return await app.session.run_timer(app, found, plan.times, given=version.given(self._resources))
+            return await app.session.run_timer(app, found, times, given=version.given(self._resources))
 
     async def deploy(self, app: App, *, beside: bool = False) -> None:
         """Replace the workers by workers of another version of the app: the old ones are stopped in order, then as

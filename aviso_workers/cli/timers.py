@@ -20,7 +20,6 @@ from aviso_workers.errors import DeclarationError, describe
 from aviso_workers.events import Ticked
 from aviso_workers.ops import timer_control, timer_report
 from aviso_workers.ops.agent_control import end_text
-from aviso_workers.ops.timer_control import CatchUp
 from aviso_workers.ops.timer_report import TimerRow, paused_text
 
 __all__ = ["timers"]
@@ -151,19 +150,19 @@ def catch_up(
     first, last = parse_date(from_, name="--from"), parse_date(to, name="--to")
     found, timer = _found(app, name, config)
 
-    async def work(app: App) -> tuple[CatchUp, Sequence[Ticked]]:
+    async def work(app: App) -> tuple[int, Sequence[Ticked]]:
         plan = await timer_control.plan_catch_up(app.session.admin, app.name, timer, first, last, again=again)
-        print_table(("tick", "what"), _planned(plan), none=f"{name} has no tick in this range")
-        if not plan.times:
-            return plan, ()
-        confirm(yes, to=f"run {len(plan.times)} ticks")
-        return plan, await app.session.run_timer(app, timer, plan.times, tell=_tell)
+        rows = ((time_text(each.time), each.left_out or "to run") for each in plan)
+        print_table(("tick", "what"), rows, none=f"{name} has no tick in this range")
+        if not (times := [each.time for each in plan if not each.left_out]):
+            return 0, ()
+        confirm(yes, to=f"run {len(times)} ticks")
+        return len(times), await app.session.run_timer(app, timer, times, tell=_tell)
 
-    plan, ran = run_connected(found, work)
+    planned, ran = run_connected(found, work)
     if ran and ran[-1].error is not None:
-        left = len(plan.times) - len(ran)
         echo(
-            f"{len(ran) - 1} ran, 1 failed, {left} did not run; to go on, repeat the command with "
+            f"{len(ran) - 1} ran, 1 failed, {planned - len(ran)} did not run; to go on, repeat the command with "
             f"--from {time_text(ran[-1].time)}",
             err=True,
         )
@@ -174,13 +173,6 @@ def catch_up(
 def _found(app: str, name: str, config: ConfigSource | None) -> tuple[App, Timer[Any, Any]]:
     found = find_app(app, agent=None, config=config)
     return found, timer_control.declared(found.name, found.timers_at_work(), name)
-
-
-def _planned(plan: CatchUp) -> Iterator[tuple[str, str]]:
-    what = dict.fromkeys(plan.times, "to run") | dict.fromkeys(plan.ahead, "left out: workers run it by themselves")
-    what |= dict.fromkeys(plan.begun, "left out: a leader has begun it, or may have")
-    for time in sorted(what):
-        yield time_text(time), what[time]
 
 
 def _tell(ticked: Ticked) -> None:

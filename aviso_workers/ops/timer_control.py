@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from itertools import islice
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from aviso_workers import clocks
@@ -24,21 +25,18 @@ from aviso_workers.ops.agent_control import UNTIL_RESUMED
 from aviso_workers.state import consumer_records, timer_pauses, timer_records
 from aviso_workers.state.timer_pauses import Pause
 
-__all__ = ["CatchUp", "declared", "pause", "plan_catch_up", "resume"]
+__all__ = ["PlannedTick", "declared", "pause", "plan_catch_up", "resume"]
 
 MAX_TICKS = 10_000
 """Of one catch-up."""
 
 
-class CatchUp(Struct, frozen=True, kw_only=True):
-    """The plan of a catch-up: the ticks of a range, each when it was due."""
+class PlannedTick(Struct, frozen=True):
+    """A tick in the range of a catch-up."""
 
-    times: tuple[datetime, ...]
-    """Those to run, in order."""
-    begun: tuple[datetime, ...] = ()
-    """Those that a leader has begun, or that are not known to be missed."""
-    ahead: tuple[datetime, ...] = ()
-    """Those that workers run by themselves: of the last minute, or missed ones of a timer with `catch_up`."""
+    time: datetime
+    left_out: str = ""
+    """Why it is not run; empty where it is."""
 
 
 def declared(app: str, timers: Sequence[Timer[Any, Any]], timer: str) -> Timer[Any, Any]:
@@ -64,49 +62,54 @@ async def pause(
 
     Raises `DeclarationError` where the time is over, `BackendError`.
     """
-    now = await (await consumer_records.bucket(admin)).time()
+    bucket = await consumer_records.bucket(admin)
+    now = await bucket.time()
     if until is None:
         until = UNTIL_RESUMED if seconds is None else now + timedelta(seconds=seconds)
     if until <= now:
         raise DeclarationError(f"the pause would end at {time_text(until)}, which is over: say a later time")
     made = Pause(since=now, until=until, by=f"{_user()}@{socket.gethostname()}", note=note)
-    await timer_pauses.write(admin, made, app=app, timer=timer)
+    await bucket.put(timer_pauses.key_of(app, timer), msgspec.json.encode(made))
     return made
 
 
 async def resume(admin: Admin, app: str, timer: str) -> None:
     """Resume the timer. Raises `BackendError`."""
-    await timer_pauses.remove(admin, app=app, timer=timer)
+    key = timer_pauses.key_of(app, timer)
+    if await consumer_records.entry(admin, key) is not None:
+        await (await consumer_records.bucket(admin)).delete(key)
 
 
 async def plan_catch_up(
     admin: Admin, app: str, timer: Timer[Any, Any], first: datetime, last: datetime, *, again: bool = False
-) -> CatchUp:
-    """Return which ticks to run of those from `first` to `last`, both included; `again`: also those that a leader has
-    begun, or that workers run by themselves.
+) -> list[PlannedTick]:
+    """Return the ticks from `first` to `last`, both included, in order. `again`: none is left out.
 
     Raises `DeclarationError` for a range that is reversed, not over, or of too many ticks, `BackendError`.
     """
     now = clocks.utc_now(admin.clock)
+    of = f"from {time_text(first)} to {time_text(last)}"
     if not first <= last <= now:
-        raise DeclarationError(
-            f"the range from {time_text(first)} to {time_text(last)} must end after it begins, and by now "
-            f"({time_text(now)})"
-        )
+        raise DeclarationError(f"the range {of} must end after it begins, and by now ({time_text(now)})")
     ticks = list(islice(timers.ticks_between(timer.schedule, first, last), MAX_TICKS + 1))
     if len(ticks) > MAX_TICKS:
         raise DeclarationError(
-            f"{timer.name} has more than {MAX_TICKS} ticks from {time_text(first)} to {time_text(last)}; its "
-            f"{MAX_TICKS}th is that of {time_text(ticks[-2])}: say an earlier end"
+            f"{timer.name} has more than {MAX_TICKS} ticks {of}; that of {time_text(ticks[-2])} is the {MAX_TICKS}th: "
+            "say an earlier end"
         )
-    claim = (await timer_records.claims(admin, app)).get(timer.name) if timer.leader and not again else None
-    begun = [tick for tick in ticks if claim and claim.may_have_begun(tick)]
-    late = now if again else now - timedelta(seconds=LATE_SECONDS)
+    if again:
+        return [PlannedTick(tick) for tick in ticks]
+    claim = (await timer_records.claims(admin, app)).get(timer.name) if timer.leader else None
+    late = now - timedelta(seconds=LATE_SECONDS)
     if claim and timer.catch_up:
         late = min(late, claim.time)
-    ahead = [tick for tick in ticks if tick > late and tick not in begun]
-    left = {*begun, *ahead}
-    return CatchUp(times=tuple(tick for tick in ticks if tick not in left), begun=tuple(begun), ahead=tuple(ahead))
+
+    def why_not(tick: datetime) -> str:
+        if claim and claim.may_have_begun(tick):
+            return "left out: a leader has begun it, or may have"
+        return "left out: workers run it by themselves" if tick > late else ""
+
+    return [PlannedTick(tick, why_not(tick)) for tick in ticks]
 
 
 def _user() -> str:

@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import datetime
 
-import msgspec
 from msgspec import Struct
 
 from aviso_workers.aviso.codec import read_json
-from aviso_workers.backends import Backend
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Time
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import consumer_records
 from aviso_workers.state.kept import Kept
 
-__all__ = ["KEPT", "Pause", "key_of", "parsed", "read", "remove", "write"]
+__all__ = ["KEPT", "Pause", "key_of", "parsed", "read"]
 
 KEPT = (
     Kept(
@@ -40,17 +38,6 @@ class Pause(Struct, frozen=True, kw_only=True):
     by: str
     """The user and the host that paused it."""
     note: str = ""
-
-
-async def write(backend: Backend, pause: Pause, *, app: str, timer: str) -> None:
-    """Store a pause in place of an earlier one. Raises `BackendError`."""
-    await (await consumer_records.bucket(backend)).put(key_of(app, timer), msgspec.json.encode(pause))
-
-
-async def remove(backend: Backend, *, app: str, timer: str) -> None:
-    """Forget the pause, if there is one. Raises `BackendError`."""
-    if await consumer_records.entry(backend, key_of(app, timer)) is not None:
-        await (await consumer_records.bucket(backend)).delete(key_of(app, timer))
 
 
 def parsed(entries: Iterable[Entry], *, now: datetime) -> dict[tuple[str, str], Pause]:

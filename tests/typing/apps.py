@@ -182,6 +182,10 @@ async def try_out() -> None:
         assert_type(await t.pause("index"), None)
         assert_type(await t.pause("index", seconds=60), None)
         assert_type(await t.resume("index"), None)
+        assert_type(await t.pause(tidy, seconds=60), None)
+        assert_type(await t.resume(tidy), None)
+        caught_up = await t.catch_up(tidy, datetime(2026, 11, 20, tzinfo=UTC), datetime(2026, 11, 21, tzinfo=UTC))
+        assert_type(caught_up[0].timer, str)
         assert_type(await t.deploy(App("fields")), None)
         assert_type(await t.deploy(App("fields"), beside=True), None)
     async with harness(app, start=datetime(2026, 11, 20, tzinfo=UTC)) as t:
