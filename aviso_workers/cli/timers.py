@@ -15,7 +15,6 @@ from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.options import For, argument, flag, option
 from aviso_workers.cli.output import AsJson, echo, print_rows, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected, find_app, run_connected
-from aviso_workers.declare.timers import Timer
 from aviso_workers.errors import DeclarationError, describe
 from aviso_workers.events import Ticked
 from aviso_workers.ops import timer_control, timer_report
@@ -170,7 +169,7 @@ def catch_up(
     echo(f"{len(ran)} ran")
 
 
-def _found(app: str, name: str, config: ConfigSource | None) -> tuple[App, Timer[Any, Any]]:
+def _found(app: str, name: str, config: ConfigSource | None) -> tuple[App, Any]:
     found = find_app(app, agent=None, config=config)
     return found, timer_control.declared(found.name, found.timers_at_work(), name)
 
