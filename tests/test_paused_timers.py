@@ -136,6 +136,18 @@ async def test_a_new_leader_knows_which_ticks_were_missed(app: App) -> None:
         assert [ticked.time for ticked in await t.catch_up(look, *at(0, 67))] == at(20, 30)
 
 
+async def test_what_an_older_version_has_claimed_is_not_known_to_be_missed(app: App) -> None:
+    @app.every("10m", leader=True)
+    async def look() -> None: ...
+
+    async with harness(app, start=START + timedelta(minutes=35)) as t:
+        await t.stop()
+        bucket = await app.session.backend.key_value("paused_timers")
+        await bucket.put("look", b'{"time":"2026-01-01T00:20:00Z","token":1,"schedule":"every 600s"}')
+        assert [ticked.time for ticked in await t.catch_up(look, *at(0, 34))] == at(30)
+        assert [ticked.time for ticked in await t.catch_up(look, *at(0, 34), again=True)] == at(0, 10, 20, 30)
+
+
 async def test_the_first_tick_that_fails_is_the_last(app: App) -> None:
     @app.every("10m")
     async def look(tick: Tick) -> None:

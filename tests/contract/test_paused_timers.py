@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+
 import anyio
 import pytest
 
-from aviso_workers import App
+from aviso_workers import App, Tick
 from aviso_workers.testing import harness
 from tests.contract.settings import app_config
 from tests.waits import PATIENCE_SECONDS
@@ -44,3 +46,20 @@ async def test_a_paused_timer_runs_in_no_worker_until_it_is_resumed(kind: str, n
         with anyio.fail_after(PATIENCE_SECONDS):
             while not ticked.is_set():
                 await t.advance(1)
+
+
+@pytest.mark.parametrize("leader", [False, True])
+async def test_ticks_from_before_the_first_worker_are_caught_up(kind: str, nats_url: str, leader: bool) -> None:
+    app = App("contract", config=app_config(kind, nats_url))
+    seen: list[Tick] = []
+
+    @app.every("10m", leader=leader)
+    async def look(tick: Tick) -> None:
+        seen.append(tick)
+
+    async with harness(app, server=nats_url if kind == "jetstream" else None) as t:
+        now = datetime.fromtimestamp(t.clock.time_ns() // 10**9, UTC)
+        ran = await t.catch_up(look, now - timedelta(hours=2), now - timedelta(hours=1))
+    assert [ticked.time for ticked in ran] == [tick.time for tick in seen]
+    assert len(seen) in (6, 7)  # 7 where both ends are ticks
+    assert {tick.token for tick in seen} == {None}
