@@ -6,20 +6,24 @@ Called by the command `timers ls`. The schedules are the code's; the rest is wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from itertools import islice
 from typing import Any
 
 from msgspec import Struct
 
-from aviso_workers.aviso.literals import time_text
+from aviso_workers.aviso.literals import printable, time_text
 from aviso_workers.backends import Admin
-from aviso_workers.declare.timers import Timer
+from aviso_workers.declare.timers import Timer, ticks_between
 from aviso_workers.ops.agent_control import UNTIL_RESUMED, end_text
 from aviso_workers.ops.agent_report import failing_text
 from aviso_workers.state import consumer_records, failure_records, timer_pauses, timer_records
 from aviso_workers.state.timer_pauses import Pause
 
 __all__ = ["TimerRow", "of_app", "paused_text"]
+
+LAST = UNTIL_RESUMED - timedelta(seconds=1)
+"""The last time at which a tick is listed: there is none after a pause without end."""
 
 
 class TimerRow(Struct, frozen=True, kw_only=True):
@@ -57,9 +61,7 @@ async def of_app(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]], *, t
                 schedule=timer.schedule.text,
                 leader=leader if timer.leader else "every worker",
                 last=claim.time if claim and claim.token else None,
-                next=()
-                if pause and pause.until == UNTIL_RESUMED
-                else _next(timer, pause.until if pause else now, ticks),
+                next=tuple(islice(ticks_between(timer.schedule, pause.until if pause else now, LAST), ticks)),
                 paused=pause,
                 state=failing_text(failure) if failure and failure.until > now else "ok",
             )
@@ -70,11 +72,4 @@ async def of_app(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]], *, t
 def paused_text(pause: Pause) -> str:
     """Return until when, since when and by whom a timer is paused."""
     note = f": {pause.note}" if pause.note else ""
-    return f"paused until {end_text(pause.until)}, since {time_text(pause.since)} by {pause.by}{note}"
-
-
-def _next(timer: Timer[Any, Any], time: datetime, ticks: int) -> tuple[datetime, ...]:
-    times = [time]
-    for _ in range(ticks):
-        times.append(timer.schedule.after(times[-1]))
-    return tuple(times[1:])
+    return printable(f"paused until {end_text(pause.until)}, since {time_text(pause.since)} by {pause.by}{note}")
