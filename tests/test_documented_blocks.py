@@ -79,7 +79,7 @@ RUN_BY: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("docs/spark/writing.md", "python"): (2, (ON_SPARK,)),
     ("docs/streams.md", "bash"): (1, (COMMANDS,)),
     ("docs/streams.md", "python"): (1, (EXAMPLES,)),
-    ("docs/tables.md", "python"): (1, (EXAMPLES,)),
+    ("docs/tables.md", "python"): (2, (EXAMPLES,)),
     ("docs/testing.md", "bash"): (1, (PLUGIN,)),
     ("docs/testing.md", "python"): (9, (PLUGIN,)),
     ("docs/timers.md", "python"): (1, (EXAMPLES,)),

@@ -62,6 +62,15 @@ async def test_the_example_of_tables(tmp_path: Path) -> None:
         assert await found["volume"].get("od") == 42
 
 
+async def test_the_example_of_a_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = written("tables.md", section="## A bucket that other programs use") + "    break\n"
+    app = in_memory(App("example"), tmp_path)
+    async with harness(app):
+        await eval(compile(source, "tables.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), {"app": app})
+    value, revision = capsys.readouterr().out.split()[:2]
+    assert (value, revision) == ("b'478'", "1")
+
+
 async def test_the_example_of_event_types_in_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

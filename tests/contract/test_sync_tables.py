@@ -47,6 +47,25 @@ async def test_a_plain_function_reads_and_writes(app: App, url: str | None) -> N
         assert found == [2, 2, [1, 2], [("od", 2), ("rd", 7)], DELETE, [], 3, 3, {"od": 3}]
 
 
+async def test_an_update_from_a_thread_may_expire(app: App, url: str | None) -> None:
+    counts = app.table("counts", int, default=0)
+
+    @app.agent("mars", retry=Backoff(attempts=1))
+    def index(notification: Notification[Any]) -> None:
+        counts.put_sync("od", 1, ttl="1h")
+        counts.update_sync("od", lambda count: count + 1, ttl=1)
+        counts.update_sync("rd", lambda count: count + 1, once=notification, ttl="1h")
+
+    async with harness(app, server=url) as t:
+        await t.notify("mars", mars(), {})
+        await t.settle()
+        assert t.outcomes(index) == ["acked"]
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while await counts.get("od"):
+                await t.advance(0.2)
+        assert await counts.get("rd") == 1
+
+
 async def test_once_counts_once_from_a_thread(app: App, url: str | None) -> None:
     counts = app.table("counts", int, default=0)
     tries: list[int] = []
