@@ -27,7 +27,7 @@ from typing_extensions import TypeVar as DefaultTypeVar
 
 from aviso_workers import event_loops
 from aviso_workers.aviso import positions, schema, topics, typed_identifiers
-from aviso_workers.aviso.literals import AnyDuration
+from aviso_workers.aviso.literals import AnyDuration, Filter
 from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, completed, examine
@@ -382,7 +382,16 @@ class App(Router[S]):
 
         Raises `InvalidNotificationError` before anything is sent, `BackendError` when it could not be stored.
         """
-        wanted = Notify(event_type, identifier, payload, message_id, ttl, deliver_at, deliver_after, headers)
+        wanted = Notify(
+            event_type,
+            identifier,
+            payload,
+            message_id=message_id,
+            ttl=ttl,
+            deliver_at=deliver_at,
+            deliver_after=deliver_after,
+            headers=headers,
+        )
         return await self.session.publisher.notify(wanted)
 
     @event_loops.awaited
@@ -393,7 +402,7 @@ class App(Router[S]):
         payload: Any = None,
         *,
         reply: str,
-        where: Mapping[str, Any] | None = None,
+        where: Filter | None = None,
         reply_type: type[R] = Any,  # type: ignore[assignment]
         timeout: AnyDuration = 30,  # noqa: ASYNC109  # of the wait alone
         message_id: str | None = None,
@@ -414,7 +423,7 @@ class App(Router[S]):
         does not fit `reply_type`, `DeclarationError` where nothing says which reply is meant. A `BackendError` of the
         wait has a note that the request is stored.
         """
-        wanted = Notify(event_type, identifier, payload, message_id, ttl, headers=headers)
+        wanted = Notify(event_type, identifier, payload, message_id=message_id, ttl=ttl, headers=headers)
         self.check(wanted)
         filtered = None if where is None else check_filter(where)
         seconds = durations.seconds("request: timeout=", timeout)
@@ -451,7 +460,16 @@ class App(Router[S]):
             raise DeclarationError(f"notify_sync would stop the event loop that runs here: `await {instead}` instead")
         from aviso_workers.sessions import portal  # only here: most workers need none
 
-        wanted = Notify(event_type, identifier, payload, message_id, ttl, deliver_at, deliver_after, headers)
+        wanted = Notify(
+            event_type,
+            identifier,
+            payload,
+            message_id=message_id,
+            ttl=ttl,
+            deliver_at=deliver_at,
+            deliver_after=deliver_after,
+            headers=headers,
+        )
         config, opening, session, ours = self.config, self._opening, self._session, self._portal
         if session is not None and ours is not None and ours[1] == os.getpid():
             return event_loops.call(ours[0], session.publisher.notify, wanted)
@@ -495,7 +513,7 @@ class App(Router[S]):
     async def watch(
         self,
         event_type: str,
-        where: Mapping[str, Any] | None = None,
+        where: Filter | None = None,
         *,
         from_id: int | str | None = None,
         from_date: datetime | int | str | None = None,
@@ -520,7 +538,7 @@ class App(Router[S]):
     async def replay(
         self,
         event_type: str,
-        where: Mapping[str, Any] | None = None,
+        where: Filter | None = None,
         *,
         from_id: int | str | None = None,
         from_date: datetime | int | str | None = None,

@@ -13,7 +13,7 @@ import math
 import re
 import reprlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal, localcontext
@@ -24,6 +24,7 @@ __all__ = [
     "SECOND",
     "AnyDuration",
     "Duration",
+    "Filter",
     "Size",
     "SizeLimit",
     "decode_hook",
@@ -83,6 +84,9 @@ class Duration(int):
 
 
 AnyDuration = float | str | timedelta
+Scalar = str | float
+Filter = Mapping[str, Scalar | Collection[Scalar] | Sequence[Sequence[float]] | Mapping[str, Scalar | Sequence[Scalar]]]
+"""What a field has to be, by name: a value, one of several values, a polygon, or one operator with its operand."""
 """A duration as an author may give it: a number of seconds, a text such as `30s`, or a timedelta. See `seconds_of`."""
 
 

@@ -88,13 +88,9 @@ def _data_of(payload: Any) -> dict[str, Any]:
     return {"payload": value}
 
 
-class Notify(Struct, frozen=True):
-    """A notification to be published."""
+class _Sending(Struct, frozen=True, kw_only=True):
+    """How a notification is published."""
 
-    event_type: str
-    identifier: Mapping[str, Any]
-    payload: Any = None
-    """Any JSON value, or anything that msgspec or pydantic turns into one. `bytes` are stored as they are."""
     message_id: str | None = None
     """With one of your own, a repeat within the stream's duplicate window is recognised and stored once."""
     ttl: AnyDuration | None = None
@@ -110,6 +106,15 @@ class Notify(Struct, frozen=True):
     headers: Mapping[str, str] | None = None
     """Headers of its message, for other programs to read. Names that begin with `Aviso-`, `Nats-` or `spatial_` have a
     meaning already and are refused. A value is printable text without spaces at its ends."""
+
+
+class Notify(_Sending, frozen=True):
+    """A notification to be published. All but event type, identifier and payload is given by its name."""
+
+    event_type: str
+    identifier: Mapping[str, Any]
+    payload: Any = None
+    """Any JSON value, or anything that msgspec or pydantic turns into one. `bytes` are stored as they are."""
 
 
 class Receipt(Struct, frozen=True, kw_only=True):

@@ -182,7 +182,7 @@ def _require_fit(lines: LinesFile, checked: _Checked, *, most: int) -> None:
 
 
 def _notification(line: FileLine) -> Notify:
-    return Notify(line.event, line.identifier, line.payload, line.id)
+    return Notify(line.event, line.identifier, line.payload, message_id=line.id)
 
 
 def _encoded(config: Config, line: FileLine, origin: str) -> tuple[Notify, Message]:

@@ -22,7 +22,7 @@ from msgspec import Struct
 from typing_extensions import TypeVar as DefaultTypeVar
 
 from aviso_workers.aviso import payloads, positions, typed_identifiers
-from aviso_workers.aviso.literals import AnyDuration
+from aviso_workers.aviso.literals import AnyDuration, Filter
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.config.documents import YamlNode
 from aviso_workers.declare import around, durations, event_types, resources, timers
@@ -137,7 +137,7 @@ class Agent(Generic[P, R]):
         function: Callable[P, R],
         *,
         event_type: str,
-        where: Mapping[str, Any],
+        where: Filter,
         name: str | None,
         policy: Policy,
         decode: Callable[[bytes], Any] | None = None,
@@ -371,7 +371,7 @@ class Router(Generic[S]):
         self,
         event_type: str,
         *,
-        where: Mapping[str, Any] | None = None,
+        where: Filter | None = None,
         name: str | None = None,
         concurrency: int = 1,
         retry: Backoff | None = None,
@@ -551,7 +551,7 @@ class Router(Generic[S]):
         key: Sequence[str],
         identifier: Mapping[str, Mapping[str, Any]] | None = None,
         payload: Mapping[str, Any] | None = None,
-        storage_policy: Mapping[str, Any] | None = None,
+        storage_policy: event_types.StorageKeys | None = None,
         latest_only: bool = False,
         base: str | None = None,
     ) -> None:
@@ -886,7 +886,7 @@ def included(agent: Agent[Any, Any], agents: Sequence[Agent[Any, Any]]) -> Agent
     return same[0] if len(same) == 1 else None
 
 
-def check_filter(where: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def check_filter(where: Filter | None) -> Filter:
     """Return the filter of an agent, a watch or a replay, empty where there is none. Raises `DeclarationError`."""
     if where is None:
         return {}

@@ -11,16 +11,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, TypedDict
 
-from aviso_workers.aviso.literals import Duration
+from aviso_workers.aviso.literals import AnyDuration, Duration
 from aviso_workers.aviso.schema import StoragePolicy
 from aviso_workers.config.documents import IN_PYTHON, KeyPlace, YamlNode, node_of
 from aviso_workers.config.settings import JetStream
 from aviso_workers.declare import durations
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["declare"]
+__all__ = ["StorageKeys", "declare"]
+
+
+class StorageKeys(TypedDict, total=False):
+    """The keys of a storage policy, as in a file: see `aviso.schema.StoragePolicy`."""
+
+    retention_time: AnyDuration
+    max_messages: int
+    max_size: str
+    allow_duplicates: bool
+    compression: bool
+
 
 PLAIN_RULE = {"type": "StringHandler", "required": True}
 """The rule of a field of the key that is declared without one."""
@@ -32,7 +43,7 @@ def declare(
     key: Sequence[str],
     identifier: Mapping[str, Mapping[str, Any]] | None,
     payload: Mapping[str, Any] | None,
-    storage_policy: Mapping[str, Any] | None,
+    storage_policy: StorageKeys | None,
     latest_only: bool,
     base: str | None,
     owner: str,

@@ -16,6 +16,7 @@ from msgspec import structs
 
 from aviso_workers import clocks
 from aviso_workers.aviso import payloads, schema
+from aviso_workers.aviso.literals import Filter
 from aviso_workers.aviso.notifications import Notification, Notify
 from aviso_workers.backends import Admin, Backend, ConsumerInfo, Opening, open_backend
 from aviso_workers.backends.provisioning import Provisioner
@@ -131,7 +132,7 @@ class Session:
     async def replayer(
         self,
         event_type: str,
-        where: Mapping[str, Any],
+        where: Filter,
         *,
         waits: bool = False,
         decode: Callable[[bytes], Any] | None = None,
@@ -160,7 +161,7 @@ class Session:
         )
 
     async def request(
-        self, wanted: Notify, reply: str, where: Mapping[str, Any] | None, *, timeout_seconds: float, reply_type: Any
+        self, wanted: Notify, reply: str, where: Filter | None, *, timeout_seconds: float, reply_type: Any
     ) -> Notification[Any]:
         """See `App.request`."""
         from aviso_workers.engine.requests import request

@@ -43,7 +43,7 @@ async def _announce(cycles: Sequence[Mapping[str, Any]], event: str, settings: C
             if kind in settings.notification_schema:
                 announced = await _announced(session, kind, event)
                 published[kind] = await session.publisher.notify_many(
-                    Notify(kind, {"event": event, "cycle": name}, _payload(cycle), f"{kind}/{event}/{name}")
+                    Notify(kind, {"event": event, "cycle": name}, _payload(cycle), message_id=f"{kind}/{event}/{name}")
                     for cycle in cycles
                     if cycle[kind] and (name := cycle["cycle"]) not in announced
                 )

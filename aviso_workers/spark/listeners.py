@@ -190,7 +190,7 @@ class Listener:
         try:
             with anyio.fail_after(left):
                 await session.publisher.notify(
-                    Notify(EVENT_TYPE, event.identifier(self._cluster), event.payload, message_id)
+                    Notify(EVENT_TYPE, event.identifier(self._cluster), event.payload, message_id=message_id)
                 )
         except TimeoutError:
             self._drop("spark_listener.too_late", event_id=message_id)

@@ -26,7 +26,7 @@ PLAIN: Any = Notify("plain", {"a": 1, "b": "x"})
         (PLAIN, r"notify_many and notify_together take a list of Notify, found Notify\("),
         (None, "notify_many and notify_together take a list of Notify, found None"),
         ([Notify({"a": 1}, "plain")], "the event type of a notification must be text, found {'a': 1}"),  # type: ignore[arg-type]
-        ([Notify("plain", {"a": 1, "b": "x"}, None, 3)], "plain: message id 3: it must be printable text"),  # type: ignore[arg-type]
+        ([Notify("plain", {"a": 1, "b": "x"}, message_id=3)], "plain: message id 3: it must be printable text"),  # type: ignore[arg-type]
         (
             [Notify("plain", {"a": 1, "b": "x"}, {1: 2})],
             "plain: the payload is not JSON: the keys of a mapping must be",

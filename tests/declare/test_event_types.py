@@ -455,8 +455,9 @@ def test_a_field_that_no_message_carries_is_warned_of() -> None:
     ],
 )
 def test_a_storage_policy_has_no_other_keys_than_its_own(key: Any, complaint: str) -> None:
+    policy: Any = {"allow_duplicates": True, key: "new"}
     with pytest.raises(DeclarationError, match=f"event type 'ride': .*{complaint}"):
-        App("tests").event_type("ride", key=["n"], storage_policy={"allow_duplicates": True, key: "new"})
+        App("tests").event_type("ride", key=["n"], storage_policy=policy)
 
 
 @pytest.mark.parametrize("time", ["1d", 86_400, 86_400.0, timedelta(days=1)])

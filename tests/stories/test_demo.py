@@ -56,7 +56,7 @@ def test_slice_is_made_of_notifications_that_the_configuration_knows() -> None:
     app = App("demo", config=PROJECT / "config" / "dev.yaml")
 
     for line in make_slice(experiments=1).lines:
-        app.check(Notify(line["event"], line["identifier"], line["payload"], line["id"]))
+        app.check(Notify(line["event"], line["identifier"], line["payload"], message_id=line["id"]))
 
 
 class Demo:
