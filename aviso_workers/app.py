@@ -127,7 +127,7 @@ class App(Router[S]):
         self._config, self._opening, self._beside = _checked(config), opening, None
         self.__dict__.pop("config", None)
 
-    def use_nats_context(self, name: str) -> None:
+    def _use_nats_context(self, name: str) -> None:
         """Take the connection from this context of the `nats` command line, and all else from the configuration.
 
         Before the first use of `config`. Raises `DeclarationError` where the configuration was loaded already.
@@ -183,7 +183,7 @@ class App(Router[S]):
         """
         if not isinstance(router, Router):
             raise DeclarationError(f"include: the first argument must be a Router, found {router!r:.100}")
-        if router.name == self.name and router.settings_type and self.settings_type:
+        if router.name == self.name and router._settings_type and self._settings_type:
             raise DeclarationError(
                 f"router {router.name!r} and the app of that name both have their settings under workers.agents: "
                 "give one of them another name"
@@ -195,9 +195,9 @@ class App(Router[S]):
             self._given[router.name] = dict(config)
         begin = f"{prefix}_" if prefix else ""
         take = partial(self._take, router, begin)
-        for declared in router.declarations():
+        for declared in router._declarations():
             take(declared, again=again)
-        router.tell(take, of=(self, begin))
+        router._tell_also(take, of=(self, begin))
         self._routers = [known for known in self._routers if not (again and known.name == router.name)] + [router]
 
     def _take(self, router: Router, begin: str, declared: Declaration, *, again: bool) -> None:
@@ -241,16 +241,16 @@ class App(Router[S]):
         name = next((each for each in spellings if each in sections), router.name)
         path = f"workers.agents.{name}"
         found = {**self._given.get(router.name, {}), **sections.get(name, {})}
-        if router.settings_type is None:
+        if router._settings_type is None:
             return found
-        known = [field.encode_name for field in msgspec.structs.fields(router.settings_type)]
+        known = [field.encode_name for field in msgspec.structs.fields(router._settings_type)]
         unknown = [key for key in found if key not in known]
         if unknown:
             raise ConfigError(
                 self._mistake(f"{path}.{key}", f"unknown key{_suggestion(key, known)}", config) for key in unknown
             )
         try:
-            return msgspec.convert(found, router.settings_type)
+            return msgspec.convert(found, router._settings_type)
         except msgspec.ValidationError as error:
             problem, _, inside = str(error).partition(" - at `$")
             raise ConfigError([self._mistake(path + inside.rstrip("`"), problem, config)]) from error
@@ -268,7 +268,7 @@ class App(Router[S]):
         found += self._mistakes_of_resources()
         found += self._unawaited_calls()
         for router in (self, *self._routers):
-            found += around.mistakes(router.arounds, router.agents, router=router.name)
+            found += around.mistakes(router._arounds, router.agents, router=router.name)
         for router in (self, *self._routers):
             try:
                 self._settings(router, examined.config)
@@ -297,13 +297,13 @@ class App(Router[S]):
 
     def _mistakes_of_resources(self) -> list[str]:
         called: list[tuple[str, type | None, Needing]] = [
-            *((f"agent {agent.name!r}", agent.form, agent) for agent in self.agents_at_work()),
-            *((f"timer {timer.name!r}", None, timer) for timer in self.timers_at_work()),
+            *((f"agent {agent.name!r}", agent.form, agent) for agent in self._agents_at_work()),
+            *((f"timer {timer.name!r}", None, timer) for timer in self._timers_at_work()),
         ]
         needing = [
             *((what, each.needs) for what, _, each in called),
             *((f"task {task.name!r}", task.needs) for task in self.tasks),
-            *((each.label, each.needed_resources) for router in (self, *self._routers) for each in router.arounds),
+            *((each.label, each.needed_resources) for router in (self, *self._routers) for each in router._arounds),
         ]
         found = resources.mistakes(self.resources, needing, app=type(self))
         for what, form, each in called:
@@ -327,7 +327,7 @@ class App(Router[S]):
         super()._add_event_type(name, entry, again=again)
         self.__dict__.pop("config", None)  # one that was loaded before does not have it
 
-    def nothing_to_run(self) -> str:
+    def _nothing_to_run(self) -> str:
         """Return a sentence where a worker of the app would do nothing, as one that only publishes needs none; else an
         empty text.
         """
@@ -338,7 +338,7 @@ class App(Router[S]):
             "include the routers that declare them"
         )
 
-    def warnings(self) -> list[str]:
+    def _warnings(self) -> list[str]:
         """Return a sentence for each thing that is not a mistake and may be meant otherwise.
 
         These are the warnings of the configuration, and the agents whose stream keeps only the newest notification of
@@ -477,7 +477,7 @@ class App(Router[S]):
         session = kept.session(
             (self, id(config)), lambda: open_session(app=self.name, config=config, events=Events(), opening=opening)
         )
-        session.publisher.outgoings = self.outgoings
+        session.publisher.outgoings = self._outgoings
         return event_loops.call(kept.blocking, session.publisher.notify, wanted)
 
     @event_loops.awaited
@@ -508,7 +508,7 @@ class App(Router[S]):
 
     def check(self, notification: Notify) -> None:
         """Raise `InvalidNotificationError` if `notify` would refuse it before sending. Needs no connection."""
-        encode(self.config, outgoing.changed(self.outgoings, notification))
+        encode(self.config, outgoing.changed(self._outgoings, notification))
 
     async def watch(
         self,
@@ -624,7 +624,7 @@ class App(Router[S]):
         session = open_session(app=self.name, config=config, events=self.events, opening=self._opening)
         try:
             self._session = await self._stack.enter_async_context(session)
-            self._session.publisher.outgoings = self.outgoings
+            self._session.publisher.outgoings = self._outgoings
             await self._stack.enter_async_context(self._session.connect(self.tables))
             self._portal = await self._stack.enter_async_context(BlockingPortal()), os.getpid()
         except BaseException:
@@ -640,19 +640,19 @@ class App(Router[S]):
         finally:
             self._loop = None
 
-    async def work(self, stop: anyio.Event, *, begun: anyio.Event | None = None) -> None:
+    async def _work(self, stop: anyio.Event, *, begun: anyio.Event | None = None) -> None:
         """Run all agents, timers and tasks until `stop`, then let them finish. Inside of `async with app:`.
 
         `begun` is set when each agent reads its stream, or has stated why it cannot yet. Raises `BackendError` when the
         connection is lost for good.
         """
-        await self.session.work(self, stop, agents=self.agents_at_work(), begun=begun)
+        await self.session.work(self, stop, agents=self._agents_at_work(), begun=begun)
 
-    def agents_at_work(self) -> list[Agent[Any, Any]]:
+    def _agents_at_work(self) -> list[Agent[Any, Any]]:
         """Return the agents, each with what is opened around its calls."""
         return [resources.surrounded(agent, self._around(agent), self.resources) for agent in self.agents]
 
-    def timers_at_work(self) -> list[Timer[Any, Any]]:
+    def _timers_at_work(self) -> list[Timer[Any, Any]]:
         """Return the timers, each with the resources that are opened for each of its ticks."""
         return [resources.surrounded(timer, (), self.resources) for timer in self.timers]
 
@@ -661,13 +661,13 @@ class App(Router[S]):
         places: list[tuple[Router, str]] = [(self, agent.name)]
         if agent.name in self._included:
             places.append(self._included[agent.name])
-        return [each for router, name in places for each in router.arounds if each.is_around(name, agent.form)]
+        return [each for router, name in places for each in router._arounds if each.is_around(name, agent.form)]
 
-    async def run_until(self, stop: anyio.Event, listeners: Listeners, *, begun: anyio.Event | None = None) -> None:
+    async def _run_until(self, stop: anyio.Event, listeners: Listeners, *, begun: anyio.Event | None = None) -> None:
         """Connect, and run all agents, timers and tasks until `stop`, then let them finish.
 
         For a worker process, and for `running`, which other programs use. `listeners` log and measure what the app
-        does. `begun` is as in `work`.
+        does. `begun` is as in `_work`.
 
         Raises `BackendError` when the connection is refused or lost for good, `ResourceError` when a resource cannot be
         opened.
@@ -676,11 +676,11 @@ class App(Router[S]):
         config = self.config.with_defaults(retry_attempts=sys.maxsize, max_reconnect_attempts=0)
         async with task_group() as beside:
             beside.start_soon(listeners.work)
-            listeners.tell_start(self.warnings())
+            listeners.tell_start(self._warnings())
             await self._connect(config)
             try:
                 beside.start_soon(listeners.measure_lag, self.session)
-                await self.work(stop, begun=begun)
+                await self._work(stop, begun=begun)
             finally:
                 await self.__aexit__(None, None, None)
             beside.cancel_scope.cancel()
@@ -717,7 +717,7 @@ class App(Router[S]):
             nonlocal failure
             try:
                 with work:
-                    await self.run_until(stop, listeners, begun=begun)
+                    await self._run_until(stop, listeners, begun=begun)
             except Exception as raised:
                 failure = raised
                 listeners.tell_failure(raised)

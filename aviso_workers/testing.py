@@ -338,7 +338,7 @@ class Harness:
         Raises `DeclarationError` for a range that is reversed or not over, `BackendError`.
         """
         version, app = self._versions[-1], self.app
-        found = timer_control.declared(app.name, app.timers_at_work(), self._timer_name(timer))
+        found = timer_control.declared(app.name, app._timers_at_work(), self._timer_name(timer))
         first, last = parse_date(start, name="start"), parse_date(end, name="end")
         plan = await timer_control.plan_catch_up(self._watch, app.name, found, first, last, again=again)
         if not (times := [each.time for each in plan if not each.left_out]):
@@ -393,7 +393,7 @@ class Harness:
             count = self._count - sum(worker.version is version for worker in self._workers)
         for _ in range(count):
             worker = _Worker(version, self._failed, self._hear, version.app.events.emit)
-            agents = [self._code.watched(agent) for agent in version.app.agents_at_work()]
+            agents = [self._code.watched(agent) for agent in version.app._agents_at_work()]
             await self._tasks.start(worker.run, self._open, agents, version.given(self._resources))
             self._workers.append(worker)
         if self._clock:
@@ -860,7 +860,7 @@ class _Worker:
                     session.connect(app.tables),
                 ):
                     self.session = session
-                    session.publisher.outgoings = app.outgoings
+                    session.publisher.outgoings = app._outgoings
                     task_status.started()
                     try:
                         await session.work(app, self.stop, agents=agents, given=given, begun=self.begun)

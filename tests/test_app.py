@@ -356,7 +356,7 @@ class TestConnected:
         with anyio.fail_after(PATIENCE_SECONDS):
             async with app:
                 await app.notify("mars", {"class": "od", "step": 6})
-                await app.work(stop)
+                await app._work(stop)
         assert [event.outcome for event in settled] == ["acked", "acked"]
         assert tasks_ended == ["tail"]
 
@@ -380,7 +380,7 @@ class TestConnected:
             async with app:
                 await app.notify("mars", {"class": "od", "step": 6})
                 with pytest.raises(UnavailableError, match="lost for good"):
-                    await app.work(anyio.Event())
+                    await app._work(anyio.Event())
 
     async def test_an_error_inside_leaves_as_itself(self, app: App) -> None:
         with pytest.raises(KeyError, match="mine"):

@@ -99,7 +99,7 @@ async def of_agent(router: Router, config: Config, last: str) -> list[Shown]:
     app.events.listen(listen)
     with anyio.fail_after(PATIENCE_SECONDS):
         async with app:
-            await app.work(stop)
+            await app._work(stop)
     return list(found.values())
 
 

@@ -236,7 +236,7 @@ def test_a_backend_without_servers_takes_no_context(save: Callable[..., Path]) -
 def test_an_app_that_brings_a_loaded_configuration_takes_no_context() -> None:
     app = App("mine", config=loaded("notification_backend: {kind: in_memory}"))
     with pytest.raises(DeclarationError, match="brings a configuration that is loaded already: leave out --context"):
-        app.use_nats_context("prod")
+        app._use_nats_context("prod")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

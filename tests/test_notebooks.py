@@ -84,7 +84,7 @@ assert [one.function for one in app.agents] == [index.function], app.agents
 assert [one.function for one in app.timers] == [tidy.function], app.timers
 assert [one.function for one in app.tasks] == [tail], app.tasks
 assert [one.gives for one in app.resources] == [Database], app.resources
-assert [one.function for one in app.arounds] == [measure], app.arounds
+assert [one.function for one in app._arounds] == [measure], app._arounds
 assert app.tables == {"rows": rows, "volume": volume}, app.tables
 assert index.classifiers == [(OSError, judge)], index.classifiers
 assert app.mistakes() == [], app.mistakes()

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 import aviso_workers
-from aviso_workers import errors, pytest_plugin, spark, testing
+from aviso_workers import App, Router, errors, pytest_plugin, spark, testing
 
 PAGE = (Path(__file__).parents[1] / "docs" / "public-names.md").read_text()
 
@@ -34,6 +34,14 @@ def test_the_page_has_what_is_exported(title: str, modules: list[ModuleType]) ->
     exported = [name for module in modules for name in module.__all__]
     assert sorted(named(title)) == sorted(exported)
     assert [name for module in modules for name in module.__all__ if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize(("kind", "of"), [(App, "(?:both|`App`)"), (Router, "both")])
+def test_the_page_has_every_attribute_of_apps_and_routers(kind: type[Router], of: str) -> None:
+    rows = re.findall(rf"^\| (`.+`) \| {of} \|", PAGE.partition("## `App` and `Router`\n")[2], flags=re.MULTILINE)
+    found = kind("one")
+    public = {name for name in {*dir(kind), *vars(found)} if not name.startswith("_")}
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(public)
 
 
 def test_every_error_is_exported() -> None:

@@ -48,7 +48,7 @@ async def tally(notification: Notification, unit: Unit) -> None:
 
 @router.every("1h", leader=True)
 async def forget() -> None:
-    await totals.delete(router.settings_type().unit)
+    await totals.delete(Settings().unit)
 """
 ENTRY_POINTS = """
 [aviso_workers.agents]

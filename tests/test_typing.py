@@ -14,7 +14,7 @@ def test_agents_are_declared_in_every_call_form() -> None:
 
 
 def test_what_runs_around_them_is_declared() -> None:
-    around = {agent.name: [each.name for each in agent.around] for agent in agents.app.agents_at_work()}
+    around = {agent.name: [each.name for each in agent.around] for agent in agents.app._agents_at_work()}
     assert around["index"] == ["measure", "log", "session"]
     assert around["fields_load"] == ["measure_batches"]
     assert around["fields_sums"] == ["measure_windows"]

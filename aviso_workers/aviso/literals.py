@@ -84,10 +84,10 @@ class Duration(int):
 
 
 AnyDuration = float | str | timedelta
+"""A duration as an author may give it: a number of seconds, a text such as `30s`, or a timedelta. See `seconds_of`."""
 Scalar = str | float
 Filter = Mapping[str, Scalar | Collection[Scalar] | Sequence[Sequence[float]] | Mapping[str, Scalar | Sequence[Scalar]]]
 """What a field has to be, by name: a value, one of several values, a polygon, or one operator with its operand."""
-"""A duration as an author may give it: a number of seconds, a text such as `30s`, or a timedelta. See `seconds_of`."""
 
 
 def seconds_of(duration: object) -> float:

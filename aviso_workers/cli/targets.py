@@ -294,7 +294,7 @@ def _configured(app: App, config: ConfigSource | None) -> App:
     if config is not None and config.path is not None:
         app.configure(config.path)
     if config is not None and config.context is not None:
-        app.use_nats_context(config.context)
+        app._use_nats_context(config.context)
     return app
 
 
@@ -349,7 +349,7 @@ def settings_of_installed(names: Iterable[str]) -> dict[str, type[Struct]]:
     """Return the settings types of installed routers by name, of those with these names that have settings."""
     installed = _installed()
     routers = [_router(name) for name in names if name in installed]
-    return {router.name: router.settings_type for router in routers if router.settings_type is not None}
+    return {router.name: router._settings_type for router in routers if router._settings_type is not None}
 
 
 def _installed() -> dict[str, EntryPoint]:

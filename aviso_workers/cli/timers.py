@@ -171,7 +171,7 @@ def catch_up(
 
 def _found(app: str, name: str, config: ConfigSource | None) -> tuple[App, Any]:
     found = find_app(app, agent=None, config=config)
-    return found, timer_control.declared(found.name, found.timers_at_work(), name)
+    return found, timer_control.declared(found.name, found._timers_at_work(), name)
 
 
 def _tell(ticked: Ticked) -> None:

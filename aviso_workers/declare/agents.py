@@ -169,7 +169,7 @@ class Agent(Generic[P, R]):
         self.needs: Mapping[str, Any] = resources.needs_of(f"agent {self.name!r}", function, without=(first,))
         """By argument after the first, the type of the resource that gives it."""
         self.around: Sequence[Resource] = ()
-        """The resources that are opened around each call, the outermost first; `App.agents_at_work` says it."""
+        """The resources that are opened around each call, the outermost first; `App._agents_at_work` says it."""
         self._refuse(self._wrong_types())
         self._refuse(self._contradictions())
         if policy.window is not None:
@@ -353,7 +353,7 @@ class Router(Generic[S]):
             raise DeclarationError(
                 f"{self._kind} {name!r}: settings= must be a msgspec Struct, found {settings!r:.100}"
             )
-        self.settings_type = settings
+        self._settings_type = settings
         self.agents: list[Agent[Any, Any]] = []
         self.timers: list[Timer[Any, Any]] = []
         self.tasks: list[Task] = []
@@ -361,8 +361,8 @@ class Router(Generic[S]):
         self.resources: list[Resource] = []
         self.event_types: list[tuple[str, YamlNode]] = []
         """By name, each as an entry of `notification_schema`."""
-        self.arounds: list[Around] = []
-        self.outgoings: list[Changing] = []
+        self._arounds: list[Around] = []
+        self._outgoings: list[Changing] = []
         """Those of an app have those of its routers among them. Its publishers have this very list."""
         self._takers: dict[object, Taker] = {}
         """By app and prefix, what adds a declaration to an app that includes the router."""
@@ -671,9 +671,9 @@ class Router(Generic[S]):
 
     def _add_outgoing(self, function: Changing) -> None:
         known = [
-            each for each in self.outgoings if each is not function and not _is_again(each, function, by_name=True)
+            each for each in self._outgoings if each is not function and not _is_again(each, function, by_name=True)
         ]
-        self.outgoings[:] = [*known, function]
+        self._outgoings[:] = [*known, function]
         self._tell(function, again=False)
 
     def _add_resource(self, resource: Resource, *, again: bool = False) -> None:
@@ -692,11 +692,11 @@ class Router(Generic[S]):
         self._tell(resource, again=again)
 
     def _add_around(self, declared: Around) -> None:
-        for place, known in enumerate(self.arounds):
+        for place, known in enumerate(self._arounds):
             if known.name == declared.name and _is_again(known.function, declared.function):
-                self.arounds[place] = declared
+                self._arounds[place] = declared
                 return
-        self.arounds.append(declared)
+        self._arounds.append(declared)
 
     def _timer(
         self, schedule: Callable[[], Schedule], *, leader: bool, catch_up: bool, name: str | None
@@ -726,7 +726,7 @@ class Router(Generic[S]):
         self._add("task", self.tasks, task, again=again)
         self._tell(task, again=again)
 
-    def declarations(self) -> list[Declaration]:
+    def _declarations(self) -> list[Declaration]:
         """Return all that the router has, but for what runs around its agents."""
         return [
             *self.agents,
@@ -735,10 +735,10 @@ class Router(Generic[S]):
             *self.tables.items(),
             *self.resources,
             *self.event_types,
-            *self.outgoings,
+            *self._outgoings,
         ]
 
-    def tell(self, taker: Taker, *, of: object) -> None:
+    def _tell_also(self, taker: Taker, *, of: object) -> None:
         """Hand what is declared from now on to the taker as well. `of` says whose it is: each has one."""
         self._takers[of] = taker
 

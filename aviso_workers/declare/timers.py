@@ -103,7 +103,7 @@ class Timer(Generic[P, R]):
         self.needs: Mapping[str, Any] = resources.needs_of(what, function, without=ticks[:1])
         """By argument, the type of the resource that gives it."""
         self.around: Sequence[Resource] = ()
-        """The resources that are opened around each tick, the outermost first; `App.timers_at_work` says it."""
+        """The resources that are opened around each tick, the outermost first; `App._timers_at_work` says it."""
         self.name = name
         self.schedule = schedule
         self.leader = leader

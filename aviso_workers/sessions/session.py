@@ -251,7 +251,7 @@ class Session:
                     app,
                     stop,
                     agents=[resources.bound(agent, values) for agent in agents],
-                    timers=[resources.bound(timer, values) for timer in app.timers_at_work()],
+                    timers=[resources.bound(timer, values) for timer in app._timers_at_work()],
                     tasks=[resources.bound(task, values) for task in app.tasks],
                     begun=begun,
                 )

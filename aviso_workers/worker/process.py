@@ -78,7 +78,7 @@ async def serve(
     settings = app.config.workers
     logs.configure(settings.logging)
     log.write_from("warning" if quiet else "info")
-    if nothing := app.nothing_to_run():
+    if nothing := app._nothing_to_run():
         log.warning("config.warning", text=nothing)
     status = settings.status if status_port is None else structs.replace(settings.status, port=status_port)
     if member is not None:
@@ -117,7 +117,7 @@ async def _work(
             watching.start_soon(_tell_when_begun, begun, ready, listeners.url)
         if member is not None:
             watching.start_soon(_leave_when_recycled, member, ending, connected, stop, listeners)
-        await app.run_until(stop, listeners, begun=begun)
+        await app._run_until(stop, listeners, begun=begun)
         watching.cancel_scope.cancel()
 
 

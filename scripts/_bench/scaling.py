@@ -167,7 +167,7 @@ async def _lateness(app: App, timers: int) -> float:
 
     stop = anyio.Event()
     async with app, anyio.create_task_group() as tasks:
-        tasks.start_soon(app.work, stop)
+        tasks.start_soon(app._work, stop)
         await anyio.sleep(CALL_SECONDS)
         stop.set()
     return statistics.quantiles(late, n=100)[-1]

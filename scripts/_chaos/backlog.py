@@ -229,7 +229,7 @@ async def _drain(kind: str, count: int, leader_change: bool, nodes: Sequence[Nat
 async def _at_work(app: App) -> AsyncIterator[None]:
     stop = anyio.Event()
     async with anyio.create_task_group() as working:
-        working.start_soon(app.work, stop)
+        working.start_soon(app._work, stop)
         try:
             yield
         finally:

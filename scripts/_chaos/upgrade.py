@@ -119,7 +119,7 @@ async def _conduct(nodes: list[Node], binaries: Mapping[str, str], rate: float) 
     async with connected(app) as admin:
         stop, published = anyio.Event(), anyio.Event()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(app.work, stop)
+            tasks.start_soon(app._work, stop)
             tasks.start_soon(_publish, app, ledger, rate, published)
             await _until(lambda: len(ledger.handled) > 2 * KEYS, "anything was handled")
             tried[first] = await _said(_later(app, first))

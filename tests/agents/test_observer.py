@@ -123,7 +123,7 @@ async def observing(app: App) -> AsyncIterator[None]:
 async def working(app: App) -> AsyncIterator[None]:
     stop = anyio.Event()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(app.work, stop)
+        tasks.start_soon(app._work, stop)
         yield
         stop.set()
 

@@ -79,7 +79,7 @@ class Deployment:
         async def work() -> None:
             with anyio.fail_after(PATIENCE_SECONDS):
                 async with app:
-                    await app.work(stop)
+                    await app._work(stop)
 
         app.events.listen(note)
         anyio.run(work)

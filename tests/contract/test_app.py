@@ -80,7 +80,7 @@ async def test_an_agent_sees_what_it_asked_for_and_nothing_else(app: App) -> Non
     await app.notify_many(Notify("mars", mars(stream=stream, step=step), {"n": 1}) for stream, step in wanted)
     await app.notify("mars", mars(stream="oper", step=99), {"n": 0})
     with anyio.fail_after(PATIENCE_SECONDS):
-        await app.work(stop)
+        await app._work(stop)
     assert sorted(seen) == ["oper-6", "oper-99", "wave-12"]
 
 
@@ -97,7 +97,7 @@ async def test_a_failed_notification_comes_again(app: App) -> None:
 
     await app.notify("mars", mars(), {})
     with anyio.fail_after(PATIENCE_SECONDS):
-        await app.work(stop)
+        await app._work(stop)
     assert tries == [1, 2]
 
 
@@ -123,7 +123,7 @@ async def test_code_that_takes_long_sees_that_its_worker_is_stopping(app: App) -
     assert not app.stopping
     with anyio.fail_after(PATIENCE_SECONDS):
         async with anyio.create_task_group() as running:
-            running.start_soon(app.work, stop)
+            running.start_soon(app._work, stop)
             await coroutine_begun.wait()
             await thread_begun.wait()
             assert seen == []

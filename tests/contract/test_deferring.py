@@ -151,7 +151,7 @@ async def test_what_becomes_due_while_nobody_works_is_brought_by_the_next_worker
     async with App("another", config=app_config(kind, nats_url)) as another:
         stop = anyio.Event()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(another.work, stop)
+            tasks.start_soon(another._work, stop)
             with anyio.fail_after(PATIENCE_SECONDS):
                 async for found in another.watch("plain", from_id=1):
                     assert found.identifier["a"] == "1"
@@ -310,7 +310,7 @@ async def test_an_older_server_is_named_and_its_workers_run_without_it(
     async with app:
         stop = anyio.Event()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(app.work, stop)
+            tasks.start_soon(app._work, stop)
             with pytest.raises(
                 RefusedError, match=r"to deliver a notification later, nats-server 2.12 or newer is needed"
             ):

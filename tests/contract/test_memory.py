@@ -106,7 +106,7 @@ async def test_a_failed_call_leaves_none_of_its_variables(
     if surrounded:
         add_around(router)
     app.include(router)
-    (agent,) = app.agents_at_work()
+    (agent,) = app._agents_at_work()
     settled, done, stop = [0], anyio.Event(), anyio.Event()
 
     def note(event: Settled) -> None:
@@ -142,7 +142,7 @@ async def test_a_failed_task_leaves_none_of_its_variables_while_it_waits(
 
     app.events.listen(lambda event: failed.set(), TaskFailed)
     async with app, anyio.create_task_group() as tasks:
-        tasks.start_soon(app.work, stop)
+        tasks.start_soon(app._work, stop)
         with anyio.fail_after(PATIENCE_SECONDS):
             await failed.wait()
         await anyio.sleep(0.05)

@@ -38,7 +38,7 @@ def working(app: App) -> Working:
         app.events.listen(lambda _: handled.release(), Settled)
         stop = anyio.Event()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(app.work, stop)
+            tasks.start_soon(app._work, stop)
             with anyio.fail_after(PATIENCE_SECONDS):
                 await started.wait()
                 for _ in range(count):

@@ -154,7 +154,7 @@ async def work_off(app: App, count: int) -> None:
     for step in range(count):
         await app.notify("mars", mars(step=step), {})
     with anyio.fail_after(PATIENCE_SECONDS):
-        await app.work(stop)
+        await app._work(stop)
 
 
 async def test_agents_are_known_by_their_consumers_also_when_nobody_runs_them(app: App) -> None:

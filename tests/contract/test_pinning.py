@@ -276,7 +276,7 @@ class TestAnOlderServer:
         monkeypatch.setattr(Client, "connected_server_version", property(lambda _: ServerVersion("2.10.29")))
         said = "to run agent 'write' as a singleton, nats-server 2.11 or newer is needed; this one is 2.10"
         with pytest.raises(RefusedError, match=said):
-            await app.work(anyio.Event())
+            await app._work(anyio.Event())
 
     async def test_is_named_when_it_knows_no_priorities(
         self, kind: str, nats_url: str, monkeypatch: pytest.MonkeyPatch
@@ -289,7 +289,7 @@ class TestAnOlderServer:
         async with App("contract", config=far) as app:
             said = "to read with workers.priority 1, nats-server 2.12 or newer is needed; this one is 2.11"
             with pytest.raises(RefusedError, match=said):
-                await app.work(anyio.Event())
+                await app._work(anyio.Event())
 
 
 class TestThePolicy:

@@ -107,7 +107,7 @@ class Deploy:
 
         async def run() -> None:
             async with version:
-                await version.work(stop, begun=begun)
+                await version._work(stop, begun=begun)
             ended.set()
 
         self._stops[id(version)] = stop, ended

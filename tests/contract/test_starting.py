@@ -56,7 +56,7 @@ def run(app: App) -> Callable[..., Any]:
         with anyio.fail_after(PATIENCE_SECONDS):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(publish)
-                await app.work(stop)
+                await app._work(stop)
         return seen
 
     return run

@@ -123,7 +123,7 @@ def shielded_around(function: Hanging, **policy: Any) -> Agent[Any, Any]:
     router = Router("theirs")
     router.around(around)
     agent = router.agent("mars", **{"timeout": TIMEOUT_SECONDS, "retry": OFTEN, **policy})(index)
-    return resources.surrounded(agent, router.arounds, ())
+    return resources.surrounded(agent, router._arounds, ())
 
 
 UNSTOPPABLE = [in_a_thread_of_anyio, shielded, catching_cancellations, shielded_around]

@@ -25,7 +25,7 @@ async def test_a_worker_runs_its_timers(kind: str, nats_url: str, leader: bool) 
 
     with anyio.fail_after(PATIENCE_SECONDS):
         async with app:
-            await app.work(stop)
+            await app._work(stop)
     first, second, third = (tick.time.timestamp() for tick in ticks)
     assert (second - first, third - second) == (1, 1)
     assert [tick.token is not None for tick in ticks] == [leader] * 3
@@ -47,7 +47,7 @@ async def test_a_leader_that_leaves_is_followed_and_no_tick_is_missed(kind: str,
     with anyio.fail_after(PATIENCE_SECONDS):
         async with app:
             for stop in stops:
-                await app.work(stop)
+                await app._work(stop)
     times = [tick.time.timestamp() for tick in ticks]
     assert times == sorted(set(times))
     assert ticks[0].token == ticks[1].token

@@ -654,7 +654,7 @@ async def test_a_worker_whose_clock_is_ahead_closes_no_window_early(app: App, ki
     stop = anyio.Event()
     async with app, anyio.create_task_group() as tasks:
         app.session.backend.clock = FastClock()  # type: ignore[misc]
-        tasks.start_soon(app.work, stop)
+        tasks.start_soon(app._work, stop)
         await app.notify("mars", mars(step=1), {"minute": 1})
         with anyio.fail_after(PATIENCE_SECONDS):
             await over.wait()
@@ -766,7 +766,7 @@ async def test_a_server_that_is_too_old_is_told_before_anything_runs(
     async with app:
         monkeypatch.setattr(app.session.admin.connection, "require_server", refuse)
         with pytest.raises(RefusedError, match=r"nats-server 2\.11 is needed to keep the windows of agent 'sums'"):
-            await app.work(anyio.Event())
+            await app._work(anyio.Event())
 
 
 async def test_what_dies_after_publishing_is_published_once(app: App) -> None:

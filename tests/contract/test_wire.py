@@ -59,7 +59,7 @@ async def test_an_agent_sees_what_an_aviso_server_stores(app: App, client: Clien
         stop.set()
 
     with anyio.fail_after(PATIENCE_SECONDS):
-        await app.work(stop)
+        await app._work(stop)
     assert seen[0].identifier == mars(stream="a.b")
     assert seen[0].payload == {"location": "here", "n": 1.0}
 

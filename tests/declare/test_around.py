@@ -63,7 +63,7 @@ def declare_agents(router: Router) -> None:
 
 def around(app: App) -> dict[str, list[str]]:
     """By agent that has any, the names of what is around it, the outermost first."""
-    return {agent.name: [each.name for each in agent.around] for agent in app.agents_at_work() if agent.around}
+    return {agent.name: [each.name for each in agent.around] for agent in app._agents_at_work() if agent.around}
 
 
 def test_it_is_around_the_agents_that_take_what_it_takes(app: App) -> None:

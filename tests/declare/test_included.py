@@ -61,7 +61,7 @@ async def test_what_a_router_declares_after_its_inclusion_counts(app: App, prefi
     async def run() -> None:
         handled.append("task")
 
-    assert (app.mistakes(), app.nothing_to_run()) == ([], "")
+    assert (app.mistakes(), app._nothing_to_run()) == ([], "")
     async with harness(app) as t:
         await t.notify("later", {"id": 1})
         await t.settle()

@@ -120,7 +120,7 @@ async def test_a_worker_records_them_when_it_starts() -> None:
     in_memory = config.Config(notification_backend=config.NotificationBackend(kind="in_memory"))
     app, stop = app_with("plain", settings=in_memory), anyio.Event()
     async with app, anyio.create_task_group() as tasks:
-        tasks.start_soon(app.work, stop)
+        tasks.start_soon(app._work, stop)
         with anyio.fail_after(PATIENCE_SECONDS):
             while not await declarations.stored(app.session.backend):
                 await app.session.backend.clock.sleep(0.01)

@@ -124,7 +124,7 @@ async def working(app: App) -> AsyncIterator[None]:
     """Run the agents of an open app, and stop them in order at the end."""
     stop = anyio.Event()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(app.work, stop)
+        tasks.start_soon(app._work, stop)
         yield
         stop.set()
 

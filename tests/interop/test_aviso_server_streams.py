@@ -131,7 +131,7 @@ async def both_at_work(
             await app.notify(event_type, identifier, {})
         before = len([each async for each in app.replay(event_type)])
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(app.work, stop)
+            tasks.start_soon(app._work, stop)
             until = time.monotonic() + seconds
             with await to_thread.run_sync(conversations.watch, server, event_type, identifier) as live:
                 while time.monotonic() < until:

@@ -62,7 +62,7 @@ async def working(config: Path) -> AsyncIterator[Worker]:
         worker.note(notification.identifier["step"])
 
     async with app, anyio.create_task_group() as tasks:
-        tasks.start_soon(app.work, stop)
+        tasks.start_soon(app._work, stop)
         yield worker
         stop.set()
 

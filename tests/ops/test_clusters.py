@@ -171,7 +171,7 @@ async def at_work(config: Path) -> AsyncIterator[App]:
 
     stop = anyio.Event()
     async with app, anyio.create_task_group() as tasks:
-        tasks.start_soon(app.work, stop)
+        tasks.start_soon(app._work, stop)
         yield app
         stop.set()
 

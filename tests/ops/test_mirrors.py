@@ -294,7 +294,7 @@ async def handled(app: App, count: int) -> list[int]:
 
     with anyio.fail_after(PATIENCE_SECONDS):
         async with app:
-            await app.work(stop)
+            await app._work(stop)
     return steps
 
 

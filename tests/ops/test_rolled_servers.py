@@ -106,7 +106,7 @@ class Working:
     async def run(self) -> AsyncIterator[Working]:
         stop = anyio.Event()
         async with self.app, anyio.create_task_group() as tasks:
-            tasks.start_soon(self.app.work, stop)
+            tasks.start_soon(self.app._work, stop)
             with anyio.fail_after(PATIENCE_SECONDS):
                 await self._started.wait()
             yield self

@@ -129,7 +129,7 @@ async def test_a_denied_settlement_of_a_server_with_longer_replies_is_told(tmp_p
         app.events.listen(hear, AgentDisturbed)
         async with app, anyio.create_task_group() as tasks:
             await app.notify("mars", {"class": "od", "step": 6})
-            tasks.start_soon(app.work, stop)
+            tasks.start_soon(app._work, stop)
             with anyio.fail_after(PATIENCE_SECONDS):
                 await disturbed.wait()
             tasks.cancel_scope.cancel()

@@ -179,7 +179,7 @@ async def test_a_worker_goes_on_when_an_acknowledgement_comes_to_its_pulls(tmp_p
         stop = anyio.Event()
         with anyio.fail_after(PATIENCE_SECONDS):
             async with app, anyio.create_task_group() as tasks:
-                tasks.start_soon(app.work, stop)
+                tasks.start_soon(app._work, stop)
                 while not pulls:
                     await app.session.backend.clock.sleep(0.01)
                 attacker = await nats.connect(running.url, user="attacker", password="attacker")
@@ -230,7 +230,7 @@ async def test_permissions_may_change_their_prefix_while_a_worker_runs(
         with started(first):
             await stack.enter_async_context(app)
             tasks = await stack.enter_async_context(anyio.create_task_group())
-            tasks.start_soon(app.work, anyio.Event())
+            tasks.start_soon(app._work, anyio.Event())
             await app.notify("mars", {"class": "od", "step": 1})
             with anyio.fail_after(PATIENCE_SECONDS):
                 await changed[1].wait()

@@ -30,7 +30,7 @@ ACCOUNTS = f"accounts: {{ DATA: {{ jetstream: enabled, users: [{USERS}] }} }}\n"
 async def working(app: App) -> AsyncGenerator[None]:
     stop = anyio.Event()
     async with app, anyio.create_task_group() as tasks:
-        tasks.start_soon(app.work, stop)
+        tasks.start_soon(app._work, stop)
         yield
         stop.set()
 

@@ -214,7 +214,7 @@ async def operate(configure: Configure) -> None:
 async def working(app: App) -> AsyncGenerator[None, None]:
     stop = anyio.Event()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(app.work, stop)
+        tasks.start_soon(app._work, stop)
         with anyio.fail_after(PATIENCE_SECONDS):
             yield
         stop.set()

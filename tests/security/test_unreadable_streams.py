@@ -48,7 +48,7 @@ async def work(server: NatsServer, directory: Path) -> None:
     app, stop = app_on(server, directory)
     async with app:
         with anyio.fail_after(PATIENCE_SECONDS):
-            await app.work(stop)
+            await app._work(stop)
 
 
 async def publish(server: NatsServer, directory: Path) -> int:

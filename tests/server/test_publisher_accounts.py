@@ -91,7 +91,7 @@ async def handling(config: Path) -> AsyncGenerator[Handled, None]:
 
     stop = anyio.Event()
     async with app, anyio.create_task_group() as tasks:
-        tasks.start_soon(app.work, stop)
+        tasks.start_soon(app._work, stop)
         with anyio.fail_after(PATIENCE_SECONDS):
             for stream in ("MARS", "MARS_EXTRA", DELAYED):  # which the worker creates
                 while stream not in await app.session.admin.stream_names():

@@ -75,7 +75,7 @@ async def work(config: Path, *, broken: bool) -> list[int]:
     app.events.listen(note)
     with anyio.fail_after(PATIENCE_SECONDS):
         async with app:
-            await app.work(stop)
+            await app._work(stop)
     return handled
 
 

@@ -94,7 +94,7 @@ async def work_on(loaded: Config, notifications: list[Notify]) -> None:
     app.include(router)
     app.events.listen(lambda _: done.release(), Settled)
     async with app, create_task_group() as working:
-        working.start_soon(app.work, stop)
+        working.start_soon(app._work, stop)
         await app.notify_many(notifications)
         with anyio.fail_after(PATIENCE_SECONDS):
             for _ in notifications:
