@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from aviso_workers.aviso.notifications import Notification, Notify, Receipt
     from aviso_workers.declare.agents import Agent, Router
     from aviso_workers.declare.batches import Batch, Batching, Stream
+    from aviso_workers.declare.limits import Limit
     from aviso_workers.declare.outages import Breaker, Unavailable
     from aviso_workers.declare.retry import Backoff
     from aviso_workers.declare.tables import DELETE, Change, Counter, Delete, Table
@@ -37,6 +38,7 @@ __all__ = [
     "Delete",
     "GivenUp",
     "KeyValue",
+    "Limit",
     "Notification",
     "Notify",
     "Receipt",
@@ -69,6 +71,7 @@ _PLACES = {
         "Batching",
         "Stream",
     ),
+    "declare.limits": ("Limit",),
     "declare.outages": (
         "Breaker",
         "Unavailable",

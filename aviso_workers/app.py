@@ -802,7 +802,10 @@ def _agent_mistakes(agent: Agent[Any, Any], examined: Examined) -> Iterator[str]
     for name in sorted(named - event_types.keys() - examined.unclear):
         yield f"it publishes {UnknownEventTypeError(name, event_types)}"
     try:
-        topics.key_of(schema.topic_of(agent.event_type, declared), agent.policy.order_by)
+        topic = schema.topic_of(agent.event_type, declared)
+        topics.key_of(topic, agent.policy.order_by)
+        for limit in agent.policy.limits:
+            topics.key_of(topic, limit.key, of="Limit: key")
     except InvalidNotificationError as error:
         yield str(error)
 

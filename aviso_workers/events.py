@@ -707,17 +707,17 @@ class LeadershipChanged(Event, frozen=True, kw_only=True):
 
 
 class LeadershipHindered(Event, frozen=True, kw_only=True):
-    """The bucket of an app's leases, or that of its timers' claims, cannot be used.
+    """The bucket of an app's leases, of its limits, or of its timers' claims, cannot be used.
 
-    What one worker does for all, such as to run a timer or to close a window, this worker cannot do. Stated once, until
-    `LeadershipUnhindered`.
+    What one worker does for all, such as to run a timer or to close a window, this worker cannot do, nor begin what a
+    limit across the fleet has to let begin. Stated once, until `LeadershipUnhindered`.
     """
 
     lines = logged(
         "error",
         "leader.hindered",
-        cure="until it can be used, this worker runs no timer with leader=True and closes no window; where a right is "
-        "missing, let the worker's user read and write it",
+        cure="until it can be used, this worker runs no timer with leader=True, closes no window, and begins no call "
+        "for which a Limit has to be asked; where a right is missing, let the worker's user read and write it",
     )
 
     bucket: str

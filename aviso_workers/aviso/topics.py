@@ -132,13 +132,14 @@ def topic(event_type_name: str, event_type: EventType, identifier: Mapping[str, 
     return subject
 
 
-def key_of(topic: schema.Topic, fields: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Return a function from a subject to the tokens of these fields. Raises InvalidNotificationError."""
+def key_of(topic: schema.Topic, fields: Sequence[str], *, of: str = "order_by") -> Callable[[str], tuple[str, ...]]:
+    """Return a function from a subject to the tokens of these fields. Raises InvalidNotificationError, which says `of`
+    what they are."""
     for field in fields:
         if field not in topic.key_order:
             near = difflib.get_close_matches(field, topic.key_order, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(topic.key_order) or 'nothing'}"
-            raise InvalidNotificationError(f"order_by: {field!r} is not part of the topic; {hint}")
+            raise InvalidNotificationError(f"{of}: {field!r} is not part of the topic; {hint}")
     positions = [topic.key_order.index(field) + 1 for field in fields]
 
     def key(subject: str) -> tuple[str, ...]:

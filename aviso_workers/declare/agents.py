@@ -28,6 +28,7 @@ from aviso_workers.config.documents import YamlNode
 from aviso_workers.declare import around, durations, event_types, resources, timers
 from aviso_workers.declare.around import Around
 from aviso_workers.declare.batches import Batch, Batching, Stream
+from aviso_workers.declare.limits import Limit, limits_of
 from aviso_workers.declare.outages import Breaker
 from aviso_workers.declare.outgoing import Changing
 from aviso_workers.declare.resources import Resource, Scope
@@ -76,6 +77,7 @@ SINGLETON_HANDLES_IN_ORDER = (
     "singleton= is for a function of a Notification without concurrency= and order_by=: "
     "it handles one at a time, in order"
 )
+SINGLETON_IS_ONE_AT_A_TIME = "limit= is for an agent without singleton=, which has one call at a time"
 TIMEOUT_NEEDS_AN_END = "timeout= is for a function of a Notification or a Batch; a Stream has no end"
 RETURNS_INSTRUCTION_CLASS = "annotated to return the class Retry or Reject: return Retry() or Reject(reason) instead"
 
@@ -91,6 +93,9 @@ class Policy(Struct, frozen=True, kw_only=True):
     ack_wait: float = 20.0
     timeout: float | None = None
     rate_limit: float | None = None
+    """Of each worker."""
+    limits: tuple[Limit, ...] = ()
+    """Of all workers together, in the order in which they are asked."""
     order_by: tuple[str, ...] = ()
     batch: Batching = Batching()
     window: Windowing[Any, Any] | None = None
@@ -104,13 +109,19 @@ class Policy(Struct, frozen=True, kw_only=True):
     depends_on: str | None = None
     """The name of what the agent depends on, whose breaker it shares with others."""
 
+    @property
+    def interval_seconds(self) -> float:
+        """The longest time that a rate leaves from one call to the next."""
+        of_each_worker = 1 / self.rate_limit if self.rate_limit else 0.0
+        return max(of_each_worker, *(limit.interval_seconds for limit in self.limits), 0.0)
+
 
 POLICY_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "concurrency": ((int,), "a whole number"),
     "retry": ((Backoff,), "a Backoff"),
     "ack_wait": ((int, float), "seconds"),
     "timeout": ((int, float, NoneType), "seconds"),
-    "rate_limit": ((int, float, NoneType), "notifications per second"),
+    "rate_limit": ((int, float, NoneType), "calls per second, or a Limit"),
     "batch": ((Batching,), "a Batching"),
     "window": ((Windowing, NoneType), "a Windowing"),
     "breaker": ((Breaker, NoneType), "a Breaker, or None for none"),
@@ -292,6 +303,8 @@ class Agent(Generic[P, R]):
                 policy.depends_on and policy.breaker is None,
                 "depends_on= names a breaker that is shared: leave out breaker=None",
             ),
+            (policy.limits and form is not Notification, "a Limit is for a function of a Notification"),
+            (policy.singleton and any(each.concurrent for each in policy.limits), SINGLETON_IS_ONE_AT_A_TIME),
             (policy.singleton and not in_turn, SINGLETON_HANDLES_IN_ORDER),
             (policy.timeout and form is Stream, TIMEOUT_NEEDS_AN_END),
             (self.in_thread and form is Stream, "a function of a Stream must be async"),
@@ -377,7 +390,8 @@ class Router(Generic[S]):
         retry: Backoff | None = None,
         ack_wait: AnyDuration = 20.0,
         timeout: AnyDuration | None = None,
-        rate_limit: float | None = None,
+        rate_limit: float | Limit | None = None,
+        limit: Limit | None = None,
         order_by: Sequence[str] = (),
         batch: Batching | None = None,
         window: Windowing[Any, Any] | None = None,
@@ -404,7 +418,10 @@ class Router(Generic[S]):
           limit a call.
         - `timeout`: the time after which a call is cancelled, which counts as a failure. A plain function is not
           cancelled: it has failed when it ends. Default: no limit.
-        - `rate_limit`: the number of calls that one worker begins in a second, at most. Default: no limit.
+        - `rate_limit`: the number of calls that one worker begins in a second, at most; or `Limit(100, per="1m")`, how
+          many all workers of the app begin together. Default: no limit.
+        - `limit`: `Limit(concurrent=1)`, how many calls all workers of the app make together at the same time, at most.
+          Default: no limit.
         - `order_by`: identifier fields. Within one worker, notifications with equal values of them are handled strictly
           one after another, also while one of them waits to be tried again.
         - `batch`: how the notifications of a `Batch` are collected. Default: `Batching()`.
@@ -430,6 +447,7 @@ class Router(Generic[S]):
         _check_text("agent", "event_type", event_type, 'the name of an event type, as in @app.agent("mars")')
         filtered = check_filter(where)
         fields = _fields(order_by)
+        limits = limits_of(rate_limit, limit)
 
         def declare(function: Callable[P, R]) -> Agent[P, R]:
             itself = function.function if isinstance(function, Agent) else function  # declared for another one already
@@ -438,7 +456,8 @@ class Router(Generic[S]):
                 retry=Backoff() if retry is None else retry,
                 ack_wait=_seconds(name or _name_of(itself), "ack_wait", ack_wait),
                 timeout=None if timeout is None else _seconds(name or _name_of(itself), "timeout", timeout),
-                rate_limit=rate_limit,
+                rate_limit=None if isinstance(rate_limit, Limit) else rate_limit,
+                limits=limits,
                 order_by=fields,
                 batch=Batching() if batch is None else batch,
                 window=window,

@@ -57,8 +57,7 @@ the number of deliveries says nothing: workers that stop, and those of another v
 PARKED_SECONDS = 60.0
 """How often it is looked whether a person has decided on a notification that is parked."""
 LEAST_UNCOUNTED_SECONDS = 1.0
-"""After this time at the earliest a notification is tried again whose failure is not counted: nothing else bounds how
-often that is."""
+"""The shortest delay after a failure that is not counted: nothing else bounds how often there are such failures."""
 UNCOUNTED_DELIVERIES = 20
 """How many deliveries of a notification may have ended without a failure, where failures cannot be stored."""
 

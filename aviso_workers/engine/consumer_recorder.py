@@ -236,20 +236,19 @@ class ConsumerRecorder:
 
 def longest_seconds(policy: Policy) -> float:
     """Return how long an agent of this policy may leave a notification unfinished: all its attempts, and the waits
-    between them, and what `ack_wait` and `rate_limit` add. A call without a `timeout` is not known to end: it
+    between them, and what `ack_wait` and limits add. A call without a `timeout` is not known to end: it
     may take `consumer_records.STUCK_SECONDS`.
     """
     retry = policy.retry
     attempts = int(min(retry.attempts, MAX_ATTEMPTS))
     waits = sum(min(retry.max, retry.first * retry.factor**n) * (1 + retry.jitter) for n in range(attempts - 1))
     calls = attempts * (policy.timeout or 0.0)
-    paced = 1 / policy.rate_limit if policy.rate_limit else 0.0
-    return max(consumer_records.STUCK_SECONDS, 2 * policy.ack_wait) + waits + calls + paced
+    return max(consumer_records.STUCK_SECONDS, 2 * policy.ack_wait) + waits + calls + policy.interval_seconds
 
 
 def attempt_seconds(policy: Policy) -> float:
     """Return how long an agent of this policy may neither ask for messages nor settle one while all that it may run
     runs.
     """
-    paced = 1 / policy.rate_limit if policy.rate_limit else 0.0
-    return max(consumer_records.STUCK_SECONDS, 2 * policy.ack_wait) + (policy.timeout or 0.0) + paced
+    least = max(consumer_records.STUCK_SECONDS, 2 * policy.ack_wait)
+    return least + (policy.timeout or 0.0) + policy.interval_seconds

@@ -45,10 +45,11 @@ class Flow:
         key: Callable[[str], Hashable] | None = None,
         isolation: Isolation | None = None,
         on_lost: Callable[[Delivery], None] | None = None,
+        make_buffer: Callable[..., Buffer] = Buffer,
     ) -> None:
-        """`key`, `isolation` and `on_lost` are those of the `Buffer`."""
+        """`key`, `isolation` and `on_lost` are those of the buffer that is made."""
         self.workers = workers
-        self.buffer = Buffer(
+        self.buffer = make_buffer(
             clock,
             key=key,
             isolation=isolation,

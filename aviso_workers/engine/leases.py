@@ -65,7 +65,7 @@ class Outage:
         """When the outage began, and when it was last noticed."""
         self._reported = False
 
-    def begin(self, error: BackendError) -> None:
+    def begin(self, error: Exception) -> None:
         """Note that the bucket could not be used, or still cannot be."""
         now = self._clock.monotonic()
         if now - self._last > APART_SECONDS:
@@ -87,7 +87,10 @@ class Lease:
     """Who leads, in the app's timers or in what `of` names. One worker at a time holds it, but for one that was paused
     and has not noticed yet."""
 
-    def __init__(self, backend: Backend, app: str, *, of: str = LEADER, events: Events) -> None:
+    def __init__(
+        self, backend: Backend, app: str, *, of: str = LEADER, events: Events, outage: Outage | None = None
+    ) -> None:
+        """`outage` is that of several leases, so that it is stated once."""
         self.token = 0
         """Greater with every leader."""
         self._clock = backend.clock
@@ -95,7 +98,7 @@ class Lease:
         self._bucket = RetryingKeyValue(
             backend, bucket, ttl_seconds=LEASE_SECONDS, patience_seconds=RENEW_SECONDS, own=True
         )
-        self._outage = Outage(bucket, clock=backend.clock, events=events)
+        self._outage = outage or Outage(bucket, clock=backend.clock, events=events)
         self._key = of
         self._holder = f"{socket.gethostname()}:{os.getpid()}".encode()
         self._revision = 0
@@ -113,13 +116,18 @@ class Lease:
     async def take(self, stop: anyio.Event) -> bool:
         """Return when it is held; False where `stop` comes first."""
         while not stop.is_set():
-            await self._put(await self._overdue())
-            if self.held:
-                self.token = self._revision
-                self._seen = (0, 0.0)
+            if await self.try_to_take():
                 return True
             await clocks.sleep_until(self._clock, CHECK_SECONDS, stop)
         return False
+
+    async def try_to_take(self) -> bool:
+        """Return whether it is held now. Called again and again, it also takes one that is over and not forgotten."""
+        await self._put(await self._overdue())
+        if self.held:
+            self.token = self._revision
+            self._seen = (0, 0.0)
+        return self.held
 
     async def _overdue(self) -> int:
         """Return the revision of a lease that nobody has renewed for too long; 0 where there is none.

@@ -3,14 +3,15 @@
 `handlers.one` makes its calls through here; `publisher`, tables and buckets ask before they write. A worker that was
 paused or cut off, or whose consumer has another leader, has lost what it handled: another one may be at it. The call is
 cancelled as soon as that is noticed, and what it publishes meanwhile is refused. The settlement is refused by the
-backend.
+backend. The same holds for calls of which all workers together make only so many at a time (`places`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 
@@ -20,9 +21,16 @@ from aviso_workers.engine import calls
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.errors import TakenOverError
 
-__all__ = ["SingletonCalls", "check"]
+__all__ = ["SingletonCalls", "check", "needing"]
 
-_HANDLED: ContextVar[Delivery | None] = ContextVar("handled", default=None)
+
+class _Held(Protocol):
+    @property
+    def held(self) -> bool: ...
+
+
+_NEEDED: ContextVar[_Held | None] = ContextVar("needed", default=None)
+"""What the call that runs may lose."""
 
 
 class SingletonCalls:
@@ -37,14 +45,11 @@ class SingletonCalls:
     ) -> Failure | None:
         """Return what the function returns. Raises `TakenOverError` where another worker may have the notification."""
         self._handled = buffer.delivery_of(notification.sequence)
-        token = _HANDLED.set(self._handled)
-        try:
+        with needing(self._handled):
             check()
             with anyio.CancelScope() as self._scope:
                 return await calls.call(function, notification)
             raise TakenOverError
-        finally:
-            _HANDLED.reset(token)
 
     def end(self, delivery: Delivery) -> None:
         """Cancel the call if it is what handles this delivery, which may have been given to another worker."""
@@ -52,8 +57,18 @@ class SingletonCalls:
             self._scope.cancel()
 
 
+@contextmanager
+def needing(held: _Held | None) -> Iterator[None]:
+    """Refuse in the block what `check` is asked for, once this is not held any more."""
+    token = _NEEDED.set(held)
+    try:
+        yield
+    finally:
+        _NEEDED.reset(token)
+
+
 def check() -> None:
-    """Raise `TakenOverError` in a handler whose notification may have been given to another worker."""
-    handled = _HANDLED.get()
-    if handled is not None and not handled.held:
+    """Raise `TakenOverError` in a handler whose notification, or place, may have been given to another worker."""
+    needed = _NEEDED.get()
+    if needed is not None and not needed.held:
         raise TakenOverError

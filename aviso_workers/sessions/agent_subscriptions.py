@@ -12,7 +12,7 @@ from msgspec import structs
 from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.codec import NotificationReader
 from aviso_workers.aviso.notifications import Notification
-from aviso_workers.aviso.schema import EventType, Where
+from aviso_workers.aviso.schema import EventType, Topic, Where
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
@@ -24,6 +24,7 @@ from aviso_workers.engine.acknowledging import OnDeadLetter, Settler
 from aviso_workers.engine.agent_breakers import AgentBreaker
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.breakers import CircuitBreaker
+from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.consumer_recorder import ConsumerRecorder
 from aviso_workers.engine.dead_letter_store import DeadLetterStore, Requeued
 from aviso_workers.engine.failure_recorder import LastFailures
@@ -34,6 +35,8 @@ from aviso_workers.engine.handlers.one import HandlerContext, NotificationHandle
 from aviso_workers.engine.handlers.outputs import Outputs
 from aviso_workers.engine.handlers.stream import StreamHandler
 from aviso_workers.engine.isolation import Isolation
+from aviso_workers.engine.limits import LimitedBuffer, RateTokens
+from aviso_workers.engine.places import Places
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
@@ -114,6 +117,7 @@ class AgentSubscriptions:
         stream = streams.event_stream(agent.event_type, event_type, self._config)
         clock, policy = self._backend.clock, agent.policy
         singleton_calls = SingletonCalls() if policy.singleton else None
+        limits = self._limits(agent, where.topic)
         flow = Flow(
             clock,
             workers=policy.concurrency,
@@ -123,6 +127,7 @@ class AgentSubscriptions:
             key=topics.key_of(where.topic, policy.order_by) if policy.order_by else None,
             isolation=self._isolation,
             on_lost=singleton_calls.end if singleton_calls and agent.can_be_cancelled else None,
+            make_buffer=partial(LimitedBuffer, limits=limits) if limits else Buffer,
         )
         buffer = flow.buffer
         shield = Shield(clock)
@@ -167,6 +172,7 @@ class AgentSubscriptions:
             on_dead_letter=self._on_dead_letter(agent, event_type, reader, stream.name),
         )
         timeouts = Timeouts(agent, clock=clock, events=self._events)
+        guards = (singleton_calls, *(limit for limit in limits if isinstance(limit, Places)))
         context = HandlerContext(
             agent,
             buffer=buffer,
@@ -175,7 +181,7 @@ class AgentSubscriptions:
             settler=settler,
             timeouts=timeouts,
             clock=clock,
-            singleton_calls=singleton_calls,
+            guard=next((each.call for each in guards if each is not None), None),
         )
         windows = self._windows(context, stream.name)
         run = SubscriptionRun(
@@ -205,7 +211,11 @@ class AgentSubscriptions:
             name=agent.name,
             feeds=self._feeds(agent, event_type, stream, shared, run, repeats, windows),
             run=run,
-            beside=[shared.keep_in_line, *([circuit.work, breaker.work] if circuit and breaker else [])],
+            beside=[
+                shared.keep_in_line,
+                *([circuit.work, breaker.work] if circuit and breaker else []),
+                *(limit.work for limit in limits),
+            ],
             also=windows.close if windows is not None else None,
             at_end=shared.record_last,
         )
@@ -235,6 +245,12 @@ class AgentSubscriptions:
         readers = reader, NotificationReader(agent.event_type, event_type, payload_type=bytes)
         outputs = Outputs(running, app=self._app, stream=stream, publisher=self._publisher)
         return DeadLetterCalls(running, readers, outputs, clock=self._backend.clock, events=self._events).call
+
+    def _limits(self, agent: Agent[Any, Any], topic: Topic) -> list[Places | RateTokens]:
+        """Return the agent's limits across the fleet, in the order in which they are asked."""
+        makers = [(limit, Places if limit.concurrent else RateTokens) for limit in agent.policy.limits]
+        given: dict[str, Any] = {"agent": agent, "app": self._app, "topic": topic, "backend": self._backend}
+        return [make(limit, events=self._events, **given) for limit, make in makers]
 
     def _windows(self, context: HandlerContext, stream: str) -> WindowHandler | None:
         """Return what closes the windows of an agent that has some."""

@@ -138,6 +138,7 @@ def policy(schema: Mapping[str, EventType], agent: Agent[Any, Any]) -> dict[str,
         "order by": ", ".join(chosen.order_by) or "none",
         "rate limit": f"{chosen.rate_limit:g} a second" if chosen.rate_limit else "none",
     }
+    rows |= {"limit" if limit.concurrent else "rate limit": limit.text for limit in chosen.limits}
     if chosen.singleton:
         rows["singleton"] = "one worker handles one at a time, in order"
     if agent.form is Batch:

@@ -15,7 +15,14 @@ from msgspec import Struct
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
-from aviso_workers.state import consumer_records, failure_counts, table_records, timer_records, window_records
+from aviso_workers.state import (
+    consumer_records,
+    failure_counts,
+    limit_records,
+    table_records,
+    timer_records,
+    window_records,
+)
 
 __all__ = ["Kind", "OwnBuckets", "is_of", "kind_of", "of_app"]
 
@@ -49,8 +56,11 @@ def of_app(
         by_key.append(consumer_records.BUCKET)
     if agents:
         by_key.append(f"{app}{failure_counts.BUCKET_SUFFIX}")
-    if led or windows:
+    limits = [limit for agent in agents for limit in agent.policy.limits]
+    if led or windows or any(limit.concurrent for limit in limits):
         by_key.append(leases)
+    if any(limit.number for limit in limits):
+        by_key.append(limit_records.bucket_of(app))
     if led:
         by_key.append(claims)
     return OwnBuckets(
@@ -80,5 +90,5 @@ def is_of(bucket: str, app: str, agent: str = "") -> bool:
     """Return whether a bucket is one of an app, or keeps nothing but what is of one of its agents."""
     if agent:
         return bucket == window_records.bucket_of(app, agent)
-    of_app = (f"{app}{failure_counts.BUCKET_SUFFIX}", *timer_records.buckets_of(app))
+    of_app = (f"{app}{failure_counts.BUCKET_SUFFIX}", *timer_records.buckets_of(app), limit_records.bucket_of(app))
     return bucket in of_app or bucket.startswith((f"{app}__", window_records.bucket_of(app, "")))

@@ -24,20 +24,28 @@ __all__ = [
     "LEADER",
     "LEASES",
     "LEASE_SECONDS",
+    "PLACES",
     "Claim",
     "buckets_of",
     "claims",
     "leader",
+    "leases_of",
 ]
 
 LEASES, CLAIMS = "_leases", "_timers"
 LEASE_SECONDS = 10.0
-LEADER = "leader"
+LEADER, PLACES = "leader", "places"
 KEPT = (
     Kept(
         bucket=f"<app>{LEASES}",
         key=f"{LEADER}, or windows/<agent>",
         holds="the worker that runs the timers of the leader, or closes windows",
+        until=f"{LEASE_SECONDS:g} s after it was renewed",
+    ),
+    Kept(
+        bucket=f"<app>{LEASES}",
+        key=f"{PLACES}/<agent>/<fields of the key>/<their values>/<number>",
+        holds="the worker that makes one of the calls that may run at once; below `wanted`, one that waits for that",
         until=f"{LEASE_SECONDS:g} s after it was renewed",
     ),
     Kept(
@@ -52,6 +60,11 @@ KEPT = (
 def buckets_of(app: str) -> tuple[str, str]:
     """Return the buckets of the app's leases, and of the ticks that its timers claimed."""
     return f"{app}{LEASES}", f"{app}{CLAIMS}"
+
+
+def leases_of(app: str) -> str:
+    """Return the bucket of the app's leases."""
+    return buckets_of(app)[0]
 
 
 async def leader(backend: Backend, app: str) -> str:

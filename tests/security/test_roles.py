@@ -20,7 +20,7 @@ from nats.aio.msg import Msg
 from pyspark.sql.types import DataType, LongType, MapType, StringType, StructField, StructType, TimestampType
 
 from aviso_agents import spark_events
-from aviso_workers import App, Backoff, Notification, Window, Windowing, cli
+from aviso_workers import App, Backoff, Limit, Notification, Window, Windowing, cli
 from aviso_workers import config as settings
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends.jetstream import JetStreamBackend, unreadable
@@ -51,7 +51,13 @@ def an_app(config: Path) -> App:
     app = App("field", config=config)
     table, counter = app.table("newest", int), app.counter("done")
 
-    @app.agent("mars", retry=Backoff(first=0.1, attempts=2, jitter=0), order_by=("class",))
+    @app.agent(
+        "mars",
+        retry=Backoff(first=0.1, attempts=2, jitter=0),
+        order_by=("class",),
+        rate_limit=Limit(100, per=1),
+        limit=Limit(concurrent=1, key=["class"]),
+    )
     async def index(notification: Notification[dict[str, int]]) -> None:
         await table.put("step", 1)
         await counter.add("all", 1)
@@ -122,7 +128,14 @@ async def read_what_is_seldom_read(app: App) -> None:
     backend = app.session.backend
     for stream in (DEAD_LETTERS, RETRIES, DELAYED, "MARS"):
         assert await message_at(backend, stream, 10_000) is None
-    for bucket in ("field__newest", "field_failures", "field_leases", "field_timers", "field_windows_daily"):
+    for bucket in (
+        "field__newest",
+        "field_failures",
+        "field_leases",
+        "field_limits",
+        "field_timers",
+        "field_windows_daily",
+    ):
         await (await backend.key_value(bucket)).get("nothing")
 
 

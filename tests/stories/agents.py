@@ -17,7 +17,7 @@ import anyio
 from msgspec import Struct
 
 from aviso_agents import observer
-from aviso_workers import App, Backoff, Notification, Notify, Tick, Window, Windowing
+from aviso_workers import App, Backoff, Limit, Notification, Notify, Tick, Window, Windowing
 
 __all__ = [
     "ACK_WAIT_SECONDS",
@@ -31,6 +31,7 @@ __all__ = [
     "deadly",
     "hanging",
     "lanes",
+    "limited",
     "observing",
     "other",
     "outputs",
@@ -81,6 +82,7 @@ observing = App("observing")
 observing.include(observer.router)
 singletons = App("singletons")
 counting = App("counting")
+limited = App("limited")
 sums = counting.table("sums", int, default=0)
 kept: list[bytes] = []
 
@@ -88,6 +90,11 @@ kept: list[bytes] = []
 @app.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
 async def work(notification: Notification[Deed]) -> None:
     await _do(notification.payload, app)
+
+
+@limited.agent("mars", rate_limit=Limit(600, per="1m"), concurrency=2, ack_wait=ACK_WAIT_SECONDS)
+async def pace(notification: Notification[Deed]) -> None:
+    await _do(notification.payload, limited)
 
 
 @other.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)

@@ -19,6 +19,7 @@ from aviso_workers import (
     Batch,
     Batching,
     GivenUp,
+    Limit,
     Notification,
     Notify,
     Reject,
@@ -371,3 +372,11 @@ async def call_an_agent(notification: Notification[Field]) -> None:
     await index(notification)  # type: ignore[call-arg]
     in_a_thread("no notification")  # type: ignore[arg-type]
     await load(Batch([notification]))
+
+
+@app.agent("mars", rate_limit=Limit(100, per="1m", key=["class"], across="fleet"), limit=Limit(concurrent=1))
+async def limited(notification: Notification[Field]) -> None: ...
+
+
+def refused_limit() -> None:
+    Limit(100, per="1m", across="worker")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

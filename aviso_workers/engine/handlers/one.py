@@ -28,7 +28,6 @@ from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.handlers.outputs import Outputs
 from aviso_workers.engine.idempotency import IdempotencyKeys
 from aviso_workers.engine.rate_limit import RateLimit
-from aviso_workers.engine.singletons import SingletonCalls
 from aviso_workers.engine.threads import in_thread
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import UndecodableError
@@ -38,6 +37,8 @@ __all__ = ["HandlerContext", "NotificationHandler", "awaitable"]
 Call = Callable[[Any], Awaitable[object]]
 Step = Callable[[Any], Awaitable[Failure | None]]
 """Handles the argument of an author's function. Returns None for success."""
+Guard = Callable[[Step, Buffer, Any], Awaitable[Failure | None]]
+"""Makes a step for an argument that came from a buffer."""
 TIMEOUTS_OF_ALL = 2
 """A call has as many times the agent's `timeout`, with all that is around the function: when the function's own time is
 over, what is around it is left as much again to roll back."""
@@ -56,9 +57,9 @@ class HandlerContext:
         settler: Settler,
         timeouts: Timeouts,
         clock: Clock,
-        singleton_calls: SingletonCalls | None = None,
+        guard: Guard | None = None,
     ) -> None:
-        """`singleton_calls` is a singleton's."""
+        """`guard` makes the calls of an agent that may lose what it needs for them, such as a singleton's."""
         self.agent = agent
         self.buffer = buffer
         self.reader = reader
@@ -71,7 +72,7 @@ class HandlerContext:
         self.function = awaitable(agent, outputs=outputs)
         """The author's function."""
         timeout = agent.policy.timeout
-        self.plain = timeout is None and not agent.around and singleton_calls is None
+        self.plain = timeout is None and not agent.around and guard is None
         """Whether nothing stands between the author's function and its caller, so that `function` may be called in
         place of `step`, and what it returns be published afterwards."""
         self.step: Step = partial(self._call_and_publish, timeouts.limit(self.function, timeout))
@@ -79,8 +80,8 @@ class HandlerContext:
         if agent.around:
             of_all = timeout * TIMEOUTS_OF_ALL if timeout and agent.can_be_cancelled else None
             self.step = timeouts.limit(self._call_in_scope, of_all)
-        if singleton_calls is not None:
-            self.step = partial(singleton_calls.call, self.step, buffer)
+        if guard is not None:
+            self.step = partial(guard, self.step, buffer)
 
     async def wait_for_rate(self, *deliveries: Delivery, lapsed: Event) -> bool:
         """Wait until the agent's `rate_limit` lets deliveries that were taken begin, and return whether they still may.

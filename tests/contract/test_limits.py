@@ -1,0 +1,350 @@
+"""Limits across the fleet, on every backend: all workers together begin so many calls, or make so many at once."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from aviso_workers import App, Backoff, Limit, Notification, Notify
+from aviso_workers.backends import Admin
+from aviso_workers.engine import limits
+from aviso_workers.engine.key_value import RetryingKeyValue
+from aviso_workers.errors import RefusedError
+from aviso_workers.events import LeadershipHindered, LeadershipUnhindered
+from aviso_workers.state import limit_records
+from aviso_workers.testing import Harness, harness
+from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+WORKERS = 4
+RATE = 20
+"""Calls in a second."""
+SECONDS = 10.0
+LATE = limits.GATHERED_SECONDS + limits.VALID_SECONDS
+"""What may come at once beside the rate."""
+
+
+class Calls:
+    """When the calls began, by the value of `class`, on the harness's clock."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = defaultdict(list)
+        self.steps: list[int] = []
+
+    def note(self, notification: Notification[Any], t: Callable[[], float]) -> None:
+        self.times[notification.identifier["class"]].append(t())
+        self.steps.append(int(notification.identifier["step"]))
+
+    @property
+    def all(self) -> list[float]:
+        return sorted(time for times in self.times.values() for time in times)
+
+
+def most_within(times: Iterable[float], seconds: float) -> int:
+    """The most that began in any span of so many seconds."""
+    ordered = sorted(times)
+    return max((sum(begin <= each < begin + seconds for each in ordered) for begin in ordered), default=0)
+
+
+@pytest.fixture
+def calls() -> Calls:
+    return Calls()
+
+
+def clock_of(app: App) -> Callable[[], float]:
+    return lambda: app.session.backend.clock.monotonic()
+
+
+def reached(calls: Calls, count: int) -> bool:
+    return len(calls.all) >= count
+
+
+async def publish(app: App, count: int, *, name: str = "od", first: int = 0) -> None:
+    await app.notify_many(Notify("mars", mars(step=first + step, **{"class": name}), {}) for step in range(count))
+
+
+async def until(t: Harness, condition: Callable[[], Any]) -> None:
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while not condition():
+            await t.advance(0.1)
+
+
+async def test_all_workers_together_keep_the_rate(app: App, url: str | None, calls: Calls) -> None:
+    @app.agent("mars", rate_limit=Limit(RATE * 60, per="1m"), concurrency=3)
+    async def index(notification: Notification[Any]) -> None:
+        calls.note(notification, clock_of(app))
+
+    async with harness(app, server=url, workers=WORKERS) as t:
+        await publish(app, 2 * RATE * int(SECONDS))
+        await until(t, lambda: calls.all)
+        await t.advance(SECONDS)
+        within = [time for time in calls.all if time < calls.all[0] + SECONDS]
+    assert RATE * SECONDS * 0.95 <= len(within) <= RATE * (SECONDS + limits.GATHERED_SECONDS + 0.1)
+
+
+async def test_a_worker_that_is_killed_makes_it_slower_for_a_moment_only(
+    app: App, url: str | None, calls: Calls
+) -> None:
+    @app.agent("mars", rate_limit=Limit(RATE, per=1), concurrency=3, ack_wait=2)
+    async def index(notification: Notification[Any]) -> None:
+        calls.note(notification, clock_of(app))
+
+    async with harness(app, server=url, workers=WORKERS) as t:
+        await publish(app, 2 * RATE * int(SECONDS))
+        await until(t, lambda: len(calls.all) > RATE)
+        await t.crash()
+        await t.advance(SECONDS)
+        within = [time for time in calls.all if time < calls.all[0] + SECONDS]
+    assert RATE * (SECONDS - limits.CHUNK_SECONDS * 2) * 0.95 <= len(within) <= RATE * (SECONDS + LATE)
+
+
+async def test_each_value_of_the_key_has_its_own_rate_and_stops_no_other(
+    app: App, url: str | None, calls: Calls
+) -> None:
+    """A backlog of one value comes before the others in the stream, and is larger than what a worker prefetches."""
+
+    @app.agent("mars", rate_limit=Limit(2, per=1, key=["class"]), concurrency=2)
+    async def index(notification: Notification[Any]) -> None:
+        calls.note(notification, clock_of(app))
+
+    async with harness(app, server=url, workers=2) as t:
+        await publish(app, 200)
+        for name in ("rd", "ea", "ti"):
+            await publish(app, 2, name=name, first=500)
+        began = t.clock.monotonic()
+        await until(t, lambda: all(len(calls.times[name]) == 2 for name in ("rd", "ea", "ti")))
+        took = t.clock.monotonic() - began
+    assert took < 10, "they do not wait for the 200, which take 100 s"
+    assert len(calls.times["od"]) <= 2 * (took + LATE)
+
+
+async def test_order_by_is_kept(app: App, url: str | None, calls: Calls) -> None:
+    @app.agent("mars", rate_limit=Limit(20, per=1, key=["class"]), order_by=["class"], concurrency=8)
+    async def index(notification: Notification[Any]) -> None:
+        calls.note(notification, clock_of(app))
+        await app.session.backend.clock.sleep(0.01)
+
+    async with harness(app, server=url) as t:
+        await publish(app, 60)
+        await until(t, lambda: len(calls.steps) == 60)
+        assert t.outcomes(index) == ["acked"] * 60
+    assert calls.steps == list(range(60))
+    assert most_within(calls.all, 1.0) <= 20 * (1 + LATE)
+
+
+async def test_what_waits_is_not_delivered_again_and_uses_no_attempt(app: App, url: str | None) -> None:
+    seen: list[tuple[int, int]] = []
+
+    @app.agent("mars", rate_limit=Limit(1, per=2), ack_wait=1, retry=Backoff(attempts=1), concurrency=4)
+    async def index(notification: Notification[Any]) -> None:
+        seen.append((notification.num_delivered, notification.attempt))
+
+    async with harness(app, server=url) as t:
+        await publish(app, 4)
+        await until(t, lambda: len(seen) == 4)
+        assert t.outcomes(index) == ["acked"] * 4
+    assert seen == [(1, 1)] * 4
+
+
+async def test_a_bucket_that_is_deleted_is_made_again_and_nothing_begins_twice_as_fast(
+    app: App, url: str | None, calls: Calls
+) -> None:
+    @app.agent("mars", rate_limit=Limit(RATE, per=1), concurrency=3)
+    async def index(notification: Notification[Any]) -> None:
+        calls.note(notification, clock_of(app))
+
+    async with harness(app, server=url, workers=WORKERS) as t:
+        await publish(app, RATE * 20)
+        await until(t, lambda: len(calls.all) > RATE)
+        for _ in range(3):
+            wanted = len(calls.all) + RATE
+            await cast(Admin, app.session.backend).delete_stream(f"KV_{limit_records.bucket_of(app.name)}")
+            await until(t, partial(reached, calls, wanted))
+    took = calls.all[-1] - calls.all[0]
+    assert len(calls.all) <= RATE * (took + LATE)
+
+
+async def test_a_foreign_value_stops_nobody_for_long(
+    app: App, url: str | None, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SKEW", timedelta(seconds=1))
+
+    @app.agent("mars", rate_limit=Limit(RATE, per=1), concurrency=3)
+    async def index(notification: Notification[Any]) -> None:
+        calls.note(notification, clock_of(app))
+
+    async with harness(app, server=url) as t:
+        await publish(app, RATE * 20)
+        for value in (b"none of ours", b'{"until": 1e300}', b'{"until": -1e300}'):
+            await until(t, partial(reached, calls, len(calls.all) + RATE))
+            bucket = await app.session.backend.key_value(limit_records.bucket_of(app.name), own=True)
+            await bucket.put("index/all", value)
+        await until(t, partial(reached, calls, len(calls.all) + RATE))
+        took = calls.all[-1] - calls.all[0]
+    assert len(calls.all) <= RATE * (took + LATE)
+
+
+@pytest.mark.parametrize("shift", [3.0, -3.0, -3600.0], ids=["ahead", "behind", "set back by an hour"])
+async def test_a_server_with_another_clock_makes_nothing_faster(
+    app: App, url: str | None, calls: Calls, monkeypatch: pytest.MonkeyPatch, shift: float
+) -> None:
+    """Workers ask for the time one after the other, so for a while they go by different clocks."""
+    shifted = timedelta()
+    time = RetryingKeyValue.time
+
+    async def shifted_time(self: RetryingKeyValue) -> datetime:
+        return await time(self) + shifted
+
+    monkeypatch.setattr(RetryingKeyValue, "time", shifted_time)
+    monkeypatch.setattr(limits, "SYNC_SECONDS", 1.0)
+    monkeypatch.setattr(limits, "SKEW", timedelta(seconds=2))
+
+    @app.agent("mars", rate_limit=Limit(RATE, per=1), concurrency=3)
+    async def index(notification: Notification[Any]) -> None:
+        calls.note(notification, clock_of(app))
+
+    async with harness(app, server=url, workers=WORKERS) as t:
+        await publish(app, RATE * 20)
+        await until(t, partial(reached, calls, 2 * RATE))
+        shifted = timedelta(seconds=shift)
+        await until(t, partial(reached, calls, 6 * RATE))
+        took = calls.all[-1] - calls.all[0]
+    assert len(calls.all) <= RATE * (took + LATE)
+    assert took <= 6 + 2 * min(abs(shift), 5)
+
+
+async def test_a_singleton_keeps_it_in_order(app: App, url: str | None, calls: Calls) -> None:
+    @app.agent("mars", rate_limit=Limit(RATE, per=1), singleton=True)
+    async def index(notification: Notification[Any]) -> None:
+        calls.note(notification, clock_of(app))
+
+    async with harness(app, server=url, workers=2) as t:
+        await publish(app, 60)
+        await until(t, partial(reached, calls, 60))
+    assert calls.steps == [*range(60)]
+    assert calls.all[-1] - calls.all[0] >= 60 / RATE - LATE
+
+
+async def test_a_worker_hoards_no_more_than_it_can_set_aside(app: App, url: str | None, calls: Calls) -> None:
+    @app.agent("mars", rate_limit=Limit(1, per=1, key=["class"]), concurrency=4)
+    async def index(notification: Notification[Any]) -> None:
+        calls.note(notification, clock_of(app))
+
+    async with harness(app, server=url) as t:
+        await publish(app, 3 * limits.MAX_ASIDE)
+        await t.advance(3.0)
+        info = await app.session.admin.consumer_info("MARS", index.durable_name(app.name))
+    assert limits.MAX_ASIDE / 2 < info.num_ack_pending < 1.2 * limits.MAX_ASIDE
+
+
+async def test_what_is_redelivered_to_another_worker_waits_there_as_well(
+    app: App, url: str | None, calls: Calls
+) -> None:
+    attempts: set[int] = set()
+
+    @app.agent("mars", rate_limit=Limit(5, per=1), concurrency=4, ack_wait=1, retry=Backoff(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        attempts.add(notification.attempt)
+        calls.note(notification, clock_of(app))
+
+    async with harness(app, server=url, workers=2) as t:
+        await publish(app, 30)
+        await until(t, partial(reached, calls, 5))
+        await t.crash()
+        await until(t, lambda: set(calls.steps) == {*range(30)})
+        assert t.dead_letters == []
+    assert attempts == {1}
+    assert len(calls.all) <= 5 * (calls.all[-1] - calls.all[0] + LATE)
+
+
+async def test_two_versions_with_different_limits_keep_each_its_own(url: str | None, app: App) -> None:
+    """They share the time: what one begins is time that the other cannot use."""
+    began: dict[str, list[float]] = defaultdict(list)
+
+    def declared(target: App, version: str, number: int) -> None:
+        @target.agent("mars", rate_limit=Limit(number, per=1), concurrency=3)
+        async def index(notification: Notification[Any]) -> None:
+            began[version].append(clock_of(target)())
+
+    declared(app, "old", 10)
+    new = App("contract", config=app.config)
+    declared(new, "new", 30)
+    async with harness(app, server=url, workers=2) as t:
+        await publish(app, 600)
+        await until(t, lambda: began["old"])
+        await t.deploy(new, beside=True)
+        await until(t, lambda: began["new"])
+        since = t.clock.monotonic()
+        await t.advance(8.0)
+        until_time = t.clock.monotonic()
+    took = until_time - since
+    counts = Counter({version: sum(since <= time < until_time for time in times) for version, times in began.items()})
+    shares = counts["old"] / 10 + counts["new"] / 30
+    assert shares <= took + LATE, "each call takes the time that its own version's limit gives it"
+    assert shares >= 0.9 * (took - 1), counts
+
+
+async def test_beside_an_older_version_without_a_limit_its_own_calls_are_limited(url: str | None, app: App) -> None:
+    began: dict[str, list[float]] = defaultdict(list)
+
+    @app.agent("mars", name="index")
+    async def unlimited(notification: Notification[Any]) -> None:
+        began["old"].append(clock_of(app)())
+        await app.session.backend.clock.sleep(0.01)
+
+    new = App("contract", config=app.config)
+
+    @new.agent("mars", rate_limit=Limit(5, per=1), concurrency=3)
+    async def index(notification: Notification[Any]) -> None:
+        began["new"].append(clock_of(new)())
+
+    async with harness(app, server=url) as t:
+        await publish(app, 1000)
+        await t.deploy(new, beside=True)
+        await until(t, lambda: len(began["new"]) + len(began["old"]) == 1000)
+    took = began["new"][-1] - began["new"][0]
+    assert 0 < len(began["new"]) <= 5 * (took + LATE)
+    assert len(began["old"]) > 500, "it is not limited, and takes what the others leave"
+
+
+async def test_without_the_bucket_nothing_begins_but_what_was_leased(
+    app: App, calls: Calls, kind: str, url: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hindered: list[Any] = []
+    denied = False
+    put = RetryingKeyValue.put
+
+    async def put_or_refuse(self: RetryingKeyValue, key: str, value: bytes, **given: Any) -> int:
+        if denied:
+            raise RefusedError("publish $KV.contract_limits.index/all: permissions violation")
+        return await put(self, key, value, **given)
+
+    monkeypatch.setattr(RetryingKeyValue, "put", put_or_refuse)
+    app.events.listen(hindered.append, LeadershipHindered)
+    app.events.listen(hindered.append, LeadershipUnhindered)
+
+    @app.agent("mars", rate_limit=Limit(RATE, per=1), concurrency=3)
+    async def index(notification: Notification[Any]) -> None:
+        calls.note(notification, clock_of(app))
+
+    async with harness(app, server=url) as t:
+        await publish(app, 30 * RATE)
+        await until(t, lambda: len(calls.all) > RATE)
+        denied, before = True, len(calls.all)
+        await until(t, lambda: hindered)
+        began = len(calls.all) - before
+        assert began <= RATE * limits.CHUNK_SECONDS * 2, "no more than it had leased"
+        await t.advance(30.0 if url is None else 1.0)
+        assert len(calls.all) == before + began
+        denied = False
+        await until(t, lambda: len(calls.all) > before + began + RATE)
+    assert [type(fact).__name__ for fact in hindered] == ["LeadershipHindered", "LeadershipUnhindered"]
+    assert hindered[0].bucket == "contract_limits"
