@@ -779,11 +779,7 @@ def _several(notifications: Iterable[Notify]) -> Iterable[Notify]:
 
 def _agent_mistakes(agent: Agent[Any, Any], examined: Examined) -> Iterator[str]:
     """Yield what is wrong with an agent by its annotations, its code and the configuration."""
-    for running in (agent, *map(agent.running, agent.dead_letter_functions)):
-        if refused := outputs.refused_return(running):
-            its = "its" if running is agent else "on_dead_letter: its"
-            says = f"{its} annotation says that it returns {refused}"
-            yield f"{says}, which fails each call: {outputs.CURE}, and annotate that"
+    yield from _return_mistakes(agent)
     if agent.event_type in examined.unclear:
         return
     event_types = examined.config.notification_schema
@@ -808,6 +804,14 @@ def _agent_mistakes(agent: Agent[Any, Any], examined: Examined) -> Iterator[str]
             topics.key_of(topic, limit.key, of="Limit: key")
     except InvalidNotificationError as error:
         yield str(error)
+
+
+def _return_mistakes(agent: Agent[Any, Any]) -> Iterator[str]:
+    for running in (agent, *map(agent.running, agent.dead_letter_functions)):
+        if refused := outputs.refused_return(running):
+            its = "its" if running is agent else "on_dead_letter: its"
+            says = f"{its} annotation says that it returns {refused}"
+            yield f"{says}, which fails each call: {outputs.CURE}, and annotate that"
 
 
 def _renamed(declared: D, begin: str) -> D:

@@ -22,8 +22,8 @@ from aviso_workers.clocks import Clock
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import BackendError, ConflictError, OutcomeUnknownError
 from aviso_workers.events import Events, LeadershipHindered, LeadershipUnhindered
-from aviso_workers.state import timer_records
-from aviso_workers.state.timer_records import LEADER, LEASE_SECONDS
+from aviso_workers.state import lease_records
+from aviso_workers.state.lease_records import LEADER, LEASE_SECONDS
 
 __all__ = ["OVERDUE_SECONDS", "Lease", "Outage", "drained"]
 
@@ -94,7 +94,7 @@ class Lease:
         self.token = 0
         """Greater with every leader."""
         self._clock = backend.clock
-        bucket = timer_records.buckets_of(app)[0]
+        bucket = lease_records.bucket_of(app)
         self._bucket = RetryingKeyValue(
             backend, bucket, ttl_seconds=LEASE_SECONDS, patience_seconds=RENEW_SECONDS, own=True
         )

@@ -26,8 +26,8 @@ from aviso_workers.engine.leases import RENEW_SECONDS, Lease
 from aviso_workers.engine.limits import Key, KeyLimit
 from aviso_workers.errors import BackendError
 from aviso_workers.events import Events
-from aviso_workers.state import limit_records, timer_records
-from aviso_workers.state.timer_records import LEASE_SECONDS, PLACES
+from aviso_workers.state import lease_records, limit_records
+from aviso_workers.state.lease_records import LEASE_SECONDS, PLACES
 
 __all__ = ["Places"]
 
@@ -68,7 +68,7 @@ class _Place:
 class Places(KeyLimit):
     """The places of an agent."""
 
-    bucket_of = staticmethod(timer_records.leases_of)
+    bucket_of = staticmethod(lease_records.bucket_of)
     ttl_seconds = LEASE_SECONDS
 
     def __init__(self, limit: Limit, *, app: str, backend: Backend, events: Events, **given: Any) -> None:

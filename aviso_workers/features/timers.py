@@ -93,7 +93,7 @@ async def _lead(
 ) -> None:
     """Run these whenever this worker is the leader."""
     clock = backend.clock
-    bucket = timer_records.buckets_of(app)[1]
+    bucket = timer_records.bucket_of(app)
     claims = RetryingKeyValue(backend, bucket, patience_seconds=PATIENCE_SECONDS, own=True)
     outage = Outage(bucket, clock=clock, events=events)
     lease = Lease(backend, app, events=events)

@@ -17,7 +17,7 @@ from aviso_workers.backends import Admin
 from aviso_workers.declare.timers import Timer, ticks_between
 from aviso_workers.ops.agent_control import UNTIL_RESUMED, end_text
 from aviso_workers.ops.agent_report import failing_text
-from aviso_workers.state import consumer_records, failure_records, timer_pauses, timer_records
+from aviso_workers.state import consumer_records, failure_records, lease_records, timer_pauses, timer_records
 from aviso_workers.state.timer_pauses import Pause
 
 __all__ = ["TimerRow", "of_app", "paused_text"]
@@ -45,7 +45,7 @@ class TimerRow(Struct, frozen=True, kw_only=True):
 
 async def of_app(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]], *, ticks: int) -> list[TimerRow]:
     """Return a row for each timer, with so many next ticks. Raises `BackendError`."""
-    leader = await timer_records.leader(admin, app) or "none"
+    leader = await lease_records.leader(admin, app) or "none"
     claims = await timer_records.claims(admin, app)
     noted = await consumer_records.entries(admin)
     failures = failure_records.parsed(noted)

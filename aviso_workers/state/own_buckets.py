@@ -18,6 +18,7 @@ from aviso_workers.declare.timers import Timer
 from aviso_workers.state import (
     consumer_records,
     failure_counts,
+    lease_records,
     limit_records,
     table_records,
     timer_records,
@@ -50,7 +51,7 @@ def of_app(
     agents, timers = tuple(agents), tuple(timers)
     windows = [agent.name for agent in agents if agent.policy.window]
     led = any(timer.leader for timer in timers)
-    leases, claims = timer_records.buckets_of(app)
+    leases, claims = lease_records.bucket_of(app), timer_records.bucket_of(app)
     by_key: list[str] = []
     if agents or timers:
         by_key.append(consumer_records.BUCKET)
@@ -81,7 +82,7 @@ def kind_of(bucket: str) -> Kind:
         return "table"
     if window_records.BUCKET_INFIX in bucket:
         return "windows"
-    if bucket.endswith(timer_records.buckets_of("")):
+    if bucket.endswith((lease_records.LEASES, timer_records.CLAIMS)):
         return "timers"
     return "failures" if bucket.endswith(failure_counts.BUCKET_SUFFIX) else "other"
 
@@ -90,5 +91,10 @@ def is_of(bucket: str, app: str, agent: str = "") -> bool:
     """Return whether a bucket is one of an app, or keeps nothing but what is of one of its agents."""
     if agent:
         return bucket == window_records.bucket_of(app, agent)
-    of_app = (f"{app}{failure_counts.BUCKET_SUFFIX}", *timer_records.buckets_of(app), limit_records.bucket_of(app))
+    of_app = (
+        f"{app}{failure_counts.BUCKET_SUFFIX}",
+        lease_records.bucket_of(app),
+        timer_records.bucket_of(app),
+        limit_records.bucket_of(app),
+    )
     return bucket in of_app or bucket.startswith((f"{app}__", window_records.bucket_of(app, "")))

@@ -1,6 +1,4 @@
-"""The leases of an app's leader, and the ticks that its timers have claimed. `engine.leases` and `features.timers`
-write them.
-"""
+"""The ticks that the timers of an app have claimed. `features.timers` writes them."""
 
 from __future__ import annotations
 
@@ -12,42 +10,14 @@ from msgspec import Struct
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend
 from aviso_workers.backends.buckets import open_existing
-from aviso_workers.errors import (
-    UndecodableError,
-)
+from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Time
 from aviso_workers.state.kept import Kept
 
-__all__ = [
-    "CLAIMS",
-    "KEPT",
-    "LEADER",
-    "LEASES",
-    "LEASE_SECONDS",
-    "PLACES",
-    "Claim",
-    "buckets_of",
-    "claims",
-    "leader",
-    "leases_of",
-]
+__all__ = ["CLAIMS", "KEPT", "Claim", "bucket_of", "claims"]
 
-LEASES, CLAIMS = "_leases", "_timers"
-LEASE_SECONDS = 10.0
-LEADER, PLACES = "leader", "places"
+CLAIMS = "_timers"
 KEPT = (
-    Kept(
-        bucket=f"<app>{LEASES}",
-        key=f"{LEADER}, or windows/<agent>",
-        holds="the worker that runs the timers of the leader, or closes windows",
-        until=f"{LEASE_SECONDS:g} s after it was renewed",
-    ),
-    Kept(
-        bucket=f"<app>{LEASES}",
-        key=f"{PLACES}/<agent>/<fields of the key>/<their values>/<number>",
-        holds="the worker that makes one of the calls that may run at once; below `wanted`, one that waits for that",
-        until=f"{LEASE_SECONDS:g} s after it was renewed",
-    ),
     Kept(
         bucket=f"<app>{CLAIMS}",
         key="<timer>",
@@ -57,29 +27,14 @@ KEPT = (
 )
 
 
-def buckets_of(app: str) -> tuple[str, str]:
-    """Return the buckets of the app's leases, and of the ticks that its timers claimed."""
-    return f"{app}{LEASES}", f"{app}{CLAIMS}"
-
-
-def leases_of(app: str) -> str:
-    """Return the bucket of the app's leases."""
-    return buckets_of(app)[0]
-
-
-async def leader(backend: Backend, app: str) -> str:
-    """Return the host and the process of the worker that leads the app's timers; empty where none does.
-
-    Raises `BackendError`.
-    """
-    bucket = await open_existing(backend, buckets_of(app)[0], ttl_seconds=LEASE_SECONDS, own=True)
-    lease = await bucket.get(LEADER) if bucket is not None else None
-    return lease.value.decode(errors="replace") if lease is not None else ""
+def bucket_of(app: str) -> str:
+    """Return the bucket of the ticks that the app's timers have claimed."""
+    return f"{app}{CLAIMS}"
 
 
 async def claims(backend: Backend, app: str) -> dict[str, Claim]:
     """Return the claims of an app, by timer. Raises `BackendError`."""
-    bucket = await open_existing(backend, buckets_of(app)[1], own=True)
+    bucket = await open_existing(backend, bucket_of(app), own=True)
     found = {}
     for entry in await bucket.entries() if bucket is not None else []:
         with suppress(UndecodableError):

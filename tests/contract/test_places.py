@@ -13,7 +13,7 @@ import pytest
 from aviso_workers import App, Backoff, Limit, Notification, Notify
 from aviso_workers.engine import places
 from aviso_workers.events import Failed
-from aviso_workers.state import timer_records
+from aviso_workers.state import lease_records
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -200,7 +200,7 @@ async def test_a_call_whose_place_is_lost_is_cancelled_and_uses_no_attempt(
         await publish(app, 1)
         await until(t, lambda: running.now["od"])
         bucket = await app.session.backend.key_value(
-            timer_records.buckets_of(app.name)[0], ttl_seconds=timer_records.LEASE_SECONDS, own=True
+            lease_records.bucket_of(app.name), ttl_seconds=lease_records.LEASE_SECONDS, own=True
         )
         key = "places/index/all/0"
         mine = await bucket.newest(key)
@@ -244,7 +244,7 @@ async def test_a_place_that_is_not_used_is_given_back(app: App, url: str | None,
         await until(t, lambda: running.count == 2)
         await t.advance(4 * places.LINGER_SECONDS)
         bucket = await app.session.backend.key_value(
-            timer_records.buckets_of(app.name)[0], ttl_seconds=timer_records.LEASE_SECONDS, own=True
+            lease_records.bucket_of(app.name), ttl_seconds=lease_records.LEASE_SECONDS, own=True
         )
         with anyio.fail_after(PATIENCE_SECONDS):
             while await bucket.get("places/index/class/od/0") is not None:

@@ -22,7 +22,8 @@ from aviso_workers.engine.leases import CHECK_SECONDS, RENEW_SECONDS, Lease, Out
 from aviso_workers.errors import ConflictError, OutcomeUnknownError, UnavailableError
 from aviso_workers.events import Event, Events, LeadershipChanged, LeadershipHindered, LeadershipUnhindered, Ticked
 from aviso_workers.features.timers import Claims, run_timers
-from aviso_workers.state.timer_records import LEADER, LEASE_SECONDS, Claim
+from aviso_workers.state.lease_records import LEADER, LEASE_SECONDS
+from aviso_workers.state.timer_records import Claim
 from tests import forgeries
 
 pytestmark = pytest.mark.anyio
