@@ -338,7 +338,7 @@ class App(Router[S]):
             "include the routers that declare them"
         )
 
-    def _warnings(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Return a sentence for each thing that is not a mistake and may be meant otherwise.
 
         These are the warnings of the configuration, and the agents whose stream keeps only the newest notification of
@@ -676,7 +676,7 @@ class App(Router[S]):
         config = self.config.with_defaults(retry_attempts=sys.maxsize, max_reconnect_attempts=0)
         async with task_group() as beside:
             beside.start_soon(listeners.work)
-            listeners.tell_start(self._warnings())
+            listeners.tell_start(self.warnings())
             await self._connect(config)
             try:
                 beside.start_soon(listeners.measure_lag, self.session)

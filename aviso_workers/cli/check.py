@@ -24,7 +24,7 @@ def check(
     app = find_app(target, agent=agent, config=config)
     if mistakes := app.mistakes():
         raise ConfigError(mistakes)
-    for warning in filter(None, (*app._warnings(), app._nothing_to_run())):
+    for warning in filter(None, (*app.warnings(), app._nothing_to_run())):
         echo(f"warning: {warning}", err=True)
     typer.echo(f"{app.name}: {_counts(app)}, no mistakes")
 

@@ -462,7 +462,7 @@ async def test_methods_objects_and_partials_are_agents() -> None:
     app.agent("mars", name="itself")(indexer)
     app.agent("mars", name="partly")(partial(with_a_prefix, prefix="partial", seen=indexer.seen))
     assert app.mistakes() == []
-    assert not any("partly" in warning and "returns" in warning for warning in app._warnings())
+    assert not any("partly" in warning and "returns" in warning for warning in app.warnings())
     async with harness(app) as t:
         await t.notify("mars", mars(), {"location": "x"})
         await t.settle()

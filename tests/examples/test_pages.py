@@ -25,4 +25,4 @@ def test_each_has_a_page_that_the_index_lists_and_a_program_of_less_than_100_lin
 def test_check_finds_nothing_wrong(load: Load, name: str) -> None:
     app: App = load(name).app
     assert app.mistakes() == []
-    assert app._warnings() == []
+    assert app.warnings() == []
