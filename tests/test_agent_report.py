@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from aviso_workers import App, Backoff, Batch, Batching, Notification, Window, Windowing
+from aviso_workers import App, Backoff, Batch, Batching, Limit, Notification, Window, Windowing
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
 from aviso_workers.ops.agent_report import AgentProgress
@@ -41,6 +41,10 @@ async def plain(notification: Notification[Any]) -> None: ...
     rate_limit=50.0,
 )
 async def busy(notification: Notification[Field]) -> None: ...
+
+
+@app.agent("mars", rate_limit=Limit(100, per="1m"), limit=Limit(concurrent=1, key=["class", "stream"]))
+async def limited(notification: Notification[Any]) -> None: ...
 
 
 @app.agent("plain", batch=Batching(size=500, within=0.5))
@@ -107,6 +111,12 @@ def test_what_is_settled_since_its_failure_was_recorded_is_not_retried(
 
 def test_a_singleton_is_told() -> None:
     assert policy(alone)["singleton"] == "one worker handles one at a time, in order"
+
+
+def test_limits_across_the_fleet_are_told() -> None:
+    told = policy(limited)
+    assert told["rate limit"] == "100 in 1m, across the fleet"
+    assert told["limit"] == "1 at once for each class, stream, across the fleet"
 
 
 def test_what_was_not_declared_is_told_as_it_is_in_effect() -> None:

@@ -173,9 +173,12 @@ class PriorRecord(Struct, frozen=True, kw_only=True):
     stored: bool = True
     """Whether failures can be stored; where not, some may be unknown."""
 
+    uncounted: int = 0
+    """How many calls failed in a way that is no failed attempt, as far as this process knows."""
+
     def handed_over(self, num_delivered: int) -> int:
         """Return how often the notification was handed to the agent, where the server says `num_delivered`."""
-        return num_delivered + self.failures - self.ended
+        return num_delivered + self.failures + self.uncounted - self.ended
 
 
 Known = Literal["run", "run_recorded", "run_alone", "worker_died", "max_deliveries", "parked"]

@@ -355,7 +355,10 @@ class Settler:
         verdict = verdicts.decide(classified, failures=record.failures, retry=self._agent.policy.retry)
         if (spared := self._spared(delivery, classified, verdict, started)) is not None:
             await self._failures.clear(delivery)  # or its next delivery would be handled alone
-            if not self._buffer.ordered:
+            record = structs.replace(record, uncounted=record.uncounted + 1)
+            if self._buffer.ordered:
+                self._buffer.note_record(delivery, record)
+            else:
                 self._failures.note_postponed(delivery, record)
             outcome = _Outcome("retried", spared.reason, classified.error, record.failures, spared.after_seconds)
             self._give_back(delivery, spared.after_seconds)

@@ -39,7 +39,7 @@ from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import limit_records
 from aviso_workers.state.limit_records import LeasedTokens
 
-__all__ = ["Key", "KeyLimit", "LimitedBuffer", "RateTokens"]
+__all__ = ["MAX_KEYS", "Key", "KeyLimit", "LimitedBuffer", "RateTokens"]
 
 MAX_ASIDE = 1000
 """How many deliveries that are set aside do not count as prefetched, so that those of other keys come."""
@@ -175,8 +175,8 @@ class KeyLimit:
                 self._tasks.start_soon(self._serve_all, key)
             await anyio.sleep_forever()
 
-    def _let(self, key: Key, count: int) -> None:
-        """Ask again for so many of a key."""
+    def _let(self, key: Key, count: int) -> int:
+        """Ask again for so many of a key, or fewer; return for how many."""
         waiting, first = self._waiting.get(key, deque()), list[Delivery]()
         while waiting and len(first) < count:
             self.aside -= 1
@@ -184,6 +184,7 @@ class KeyLimit:
                 first.append(delivery)
         for delivery in reversed(first):  # each is put before all others
             self._buffer.ask_again(delivery)
+        return len(first)
 
     async def _serve_all(self, key: Key) -> None:
         while self._waiting[key]:
@@ -205,6 +206,8 @@ class _Leased:
         """Of the record that says it."""
         self.asked_at: float | None = None
         """When more were asked for first, since the last lease was used up."""
+        self.offered = 0
+        """How many were asked again that no handler has taken yet, as while all are busy."""
         self._interval = interval
         self._left = self._granted = self._lost = 0
         self._next = 0.0
@@ -220,6 +223,7 @@ class _Leased:
     def lease(self, first: float, count: int) -> None:
         self._next, self._left = first, count
         self._granted, self._lost, self.asked_at = count, 0, None
+        self.offered = 0
 
     def use(self, now: float) -> bool:
         """Use one, and return whether one may begin now."""
@@ -261,7 +265,10 @@ class RateTokens(KeyLimit):
 
     def admits(self, delivery: Delivery) -> bool:
         leased = self._leased.get(self.key_of(delivery))
-        return leased is not None and leased.use(self._clock.monotonic())
+        if leased is None:
+            return False
+        leased.offered = max(0, leased.offered - 1)
+        return leased.use(self._clock.monotonic())
 
     async def _serve(self, key: Key) -> None:
         if (leased := self._leased.get(key)) is None:
@@ -269,8 +276,8 @@ class RateTokens(KeyLimit):
                 del self._leased[next(iter(self._leased))]
             leased = self._leased[key] = _Leased(self._interval)
         now = self._clock.monotonic()
-        if due := leased.due(now):
-            self._let(key, due)
+        if (more := leased.due(now) - leased.offered) > 0:
+            leased.offered += self._let(key, more)
         if (seconds := leased.next_seconds(now)) is None:
             leased.asked_at = now if leased.asked_at is None else leased.asked_at
             seconds = await self._lease(key, leased)

@@ -23,7 +23,7 @@ from aviso_workers.declare.verdicts import Failure, Retry
 from aviso_workers.engine import calls, singletons
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.leases import RENEW_SECONDS, Lease
-from aviso_workers.engine.limits import Key, KeyLimit
+from aviso_workers.engine.limits import MAX_KEYS, Key, KeyLimit
 from aviso_workers.errors import BackendError
 from aviso_workers.events import Events
 from aviso_workers.state import lease_records, limit_records
@@ -149,6 +149,8 @@ class Places(KeyLimit):
         if (lease := self._tried.get(name)) is None:
             lease = self._lease(of=name)
         if not await lease.try_to_take():
+            if len(self._tried) >= MAX_KEYS:
+                self._tried.clear()
             self._tried[name] = lease
             await self._say_that_we_wait(key)
             return False

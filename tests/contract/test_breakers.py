@@ -72,6 +72,24 @@ async def test_agents_that_depend_on_the_same_wait_together(app: App, url: str |
     assert sorted(began) == ["check", "index"]
 
 
+@pytest.mark.parametrize("order", [[], ["class"]])
+async def test_a_notification_counts_how_often_it_was_handed_over_in_an_outage(
+    app: App, url: str | None, order: list[str]
+) -> None:
+    seen: list[tuple[int, int]] = []
+
+    @app.agent("mars", breaker=SHORT, order_by=order)
+    async def index(notification: Notification[Any]) -> None:
+        seen.append((notification.attempt, notification.num_delivered))
+        if notification.num_delivered < 6:
+            raise ConnectionRefusedError(111, "refused")
+
+    async with harness(app, server=url) as t:
+        await t.notify("mars", mars(step=1), {})
+        await t.settle()
+    assert seen == [(1, number) for number in range(1, 7)]
+
+
 async def test_code_opens_and_closes_a_breaker_and_reads_it(app: App, url: str | None) -> None:
     handled: list[str] = []
     seen: list[tuple[bool, str]] = []

@@ -178,7 +178,7 @@ async def test_a_handler_that_is_run_again_has_each_stored_once(app: App, url: s
         await app.notify("plain", {"a": "hand", "b": "x"}, deliver_after=1)
         if len(runs) == 1:
             await app.notify_many(again)
-            raise ConnectionError
+            raise ValueError
         return again[::-1]
 
     async with harness(app, server=url) as t:

@@ -62,6 +62,7 @@ ELSEWHERE = {
     "`ack_wait` of an agent": "tests/contract/test_shared_filters.py",
     "`key_order` of an event type (`key` in Python)": "tests/contract/test_key_orders.py",
     "`storage_policy` of an event type": "tests/engine/test_provisioning.py",
+    "a `Limit` of an agent": "tests/contract/test_limits.py",
     "`singleton` of an agent": "tests/test_singletons.py",
 }
 """Rows of the table that another module tests."""

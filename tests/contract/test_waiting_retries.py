@@ -21,7 +21,7 @@ FAILING, GOOD = 10_500, 500
 async def test_the_good_ones_are_handled_however_many_wait_for_their_retry(app: App, url: str | None) -> None:
     failed = handled = 0
 
-    @app.agent("mars", retry=Backoff(first=3600.0, jitter=0), concurrency=64)
+    @app.agent("mars", retry=Backoff(first=3600.0, jitter=0), concurrency=64, breaker=None)
     async def index(notification: Notification[Any]) -> None:
         nonlocal failed, handled
         if notification.identifier["class"] == "rd":
@@ -81,7 +81,7 @@ async def test_due_retries_that_take_longer_than_before_give_way_to_what_is_new(
     handled = 0
     retried_seconds = 0.0
 
-    @app.agent("mars", retry=Backoff(first=0.5, factor=1, attempts=50, jitter=0))
+    @app.agent("mars", retry=Backoff(first=0.5, factor=1, attempts=50, jitter=0), breaker=None)
     async def index(notification: Notification[Any]) -> None:
         nonlocal handled, retried_seconds
         if notification.identifier["class"] == "od":

@@ -8,11 +8,11 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Notification, config
+from aviso_workers import App, Limit, Notification, config
 from aviso_workers.backends.jetstream.connection import MAX_DENIALS, NatsConnection
 from aviso_workers.engine import replay
 from aviso_workers.errors import DeniedError, UnansweredError
-from aviso_workers.events import AgentDisturbed
+from aviso_workers.events import AgentDisturbed, LeadershipHindered
 from aviso_workers.server import NatsServer
 from tests.conftest import write_mars_config
 from tests.waits import PATIENCE_SECONDS
@@ -20,6 +20,7 @@ from tests.waits import PATIENCE_SECONDS
 pytestmark = pytest.mark.anyio
 
 MANY = 2 * MAX_DENIALS
+SHORT_SECONDS = 3.0
 
 
 async def test_what_is_denied_is_told_once_for_each_kind_of_subject(tmp_path: Path) -> None:
@@ -135,3 +136,44 @@ async def test_a_denied_settlement_of_a_server_with_longer_replies_is_told(tmp_p
             tasks.cancel_scope.cancel()
         assert isinstance(told[0], DeniedError)
         assert "$js.ack._." in str(told[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "bucket"),
+    [({"rate_limit": Limit(100, per=1)}, "field_limits"), ({"limit": Limit(concurrent=1)}, "field_leases")],
+    ids=["rate_limit", "limit"],
+)
+async def test_without_the_right_to_the_bucket_of_a_limit_nothing_begins_and_the_cure_is_told_once(
+    tmp_path: Path, given: dict[str, Any], bucket: str
+) -> None:
+    server_config = (
+        "authorization { users: [{user: worker, password: right, "
+        f"permissions: {{publish: {{deny: ['$KV.{bucket}.>']}}}}}}] }}\n"
+    )
+    with NatsServer.start(store_dir=tmp_path / "store", config=server_config) as server:
+        app = App("field", config=write_mars_config(tmp_path / "c.yaml", server.url, user="worker", password="right"))
+        begun: list[int] = []
+
+        @app.agent("mars", **given)
+        async def index(notification: Notification[Any]) -> None:
+            begun.append(notification.sequence)
+
+        told: list[LeadershipHindered] = []
+        hindered, stop = anyio.Event(), anyio.Event()
+
+        def hear(event: LeadershipHindered) -> None:
+            told.append(event)
+            hindered.set()
+
+        app.events.listen(hear, LeadershipHindered)
+        async with app, anyio.create_task_group() as tasks:
+            await app.notify("mars", {"class": "od", "step": 6})
+            tasks.start_soon(app._work, stop)
+            with anyio.fail_after(PATIENCE_SECONDS):
+                await hindered.wait()
+            await anyio.sleep(SHORT_SECONDS)
+            tasks.cancel_scope.cancel()
+    assert begun == []
+    assert [event.bucket for event in told] == [bucket]
+    assert "begins no call for which a Limit has to be asked" in str([line.fields for line in told[0].lines()])

@@ -29,6 +29,7 @@ __all__ = [
     "Deed",
     "app",
     "deadly",
+    "exclusive",
     "hanging",
     "lanes",
     "limited",
@@ -83,6 +84,7 @@ observing.include(observer.router)
 singletons = App("singletons")
 counting = App("counting")
 limited = App("limited")
+exclusive = App("exclusive")
 sums = counting.table("sums", int, default=0)
 kept: list[bytes] = []
 
@@ -95,6 +97,11 @@ async def work(notification: Notification[Deed]) -> None:
 @limited.agent("mars", rate_limit=Limit(600, per="1m"), concurrency=2, ack_wait=ACK_WAIT_SECONDS)
 async def pace(notification: Notification[Deed]) -> None:
     await _do(notification.payload, limited)
+
+
+@exclusive.agent("mars", limit=Limit(concurrent=1, key=["expver"]), concurrency=2, ack_wait=ACK_WAIT_SECONDS)
+async def alone(notification: Notification[Deed]) -> None:
+    await _do(notification.payload, exclusive)
 
 
 @other.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ import pytest
 
 from _chaos.clusters import start_nodes, stop_nodes
 from aviso_workers import App
+from aviso_workers.state.lease_records import LEASE_SECONDS
 from tests.contract.settings import app_config
 from tests.stories.processes import Record, Worker, until, until_jetstream
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PROMPT_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -24,6 +27,7 @@ IN_A_MINUTE = 600
 """The limit of the app `limited`."""
 SPAN_SECONDS = 60.0
 WITHIN = 0.05
+REPLICATED = {"notification_backend.jetstream.replicas": 3}
 
 
 async def begun_in_a_minute(record: Record) -> int:
@@ -75,32 +79,113 @@ async def test_a_worker_that_is_paused_begins_nothing_late(
     assert busiest <= IN_A_MINUTE / 60 * (5 + 3), "what may gather in three seconds, at most"
 
 
+@asynccontextmanager
+async def a_cluster_loses_the_leader_of(bucket: str, directory: Path) -> AsyncIterator[tuple[str, Callable[[], Any]]]:
+    """The address of three servers, and what ends the one that leads the bucket, which all have."""
+    nodes = start_nodes(directory, 3)
+    url = ",".join(node.url for node in nodes)
+
+    async def lose_it() -> None:
+        async with App("reader", config=app_config("jetstream", url)) as app:
+            cluster = (await app.session.admin.stream_info(f"KV_{bucket}")).cluster
+        assert len(cluster.followers) == 2
+        next(node for node in nodes if node.server.name == cluster.leader).stop(killed=True)
+
+    try:
+        async with await nats.connect([node.url for node in nodes]) as client:
+            await until_jetstream(client)
+        yield url, lose_it
+    finally:
+        stop_nodes(nodes)
+
+
 @pytest.mark.slow
 async def test_a_cluster_that_loses_the_leader_of_the_bucket_goes_on_and_is_not_faster(
     record: Record, run_worker: Callable[..., Worker], publish: Callable[..., Any], tmp_path: Path
 ) -> None:
-    nodes = start_nodes(tmp_path / "cluster", 3)
-    try:
-        url = ",".join(node.url for node in nodes)
-        async with await nats.connect([node.url for node in nodes]) as client:
-            await until_jetstream(client)
-        settings = {"notification_backend.jetstream.replicas": 3}
+    async with a_cluster_loses_the_leader_of("limited_limits", tmp_path / "cluster") as (url, lose_it):
         await publish(range(2 * IN_A_MINUTE), url=url)
         for _ in range(4):
-            run_worker(app="limited", url=url, settings=settings)
+            run_worker(app="limited", url=url, settings=REPLICATED)
         await until(lambda: len(record.of("begun")) > 50, what=lambda: record.acts)
-        async with App("reader", config=app_config("jetstream", url)) as app:
-            info = await app.session.admin.stream_info("KV_limited_limits")
-            assert len(info.cluster.followers) == 2
-            leader = info.cluster.leader
+        await lose_it()
         before = len(record.of("begun"))
-        next(node for node in nodes if node.server.name == leader).stop(killed=True)
         await until(lambda: len(record.of("begun")) > before + 300, what=lambda: record.acts[-1])
-    finally:
-        stop_nodes(nodes)
     times = sorted(act.time for act in record.of("begun"))
     longest = max(later - earlier for earlier, later in pairwise(times))
     busiest = max(sum(begin <= time < begin + 10 for time in times) for begin in times)
     print(f"nothing began for {longest:.1f} s; at most {busiest} in ten seconds")
-    assert longest < PATIENCE_SECONDS
+    assert longest < PROMPT_SECONDS
     assert busiest <= IN_A_MINUTE / 60 * (10 + 3)
+
+
+@pytest.mark.slow
+async def test_a_cluster_that_loses_the_leader_of_the_leases_has_one_call_at_a_time(
+    record: Record, run_worker: Callable[..., Worker], publish: Callable[..., Any], tmp_path: Path
+) -> None:
+    async with a_cluster_loses_the_leader_of("exclusive_leases", tmp_path / "cluster") as (url, lose_it):
+        await publish(range(150), url=url, seconds=0.1)
+        for _ in range(3):
+            run_worker(app="exclusive", url=url, settings=REPLICATED)
+        await until_done(record, 20)
+        await lose_it()
+        await until_done(record, 150)
+    times = sorted(act.time for act in record.of("begun"))
+    print(f"nothing began for {max(later - earlier for earlier, later in pairwise(times)):.1f} s")
+    assert overlaps(record) == []
+
+
+def overlaps(record: Record) -> list[tuple[int, int]]:
+    """The pairs of calls that ran at once, of those that came to their end."""
+    ends = {(act.pid, act.number): act.time for act in record.of("done")}
+    began = ((act.time, (act.pid, act.number)) for act in record.of("begun"))
+    spans = sorted((begin, ends[call], call[1]) for begin, call in began if call in ends)
+    return [(one[2], other[2]) for one, other in pairwise(spans) if other[0] < one[1]]
+
+
+async def until_done(record: Record, count: int) -> None:
+    await until(lambda: len(record.numbers("done")) >= count, what=lambda: record.acts)
+
+
+@pytest.mark.slow
+async def test_one_call_at_a_time_goes_on_after_workers_are_killed_and_stopped(
+    record: Record, run_worker: Callable[..., Worker], publish: Callable[..., Any]
+) -> None:
+    workers = {worker.pid: worker for worker in (run_worker(app="exclusive") for _ in range(3))}
+    for worker in workers.values():
+        await worker.ready()
+    await publish(range(60), seconds=0.1)
+    await until_done(record, 5)
+    workers.pop(record.of("begun")[-1].pid).kill()
+    killed = time.time()
+    await until(lambda: any(act.time > killed + 0.5 for act in record.of("begun")), what=lambda: record.acts)
+    followed = min(act.time for act in record.of("begun") if act.time > killed + 0.5)
+    leaving = workers[record.of("begun")[-1].pid]
+    leaving.terminate()
+    assert await leaving.ended() == 0
+    await until_done(record, 60)
+    print(f"followed {followed - killed:.1f} s after a worker was killed")
+    assert followed - killed < LEASE_SECONDS + PROMPT_SECONDS
+    assert overlaps(record) == []
+
+
+@pytest.mark.slow
+async def test_a_worker_that_is_paused_during_a_call_is_followed_and_does_not_complete_it(
+    record: Record, run_worker: Callable[..., Worker], publish: Callable[..., Any]
+) -> None:
+    workers = {worker.pid: worker for worker in (run_worker(app="exclusive") for _ in range(2))}
+    for worker in workers.values():
+        await worker.ready()
+    await publish([0], seconds=1.5 * LEASE_SECONDS)
+    await until(lambda: record.of("begun"), what=lambda: record.acts)
+    paused = workers[record.of("begun")[0].pid]
+    paused.send(signal.SIGSTOP)
+    stopped = time.time()
+    await publish([1, 2])
+    await until(lambda: len({act.pid for act in record.of("begun")}) == 2, what=lambda: record.acts)
+    paused.send(signal.SIGCONT)
+    await until(lambda: paused.logged("notification.retried"), what=lambda: paused.log)
+    await until_done(record, 3)
+    assert min(act.time for act in record.of("begun") if act.pid != paused.pid) - stopped > LEASE_SECONDS / 2
+    assert {act.pid for act in record.of("done")} == workers.keys() - {paused.pid}
+    assert sorted(act.number for act in record.of("done")) == [0, 1, 2]
