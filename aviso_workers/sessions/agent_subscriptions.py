@@ -35,8 +35,6 @@ from aviso_workers.engine.handlers.one import HandlerContext, NotificationHandle
 from aviso_workers.engine.handlers.outputs import Outputs
 from aviso_workers.engine.handlers.stream import StreamHandler
 from aviso_workers.engine.isolation import Isolation
-from aviso_workers.engine.limits import LimitedBuffer, RateTokens
-from aviso_workers.engine.places import Places
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
@@ -56,6 +54,7 @@ from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.state.versions import Versions
 
 if TYPE_CHECKING:
+    from aviso_workers.features.limits.rates import KeyLimit
     from aviso_workers.features.windows.handler import WindowHandler
 
 __all__ = ["AgentSubscriptions"]
@@ -117,7 +116,7 @@ class AgentSubscriptions:
         stream = streams.event_stream(agent.event_type, event_type, self._config)
         clock, policy = self._backend.clock, agent.policy
         singleton_calls = SingletonCalls() if policy.singleton else None
-        limits = self._limits(agent, where.topic)
+        limits, make_buffer = self._limits(agent, where.topic)
         flow = Flow(
             clock,
             workers=policy.concurrency,
@@ -127,7 +126,7 @@ class AgentSubscriptions:
             key=topics.key_of(where.topic, policy.order_by) if policy.order_by else None,
             isolation=self._isolation,
             on_lost=singleton_calls.end if singleton_calls and agent.can_be_cancelled else None,
-            make_buffer=partial(LimitedBuffer, limits=limits) if limits else Buffer,
+            make_buffer=make_buffer,
         )
         buffer = flow.buffer
         shield = Shield(clock)
@@ -172,7 +171,7 @@ class AgentSubscriptions:
             on_dead_letter=self._on_dead_letter(agent, event_type, reader, stream.name),
         )
         timeouts = Timeouts(agent, clock=clock, events=self._events)
-        guards = (singleton_calls, *(limit for limit in limits if isinstance(limit, Places)))
+        of_limits = next((limit.guard for limit in limits if limit.guard is not None), None)
         context = HandlerContext(
             agent,
             buffer=buffer,
@@ -181,7 +180,7 @@ class AgentSubscriptions:
             settler=settler,
             timeouts=timeouts,
             clock=clock,
-            guard=next((each.call for each in guards if each is not None), None),
+            guard=of_limits if singleton_calls is None else singleton_calls.call,
         )
         windows = self._windows(context, stream.name)
         run = SubscriptionRun(
@@ -246,11 +245,17 @@ class AgentSubscriptions:
         outputs = Outputs(running, app=self._app, stream=stream, publisher=self._publisher)
         return DeadLetterCalls(running, readers, outputs, clock=self._backend.clock, events=self._events).call
 
-    def _limits(self, agent: Agent[Any, Any], topic: Topic) -> list[Places | RateTokens]:
-        """Return the agent's limits across the fleet, in the order in which they are asked."""
-        makers = [(limit, Places if limit.concurrent else RateTokens) for limit in agent.policy.limits]
+    def _limits(self, agent: Agent[Any, Any], topic: Topic) -> tuple[list[KeyLimit], Callable[..., Buffer]]:
+        """Return the agent's limits across the fleet, in the order in which they are asked, and what makes a buffer."""
+        if not agent.policy.limits:
+            return [], Buffer
+        from aviso_workers.features.limits.places import Places
+        from aviso_workers.features.limits.rates import LimitedBuffer, RateTokens
+
         given: dict[str, Any] = {"agent": agent, "app": self._app, "topic": topic, "backend": self._backend}
-        return [make(limit, events=self._events, **given) for limit, make in makers]
+        makers = [(limit, Places if limit.concurrent else RateTokens) for limit in agent.policy.limits]
+        limits: list[KeyLimit] = [make(limit, events=self._events, **given) for limit, make in makers]
+        return limits, partial(LimitedBuffer, limits=limits)
 
     def _windows(self, context: HandlerContext, stream: str) -> WindowHandler | None:
         """Return what closes the windows of an agent that has some."""

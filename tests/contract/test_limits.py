@@ -13,10 +13,10 @@ import pytest
 
 from aviso_workers import App, Backoff, Limit, Notification, Notify
 from aviso_workers.backends import Admin
-from aviso_workers.engine import limits
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import LeadershipHindered, LeadershipUnhindered
+from aviso_workers.features.limits import rates as limits
 from aviso_workers.state import limit_records
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
@@ -348,3 +348,14 @@ async def test_without_the_bucket_nothing_begins_but_what_was_leased(
         await until(t, lambda: len(calls.all) > before + began + RATE)
     assert [type(fact).__name__ for fact in hindered] == ["LeadershipHindered", "LeadershipUnhindered"]
     assert hindered[0].bucket == "contract_limits"
+
+
+async def test_the_harness_settles_what_waits_for_its_turn(app: App, url: str | None, calls: Calls) -> None:
+    @app.agent("mars", rate_limit=Limit(2, per=1), limit=Limit(concurrent=1, key=["class"]))
+    async def index(notification: Notification[Any]) -> None:
+        calls.note(notification, clock_of(app))
+
+    async with harness(app, server=url) as t:
+        await publish(app, 5)
+        await t.settle()
+    assert sorted(calls.steps) == [*range(5)]

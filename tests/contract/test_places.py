@@ -11,8 +11,8 @@ import anyio
 import pytest
 
 from aviso_workers import App, Backoff, Limit, Notification, Notify
-from aviso_workers.engine import places
 from aviso_workers.events import Failed
+from aviso_workers.features.limits import places
 from aviso_workers.state import lease_records
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars

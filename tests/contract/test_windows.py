@@ -606,6 +606,23 @@ async def test_while_something_is_tried_again_nothing_is_idle(app: App, url: str
         assert (sums(t), t.dead_letters) == ({"0-60 all": 8}, [])
 
 
+async def test_a_window_whose_function_is_throttled_uses_no_attempt(app: App, url: str | None) -> None:
+    tries: list[int] = []
+
+    @app.agent("mars", window=hourly(), retry=Backoff(attempts=1))
+    async def sums_of_all(window: Window[int]) -> Notify | Retry:
+        tries.append(1)
+        return Retry(after=1, counts=False) if len(tries) < 4 else result(window)
+
+    async with harness(app, server=url) as t:
+        await notify(t, 10, 61)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not sums(t):
+                await t.advance(0.5)
+        assert (sums(t), t.dead_letters) == ({"0-60 all": 1}, [])
+    assert len(tries) == 4
+
+
 async def test_while_something_was_not_delivered_nothing_is_idle(
     app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
 ) -> None:

@@ -131,6 +131,8 @@ class KeyLimit:
         self, limit: Limit, *, agent: Agent[Any, Any], app: str, topic: Topic, backend: Backend, events: Events
     ) -> None:
         self.limit = limit
+        self.guard: Callable[..., Any] | None = None
+        """Makes the calls of the agent, where the limit has to end some of them; see `handlers.one`."""
         self.aside = 0
         """How many deliveries are set aside. Some of them may have been given back."""
         self._agent = agent

@@ -23,9 +23,9 @@ from aviso_workers.declare.verdicts import Failure, Retry
 from aviso_workers.engine import calls, singletons
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.leases import RENEW_SECONDS, Lease
-from aviso_workers.engine.limits import MAX_KEYS, Key, KeyLimit
 from aviso_workers.errors import BackendError
 from aviso_workers.events import Events
+from aviso_workers.features.limits.rates import MAX_KEYS, Key, KeyLimit
 from aviso_workers.state import lease_records, limit_records
 from aviso_workers.state.lease_records import LEASE_SECONDS, PLACES
 
@@ -73,6 +73,7 @@ class Places(KeyLimit):
 
     def __init__(self, limit: Limit, *, app: str, backend: Backend, events: Events, **given: Any) -> None:
         super().__init__(limit, app=app, backend=backend, events=events, **given)
+        self.guard = self.call
         self._lease = partial(Lease, backend, app, events=events, outage=self._outage)
         self._ourselves = secrets.token_hex(8).encode()
         self._places: dict[Key, list[_Place]] = {}
