@@ -20,7 +20,16 @@ from aviso_workers.cli.options import argument, flag, option
 from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, printable, terminal
 from aviso_workers.cli.report import Seconds
 from aviso_workers.cli.tables import table
-from aviso_workers.cli.targets import AgentOption, ConfigOption, OpenedServer, Target, connected, find_app, opened
+from aviso_workers.cli.targets import (
+    AgentOption,
+    ConfigOption,
+    OpenedServer,
+    Target,
+    connected,
+    find_app,
+    named_app,
+    opened,
+)
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError
 from aviso_workers.ops import agent_inventory, agent_report, parked
@@ -243,7 +252,7 @@ def _differing(app: App, agent: Agent[Any, Any], progress: AgentProgress) -> dic
 
 @agents.command()
 def retrying(
-    app: Annotated[str, argument("APP", "Name of the app.", autocompletion=completion.apps)],
+    app: Annotated[str, argument("APP", "Name of the app, or MODULE:APP.", autocompletion=completion.apps)],
     agent: Annotated[str, argument("AGENT", "Name of the agent.", autocompletion=completion.agents)],
     as_json: AsJson = False,
     config: ConfigOption = None,
@@ -256,6 +265,9 @@ def retrying(
 
     Example: aviso-workers agents retrying fields index_field
     """
+    name, config = named_app(app, config)
+    assert name is not None
+    app = name
 
     async def read(server: OpenedServer) -> tuple[list[AgentProgress], list[Parked]]:
         everyones = await agent_report.of_deployment(server.admin, server.config)

@@ -114,7 +114,7 @@ def test_what_is_parked_is_listed_and_decided_upon(run: Run, config: Path, start
     assert (neither.code, "say which" in neither.err) == (2, True), neither
     plan = run("agents", "skip", "index", "1", "--app", "field", "--config", config)
     assert "1 of index to be skipped; 2 that wait behind it run without" in plan.out
-    assert "all 1    parked" in run("agents", "retrying", "field", "index", "--config", config).out
+    assert "all 1    parked" in run("agents", "retrying", f"{name}:app", "index", "--config", config).out
     skipped = run("agents", "skip", "index", "--all", "--app", "field", "--yes", "--config", config)
     assert (skipped.code, skipped.out.splitlines()[-1]) == (0, "1 of index are skipped within a minute of its workers")
     assert "nothing is tried again" in run("agents", "retrying", "field", "index", "--config", config).out
