@@ -249,3 +249,17 @@ async def test_a_place_that_is_not_used_is_given_back(app: App, url: str | None,
         with anyio.fail_after(PATIENCE_SECONDS):
             while await bucket.get("places/index/class/od/0") is not None:
                 await t.advance(0.1)
+
+
+async def test_what_gave_way_to_another_worker_is_still_the_first_of_its_key(app: App) -> None:
+    begun: list[int] = []
+
+    @app.agent("mars", limit=Limit(concurrent=1, key=["class"]), concurrency=4)
+    async def index(notification: Notification[Any]) -> None:
+        begun.append(int(notification.identifier["step"]))
+        await app.session.backend.clock.sleep(0.25)
+
+    async with harness(app) as t:
+        await app.notify_many(Notify("mars", mars(step=step), {}) for step in range(40))
+        await t.settle()
+    assert begun == list(range(40))

@@ -163,8 +163,11 @@ class KeyLimit:
         self._buffer = buffer
         self.aside += 1
         key = self.key_of(delivery)
-        if key in self._waiting:
-            self._waiting[key].append(delivery)
+        if (waiting := self._waiting.get(key)) is not None:
+            if waiting and delivery.message.sequence < waiting[0].message.sequence:
+                waiting.appendleft(delivery)  # it was asked again in vain, and is still the first
+            else:
+                waiting.append(delivery)
             return
         self._waiting[key] = deque((delivery,))
         if self._tasks is not None:
