@@ -35,6 +35,7 @@ BUDGETS = {
     "files that use tables": 10,
     "files that use windows": 10,
     "files that use timers": 10,
+    "files that use limits": 5,
     "files that use delayed delivery": 9,
     "files that use singletons": 5,
     "files that use dead letters": 12,

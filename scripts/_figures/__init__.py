@@ -27,6 +27,7 @@ FEATURES = {
     "tables": ("declare.tables", "features.tables.applied", "features.tables.store", "state.table_records"),
     "windows": ("declare.windows", "features.windows.counted", "features.windows.handler", "state.window_records"),
     "timers": ("declare.timers", "features.timers", "state.timer_records"),
+    "limits": ("declare.limits", "features.limits", "state.limit_records"),
     "delayed delivery": ("features.delayed_delivery", "state.delayed_messages"),
     "singletons": ("engine.singletons",),
     "dead letters": ("engine.dead_letter_store", "ops.dead_letters", "state.dead_letter_records", "state.parts"),
