@@ -16,7 +16,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -364,7 +364,7 @@ class Harness:
             )
         version = next((each for each in self._versions if each.app is app), None)
         if version is None:
-            version = _Version(app, self._server)
+            version = _Version(app, self._server, self._resources)
             await self._connections.start(self._keep_connected, version)
         else:
             self._versions.remove(version)
@@ -435,7 +435,7 @@ class Harness:
             client.reconnect()
 
     async def __aenter__(self) -> Harness:
-        version = _Version(self.app, self._server)
+        version = _Version(self.app, self._server, self._resources)
         self._versions.append(version)
         self._readers |= version.readers
         self._entered_in = asyncio.current_task()
@@ -794,10 +794,12 @@ def _positive_seconds(method: str, time: object) -> float:
 
 
 class _Version:
-    """One version of the app's code. Raises `ConfigError` with its mistakes."""
+    """One version of the app's code, whose test gives resources of the types `given`. Raises `ConfigError` with its
+    mistakes.
+    """
 
-    def __init__(self, app: App, server: str | None) -> None:
-        if mistakes := app.mistakes():
+    def __init__(self, app: App, server: str | None, given: Container[Any]) -> None:
+        if mistakes := app._mistakes(given=given):
             raise ConfigError(mistakes)
         self.app = app
         self.config = _config(app.config, server)

@@ -1357,3 +1357,28 @@ class TestVersions:
 
 async def stored(t: Harness, stream: str) -> int:
     return (await t.app.session.admin.stream_info(stream)).messages
+
+
+class Given(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of which one has no default."""
+
+    url: str
+
+
+async def test_settings_that_the_test_gives_need_not_be_configured() -> None:
+    app, stored = App("given", settings=Given), list[str]()
+    app.event_type("thing", key=["n"])
+
+    @app.resource
+    def settings() -> Given:
+        return app.settings()
+
+    @app.agent("thing")
+    async def store(notification: Notification[Any], settings: Given) -> None:
+        stored.append(settings.url)
+
+    async with harness(app, resources={Given: Given(url="fake")}) as t:
+        await t.notify("thing", {"n": 1})
+        await t.settle()
+    assert stored == ["fake"]
+    assert "url" in "".join(app.mistakes()), "and elsewhere it is missed"

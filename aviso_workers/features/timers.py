@@ -131,15 +131,15 @@ class Pauses:
         self._known: dict[str, Pause | None] = {}
         self._again_at = -math.inf
 
-    async def hold(self, timer: str) -> bool:
-        """Return whether the timer is paused now. Where the server does not tell, what it told last holds; where it has
-        told nothing yet, the timer is not paused.
+    async def left_seconds(self, timer: str) -> float:
+        """Return for how long the timer is paused; 0 where it is not. Where the server does not tell, what it told last
+        holds; where it has told nothing yet, the timer is not paused.
         """
         clock = self._backend.clock
         if self._backend.connection.ready and clock.monotonic() >= self._again_at and not await self._look(timer):
             self._again_at = clock.monotonic() + LOOK_AGAIN_SECONDS
         pause = self._known.get(timer)
-        return pause is not None and pause.until > clocks.utc_now(clock)
+        return 0.0 if pause is None else max(0.0, (pause.until - clocks.utc_now(clock)).total_seconds())
 
     async def _look(self, timer: str) -> bool:
         """Return whether the server has told."""
@@ -280,7 +280,7 @@ async def _keep_ticking(
     last = None if claims else clocks.utc_now(clock)
     while not stop.is_set():
         try:
-            paused = await pauses.hold(timer.name)
+            paused_seconds = await pauses.left_seconds(timer.name)
             now = clocks.utc_now(clock)
             if last is None or last - now > MAX_SKEW:  # at first, and after the clock was set back
                 last = await claims.last(now) if claims else now
@@ -289,8 +289,8 @@ async def _keep_ticking(
                 seconds = min((tick - now).total_seconds(), LONGEST_SLEEP_SECONDS)
                 await clocks.sleep_until(clock, seconds, stop)
                 continue
-            if paused:  # the tick is missed if the pause goes on
-                await clocks.sleep_until(clock, RESUME_SECONDS, stop)
+            if paused_seconds:  # the tick is missed if the pause goes on
+                await clocks.sleep_until(clock, min(RESUME_SECONDS, paused_seconds), stop)
                 continue
             if claims is None or await claims.claim(tick):
                 token = claims.token if claims else None

@@ -63,3 +63,18 @@ async def test_ticks_from_before_the_first_worker_are_caught_up(kind: str, nats_
     assert [ticked.time for ticked in ran] == [tick.time for tick in seen]
     assert len(seen) in (6, 7)  # 7 where both ends are ticks
     assert {tick.token for tick in seen} == {None}
+
+
+async def test_a_tick_of_a_pause_runs_when_that_ends() -> None:
+    """And the next one, although it is due within the time after which a worker looks at a pause that goes on."""
+    app = App("contract", config=app_config("in_memory", ""))
+    ticks: list[datetime] = []
+
+    @app.every("10s")
+    async def count(tick: Tick) -> None:
+        ticks.append(tick.time)
+
+    async with harness(app, start=datetime(2026, 11, 26, 12, 0, 2, tzinfo=UTC)) as t:
+        await t.pause(count, seconds=25)
+        await t.advance(60)
+    assert [tick.second for tick in ticks] == [20, 30, 40, 50, 0]
