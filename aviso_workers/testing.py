@@ -90,7 +90,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import AgentDisturbed, Event, Events, Overdue, Settled, TaskFailed, Ticked, WindowDone
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.ops import agent_control, timer_control
+from aviso_workers.ops import agent_control, parked, timer_control
 from aviso_workers.ops.agent_control import AgentConsumer
 from aviso_workers.ops.dead_letters import StoredDeadLetters
 from aviso_workers.sessions.session import Session, open_session
@@ -299,6 +299,23 @@ class Harness:
         await StoredDeadLetters(self._watch, self._versions[-1].config, events=Events()).retry(*handed_back)
         self.dead_letters[:] = [each for each in self.dead_letters if each not in handed_back]
         return handed_back
+
+    async def retry_parked(self, agent: Agent[Any, Any] | str) -> list[int]:
+        """Have everything of the agent that is parked tried again, as the command `agents retry` does, and return the
+        sequences. Raises `BackendError`.
+        """
+        return await self._decide(agent, parked.retry)
+
+    async def skip_parked(self, agent: Agent[Any, Any] | str) -> list[int]:
+        """Have everything of the agent that is parked become dead letters, as the command `agents skip` does, and
+        return the sequences. Raises `BackendError`.
+        """
+        return await self._decide(agent, parked.skip)
+
+    async def _decide(self, agent: Agent[Any, Any] | str, decide: Callable[..., Awaitable[None]]) -> list[int]:
+        waiting = await parked.of_agent(self._watch, self.app.name, self._name(agent))
+        await decide(self._watch, *waiting)
+        return [each.sequence for each in waiting]
 
     async def pause(self, agent: Agent[Any, Any] | Timer[Any, Any] | str, *, seconds: float | None = None) -> None:
         """Pause the agent, as the command `agents pause` does: for so long, or (None) until `resume`. It is given

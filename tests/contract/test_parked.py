@@ -85,7 +85,7 @@ async def test_it_waits_and_is_tried_again_with_all_attempts(app: App, url: str 
         assert (found.sequence, found.record.attempts, found.record.error) == (4, 2, "ValueError: no such field")
         handled.broken.clear()
         handled.tried.clear()
-        await parked.retry(t.app.session.admin, found)
+        assert await t.retry_parked(index) == [4]
         await until(t, lambda: 3 in handled.done)
         await t.settle()
         assert handled.tried == [(3, 1)]
@@ -106,7 +106,7 @@ async def test_its_key_waits_until_it_is_skipped(app: App, url: str | None, hand
         assert sorted(handled.done) == [0, 1, 2, 10, 11, 12, 13, 14, 15], "what is behind it waits, and no other key"
         (found,) = await waiting(t)
         assert (found.record.ordering_key, found.record.behind) == ("od", 2)
-        await parked.skip(t.app.session.admin, found)
+        assert await t.skip_parked("index") == [found.sequence]
         await until(t, lambda: len(handled.done) == 11)
         await t.settle()
         assert [(each.reason, each.attempts) for each in t.dead_letters] == [("skipped", 2)]
