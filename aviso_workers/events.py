@@ -422,7 +422,7 @@ class OutageBegan(Event, frozen=True, kw_only=True):
 
 
 class OutageEnded(Event, frozen=True, kw_only=True):
-    """After `OutageBegan`: a notification has succeeded, and everything begins again."""
+    """After `OutageBegan`: everything begins again."""
 
     lines = logged("info", "agent.outage_ended")
 
@@ -431,6 +431,9 @@ class OutageEnded(Event, frozen=True, kw_only=True):
     """How long it lasted."""
     tries: int
     """How often one was to be tried by this worker, or by others as far as it knows."""
+    answered: bool = True
+    """Whether one has succeeded, or a person has reset the breaker; else failures of any kind have lasted for so long
+    that they count as attempts again."""
 
     def hindrance(self) -> Hindrance:
         return Hindrance(self.agent, OUTAGE)

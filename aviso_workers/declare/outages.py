@@ -61,7 +61,8 @@ class Breaker(Struct, frozen=True, kw_only=True):
     It opens after `unavailable` failures in a row that say that something is away: refused, reset and aborted
     connections, timeouts of sockets, names that cannot be resolved, a locked sqlite3, and the HTTP statuses 429, 502,
     503 and 504 where the exception of a client has them; and `raise Unavailable(...)`. It also opens after `failures`
-    different notifications in a row that failed with any error, or where nine of ten of the last `3 * failures` did.
+    different notifications in a row that failed with any error the first time, or where nine of ten of the last
+    `3 * failures` did.
     After `dead_letters` within a minute, which are more than a tenth of what was settled meanwhile, a worker halts the
     agent until a person resumes it.
 
@@ -109,8 +110,10 @@ class Breaker(Struct, frozen=True, kw_only=True):
 class Evidence:
     """What a worker knows of the failures of one agent, to decide whether they are an outage."""
 
-    def __init__(self, policy: Breaker) -> None:
+    def __init__(self, policy: Breaker, *, answered: int = -1) -> None:
+        """Failures of any kind are no evidence until more than `answered` have succeeded."""
         self._policy = policy
+        self._answered = answered
         self._call: float | None = None
         self._away = 0
         """Failures in a row that say that something is away."""
@@ -121,9 +124,10 @@ class Evidence:
         self._spared: dict[Hashable, int] = {}
         """The notifications of which a failure was not counted, with how many had succeeded then."""
 
-    def is_outage(self, key: Hashable, *, call: float | None, away: bool, succeeded: int) -> bool:
+    def is_outage(self, key: Hashable, *, call: float | None, away: bool, first: bool, succeeded: int) -> bool:
         """Note that a notification failed, and return whether that makes an outage; `succeeded` have by now. `call` is
-        when its call began, if a call takes several: they fail together, and count once.
+        when its call began, if a call takes several: they fail together, and count once. `first`: it has not failed
+        before. What fails again says nothing of others, unless it says that something is away.
         """
         if call is not None and call == self._call:
             return False
@@ -131,7 +135,7 @@ class Evidence:
         if away:
             self._away = self._away + 1 if succeeded == self._away_succeeded else 1
             self._away_succeeded = succeeded
-        if all(known != key for known, _ in self._failed):
+        if first and succeeded > self._answered and all(known != key for known, _ in self._failed):
             self._failed.append((key, succeeded))
         most, failed = self._policy.failures, self._failed
         in_a_row = len(failed) >= most and failed[-most][1] == succeeded

@@ -19,7 +19,7 @@ from aviso_workers.aviso.notifications import Notification
 from aviso_workers.backends import Backend, Delivery
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.outages import is_unavailable
-from aviso_workers.declare.verdicts import Failure
+from aviso_workers.declare.verdicts import Failure, PriorRecord
 from aviso_workers.engine.breakers import LONGER, CircuitBreaker
 from aviso_workers.engine.flow import Flow
 from aviso_workers.errors import BackendError, line_of
@@ -119,10 +119,12 @@ class AgentBreaker:
             if tried and self.is_open:
                 self._circuit.note_answer()
             return None
+        record: PriorRecord | None = delivery.record
         return self._circuit.note_failure(
             (self.agent, delivery.message.sequence, delivery.message.timestamp_ns),
             failure.error,
             away=is_unavailable(failure.error, self._kinds),
+            first=record is None or not (record.failures or record.uncounted),
             tried=tried,
             call=started if self._together else None,
         )

@@ -38,6 +38,9 @@ UNSHARED = Backoff(first=2.0, factor=2.0, max=30.0, jitter=0.5)
 """How long a worker that got none decides alone, by how often in a row. An election of a leader takes a few seconds."""
 LONGER = 1.25
 """What failed waits so many times the interval, so that another notification is tried next."""
+UNNAMED_SECONDS = 900.0
+"""How long failures of any kind are taken for an outage. Then they count again, until something succeeds: notifications
+that cannot be handled would keep others back without end."""
 OPENED_UP_SECONDS = 5.0
 """When everything may begin again at the latest, after the first success."""
 
@@ -116,10 +119,10 @@ class CircuitBreaker:
             agent.hold_back()
 
     def note_failure(
-        self, key: Hashable, error: BaseException, *, away: bool, tried: bool, call: float | None
+        self, key: Hashable, error: BaseException, *, away: bool, first: bool, tried: bool, call: float | None
     ) -> float | None:
         """Note that a notification has failed, by its `key`, `away` if the error says that something is, and `tried` if
-        it was let begin while the breaker is open. `call` is as for `Evidence.is_outage`.
+        it was let begin while the breaker is open. `first` and `call` are as for `Evidence.is_outage`.
 
         Return after how long it is to be tried again where this is no failed attempt; None where it is one.
         """
@@ -127,8 +130,8 @@ class CircuitBreaker:
             self.note_answer()
             return None
         if not self.is_open:
-            succeeded = sum(agent.succeeded() for agent in self._agents)
-            if not self._evidence.is_outage(key, call=call, away=away, succeeded=succeeded):
+            succeeded = self._succeeded
+            if not self._evidence.is_outage(key, call=call, away=away, first=first, succeeded=succeeded):
                 spared = away and self._evidence.spares(key, succeeded=succeeded)
                 return self.intervals.delay_seconds(1) if spared else None
             self._open(error, by_kind=away)
@@ -178,7 +181,7 @@ class CircuitBreaker:
         else:
             self.close()
 
-    def close(self) -> None:
+    def close(self, *, answered: bool = True) -> None:
         """Let everything begin, if the breaker is open."""
         if not self.is_open:
             return
@@ -189,7 +192,7 @@ class CircuitBreaker:
         self._evidence = Evidence(self.policy)
         for agent in self._agents:
             agent.let_all()
-            self._events.emit(OutageEnded(agent=agent.agent, seconds=seconds, tries=self._tries))
+            self._events.emit(OutageEnded(agent=agent.agent, seconds=seconds, tries=self._tries, answered=answered))
 
     async def work(self) -> None:
         """Try notifications while the breaker is open; never returns. Of several that run this, one does it."""
@@ -198,7 +201,10 @@ class CircuitBreaker:
                 await self._opened.wait()
                 await self._join()
                 while self.is_open:
-                    if self._left:
+                    if not self._by_kind and self._clock.monotonic() - self._opened_at > UNNAMED_SECONDS:
+                        self.close(answered=False)
+                        self._evidence = Evidence(self.policy, answered=self._succeeded)
+                    elif self._left:
                         await self._open_up()
                     elif await self._is_due() and self.is_open and not self._left:
                         await self._try_one()
@@ -225,6 +231,10 @@ class CircuitBreaker:
         for agent in self._agents:
             self._events.emit(OutageBegan(agent=agent.agent, error=error, again_in_seconds=self._interval))
         self._opened.set()
+
+    @property
+    def _succeeded(self) -> int:
+        return sum(agent.succeeded() for agent in self._agents)
 
     @property
     def _can_try(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from aviso_workers import App, Backoff, Limit, Notification, Notify
+from aviso_workers import App, Backoff, Breaker, Limit, Notification, Notify
 from aviso_workers.backends import Admin
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import RefusedError
@@ -359,3 +359,53 @@ async def test_the_harness_settles_what_waits_for_its_turn(app: App, url: str | 
         await publish(app, 5)
         await t.settle()
     assert sorted(calls.steps) == [*range(5)]
+
+
+@pytest.mark.parametrize("order", [[], ["class"]])
+@pytest.mark.parametrize(
+    "limits",
+    [{"limit": Limit(concurrent=1, key=["class"])}, {"rate_limit": Limit(100, per="1s", key=["class"])}],
+    ids=["places", "rate"],
+)
+async def test_an_outage_is_waited_for_beside_a_limit(
+    app: App, url: str | None, order: list[str], limits: dict[str, Any]
+) -> None:
+    away = True
+    attempts: list[int] = []
+    done: list[tuple[str, str]] = []
+
+    @app.agent(
+        "mars",
+        retry=Backoff(first=0.05, factor=1, attempts=2),
+        breaker=Breaker(first=0.2, max=0.5),
+        concurrency=4,
+        order_by=order,
+        **limits,
+    )
+    async def index(notification: Notification[Any]) -> None:
+        attempts.append(notification.attempt)
+        await app.session.backend.clock.sleep(0.01)
+        if away:
+            raise ConnectionRefusedError(111, "refused")
+        done.append((notification.identifier["class"], notification.identifier["step"]))
+
+    async def until(condition: Any) -> None:
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not condition():
+                await t.advance(0.1)
+
+    async with harness(app, server=url, workers=2) as t:
+        classes = ("od", "rd")
+        await app.notify_many(
+            Notify("mars", mars(step=step, **{"class": n}), {}) for step in range(30) for n in classes
+        )
+        await until(lambda: len(attempts) > 4)
+        await t.advance(4.0)
+        tried = len(attempts)
+        await t.advance(4.0)
+        assert len(attempts) - tried <= 4.0 / 0.3, "one in each interval"
+        away = False
+        await until(lambda: len(done) == 60)
+        await t.settle()
+        assert t.dead_letters == []
+    assert (len(set(done)), set(attempts)) == (60, {1})

@@ -14,7 +14,7 @@ from anyio.lowlevel import checkpoint
 from aviso_workers import App, Backoff, Breaker, Notification, Notify, Unavailable, clocks
 from aviso_workers.backends import Message
 from aviso_workers.clocks import LoopClock
-from aviso_workers.engine.breakers import OPENED_UP_SECONDS
+from aviso_workers.engine.breakers import OPENED_UP_SECONDS, UNNAMED_SECONDS
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.errors import UnavailableError
@@ -23,7 +23,7 @@ from aviso_workers.jetstream.specs import GROUP
 from aviso_workers.state import outage_records
 from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.testing import Harness, harness
-from tests.contract.settings import mars
+from tests.contract.settings import app_config, mars
 from tests.deliveries import UnsettledDelivery
 from tests.waits import PATIENCE_SECONDS
 
@@ -218,6 +218,46 @@ async def test_any_error_of_many_in_a_row_is_an_outage(app: App, url: str | None
         buried = len(t.dead_letters)
         catalogue.away = None
         await until(t, lambda: len(catalogue.stored) == 50 - buried)
+
+
+async def test_many_that_fail_again_are_no_outage(app: App, url: str | None, catalogue: Catalogue) -> None:
+    began: list[OutageBegan] = []
+    app.events.listen(began.append, OutageBegan)
+    catalogue.away = None
+    catalogue.poison = set(range(0, 120, 2))
+
+    @app.agent("mars", retry=Backoff(first=0.5, factor=1, attempts=3), breaker=SHORT, concurrency=4)
+    async def index(notification: Notification[Any]) -> None:
+        catalogue.store(notification)
+
+    async with harness(app, server=url) as t:
+        await publish(app, range(120))
+        await until(t, lambda: len(t.dead_letters) == 60)
+        assert {each.attempts for each in t.dead_letters} == {3}
+    assert (began, len(catalogue.stored)) == ([], 60)
+
+
+async def test_many_that_cannot_be_handled_keep_others_back_for_a_while_only() -> None:
+    app = App("contract", config=app_config("in_memory", ""))
+    catalogue = Catalogue()
+    catalogue.away = None
+    catalogue.poison = set(range(30))
+    ended: list[bool] = []
+    app.events.listen(lambda event: ended.append(event.answered), OutageEnded)
+
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None:
+        catalogue.store(notification)
+
+    async with harness(app) as t:
+        await publish(app, range(31))
+        await t.advance(UNNAMED_SECONDS)
+        assert (catalogue.stored, t.dead_letters) == ([], [])
+        await t.advance(150.0)
+        assert catalogue.stored == [30]
+        assert {each.attempts for each in t.dead_letters} == {6}
+        assert len(t.dead_letters) == 30
+    assert ended == [False]
 
 
 async def test_one_worker_of_all_tries_at_a_time(app: App, url: str | None, catalogue: Catalogue) -> None:
