@@ -10,28 +10,28 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 66_129,
-    "lines of the core": 36_753,
+    "lines": 68_905,
+    "lines of the core": 39_070,
     "lines of agents": 809,
-    "lines of aviso": 2_704,
-    "lines of aviso_workers": 4_115,
+    "lines of aviso": 2_714,
+    "lines of aviso_workers": 4_402,
     "lines of backends": 6_781,
-    "lines of cli": 5_918,
+    "lines of cli": 6_146,
     "lines of config": 2_729,
-    "lines of declare": 3_877,
-    "lines of engine": 6_907,
+    "lines of declare": 4_215,
+    "lines of engine": 7_577,
     "lines of jetstream": 2_493,
-    "lines of ops": 14_168,
+    "lines of ops": 14_397,
     "lines of projects": 77,
     "lines of server": 2_174,
     "lines of spark": 6_236,
-    "lines of state": 2_023,
-    "lines of telemetry": 1_706,
+    "lines of state": 2_264,
+    "lines of telemetry": 1_720,
     "lines of worker": 1_013,
-    "modules that a plain worker loads": 157,
-    "lines that a plain worker loads": 31_567,
+    "modules that a plain worker loads": 162,
+    "lines that a plain worker loads": 32_949,
     "modules of the reading list": 33,
-    "lines of the reading list": 9_817,
+    "lines of the reading list": 10_310,
     "files that use tables": 10,
     "files that use windows": 10,
     "files that use timers": 10,
@@ -45,7 +45,7 @@ BUDGETS = {
 }
 SLACK = 0.98
 """A figure below this part of its budget lowers the budget in the same commit."""
-FLOORS = {"tests that touch public names only": 990}
+FLOORS = {"tests that touch public names only": 1_048}
 """Figures that may only rise: a test of behaviour outlives a change of the modules that it does not name."""
 
 
