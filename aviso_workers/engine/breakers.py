@@ -170,6 +170,8 @@ class CircuitBreaker:
 
     def note_answer(self) -> None:
         """Note that what the agents depend on has answered, and let two more of each begin."""
+        if not self.is_open:
+            return  # it was reset meanwhile
         if not self._left:
             self._left = 2 * sum(agent.concurrency for agent in self._agents)
             self._changed.set()
@@ -368,4 +370,5 @@ class CircuitBreaker:
     async def _tell(self) -> None:
         """Tell the other workers that the outage is over, unless one of them has told it."""
         if not self._told:
+            await self._news()  # another worker may have written it since
             self._told = await self._write(over=True)

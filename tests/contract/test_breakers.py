@@ -123,6 +123,33 @@ async def test_code_opens_and_closes_a_breaker_and_reads_it(app: App, url: str |
     assert seen == [(False, ""), (True, "Unavailable: maintenance until noon")]
 
 
+async def test_what_is_reset_in_one_worker_goes_on_in_all(app: App, url: str | None) -> None:
+    broken = True
+    done: list[str] = []
+
+    @app.agent("mars", depends_on="catalogue", where={"class": "od"}, breaker=Breaker(first=30.0, max=30.0))
+    async def index(notification: Notification[Any]) -> None:
+        if broken:
+            raise ConnectionRefusedError(111, "refused")
+        done.append(notification.identifier["step"])
+
+    @app.agent("mars", where={"class": "rd"})
+    async def reset(notification: Notification[Any]) -> None:
+        app.breaker("catalogue").reset()
+
+    began: list[str] = []
+    app.events.listen(lambda event: began.append(event.agent), OutageBegan)
+    async with harness(app, server=url, workers=2) as t:
+        await publish(app, 60)
+        await until(t, lambda: len(began) == 2)
+        await t.advance(3.0)
+        broken = False
+        await t.notify("mars", {**mars(step=1), "class": "rd"}, {})
+        began_again = t.clock.monotonic()
+        await until(t, lambda: len(done) >= 50)
+        assert t.clock.monotonic() - began_again < 15.0, "before one would have been tried; what had failed comes later"
+
+
 async def test_a_breaker_that_no_agent_has_is_named(app: App, url: str | None) -> None:
     @app.agent("mars", depends_on="catalogue")
     async def index(notification: Notification[Any]) -> None:
