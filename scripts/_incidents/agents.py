@@ -33,7 +33,7 @@ ledger = os.open(directory / f"{name}.ledger", os.O_WRONLY | os.O_APPEND | os.O_
 app = App(name)
 
 
-@app.agent(name, concurrency=4, ack_wait=2.0, retry=retry)
+@app.agent(name, concurrency=4, ack_wait=2.0, retry=retry, breaker=None)
 async def handle(notification: Notification[Any]) -> None:
     match notification.payload:
         case "reject" if _fault("handler"):

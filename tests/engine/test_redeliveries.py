@@ -304,9 +304,11 @@ async def test_the_failures_of_however_many_that_wait_in_order_are_remembered(
     async with anyio.create_task_group() as tasks:
         for delivery in [await here.buffer.take() for _ in range(many)]:
             tasks.start_soon(fail, here, delivery)
-    for delivery in [await here.buffer.take() for _ in range(many)]:
-        if delivery is not None and delivery.message.sequence <= 100:
-            await fail(here, delivery)
+    async with here.deciding():
+        for delivery in [await here.buffer.take() for _ in range(many)]:
+            if delivery is not None and delivery.message.sequence <= 100:
+                await fail(here, delivery)
+        here.buffer.close()
     assert {settled.attempt for settled in facts.of(Settled)[-100:]} == {2}
 
 

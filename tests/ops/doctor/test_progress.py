@@ -292,6 +292,9 @@ def test_what_is_unfinished_because_it_fails_is_told_with_its_error(working: See
         f"{SHARED} > field__index": "5 delivered and not finished; the oldest one, after sequence 0, for 10 min; "
         "the last error: OSError: no index (fields.py:12)"
     }
+    outage = OutageRecord(since=now, reason="OSError: away", again_in_seconds=4.0, written=now)
+    waiting = judged(structs.replace(facts, outages={("field", "index"): outage}))
+    assert (waiting.found("JS058"), len(waiting.found("JS078"))) == ({}, 1), "one of them says it"
 
 
 def recorded(working: Seen, *, minutes: float, longest_seconds: float = 300.0) -> ConsumerRecord:

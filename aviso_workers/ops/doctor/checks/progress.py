@@ -243,8 +243,9 @@ def hidden(facts: Facts) -> Iterator[Finding]:
 )
 def unfinished(facts: Facts) -> Iterator[Finding]:
     """The check fails when the oldest delivered notification is unfinished for longer than the policy of its agent
-    allows ([the rules](lag.md#when-a-consumer-is-stuck)).
+    allows ([the rules](lag.md#when-a-consumer-is-stuck)), unless the agent waits for the end of an outage (JS078).
     """
+    waiting = {agents.durable_name(*of) for of, outage in facts.outages.items() if not outage.is_abandoned(facts.now)}
     for key, after in facts.consumers.items():
         before = facts.before.consumers.get(key, after)
         record = facts.records.get(key)
@@ -252,6 +253,8 @@ def unfinished(facts: Facts) -> Iterator[Finding]:
         why = stuck.why_stuck(now, before, record)
         if not why or _delivers_due(after) or not (after.num_ack_pending or after.num_waiting):
             continue  # JS076 or JS030 says it
+        if after.name in waiting:
+            continue  # JS078 says it
         failure = _last_failure(facts, after)
         if before.num_waiting or after.num_waiting or not after.pulled:
             yield about(after, f"{why}{failure}")
