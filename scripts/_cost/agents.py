@@ -43,7 +43,7 @@ async def count_in_order(notification: Notification[Field]) -> None:
     tally.add()
 
 
-@failing.agent("mars", name="count", concurrency=64, retry=Backoff(attempts=1))
+@failing.agent("mars", name="count", concurrency=64, retry=Backoff(attempts=1), breaker=None)
 async def count_failures(notification: Notification[Field]) -> None:
     tally.add()
     raise ValueError(notification.payload.location)
