@@ -431,6 +431,7 @@ class Settler:
         await self._failures.park(delivery, structs.replace(known, behind=behind))
         if not self._buffer.ordered:
             self._failures.note_postponed(delivery, record)
+        self._buffer.end_try(delivery)  # it was let begin in an outage, and says nothing about that
         self._give_back(delivery, PARKED.after_seconds)
 
     def _parked(self, delivery: Delivery, error: BaseException | None, *, attempts: int) -> ParkedRecord:

@@ -100,7 +100,7 @@ class CircuitBreaker:
         self._opened_at = 0.0
         self._tries = 0
         self._interval = policy.first
-        self._not_before = 0.0
+        self._not_before = self._tripped_until = 0.0
         self._alone_until, self._unanswered = 0.0, 0
         self._revision = 0
         """Of the shared record, as it was seen last."""
@@ -154,7 +154,11 @@ class CircuitBreaker:
         def trip() -> None:
             if not self.is_open:
                 self._open(error, by_kind=True)
-            self._not_before = max(self._not_before, self._clock.monotonic() + (error.after or 0.0))
+            elif error.after:
+                self._left = 0
+                self._hold_back()
+            self._tripped_until = self._clock.monotonic() + (error.after or 0.0)
+            self._not_before = max(self._not_before, self._tripped_until)
 
         self._on_loop(trip)
 
@@ -170,8 +174,8 @@ class CircuitBreaker:
 
     def note_answer(self) -> None:
         """Note that what the agents depend on has answered, and let two more of each begin."""
-        if not self.is_open:
-            return  # it was reset meanwhile
+        if not self.is_open or self._clock.monotonic() < self._tripped_until:
+            return  # it was reset, or tripped, meanwhile
         if not self._left:
             self._left = 2 * sum(agent.concurrency for agent in self._agents)
             self._changed.set()
@@ -188,7 +192,7 @@ class CircuitBreaker:
         if not self.is_open:
             return
         seconds = self._clock.monotonic() - self._opened_at
-        self.is_open, self._left, self._not_before = False, 0, 0.0
+        self.is_open, self._left, self._not_before, self._tripped_until = False, 0, 0.0, 0.0
         self._opened = anyio.Event()
         self._changed.set()
         self._evidence = Evidence(self.policy)
@@ -317,6 +321,7 @@ class CircuitBreaker:
         except ConflictError:
             return False
         self._revision = revision or self._revision
+        self._told = over
         return True
 
     async def _shared(self, request: Callable[[], Awaitable[T]]) -> T | None:
@@ -371,4 +376,4 @@ class CircuitBreaker:
         """Tell the other workers that the outage is over, unless one of them has told it."""
         if not self._told:
             await self._news()  # another worker may have written it since
-            self._told = await self._write(over=True)
+            await self._write(over=True)

@@ -407,7 +407,7 @@ class Buffer:
 
     def _let_begin(self, delivery: Delivery, back: _HeldBack) -> None:
         if delivery not in back.decided:
-            self._offer(delivery)
+            self._offer(delivery, screened=delivery.record is not None)
             return
         back.decided.discard(delivery)
         if self._held_back is not None:
@@ -449,13 +449,15 @@ class Buffer:
         if held:
             self.finished += 1
             waited = delivery.waited
+            del self._held[delivery.message.sequence]
             if waited is not None and self._isolation.alone is None:
                 self.running -= 1  # and its size is counted no more
                 self._bodiless -= delivery.bodiless
             else:
                 self._note_not_running(delivery)
                 self._subtract_bytes(delivery)
-            del self._held[delivery.message.sequence]
+                if waited is None:
+                    self._on_surplus()  # no handler begins for it, which would ask for more
         if self._keys is not None and (following := self._keys.leave(delivery)):
             self._offer(following)
         return (waited or 0.0) if held else None

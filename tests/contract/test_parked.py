@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Backoff, Notification, Notify, Window, Windowing
+from aviso_workers import App, Backoff, Breaker, Notification, Notify, Window, Windowing
 from aviso_workers.declare import verdicts
 from aviso_workers.declare.verdicts import Again
 from aviso_workers.engine import acknowledging
@@ -135,6 +135,55 @@ async def test_a_worker_that_starts_leaves_it_parked(
         handled.broken.clear()
         await parked.retry(t.app.session.admin, *await waiting(t))
         await until(t, lambda: sorted(handled.done) == [3, 4])
+
+
+async def test_others_go_on_however_often_parked_ones_are_looked_at(
+    app: App, url: str | None, handled: Handled
+) -> None:
+    handled.broken = set(range(15))
+
+    @app.agent("mars", retry=Backoff(attempts=1, then="park"))
+    async def index(notification: Notification[Any]) -> None:
+        handled.handle(notification)
+
+    async with harness(app, server=url) as t:
+        await app.notify_many(Notify("mars", mars(step=step), {}) for step in range(15))
+        await until(t, lambda: len(handled.tried) == 15)
+        await looked_at(t)
+        await app.notify_many(Notify("mars", mars(step=step), {}) for step in range(20, 23))
+        await t.advance(5.0)
+        assert handled.done == [20, 21, 22]
+
+
+@pytest.mark.parametrize("order", [[], ["step"]])
+async def test_they_stay_parked_through_an_outage(
+    app: App, url: str | None, handled: Handled, order: list[str]
+) -> None:
+    handled.broken = set(range(10))
+    away = False
+
+    @app.agent(
+        "mars",
+        retry=Backoff(attempts=1, then="park"),
+        order_by=order,
+        breaker=Breaker(first=0.2, max=0.5, failures=100),
+    )
+    async def index(notification: Notification[Any]) -> None:
+        if away:
+            raise ConnectionRefusedError(111, "refused")
+        handled.handle(notification)
+
+    async with harness(app, server=url) as t:
+        await app.notify_many(Notify("mars", mars(step=step), {}) for step in range(10))
+        await until(t, lambda: len(handled.tried) == 10)
+        away = True
+        await app.notify_many(Notify("mars", mars(step=step), {}) for step in range(20, 30))
+        await looked_at(t)
+        away = False
+        await until(t, lambda: len(handled.done) == 10)
+        await looked_at(t)
+    assert sorted(handled.done) == list(range(20, 30))
+    assert len([step for step, _ in handled.tried if step < 10]) == 10, "nobody has decided on them"
 
 
 def test_windows_cannot_be_parked() -> None:
