@@ -10,8 +10,8 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 68_911,
-    "lines of the core": 39_073,
+    "lines": 68_919,
+    "lines of the core": 39_081,
     "lines of agents": 809,
     "lines of aviso": 2_714,
     "lines of aviso_workers": 4_402,
@@ -19,7 +19,7 @@ BUDGETS = {
     "lines of cli": 6_146,
     "lines of config": 2_729,
     "lines of declare": 4_215,
-    "lines of engine": 7_580,
+    "lines of engine": 7_588,
     "lines of jetstream": 2_493,
     "lines of ops": 14_400,
     "lines of projects": 77,
@@ -29,9 +29,9 @@ BUDGETS = {
     "lines of telemetry": 1_720,
     "lines of worker": 1_013,
     "modules that a plain worker loads": 162,
-    "lines that a plain worker loads": 32_952,
+    "lines that a plain worker loads": 32_960,
     "modules of the reading list": 33,
-    "lines of the reading list": 10_310,
+    "lines of the reading list": 10_313,
     "files that use tables": 10,
     "files that use windows": 10,
     "files that use timers": 10,
