@@ -159,6 +159,8 @@ def is_unavailable(error: BaseException, kinds: tuple[type[BaseException], ...] 
     An error may be an object of the author's, and whatever it raises when it is looked at says nothing.
     """
     with suppress(Exception):
+        if getattr(error, OWN_TIMEOUT, False):
+            return False  # whatever the call was ended in
         return any(_is_away(each, kinds) for each in _causes(error))
     return False
 
@@ -185,8 +187,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_away(error: BaseException, kinds: tuple[type[BaseException], ...]) -> bool:
-    if getattr(error, OWN_TIMEOUT, False):
-        return False
     if isinstance(error, (Unavailable, *AWAY, *kinds)):
         return True
     if isinstance(error, OSError) and error.errno in AWAY_ERRNOS:

@@ -113,8 +113,8 @@ class AgentBreaker:
         Return after how long it is to be tried again where this is no failed attempt; None where it is one.
         """
         tried = self._buffer.end_try(delivery)
-        if failure.final or failure.worker_died:
-            return None  # nothing that the author's function has called
+        if failure.final or failure.worker_died or not self._tries:
+            return None  # nothing that the author's function has called, or what counts for a window
         if failure.instruction is not None:
             if tried and self.is_open:
                 self._circuit.note_answer()

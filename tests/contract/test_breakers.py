@@ -261,6 +261,27 @@ async def test_ten_minutes_in_virtual_time() -> None:
     assert sum(counted) == 600
 
 
+async def test_what_cannot_be_counted_does_not_stop_windows() -> None:
+    app = App("contract", config=app_config("in_memory", ""))
+    counted = list[int]()
+
+    def fold(count: int, notification: Notification[Any]) -> int:
+        if int(notification.identifier["step"]) < 30:
+            raise ConnectionRefusedError(111, "refused")
+        return count + 1
+
+    @app.agent("mars", retry=QUICK, window=Windowing(size="1m", fold=fold, initial=0, lateness="0s", idle="5s"))
+    async def count(window: Window[int]) -> None:
+        counted.append(window.value)
+
+    async with harness(app) as t:
+        await publish(app, 40)
+        await t.settle()
+        await t.advance(120.0)
+        assert len(t.dead_letters) == 30
+    assert sum(counted) == 10
+
+
 def test_breakers_that_differ_cannot_be_shared() -> None:
     app = App("contract", config=app_config("in_memory", ""))
 

@@ -279,7 +279,7 @@ class TestANotification:
         def index(notification: Notification[Any]) -> Notify:
             hanging(notification)
             if raises:
-                raise ValueError("the query was ended")
+                raise ConnectionError("the query was ended")
             return Notify("mars", mars(step=99))
 
         agent = Router("theirs").agent("mars", timeout=TIMEOUT_SECONDS, retry=ONCE)(index)
