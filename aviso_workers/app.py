@@ -430,7 +430,6 @@ class App(Router[S]):
         wait has a note that the request is stored.
         """
         wanted = Notify(event_type, identifier, payload, message_id=message_id, ttl=ttl, headers=headers)
-        self.check(wanted)
         filtered = None if where is None else check_filter(where)
         seconds = durations.seconds("request: timeout=", timeout)
         found: Notification[R] = await self.session.request(

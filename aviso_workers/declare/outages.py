@@ -59,7 +59,7 @@ class Breaker(Struct, frozen=True, kw_only=True):
     """The breaker of an agent: when it takes failures for an outage of what the agent depends on, and how it waits.
 
     It opens after `unavailable` failures in a row that say that something is away: refused, reset and aborted
-    connections, timeouts of sockets, names that cannot be resolved, a locked sqlite3, and the HTTP statuses 429, 502,
+    connections, every TimeoutError, names that cannot be resolved, a locked sqlite3, and the HTTP statuses 429, 502,
     503 and 504 where the exception of a client has them; and `raise Unavailable(...)`. It also opens after `failures`
     different notifications in a row that failed with any error the first time, or where nine of ten of the last
     `3 * failures` did.

@@ -122,10 +122,10 @@ async def settle_again(repeats: Repeats, *, handle: Callable[[Delivery], None]) 
             settle(delivery, settlement)
 
 
-def give_back(deliveries: Sequence[Delivery]) -> int:
-    """Nak the deliveries of a worker that stops, in this order, and return how many there are."""
+def give_back(deliveries: Sequence[Delivery], *, delay_seconds: float = 0.0) -> int:
+    """Nak the deliveries of a worker that stops or waits, in this order, and return how many there are."""
     for delivery in deliveries:
-        delivery.nak()
+        delivery.nak(delay_seconds=delay_seconds)
     return len(deliveries)
 
 
@@ -183,8 +183,7 @@ class Settler:
 
     def give_back_waiting(self, *, delay_seconds: float) -> None:
         """Nak the deliveries whose handling has not begun, for workers that can handle them."""
-        for waiting in self._buffer.withdraw():
-            waiting.nak(delay_seconds=delay_seconds)
+        give_back(self._buffer.withdraw(), delay_seconds=delay_seconds)
 
     def note_unsigned(self, message: Message) -> None:
         """State that a notification is suspected, where it has no headers and is a server's answer."""

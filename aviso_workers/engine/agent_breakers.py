@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import anyio
+from msgspec import structs
 
 from aviso_workers import clocks
 from aviso_workers.aviso.literals import printable
@@ -34,6 +35,8 @@ FLOOD_SHARE = 0.1
 """The share of dead letters among what is settled that makes a flood of many of them."""
 FLOOD_REASONS = frozenset({"attempts_exhausted", "undecodable", "invalid_notification"})
 """The reasons of dead letters that a deploy may be the cause of, and that no author has decided on."""
+HALTED_SECONDS = outage_records.RENEW_SECONDS * LONGER
+"""After how long a notification of a halted agent comes again."""
 CHECK_SECONDS = 2.0
 """How often a worker that has halted its agent looks whether that is resumed."""
 
@@ -80,10 +83,9 @@ class AgentBreaker:
         """Whether what waits stays with the worker, as it would come back in another order."""
         self._dead_letters: deque[tuple[float, int]] = deque(maxlen=circuit.policy.dead_letters + 1)
         """When the last ones were to be stored, and how many notifications had succeeded then."""
-        self._is_halted = False
-        self._halt = anyio.Event()
-        self._halted_since = clocks.EPOCH
-        self._reason = ""
+        self._halt: OutageRecord | None = None
+        """Since when and why the agent is halted; None while it is not."""
+        self._halted = anyio.Event()
         self._key = outage_records.halt_key(app, agent.name)
         self._backend = backend
         self._clock = backend.clock
@@ -99,8 +101,12 @@ class AgentBreaker:
         """Be told by this of failures and successes, from now on."""
         self._settling = settling
 
+    @property
+    def _successes(self) -> int:
+        return self._settling.successes if self._settling is not None else 0
+
     def succeeded(self) -> int:
-        return self._settling.successes if self._settling is not None and self._tries else 0
+        return self._successes if self._tries else 0
 
     def note_success(self, delivery: Delivery) -> None:
         """Note that a delivery succeeded while the breaker is open; what began before that says nothing."""
@@ -133,8 +139,8 @@ class AgentBreaker:
         """Note that a notification is to become a dead letter. Return after how long it is tried again instead, because
         there are so many that the agent is halted; None where it may become one.
         """
-        if not self._is_halted and reason in FLOOD_REASONS:
-            now, succeeded = self._clock.monotonic(), self.succeeded()
+        if self._halt is None and reason in FLOOD_REASONS:
+            now, succeeded = self._clock.monotonic(), self._successes
             self._dead_letters.append((now, succeeded))
             since, before = self._dead_letters[0]
             dead_letters = len(self._dead_letters)
@@ -144,7 +150,7 @@ class AgentBreaker:
                 and dead_letters >= FLOOD_SHARE * (dead_letters + succeeded - before)
             ):
                 self._note_halt(error, dead_letters=dead_letters - 1, seconds=now - since)
-        return outage_records.RENEW_SECONDS * LONGER if self._is_halted else None
+        return None if self._halt is None else HALTED_SECONDS
 
     def spared_window_seconds(self, failure: Failure) -> float | None:
         """Return after how long the function of a window is run again that failed because something is away; None
@@ -155,7 +161,7 @@ class AgentBreaker:
 
     @property
     def can_try(self) -> bool:
-        return self._tries and not self._is_halted and self._buffer.can_try
+        return self._tries and self._halt is None and self._buffer.can_try
 
     def hold_back(self, *, give_back_after_seconds: float | None = None) -> None:
         self._buffer.hold_back()
@@ -163,14 +169,14 @@ class AgentBreaker:
             self._settling.give_back_waiting(delay_seconds=give_back_after_seconds)
 
     def let(self, count: int) -> None:
-        if self._tries and not self._is_halted:
+        if self._tries and self._halt is None:
             self._buffer.let(count)
 
     def let_none(self) -> None:
         self._buffer.let_none()
 
     def let_all(self) -> None:
-        if not self._is_halted:
+        if self._halt is None:
             self._buffer.let_all()
 
     def is_trying(self) -> bool:
@@ -181,9 +187,9 @@ class AgentBreaker:
         that it is over; never returns.
         """
         while True:
-            await self._halt.wait()
+            await self._halted.wait()
             written_at: float | None = None
-            while self._is_halted:
+            while self._halt is not None:
                 with suppress(BackendError):  # also where another worker has written it: it is read again
                     record, revision = await outage_records.newest(self._backend, self._key)
                     now = self._clock.monotonic()
@@ -191,30 +197,21 @@ class AgentBreaker:
                         self._resume()
                         break
                     if written_at is None or now - written_at >= outage_records.RENEW_SECONDS:
-                        await self._write(revision)
+                        renewed = structs.replace(self._halt, written=clocks.utc_now(self._clock))
+                        await outage_records.write(self._backend, renewed, key=self._key, revision=revision)
                         written_at = now
                 await self._clock.sleep(CHECK_SECONDS)
 
-    async def _write(self, revision: int) -> None:
-        record = OutageRecord(
-            since=self._halted_since,
-            reason=self._reason,
-            agents=(self.agent,),
-            halted=True,
-            written=clocks.utc_now(self._clock),
-        )
-        await outage_records.write(self._backend, record, key=self._key, revision=revision)
-
     def _note_halt(self, error: BaseException, *, dead_letters: int, seconds: float) -> None:
-        self._is_halted, self._halted_since = True, clocks.utc_now(self._clock)
-        last = f"{type(error).__name__}: {line_of(error)}"
-        self._reason = printable(f"{dead_letters} dead letters within {max(1.0, seconds):.0f} s, the last one: {last}")
-        self.hold_back(give_back_after_seconds=outage_records.RENEW_SECONDS * LONGER)
-        self._events.emit(AgentHalted(agent=self.agent, reason=self._reason))
-        self._halt.set()
+        now, last = clocks.utc_now(self._clock), f"{type(error).__name__}: {line_of(error)}"
+        reason = printable(f"{dead_letters} dead letters within {max(1.0, seconds):.0f} s, the last one: {last}")
+        self._halt = OutageRecord(since=now, reason=reason, agents=(self.agent,), halted=True, written=now)
+        self.hold_back(give_back_after_seconds=HALTED_SECONDS)
+        self._events.emit(AgentHalted(agent=self.agent, reason=reason))
+        self._halted.set()
 
     def _resume(self) -> None:
-        self._is_halted, self._halt = False, anyio.Event()
+        self._halt, self._halted = None, anyio.Event()
         self._dead_letters.clear()
         if not self.is_open:
             self._buffer.let_all()

@@ -190,7 +190,8 @@ class Failures:
         """Return what is known of a notification that was parked, which a person may have changed."""
         key = _key(delivery)
         entry = await self._try(lambda values: values.get(self._parked_name(key)))
-        if (parked := failure_counts.parked(entry)) is not None and entry is not None:
+        parked = failure_counts.parked(entry.value) if entry is not None else None
+        if entry is not None and parked is not None:
             _remember(self._parked, key, (parked, entry.revision), most=MAX_REMEMBERED)
         return await self.read(delivery), parked
 

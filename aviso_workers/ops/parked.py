@@ -45,7 +45,7 @@ async def of_agent(admin: Admin, app: str, agent: str) -> list[Parked]:
     async with aclosing(admin.read(stream, filter_subjects=subjects, last_sequence=last)) as reading:
         async for message in reading:
             key = message.subject.removeprefix(prefix)
-            record = failure_counts.parked(await bucket.get(key))
+            record = failure_counts.parked(message.data)
             failed = await bucket.get(key.removesuffix(failure_counts.PARKED))
             if record is not None and not record.skip and failed is not None:  # or it has succeeded since
                 found.append(Parked(app=app, sequence=int(key.split(".")[2]), record=record, key=key))

@@ -14,7 +14,6 @@ from msgspec import Struct
 
 from aviso_workers.aviso.codec import read_json, read_number
 from aviso_workers.errors import UndecodableError
-from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state.kept import Kept
 
 __all__ = [
@@ -74,10 +73,10 @@ class ParkedRecord(Struct, frozen=True, kw_only=True):
     """Whether a person has decided to skip it."""
 
 
-def parked(entry: Entry | None) -> ParkedRecord | None:
-    """Return the record of a notification that is parked; None where there is none."""
+def parked(value: bytes) -> ParkedRecord | None:
+    """Return the record of a notification that is parked; None where the value is none, as of a deletion."""
     try:
-        return read_json(entry.value, ParkedRecord) if entry is not None and not entry.deleted else None
+        return read_json(value, ParkedRecord) if value else None
     except UndecodableError:
         return None
 

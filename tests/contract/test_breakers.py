@@ -282,6 +282,28 @@ async def test_what_cannot_be_counted_does_not_stop_windows() -> None:
     assert sum(counted) == 10
 
 
+async def test_few_among_many_are_no_flood_for_windows_either() -> None:
+    app = App("contract", config=app_config("in_memory", ""))
+    told: list[AgentHalted] = []
+    app.events.listen(told.append, AgentHalted)
+
+    def fold(count: int, notification: Notification[Any]) -> int:
+        if int(notification.identifier["step"]) % 20 == 0:
+            raise KeyError("param")
+        return count + 1
+
+    windowing = Windowing(size="1m", fold=fold, initial=0, lateness="0s", idle="5s")
+
+    @app.agent("mars", retry=Backoff(attempts=1), window=windowing, breaker=Breaker(dead_letters=5))
+    async def count(window: Window[int]) -> None: ...
+
+    async with harness(app) as t:
+        await publish(app, 200)
+        await t.settle()
+        assert len(t.dead_letters) == 10
+    assert told == []
+
+
 def test_breakers_that_differ_cannot_be_shared() -> None:
     app = App("contract", config=app_config("in_memory", ""))
 

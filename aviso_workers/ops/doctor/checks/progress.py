@@ -386,7 +386,7 @@ def failing_timers(facts: Facts) -> Iterator[Finding]:
     "No agent waits for the end of an outage, and none is halted",
     why="What an agent depends on is away, so its breaker is open: the agent begins nothing but a notification now and "
     "then. Or so many of its notifications became dead letters that it begins nothing. The others wait in the stream.",
-    cure="Bring back what {app} depends on, as the error says: its agent goes on by itself within seconds. One that is "
+    cure="Bring back what the agent depends on, as the error says: it goes on by itself within seconds. One that is "
     "halted goes on after `aviso-workers agents resume`, or in the workers of a new deploy.",
     needs=("records",),
 )
