@@ -192,9 +192,10 @@ async def test_a_foreign_value_stops_nobody_for_long(
     assert len(calls.all) <= RATE * (took + LATE)
 
 
+@pytest.mark.parametrize("workers", [1, WORKERS])
 @pytest.mark.parametrize("shift", [3.0, -3.0, -3600.0], ids=["ahead", "behind", "set back by an hour"])
 async def test_a_server_with_another_clock_makes_nothing_faster(
-    app: App, url: str | None, calls: Calls, monkeypatch: pytest.MonkeyPatch, shift: float
+    app: App, url: str | None, calls: Calls, monkeypatch: pytest.MonkeyPatch, shift: float, workers: int
 ) -> None:
     """Workers ask for the time one after the other, so for a while they go by different clocks."""
     shifted = timedelta()
@@ -211,7 +212,7 @@ async def test_a_server_with_another_clock_makes_nothing_faster(
     async def index(notification: Notification[Any]) -> None:
         calls.note(notification, clock_of(app))
 
-    async with harness(app, server=url, workers=WORKERS) as t:
+    async with harness(app, server=url, workers=workers) as t:
         await publish(app, RATE * 20)
         await until(t, partial(reached, calls, 2 * RATE))
         shifted = timedelta(seconds=shift)

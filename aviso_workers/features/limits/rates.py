@@ -225,6 +225,10 @@ class _Leased:
         wanted = 2 * self._granted if at_once and not self._lost else (self._granted - self._lost) // 2
         return max(1, min(wanted, most))
 
+    def forget(self) -> None:
+        """Forget up to when calls were leased, as that time is not any more one of the server's clock."""
+        self.until, self.revision = 0.0, -1
+
     def lease(self, first: float, count: int) -> None:
         self._next, self._left = first, count
         self._granted, self._lost, self.asked_at = count, 0, None
@@ -330,7 +334,8 @@ class RateTokens(KeyLimit):
             said = (await self._bucket.time()).timestamp()
             now = self._synced_at = self._clock.monotonic()
             if said - now < self._ahead - SKEW.total_seconds():  # the server's clock was set back
-                self._leased.clear()
+                for leased in self._leased.values():
+                    leased.forget()
             self._ahead = said - now
         return now + self._ahead
 
