@@ -892,6 +892,7 @@ def _written_paths(value: Any, path: str = "") -> Iterator[str]:
         ".server.accounts",
         ".server.accounts.*.users",
         ".server.leafnodes.remotes",
+        ".workers.console.users",
     )
     for key, inside in value.items() if isinstance(value, dict) else ():
         key_path = f"{path}.{'*' if free else key}"

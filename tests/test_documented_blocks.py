@@ -106,6 +106,9 @@ NOT_RUN = {
         "Spark loads Delta Lake from Maven: tests/interop/test_delta_lake.py, where scripts/interop has installed it"
     ),
     ("docs/installation.md", "pip install "): "needs a package registry; scripts/newcomer installs the wheel",
+    ("docs/operations/console.md", "pip install "): (
+        "needs a package registry; tests/console/test_command.py runs the command"
+    ),
     ("docs/operations/doctor.md", "nats-server n1 "): SHOWN,
     ("docs/operations/nats-cli.md", "nats context add "): "needs the nats CLI: tests/interop/test_contexts.py",
     ("docs/performance.md", "scripts/bench all "): "takes minutes: tests/test_bench.py measures a hundredth of it",

@@ -11,6 +11,7 @@ import pytest
 
 from tests.test_documented_links import CODE, PAGES, PROJECT
 
+PICTURES = sorted((PROJECT / "docs" / "pictures").iterdir())
 DRAWINGS = sorted((PROJECT / "docs" / "drawings").iterdir())
 IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -26,8 +27,8 @@ def images() -> Iterator[tuple[Path, str, Path]]:
             yield page, alternative, (page.parent / target).resolve()
 
 
-def test_every_drawing_is_shown_and_every_image_is_a_drawing() -> None:
-    assert {file for _, _, file in images()} == set(DRAWINGS)
+def test_every_drawing_and_picture_is_shown_and_there_are_no_others() -> None:
+    assert {file for _, _, file in images()} == {*DRAWINGS, *PICTURES}
 
 
 def test_every_image_says_in_words_what_it_shows() -> None:

@@ -153,6 +153,7 @@ def ready_clone(clone: Clone) -> Clone:
     clone.command("zsh", "")
     clone.command("fish", "")
     clone.command("valgrind", "")
+    clone.command("chromium", "")
     clone.command("postgres", "")
     clone.command("initdb", "")
     return clone
@@ -296,7 +297,7 @@ def test_root_without_java_gets_debians(ready_clone: Clone) -> None:
 
 @pytest.mark.parametrize("missing", ["prometheus", "promtool"])
 def test_root_without_what_some_tests_run_gets_debians_and_no_service(ready_clone: Clone, missing: str) -> None:
-    for program in (missing, "openssl", "zsh", "fish", "valgrind"):
+    for program in (missing, "openssl", "zsh", "fish", "valgrind", "chromium"):
         ready_clone.commands.joinpath(program).unlink()
     ready_clone.command("apt-get", APT_GET)
     ready_clone.command("dpkg-deb", DPKG_DEB)
@@ -306,7 +307,7 @@ def test_root_without_what_some_tests_run_gets_debians_and_no_service(ready_clon
 
     assert done.returncode == 0, done.stderr
     asked = [note for note in ready_clone.notes if note.startswith("apt-get")]
-    installed = [f"apt-get install {program}" for program in ("openssl", "zsh", "fish", "valgrind")]
+    installed = [f"apt-get install {program}" for program in ("openssl", "zsh", "fish", "valgrind", "chromium")]
     assert [note for note in asked if note != "apt-get update"] == ["apt-get download prometheus", *installed]
     again = ready_clone.set_up()
     assert (again.returncode, again.stderr, ready_clone.notes) == (0, "", [])

@@ -8,7 +8,14 @@ from pathlib import Path
 from _docs import state
 from aviso_workers import App, Notification, Window, Windowing
 from aviso_workers.config import load
-from aviso_workers.state import consumer_records, dead_letter_records, delayed_messages, own_buckets, own_streams
+from aviso_workers.state import (
+    audit_records,
+    consumer_records,
+    dead_letter_records,
+    delayed_messages,
+    own_buckets,
+    own_streams,
+)
 from aviso_workers.state.own_streams import COUNTERS
 from tests.contract import settings
 
@@ -52,6 +59,7 @@ def test_each_stream_of_our_own_is_listed_with_its_subjects() -> None:
         dead_letter_records.stream_spec(config),
         dead_letter_records.retries_spec(config),
         delayed_messages.stream_spec(config),
+        audit_records.stream_spec(config),
     ]
     others = {each.stream for each in own_streams.KEPT}
     assert {spec.name for spec in specs} | {COUNTERS} | others == STREAMS.keys()

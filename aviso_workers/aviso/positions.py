@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from aviso_workers.errors import InvalidPositionError
 
-__all__ = ["Position", "parse_date", "parse_id", "parse_start", "position"]
+__all__ = ["Position", "parse_date", "parse_id", "parse_position", "parse_start", "position"]
 
 LARGEST_ID = 2**64 - 1
 EARLIEST, LATEST = datetime(1678, 1, 1, tzinfo=UTC), datetime(2262, 1, 1, tzinfo=UTC)
@@ -78,6 +78,19 @@ def parse_date(value: datetime | int | str, *, name: str = "from_date") -> datet
     earliest or the latest that it can. Raises `InvalidPositionError`.
     """
     return min(max(_date(value, name), EARLIEST), LATEST)
+
+
+def parse_position(text: str, *, name: str) -> Position:
+    """Return the position that a person means: a sequence, a date, `all` from the first stored notification on, or
+    `new`. Digits are a sequence and no time: mistaken for one, millions would be handled again.
+
+    Raises `InvalidPositionError`.
+    """
+    if text in ("all", "new"):
+        return Position(sequence=1) if text == "all" else Position()
+    if text.isascii() and text.isdigit():
+        return Position(sequence=parse_id(text, name=name))
+    return Position(time=parse_date(text, name=name))
 
 
 def _date(value: datetime | int | str, name: str) -> datetime:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from aviso_workers.aviso.positions import Position, parse_date, parse_id
+from aviso_workers.aviso.positions import parse_position
 from aviso_workers.cli import completion
 from aviso_workers.cli.agents import agents, one_app
 from aviso_workers.cli.arguments import parse_pause
@@ -117,7 +117,7 @@ def reset(
 
     Example: aviso-workers agents reset index_field --app field-index --to 2026-11-20T06:00:00Z
     """
-    position = _position(to)
+    position = parse_position(to, name="--to")
 
     async def run(server: OpenedServer, target: AgentConsumer) -> None:
         plan = await agent_control.plan_reset(server.admin, target, position)
@@ -298,12 +298,3 @@ def _decide(
         typer.echo(f"{len(chosen)} of {agent} are {done} within a minute of its workers")
 
     _control(agent, owner, config, run, several=True)
-
-
-def _position(text: str) -> Position:
-    """Parse a position. Digits are a sequence and no time: mistaken for one, millions would be handled again."""
-    if text in ("all", "new"):
-        return Position(sequence=1) if text == "all" else Position()
-    if text.isascii() and text.isdigit():
-        return Position(sequence=parse_id(text, name="--to"))
-    return Position(time=parse_date(text, name="--to"))

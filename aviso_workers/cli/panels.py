@@ -15,7 +15,7 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
         "dead-letters": ("dead_letters",),
         "timers": ("timers",),
     },
-    "Observe": {"doctor": ("doctor",), "top": ("report",), "report": ("report",)},
+    "Observe": {"console": ("console",), "doctor": ("doctor",), "top": ("report",), "report": ("report",)},
     "Data": {
         "streams": ("streams", "streams_policy", "streams_maintenance", "streams_copy"),
         "consumers": ("consumers",),
@@ -41,6 +41,7 @@ SUMMARIES = {
     "agents": "Show the progress of agents, and pause, reset or remove them.",
     "dead-letters": "List dead letters, return them to the agents that failed, or erase them.",
     "timers": "Show when timers run, pause them, and run one now.",
+    "console": "Serve pages that say what needs an operator, and why, until SIGTERM or Ctrl-C.",
     "doctor": "Check servers, streams, consumers and settings for known problems, and say what to do about each.",
     "top": "Show streams and consumers as they change, until Ctrl-C.",
     "report": "Report on streams, mirrors and the account.",

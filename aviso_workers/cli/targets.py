@@ -23,13 +23,13 @@ from aviso_workers.app import App
 from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.backends import Admin, open_backend
 from aviso_workers.cli.options import argument, option
-from aviso_workers.config import Config, completed
+from aviso_workers.config import Config
 from aviso_workers.config import load as load_config
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Router
-from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, DeclarationError, NotFoundError, describe
+from aviso_workers.errors import AvisoWorkersError, ConfigError, DeclarationError, NotFoundError, describe
 from aviso_workers.jetstream.error_codes import STREAM_NOT_FOUND
-from aviso_workers.state import declarations
+from aviso_workers.ops import aviso_admin
 
 __all__ = [
     "AgentOption",
@@ -258,32 +258,13 @@ def on_server(command: Callable[Concatenate[OpenedServer, P], Awaitable[None]]) 
 
 
 async def _with_declared(server: OpenedServer) -> OpenedServer:
-    """Return the connection with the event types that workers have recorded and the configuration does not have: those
-    that are declared in Python. Say on standard error where they come from.
-
-    An event type that cannot be read, as of a newer version, is left out and told. Where the records cannot be read,
-    there are none.
+    """Return the connection with the event types that workers have recorded; standard error says where they come
+    from.
     """
-    try:
-        stored = await declarations.stored(server.admin)
-    except BackendError:
-        return server
-    found = declarations.event_types(stored, known=server.config.notification_schema)
-    if not found:
-        return server
-    try:
-        examined = completed(server.config, [(name, entry) for name, (entry, _) in found.items()])
-    except ConfigError as error:
-        _tell(f"event types that workers have recorded are left out: {error}")
-        return server
-    for mistake in examined.mistakes:
-        _tell(f"left out: {mistake}")
-    for name, (entry, others) in sorted(found.items()):
-        if name in examined.config.notification_schema:
-            _tell(f"event type {name} is not in the configuration; it is that of {entry.place}")
-        if others:
-            _tell(f"another event type {name} is that of app {', '.join(others)}: use its configuration for its agents")
-    return OpenedServer(server.admin, examined.config)
+    config, told = await aviso_admin.with_declared(server.admin, server.config)
+    for text in told:
+        _tell(text)
+    return OpenedServer(server.admin, config)
 
 
 def _tell(text: str) -> None:

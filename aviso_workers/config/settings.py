@@ -26,6 +26,9 @@ __all__ = [
     "Accepted",
     "Application",
     "Config",
+    "Console",
+    "ConsoleProxy",
+    "ConsoleUser",
     "DeadLetters",
     "Doctor",
     "Document",
@@ -33,6 +36,7 @@ __all__ = [
     "JetStream",
     "Logging",
     "NotificationBackend",
+    "Right",
     "Status",
     "Tls",
     "Workers",
@@ -289,6 +293,56 @@ class Doctor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     accepted: Annotated[tuple[Accepted, ...], about("Findings that are shown as accepted, and are no failures.")] = ()
 
 
+Right = Literal["read", "payload", "pause", "reset", "retry", "drop"]
+"""What a user of the console may do."""
+
+
+class ConsoleUser(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A user of the console."""
+
+    token: Annotated[
+        Secret, about("Password of the user in a browser, or bearer token. It is best set in the environment.")
+    ]
+    rights: Annotated[
+        tuple[Right, ...],
+        about(
+            "Rights of the user. read: all pages, without payloads; payload: also payloads; pause: pause and resume "
+            "agents and timers; reset: move an agent to another position; retry: have dead letters and parked "
+            "notifications tried again; drop: erase dead letters and skip parked notifications."
+        ),
+    ] = ("read",)
+
+
+class ConsoleProxy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A proxy before the console that has asked users who they are."""
+
+    header: Annotated[
+        Text, about("Header in which the proxy names the user. It must remove one that comes from outside.")
+    ]
+    addresses: Annotated[tuple[Text, ...], about("Addresses of the proxy. From others, the header counts for nothing.")]
+    rights: Annotated[
+        dict[str, tuple[Right, ...]], about("Rights by user; those of `*` are for every user who is not named.")
+    ] = {}
+
+
+class Console(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The pages that `aviso-workers console` serves. Workers do not read this section."""
+
+    host: Annotated[Text, about("Address to listen on. Beyond the loopback, users or a proxy must be configured.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[Port, about("Port to listen on; 0 is any free port.")] = 9465
+    names: Annotated[
+        tuple[Text, ...],
+        about("Host names by which browsers reach the console, beside its address and localhost. Others are refused."),
+    ] = ()
+    users: Annotated[
+        dict[str, ConsoleUser],
+        about("Users by name. Without users and proxy, everybody on this machine has all rights."),
+    ] = {}
+    proxy: Annotated[ConsoleProxy | None, about("The proxy that names users, if there is one.")] = None
+
+
 class Workers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The worker processes. Unlike the sections of aviso-server, this one refuses keys that it does not know."""
 
@@ -310,6 +364,7 @@ class Workers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dead_letters: Annotated[DeadLetters, about("The stream of notifications that could not be handled.")] = (
         DeadLetters()
     )
+    console: Annotated[Console, about("The pages of `aviso-workers console`.")] = Console()
     agents: Annotated[
         dict[str, dict[str, Any]],
         about("Settings of apps and routers, your own and installed ones, by the name of the app or router."),

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.positions import parse_id
 from aviso_workers.backends import Admin
-from aviso_workers.config import Config
-from aviso_workers.errors import InvalidPositionError, UnknownEventTypeError
+from aviso_workers.config import Config, completed
+from aviso_workers.errors import BackendError, ConfigError, InvalidPositionError, UnknownEventTypeError
 from aviso_workers.ops import inventory, maintenance
 from aviso_workers.ops.inventory import StoredMessage
+from aviso_workers.state import declarations
 
-__all__ = ["delete", "event_streams", "event_type_of", "find", "stream_of", "wipe"]
+__all__ = ["delete", "event_streams", "event_type_of", "find", "stream_of", "wipe", "with_declared"]
 
 
 async def event_streams(admin: Admin, config: Config) -> dict[str, int]:
@@ -27,6 +28,34 @@ async def event_streams(admin: Admin, config: Config) -> dict[str, int]:
         if info := await inventory.existing(admin.stream_info(stream)):
             found[stream] = info.messages
     return found
+
+
+async def with_declared(admin: Admin, config: Config) -> tuple[Config, list[str]]:
+    """Return the configuration with the event types that workers have recorded and it does not have: those that are
+    declared in Python; and what is to be told about them.
+
+    An event type that cannot be read, as of a newer version, is left out and told. Where the records cannot be read,
+    there are none.
+    """
+    try:
+        stored = await declarations.stored(admin)
+    except BackendError:
+        return config, []
+    found = declarations.event_types(stored, known=config.notification_schema)
+    if not found:
+        return config, []
+    try:
+        examined = completed(config, [(name, entry) for name, (entry, _) in found.items()])
+    except ConfigError as error:
+        return config, [f"event types that workers have recorded are left out: {error}"]
+    told = [f"left out: {mistake}" for mistake in examined.mistakes]
+    for name, (entry, others) in sorted(found.items()):
+        if name in examined.config.notification_schema:
+            told.append(f"event type {name} is not in the configuration; it is that of {entry.place}")
+        if others:
+            apps = ", ".join(others)
+            told.append(f"another event type {name} is that of app {apps}: use its configuration for its agents")
+    return examined.config, told
 
 
 async def wipe(admin: Admin, streams: Sequence[str]) -> dict[str, int]:

@@ -24,15 +24,17 @@ class Parked(Struct, frozen=True, kw_only=True):
     """A notification that waits for a person."""
 
     app: str
+    agent: str
+    stream: str
     sequence: int
     record: ParkedRecord
     key: str
     """The key of the record in the bucket of failure counts."""
 
 
-async def of_agent(admin: Admin, app: str, agent: str) -> list[Parked]:
-    """Return what is parked of an agent, the oldest first, without what a person has decided on. Raises
-    `BackendError`.
+async def of_agent(admin: Admin, app: str, agent: str = "*") -> list[Parked]:
+    """Return what is parked of an agent, or of all agents of the app, the oldest first, without what a person has
+    decided on. Raises `BackendError`.
     """
     bucket = await _bucket(admin, app)
     if bucket is None:
@@ -48,7 +50,9 @@ async def of_agent(admin: Admin, app: str, agent: str) -> list[Parked]:
             record = failure_counts.parked(message.data)
             failed = await bucket.get(key.removesuffix(failure_counts.PARKED))
             if record is not None and not record.skip and failed is not None:  # or it has succeeded since
-                found.append(Parked(app=app, sequence=int(key.split(".")[2]), record=record, key=key))
+                of, of_stream, sequence = key.split(".")[:3]
+                parked = Parked(app=app, agent=of, stream=of_stream, sequence=int(sequence), record=record, key=key)
+                found.append(parked)
     return sorted(found, key=lambda each: each.sequence)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from aviso_workers.jetstream.specs import UNREADABLE
 from aviso_workers.state.kept import Kept
 
-__all__ = ["COUNTERS", "DEAD_LETTERS", "DELAYED", "DRILL", "DRILL_MIRROR", "KEPT", "RETRIES"]
+__all__ = ["AUDIT", "COUNTERS", "DEAD_LETTERS", "DELAYED", "DRILL", "DRILL_MIRROR", "KEPT", "RETRIES"]
 
 DEAD_LETTERS = "aviso_workers_dead_letters"
 RETRIES = "aviso_workers_retries"
@@ -13,6 +13,8 @@ RETRIES = "aviso_workers_retries"
 DELAYED = "aviso_workers_schedule"
 """Notifications that are to be published later."""
 COUNTERS = "aviso_workers_counters"
+AUDIT = "aviso_workers_audit"
+"""What operators have done from the console."""
 DRILL, DRILL_MIRROR = "aviso_workers_drill", "aviso_workers_drill_mirror"
 KEPT = (
     Kept(

@@ -21,7 +21,7 @@ __all__ = ["FEATURES", "PROJECT", "figures", "figures_of_tests", "reading_list"]
 
 PROJECT = Path(__file__).parents[2]
 PACKAGE = PROJECT / "aviso_workers"
-TOOLS = ("cli", "ops", "projects", "server", "spark")
+TOOLS = ("cli", "console", "ops", "projects", "server", "spark")
 """The parts that are no core: nothing of the core imports them."""
 FEATURES = {
     "tables": ("declare.tables", "features.tables.applied", "features.tables.store", "state.table_records"),

@@ -96,6 +96,7 @@ CHANGING = {
     "backup drill",
     "backup merge",
     "backup restore",
+    "console",
     "consumers unpin",
     "dead-letters drop",
     "dead-letters retry",

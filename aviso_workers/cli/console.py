@@ -1,0 +1,60 @@
+"""`console`: serves pages that say what needs an operator, and why."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import anyio
+from msgspec import structs
+
+from aviso_workers.cli.options import option
+from aviso_workers.cli.output import echo
+from aviso_workers.cli.signals import until_signal
+from aviso_workers.cli.targets import ConfigOption, load, opened
+from aviso_workers.config import Config
+from aviso_workers.errors import DeclarationError
+
+__all__ = ["console"]
+
+
+def console(
+    host: Annotated[
+        str | None, option("HOST", "Address to listen on. Default: workers.console.host of the configuration.")
+    ] = None,
+    port: Annotated[
+        int | None,
+        option(
+            "PORT",
+            "Port to listen on; 0 is any free port. Default: workers.console.port of the configuration.",
+            min=0,
+            max=65535,
+        ),
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Serve pages that say what needs an operator, and why, until SIGTERM or Ctrl-C. Needs the extra `console`.
+
+    Example: aviso-workers console --port 9465
+    """
+    try:
+        from aviso_workers.console.serve import serve
+    except ModuleNotFoundError as error:
+        raise DeclarationError(
+            f"the console needs {error.name}, which is not installed: pip install 'aviso-workers[console]'"
+        ) from error
+    loaded = _with(load(config), host, port)
+
+    async def work() -> None:
+        async with opened(loaded) as server:
+            await serve(server.admin, server.config, on_listening=lambda url: echo(f"console: {url}", err=True))
+
+    anyio.run(until_signal, work)
+
+
+def _with(config: Config, host: str | None, port: int | None) -> Config:
+    """Return the configuration with another address of the console."""
+    console = config.workers.console
+    chosen = structs.replace(
+        console, host=console.host if host is None else host, port=console.port if port is None else port
+    )
+    return structs.replace(config, workers=structs.replace(config.workers, console=chosen))

@@ -1,0 +1,129 @@
+"""Who a request comes from, and what that user may do.
+
+A user shows a token: as a bearer token, or as the password of HTTP's Basic scheme (RFC 7617), for which browsers ask. A
+proxy that has asked already names the user in a header. Without users and proxy, everybody who reaches the loopback has
+all rights. A request that changes something must come from a page of our own: browsers say so in `Sec-Fetch-Site`
+(Fetch Metadata, W3C).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import ipaddress
+from typing import get_args
+
+from msgspec import Struct
+from starlette.requests import HTTPConnection
+
+from aviso_workers.config import Config
+from aviso_workers.config.settings import Right
+from aviso_workers.errors import AvisoWorkersError, ConfigError
+
+__all__ = ["Access", "ForbiddenError", "Visitor"]
+
+ALL: frozenset[Right] = frozenset(get_args(Right))
+EVERYBODY = "*"
+
+
+class ForbiddenError(AvisoWorkersError):
+    """The user has no right to do this."""
+
+
+class Visitor(Struct, frozen=True, kw_only=True):
+    """The user whose request it is."""
+
+    name: str
+    rights: frozenset[Right]
+
+    def may(self, right: Right) -> bool:
+        return right in self.rights
+
+    def require(self, right: Right) -> None:
+        """Raise `ForbiddenError` where the user has no such right."""
+        if right not in self.rights:
+            raise ForbiddenError(f"{self.name} has no right to {right}")
+
+
+class Access:
+    """The users of a console and their rights."""
+
+    def __init__(self, config: Config) -> None:
+        """Read the section `workers.console`.
+
+        Raises `ConfigError` where others than this machine would reach a console without users.
+        """
+        self._settings = settings = config.workers.console
+        self._users = {name: (_digest(user.token.reveal()), user.rights) for name, user in settings.users.items()}
+        if not self._users and settings.proxy is None and not _is_loopback(settings.host):
+            raise ConfigError(
+                [
+                    f"workers.console.host: {settings.host} can be reached by others, and everybody would have all "
+                    "rights; configure users or a proxy, or listen on 127.0.0.1"
+                ]
+            )
+
+    def visitor(self, request: HTTPConnection) -> Visitor | None:
+        """Return the user of a request; None where it shows no user that we know."""
+        if self._settings.proxy is not None and (named := self._named_by_proxy(request)) is not None:
+            return named
+        if self._users:
+            return self._with_token(request)
+        if self._settings.proxy is None and request.client is not None and _is_loopback(request.client.host):
+            return Visitor(name="somebody on this machine", rights=ALL)
+        return None
+
+    def is_host(self, name: str) -> bool:
+        """Return whether browsers may reach us by this name: with another one, a foreign page has sent the request."""
+        host = name.rpartition("]")[0].removeprefix("[") if name.startswith("[") else name.partition(":")[0]
+        return host in {"localhost", self._settings.host, *self._settings.names} or _is_loopback(host)
+
+    def is_own_page(self, request: HTTPConnection) -> bool:
+        """Return whether a request that changes something comes from a page of ours, or from no page at all."""
+        site = request.headers.get("sec-fetch-site")
+        bearer = request.headers.get("authorization", "").lower().startswith("bearer ")
+        return site == "same-origin" or (site is None and bearer)
+
+    def _named_by_proxy(self, request: HTTPConnection) -> Visitor | None:
+        proxy = self._settings.proxy
+        assert proxy is not None
+        name = request.headers.get(proxy.header, "").strip()
+        if not name or request.client is None or request.client.host not in proxy.addresses:
+            return None
+        rights = proxy.rights.get(name, proxy.rights.get(EVERYBODY))
+        return Visitor(name=name, rights=frozenset(rights)) if rights is not None else None
+
+    def _with_token(self, request: HTTPConnection) -> Visitor | None:
+        name, token = _credentials(request.headers.get("authorization", ""))
+        found = None
+        for known, (digest, rights) in self._users.items():  # all of them, so that it takes the same time for each
+            if hmac.compare_digest(_digest(token), digest) and name in (None, known):
+                found = Visitor(name=known, rights=frozenset(rights))
+        return found
+
+
+def _credentials(header: str) -> tuple[str | None, str]:
+    """Return the name, or None for a bearer token, and the token of the header `Authorization`."""
+    scheme, _, value = header.partition(" ")
+    if scheme.lower() == "bearer":
+        return None, value.strip()
+    if scheme.lower() == "basic":
+        try:
+            name, _, token = base64.b64decode(value, validate=True).decode().partition(":")
+        except (binascii.Error, UnicodeDecodeError):
+            return "", ""
+        return name, token
+    return "", ""
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,405 @@
+"""What a user may do from the console: shown first with its effect, done when that is confirmed, and recorded.
+
+An action is planned twice: for the page that asks, and again when it is confirmed. It is carried out where both plans
+say the same, so that what is done is what was shown. One on many dead letters is a job, which goes on in the background
+and can be stopped; where the console ends before it, the record of it says so, and the rest is as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+
+import anyio
+from anyio.abc import TaskGroup
+from msgspec import Struct
+
+from aviso_workers.aviso.literals import Duration
+from aviso_workers.aviso.positions import parse_position
+from aviso_workers.backends import Admin
+from aviso_workers.config import Config
+from aviso_workers.config.settings import Right
+from aviso_workers.console import dead_letters
+from aviso_workers.console.access import Visitor
+from aviso_workers.console.audit import ActionResult, Audit
+from aviso_workers.console.jobs import Job
+from aviso_workers.errors import BackendError, DeclarationError, NotFoundError, describe
+from aviso_workers.ops import agent_control, aviso_admin, parked, timer_control
+from aviso_workers.ops.agent_control import AgentConsumer, end_text
+from aviso_workers.ops.doctor import Report, Scope, examine
+
+__all__ = ["ACTIONS", "Action", "Actions", "Confirmation"]
+
+MAX_JOBS = 50
+"""Jobs that are remembered; older ones are in the audit stream."""
+
+Form = Mapping[str, str]
+
+
+class PlannedAction(Struct, frozen=True, kw_only=True):
+    """What an action would do."""
+
+    of: str
+    """What it is done to, for the record."""
+    says: tuple[str, ...]
+    """What is shown before it is confirmed, in sentences."""
+    fields: Mapping[str, str]
+    """What states the plan: the fields that the confirmed form sends again, and that are recorded."""
+    back: str
+    """The page to return to."""
+    run: Callable[[ActionResult], Awaitable[None]] | None = None
+    """Carries it out."""
+    job: Callable[[Job], Awaitable[None]] | None = None
+    """Carries it out in the background, if it is a job."""
+    count: int = 0
+    """Notifications of a job."""
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256("\n".join([self.of, *self.says, *map(str, self.fields.items())]).encode()).hexdigest()
+
+
+class Action(Struct, frozen=True, kw_only=True):
+    """An action that the console offers."""
+
+    name: str
+    title: str
+    right: Right
+    plan: Callable[[Actions, Form, Visitor], Awaitable[PlannedAction]]
+
+
+class Confirmation(Struct, frozen=True, kw_only=True):
+    """What is shown before an action is carried out."""
+
+    action: Action
+    plan: PlannedAction
+    changed: bool
+    """Whether it was confirmed, and would do something else now."""
+
+
+class Actions:
+    """Carries out actions on a server."""
+
+    def __init__(self, admin: Admin, config: Config, tasks: TaskGroup) -> None:
+        self.admin = admin
+        self.config = config
+        self.audit = Audit(admin, config)
+        self._tasks = tasks
+        self._numbers = itertools.count(1)
+        self._jobs: deque[Job] = deque(maxlen=MAX_JOBS)
+        self._examining = anyio.Lock()
+
+    @property
+    def jobs(self) -> list[Job]:
+        """The jobs since the console was started, the newest first."""
+        return [*reversed(self._jobs)]
+
+    def job(self, number: int) -> Job:
+        """Return a job. Raises `NotFoundError`."""
+        for job in self._jobs:
+            if job.number == number:
+                return job
+        raise NotFoundError(f"no job {number}: the console was started again since, or it is an old one; see Audit")
+
+    async def examined(self, config: Config, scope: Scope) -> Report:
+        """Return the doctor's report; one examination at a time. Raises what `doctor.examine` raises."""
+        async with self._examining:
+            return await examine(self.admin, config, scope)
+
+    async def known(self) -> Config:
+        """Return the configuration with the event types that workers have recorded."""
+        return (await aviso_admin.with_declared(self.admin, self.config))[0]
+
+    async def carry_out(self, action: Action, visitor: Visitor, form: Form) -> Confirmation | str:
+        """Carry out an action that is confirmed, and return the page to go to; else return what is to be confirmed.
+
+        Raises `AvisoWorkersError` where it cannot be done, or cannot be recorded.
+        """
+        plan = await action.plan(self, form, visitor)
+        confirmed = form.get("confirmed", "")
+        if confirmed != plan.fingerprint:
+            return Confirmation(action=action, plan=plan, changed=bool(confirmed))
+        if plan.job is not None:
+            return self._begin(action, visitor, plan, form)
+        assert plan.run is not None
+        async with self.audit.recorded(visitor.name, action.name, plan.of, plan.fields) as result:
+            await plan.run(result)
+        return plan.back
+
+    def _begin(self, action: Action, visitor: Visitor, plan: PlannedAction, form: Form) -> str:
+        job = Job(
+            number=next(self._numbers),
+            title=action.title,
+            right=action.right,
+            who=visitor.name,
+            selection=plan.fields,
+            total=plan.count,
+            rate=_rate(form),
+        )
+        self._jobs.append(job)
+        self._tasks.start_soon(self._run, action, plan, job)
+        return f"/jobs/{job.number}"
+
+    async def _run(self, action: Action, plan: PlannedAction, job: Job) -> None:
+        assert plan.job is not None
+        with job.scope:
+            try:
+                async with self.audit.recorded(job.who, action.name, plan.of, plan.fields) as result:
+                    try:
+                        await plan.job(job)
+                    finally:
+                        result.text = job.came_to
+                        result.state = "failed" if job.failures else "done"
+            except BackendError as error:
+                job.failures.append(describe(error))
+        job.state = "stopped" if job.scope.cancelled_caught else "failed" if job.failures else "done"
+
+
+async def _pause_agent(actions: Actions, form: Form, _visitor: Visitor) -> PlannedAction:
+    target = await _agent(actions, form)
+    seconds = _duration(form)
+
+    async def run(result: ActionResult) -> None:
+        until = await agent_control.pause(actions.admin, target, seconds=seconds)
+        result.text = f"paused until {end_text(until)}"
+
+    how_long = f"for {form['for']}" if seconds else "until somebody resumes it"
+    return PlannedAction(
+        of=_name(target),
+        says=(f"All workers of {_name(target)} get no notifications {how_long}. What they have begun is finished.",),
+        fields=_given(form, "app", "agent", "for"),
+        back=_page(target),
+        run=run,
+    )
+
+
+async def _resume_agent(actions: Actions, form: Form, _visitor: Visitor) -> PlannedAction:
+    target = await _agent(actions, form)
+
+    async def run(result: ActionResult) -> None:
+        await agent_control.resume(actions.admin, target)
+        result.text = "resumed"
+
+    return PlannedAction(
+        of=_name(target),
+        says=(f"{_name(target)} gets notifications again, whether it was paused or has halted.",),
+        fields=_given(form, "app", "agent"),
+        back=_page(target),
+        run=run,
+    )
+
+
+async def _reset_agent(actions: Actions, form: Form, _visitor: Visitor) -> PlannedAction:
+    target = await _agent(actions, form)
+    to = form.get("to", "").strip()
+    if not to:
+        raise DeclarationError("say where the agent is to go on: a sequence, a date, all or new")
+    plan = await agent_control.plan_reset(actions.admin, target, parse_position(to, name="to"))
+
+    async def run(result: ActionResult) -> None:
+        left = await agent_control.reset(actions.admin, plan)
+        result.text = f"it goes on at {plan.sequence}, with {left} to settle"
+
+    return PlannedAction(
+        of=_name(target),
+        says=(
+            f"{_name(target)} goes on at sequence {plan.sequence} of {target.stream}.",
+            f"{plan.again} notifications that it has been given before would be given again.",
+            f"{plan.passed_over} notifications that it would have been given would be passed over.",
+            f"{plan.unsettled} that are in its hands now, or wait for their next attempt, would not be tried again.",
+        ),
+        fields=_given(form, "app", "agent", "to"),
+        back=_page(target),
+        run=run,
+    )
+
+
+async def _decide_parked(actions: Actions, form: Form, _visitor: Visitor, *, skips: bool) -> PlannedAction:
+    target = await _agent(actions, form)
+    stopped = await parked.of_agent(actions.admin, target.app, target.agent)
+    sequence = form.get("sequence", "").strip()
+    chosen = [each for each in stopped if sequence in ("", str(each.sequence))]
+    if not chosen:
+        raise NotFoundError(f"{_name(target)} has no parked notification {sequence}".rstrip())
+    behind = sum(each.record.behind for each in chosen)
+    does = "become dead letters" if skips else "are tried again, with all of their attempts"
+
+    async def run(result: ActionResult) -> None:
+        await (parked.skip if skips else parked.retry)(actions.admin, *chosen)
+        result.text = f"{len(chosen)} {'skipped' if skips else 'tried again'}"
+
+    return PlannedAction(
+        of=_name(target),
+        says=(
+            f"{len(chosen)} parked notifications of {_name(target)} {does}, within a minute.",
+            f"{behind} notifications wait behind them by their ordering key"
+            + (", and will run without them." if skips else "."),
+        ),
+        fields=_given(form, "app", "agent", "sequence"),
+        back=_page(target),
+        run=run,
+    )
+
+
+async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, drops: bool) -> PlannedAction:
+    config = await actions.known()
+    found = await dead_letters.selected(actions.admin, config, form, last=_last(form))
+    if not found:
+        raise NotFoundError("no dead letter matches: somebody else has retried or dropped them")
+    _rate(form)  # refuses one that is none, before anything begins
+    chosen = _given(form, *dead_letters.FILTERS)
+    of_what = ", ".join(f"{name} {text}" for name, text in chosen.items()) or "all apps"
+    does = "erased for good" if drops else "handed back to the agents that failed, as new notifications"
+    return PlannedAction(
+        of="dead letters",
+        says=(f"{len(found)} dead letters ({of_what}) are {does}.",),
+        fields=chosen | _given(form, "rate") | {"last": str(found[-1])},
+        back="/dead-letters",
+        job=partial(dead_letters.act, actions.admin, config, found, drops=drops),
+        count=len(found),
+    )
+
+
+async def _stop_job(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
+    job = actions.job(int(form.get("number", "0")) if form.get("number", "").isdecimal() else 0)
+
+    async def run(result: ActionResult) -> None:
+        job.scope.cancel()
+        result.text = job.came_to
+
+    visitor.require(job.right)
+    return PlannedAction(
+        of=f"job {job.number}",
+        says=(f"Job {job.number} ({job.title}) stops. What it has done stays done; the others stay as they are.",),
+        fields=_given(form, "number"),
+        back=f"/jobs/{job.number}",
+        run=run,
+    )
+
+
+async def _pause_timer(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
+    app, timer = form.get("app", ""), form.get("timer", "")
+    seconds = _duration(form)
+    note = form.get("note", "").strip()
+
+    async def run(result: ActionResult) -> None:
+        made = await timer_control.pause(
+            actions.admin, app, timer, seconds=seconds, note=f"{note} ({visitor.name}, console)".strip()
+        )
+        result.text = f"paused until {end_text(made.until)}"
+
+    how_long = f"for {form['for']}" if seconds else "until somebody resumes it"
+    return PlannedAction(
+        of=f"{app}/{timer}",
+        says=(f"No worker runs the timer {timer} of {app} {how_long}. A tick that runs is finished.",),
+        fields=_given(form, "app", "timer", "for", "note"),
+        back="/timers",
+        run=run,
+    )
+
+
+async def _resume_timer(actions: Actions, form: Form, _visitor: Visitor) -> PlannedAction:
+    app, timer = form.get("app", ""), form.get("timer", "")
+
+    async def run(result: ActionResult) -> None:
+        await timer_control.resume(actions.admin, app, timer)
+        result.text = "resumed"
+
+    return PlannedAction(
+        of=f"{app}/{timer}",
+        says=(f"Workers run the timer {timer} of {app} again. What it missed is treated as if no worker had run.",),
+        fields=_given(form, "app", "timer"),
+        back="/timers",
+        run=run,
+    )
+
+
+async def _agent(actions: Actions, form: Form) -> AgentConsumer:
+    return await agent_control.find(
+        actions.admin, await actions.known(), form.get("app", ""), form.get("agent", ""), several=True
+    )
+
+
+def _name(agent: AgentConsumer) -> str:
+    return f"{agent.app}/{agent.agent}"
+
+
+def _page(agent: AgentConsumer) -> str:
+    return f"/agents/{agent.app}/{agent.agent}"
+
+
+def _given(form: Form, *names: str) -> dict[str, str]:
+    return {name: form[name].strip() for name in names if form.get(name, "").strip()}
+
+
+def _duration(form: Form) -> float | None:
+    """Return the seconds of the field `for`; None where it is empty. Raises `DeclarationError`."""
+    text = form.get("for", "").strip()
+    if not text:
+        return None
+    try:
+        seconds = Duration.parse(text)
+    except ValueError as error:
+        raise DeclarationError(f"for how long: {error}; say a number and s, m, h, d or w, such as 2h") from error
+    if not seconds:
+        raise DeclarationError("0s would pause nothing: say how long, or nothing to pause it until it is resumed")
+    return float(seconds)
+
+
+def _last(form: Form) -> int | None:
+    text = form.get("last", "")
+    return int(text) if text.isdecimal() and len(text) <= 20 else None
+
+
+def _rate(form: Form) -> float | None:
+    """Return the field `rate`; None where it is empty. Raises `DeclarationError`."""
+    text = form.get("rate", "").strip()
+    if not text:
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0.001 <= rate <= 1e6:
+        raise DeclarationError(f"at most so many a second: {text!r} is no number between 0.001 and 1,000,000")
+    return rate
+
+
+ACTIONS = {
+    action.name: action
+    for action in (
+        Action(name="pause-agent", title="Pause an agent", right="pause", plan=_pause_agent),
+        Action(name="resume-agent", title="Resume an agent", right="pause", plan=_resume_agent),
+        Action(name="reset-agent", title="Reset an agent", right="reset", plan=_reset_agent),
+        Action(
+            name="retry-parked",
+            title="Try parked notifications again",
+            right="retry",
+            plan=partial(_decide_parked, skips=False),
+        ),
+        Action(
+            name="skip-parked",
+            title="Skip parked notifications",
+            right="drop",
+            plan=partial(_decide_parked, skips=True),
+        ),
+        Action(
+            name="retry-dead-letters",
+            title="Retry dead letters",
+            right="retry",
+            plan=partial(_on_dead_letters, drops=False),
+        ),
+        Action(
+            name="drop-dead-letters",
+            title="Erase dead letters",
+            right="drop",
+            plan=partial(_on_dead_letters, drops=True),
+        ),
+        Action(name="stop-job", title="Stop a job", right="read", plan=_stop_job),
+        Action(name="pause-timer", title="Pause a timer", right="pause", plan=_pause_timer),
+        Action(name="resume-timer", title="Resume a timer", right="pause", plan=_resume_timer),
+    )
+}

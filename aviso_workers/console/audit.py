@@ -1,0 +1,88 @@
+"""The record of what users do: kept in a stream before it is done, and again with what came of it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+
+import anyio
+import structlog
+from msgspec import Struct, structs
+
+from aviso_workers.backends import Admin
+from aviso_workers.backends.provisioning import Provisioner
+from aviso_workers.config import Config
+from aviso_workers.errors import BackendError, describe
+from aviso_workers.events import Events
+from aviso_workers.ops import inventory
+from aviso_workers.state import audit_records
+from aviso_workers.state.audit_records import AuditRecord, RecordedAction
+from aviso_workers.state.own_streams import AUDIT
+
+__all__ = ["ActionResult", "Audit"]
+
+TIMEOUT_SECONDS = 10.0
+log = structlog.get_logger("aviso_workers.console")
+
+
+class ActionResult(Struct, kw_only=True):
+    """What comes of an action; whoever carries it out sets it."""
+
+    text: str = ""
+    state: audit_records.State = "done"
+    sequence: int = 0
+    """Of the record of its begin."""
+
+
+class Audit:
+    """The records of actions on a server."""
+
+    def __init__(self, admin: Admin, config: Config) -> None:
+        self._admin = admin
+        self._spec = audit_records.stream_spec(config)
+        self._streams = Provisioner(admin, management="reconcile", events=Events(), removes_replicas=False)
+
+    @asynccontextmanager
+    async def recorded(
+        self, who: str, action: str, of: str, selection: Mapping[str, str] | None = None
+    ) -> AsyncIterator[ActionResult]:
+        """Record that an action begins, and, behind the block, what came of it.
+
+        Raises `BackendError` where the begin cannot be stored: then the block is not entered, and nothing was done. An
+        end that cannot be stored is logged only.
+        """
+        begun = AuditRecord(who=who, action=action, of=of, selection=dict(selection or {}), state="begun")
+        result = ActionResult(sequence=await self._store(begun))
+        try:
+            yield result
+        except anyio.get_cancelled_exc_class():
+            result.state = "stopped"
+            raise
+        except BaseException as error:
+            result.state, result.text = "failed", "; ".join(filter(None, (result.text, describe(error))))
+            raise
+        finally:
+            log.info("console action", who=who, action=action, of=of, **begun.selection, state=result.state)
+            end = structs.replace(begun, state=result.state, result=result.text, begun=result.sequence)
+            with anyio.CancelScope(shield=True):  # also where the console ends meanwhile
+                try:
+                    await self._store(end)
+                except BackendError as error:
+                    log.warning("the end of an action is not in the audit stream", action=action, error=describe(error))
+
+    async def newest(self, count: int) -> list[RecordedAction]:
+        """Return about so many of the newest actions, the newest first. Raises `BackendError`."""
+        info = await inventory.existing(self._admin.stream_info(AUDIT))
+        if info is None:
+            return []  # it is made with the first action
+        first = max(info.first_sequence, info.last_sequence - 2 * count)
+        reading = self._admin.read(AUDIT, filter_subjects=(), start_sequence=first, last_sequence=info.last_sequence)
+        async with aclosing(reading):
+            return audit_records.joined([message async for message in reading])[:count]
+
+    async def _store(self, record: AuditRecord) -> int:
+        await self._streams.ensure(self._spec)
+        message, message_id = audit_records.message_of(record), uuid.uuid4().hex
+        ack = await self._admin.publish(message, message_id=message_id, stream=AUDIT, timeout_seconds=TIMEOUT_SECONDS)
+        return ack.sequence

@@ -1,0 +1,138 @@
+"""Dead letters of the console: those that the fields of a filter select, listed and acted on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing
+from datetime import datetime
+from functools import partial
+
+import anyio
+from msgspec import Struct
+
+from aviso_workers.aviso.positions import parse_date
+from aviso_workers.backends import Admin
+from aviso_workers.config import Config
+from aviso_workers.console.jobs import Job
+from aviso_workers.errors import BackendError, describe
+from aviso_workers.events import Events
+from aviso_workers.ops.dead_letters import (
+    PORTION,
+    DeadLetter,
+    Group,
+    Selection,
+    StoredDeadLetters,
+    grouped,
+    portions,
+)
+
+__all__ = ["FILTERS", "SelectedLetters", "act", "get", "listed", "of_notification", "selected"]
+
+FILTERS = ("app", "agent", "reason", "stream", "error", "since", "until")
+"""The fields of a filter."""
+SHOWN = 20
+MAX_FAILURES = 100
+"""After so many portions of a job that fail, it gives up."""
+
+
+class SelectedLetters(Struct, kw_only=True):
+    """What a filter selects."""
+
+    kept: int
+    """Dead letters that there are, selected or not."""
+    count: int = 0
+    """Dead letters that are selected."""
+    groups: list[Group] = []
+    """All of them, the largest group first."""
+    newest: list[DeadLetter] = []
+    """Some of them, the newest first."""
+
+
+async def listed(admin: Admin, config: Config, fields: Mapping[str, str]) -> SelectedLetters:
+    """Return what a filter selects. Raises `InvalidPositionError` for a date that is none, `BackendError`."""
+    stored = StoredDeadLetters(admin, config, events=Events())
+    found = SelectedLetters(kept=await stored.count())
+    groups: dict[tuple[str, ...], Group] = {}
+    async for dead_letter in _selected(stored, _selection(fields)):
+        found.count += 1
+        grouped(groups, dead_letter)
+        found.newest = [dead_letter, *found.newest[: SHOWN - 1]]
+    found.groups = sorted(groups.values(), key=lambda group: -group.count)
+    return found
+
+
+async def get(admin: Admin, config: Config, sequence: int) -> DeadLetter:
+    """Return the dead letter of this sequence. Raises `NotFoundError`, `BackendError`."""
+    return await StoredDeadLetters(admin, config, events=Events()).get(sequence)
+
+
+async def of_notification(admin: Admin, config: Config, stream: str, sequence: int) -> dict[tuple[str, str], str]:
+    """Return what the dead letters of one notification say, by app and agent. Raises `BackendError`."""
+    stored = StoredDeadLetters(admin, config, events=Events())
+    return {
+        (each.app, each.agent): f"{each.sequence}: {each.reason} after {each.attempts} attempts: {each.error}"
+        async for each in _selected(stored, Selection(stream=stream))
+        if each.original.sequence == sequence
+    }
+
+
+async def selected(admin: Admin, config: Config, fields: Mapping[str, str], *, last: int | None) -> list[int]:
+    """Return the sequences of what a filter selects, up to `last`. Raises as `listed` does."""
+    stored = StoredDeadLetters(admin, config, events=Events())
+    found = [each.sequence async for each in _selected(stored, _selection(fields))]
+    return [sequence for sequence in found if last is None or sequence <= last]
+
+
+async def act(admin: Admin, config: Config, sequences: Iterable[int], job: Job, *, drops: bool) -> None:
+    """Drop or retry exactly these dead letters, at most `job.rate` of them a second. What fails is noted in the job,
+    and the others go on. Raises `BackendError` where too much fails.
+    """
+    stored = StoredDeadLetters(admin, config, events=Events())
+    do = partial(StoredDeadLetters.drop if drops else StoredDeadLetters.retry, stored)
+    began = anyio.current_time()
+    chosen = _selected(stored, Selection(sequences=frozenset(sequences)))
+    async for portion in portions(chosen, most=max(1, min(int(job.rate or PORTION), PORTION))):
+        for of_agent in _by_agent(portion):
+            await _act_on(of_agent, do, job)
+        if job.rate and job.done < job.total:
+            await anyio.sleep_until(began + job.done / job.rate)
+
+
+async def _act_on(dead_letters: list[DeadLetter], do: Callable[..., Awaitable[None]], job: Job) -> None:
+    try:
+        await do(*dead_letters, note=job.note)
+    except BackendError as error:
+        if len(job.failures) >= MAX_FAILURES:
+            raise
+        job.failures.append(f"{dead_letters[0].sequence} to {dead_letters[-1].sequence}: {describe(error)}")
+
+
+def _by_agent(portion: list[DeadLetter]) -> list[list[DeadLetter]]:
+    """Return dead letters apart by agent: one that cannot be handed back holds up those of no other agent."""
+    found: dict[tuple[str, str], list[DeadLetter]] = {}
+    for dead_letter in portion:
+        found.setdefault((dead_letter.app, dead_letter.agent), []).append(dead_letter)
+    return [*found.values()]
+
+
+async def _selected(stored: StoredDeadLetters, wanted: Selection) -> AsyncIterator[DeadLetter]:
+    async with aclosing(stored.select(wanted)) as dead_letters:
+        async for dead_letter in dead_letters:
+            yield dead_letter
+
+
+def _selection(fields: Mapping[str, str]) -> Selection:
+    given = {name: fields[name].strip() for name in FILTERS if fields.get(name, "").strip()}
+    return Selection(
+        app=given.get("app"),
+        agent=given.get("agent"),
+        reason=given.get("reason"),
+        stream=given.get("stream"),
+        error=given.get("error"),
+        since=_date(given, "since"),
+        until=_date(given, "until"),
+    )
+
+
+def _date(given: Mapping[str, str], name: str) -> datetime | None:
+    return parse_date(given[name], name=name) if name in given else None

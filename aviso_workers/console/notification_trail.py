@@ -1,0 +1,105 @@
+"""What has become of one notification: in the stream, and at each agent that reads it, as far as it can be known.
+
+A server says up to where a consumer has settled everything, and not what has become of a single message behind that. So
+what workers have recorded is held against it: dead letters, what is tried again, what is parked.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from aviso_workers.aviso.codec import Message, NotificationReader
+from aviso_workers.backends import Admin
+from aviso_workers.config.streams import event_streams
+from aviso_workers.console import dead_letters
+from aviso_workers.console.overview import AgentView, Overview
+from aviso_workers.errors import AvisoWorkersError
+from aviso_workers.jetstream.subjects import matcher
+from aviso_workers.ops import aviso_admin
+from aviso_workers.ops.inventory import StoredMessage
+
+__all__ = ["Fate", "Trail", "trail"]
+
+
+class Fate(Struct, frozen=True, kw_only=True):
+    """What has become of the notification at one agent."""
+
+    view: AgentView
+    state: str
+    """In a word or two."""
+    why: str
+
+
+class Trail(Struct, frozen=True, kw_only=True):
+    """A notification and what has become of it."""
+
+    message: StoredMessage
+    event_type: str
+    identifier: dict[str, str]
+    """Empty where the subject is none of the event type."""
+    unreadable: str
+    """Why it cannot be read; empty where it can."""
+    fates: list[Fate]
+
+
+async def trail(admin: Admin, overview: Overview, name: str) -> Trail:
+    """Return what has become of the notification `<event type>@<sequence>`.
+
+    Raises what `aviso_admin.find` raises.
+    """
+    message = await aviso_admin.find(admin, overview.config, name)
+    event_type = event_streams(overview.config.notification_schema)[message.stream]
+    reader = NotificationReader(event_type, overview.config.notification_schema[event_type])
+    identifier, unreadable = dict[str, str](), ""
+    try:
+        found = reader.notification(
+            Message(subject=message.subject, data=message.data, headers=message.headers, sequence=message.sequence)
+        )
+        identifier = dict(found.identifier) if found else {}
+    except AvisoWorkersError as error:
+        unreadable = str(error)
+    readers = [view for view in overview.agents if view.progress.stream == message.stream]
+    dead: dict[tuple[str, str], str] = {}
+    if any(view.progress.dead_letters for view in readers):
+        dead = await dead_letters.of_notification(admin, overview.config, message.stream, message.sequence)
+    fates = [_fate(view, message, dead) for view in readers]
+    return Trail(message=message, event_type=event_type, identifier=identifier, unreadable=unreadable, fates=fates)
+
+
+def _fate(view: AgentView, message: StoredMessage, dead: dict[tuple[str, str], str]) -> Fate:
+    progress = view.progress
+    if (why := dead.get((progress.app, progress.agent))) is not None:
+        return Fate(view=view, state="dead letter", why=why)
+    if progress.events is None:
+        return Fate(view=view, state="not handled", why=view.why)
+    filters = progress.events.config.filters
+    if filters and not matcher(filters)(message.subject):
+        return Fate(view=view, state="not for it", why=f"it reads {', '.join(filters)}")
+    for each in view.parked:
+        if each.sequence == message.sequence:
+            return Fate(
+                view=view, state="parked", why=f"all {each.record.attempts} attempts failed: {each.record.error}"
+            )
+    for retrying in progress.retrying:
+        if retrying.sequence == message.sequence:
+            return Fate(view=view, state="retrying", why=f"failed {retrying.attempt} times: {retrying.error}")
+    return _by_position(view, message.sequence)
+
+
+def _by_position(view: AgentView, sequence: int) -> Fate:
+    """Return what the positions of the consumer say."""
+    events = view.progress.events
+    assert events is not None
+    if sequence <= events.settled:
+        return Fate(view=view, state="settled", why=f"everything up to {events.settled} is settled")
+    if sequence > events.position:
+        why = f"it has come to {events.position}, {events.num_pending} wait" + (f"; {view.why}" if view.why else "")
+        return Fate(view=view, state="waits", why=why)
+    return Fate(
+        view=view,
+        state="in flight, or settled",
+        why=(
+            f"it was delivered; everything up to {events.settled} is settled, and of what was delivered since then "
+            f"{events.num_ack_pending} are not"
+        ),
+    )

@@ -1,0 +1,271 @@
+"""What all pages show of the server: taken again and again while somebody looks, and once for all who do."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+
+import anyio
+from msgspec import Struct
+
+from aviso_workers.aviso.literals import time_text
+from aviso_workers.backends import Admin
+from aviso_workers.config import Config
+from aviso_workers.errors import BackendError, UnavailableError, describe
+from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, parked, reports
+from aviso_workers.ops.agent_inventory import Recorded
+from aviso_workers.ops.agent_report import AgentProgress, AgentRow
+from aviso_workers.ops.parked import Parked
+from aviso_workers.ops.reports import ServerSnapshot, StreamRow
+from aviso_workers.state import declarations, failure_counts
+from aviso_workers.state.declarations import AppDeclarations
+from aviso_workers.state.own_streams import DEAD_LETTERS
+
+__all__ = ["AgentView", "Overview", "Watcher", "is_trouble", "stale_text", "state_of"]
+
+EVERY_SECONDS = 2.0
+TAKES_SECONDS = 20.0
+"""How long a snapshot may take: longer than three servers of which one has just ended take to answer."""
+PATIENCE_SECONDS = 5.0
+"""How long a page waits for its first snapshot."""
+LOOKED_SECONDS = 30.0
+"""For how long after the last look snapshots go on."""
+CATCHES_UP = 100
+"""From this lag on, an agent that handles something is said to catch up and not to work."""
+
+TROUBLES = ("consumer missing", "halted", "outage", "stuck", "parked", "keys blocked", "failing", "retrying", "paused")
+"""States that somebody should know of, the worst first. A pause was somebody's decision."""
+CALM = ("paused", "catching up", "working", "idle", "never started")
+
+
+class AgentView(Struct, frozen=True, kw_only=True):
+    """An agent on one event stream."""
+
+    progress: AgentProgress
+    state: str
+    """One of `TROUBLES` or `CALM`."""
+    why: str
+    """What is to be said of the state; may be empty."""
+    handled_rate: float
+    """Notifications delivered in a second."""
+    lag_rate: float
+    """By how many notifications the lag grows in a second."""
+    parked: list[Parked]
+    """Notifications that wait for a person."""
+
+    @property
+    def catches_up_seconds(self) -> float | None:
+        """After how long the lag is gone at the present rate; None where it does not shrink."""
+        lag = self.progress.lag
+        return lag / -self.lag_rate if lag and self.lag_rate < 0 else None
+
+    @property
+    def unfinished_since(self) -> datetime | None:
+        """Since when the oldest delivered notification is not finished, as far as workers have recorded it."""
+        record = self.progress.record
+        return record.unfinished_since if record and self.progress.lag else None
+
+
+class Overview(Struct, frozen=True, kw_only=True):
+    """Two snapshots of a server, of which the rates are made."""
+
+    time: datetime
+    """When the later one was taken, by our own clock."""
+    seconds: float
+    """Between the two; 0 where there is one only."""
+    config: Config
+    """With the event types that workers have recorded."""
+    agents: list[AgentView]
+    failing: list[AgentRow]
+    """Timers and tasks that fail."""
+    streams: list[StreamRow]
+    unavailable: list[str]
+    """Streams and consumers for which no server answers."""
+    recorded: Recorded
+    apps: dict[str, AppDeclarations]
+    """What the apps have declared when a worker of them started last."""
+    new_dead_letters: int
+    """Those of the last 24 hours."""
+    snapshot: ServerSnapshot
+    progress: list[AgentProgress]
+
+    @property
+    def dead_letters(self) -> dict[tuple[str, str], int]:
+        """Dead letters that are kept, by app and agent, of the agents that are listed."""
+        return {(each.progress.app, each.progress.agent): each.progress.dead_letters for each in self.agents}
+
+
+class Watcher:
+    """Takes snapshots of a server while somebody looks."""
+
+    def __init__(self, admin: Admin, config: Config) -> None:
+        self._admin = admin
+        self._config = config
+        self._newest: Overview | None = None
+        self._looked_at = -math.inf
+        self._asked = anyio.Event()
+        self._taken = anyio.Event()
+        self.error = ""
+        """Why the last snapshot failed; empty where it did not."""
+        self.failing_since: datetime | None = None
+
+    async def run(self) -> None:
+        """Take snapshots; never returns."""
+        while True:
+            if anyio.current_time() - self._looked_at > LOOKED_SECONDS:
+                self._newest = None  # nobody looks: its rates would be of a long time
+                self.error, self.failing_since = "", None
+                await self._asked.wait()
+            self._asked = anyio.Event()
+            await self._take_one()
+            await anyio.sleep(EVERY_SECONDS)
+
+    async def newest(self) -> Overview:
+        """Return the newest overview.
+
+        Raises `UnavailableError` where there is none, because the server does not answer.
+        """
+        self._looked_at = anyio.current_time()
+        self._asked.set()
+        with anyio.move_on_after(PATIENCE_SECONDS):
+            while self._newest is None and not self.error:
+                await self._taken.wait()
+        if self._newest is None:
+            raise UnavailableError(self.error or f"the server has not answered within {PATIENCE_SECONDS:g} s")
+        return self._newest
+
+    async def changed(self) -> None:
+        """Wait for the next snapshot, whether it succeeds or not."""
+        self._looked_at = anyio.current_time()
+        self._asked.set()
+        await self._taken.wait()
+
+    async def _take_one(self) -> None:
+        try:
+            with anyio.fail_after(TAKES_SECONDS):
+                self._newest = await self._take()
+        except (BackendError, TimeoutError) as error:
+            # One that takes too long says nothing by itself.
+            self.error = describe(error) if isinstance(error, BackendError) else "the server does not answer"
+            self.failing_since = self.failing_since or datetime.now(UTC)
+        else:
+            self.error, self.failing_since = "", None
+        self._taken.set()
+        self._taken = anyio.Event()
+
+    async def _take(self) -> Overview:
+        config, _ = await aviso_admin.with_declared(self._admin, self._config)
+        snapshot = await reports.take(self._admin)
+        progress = await agent_report.of_deployment(self._admin, config)
+        recorded = await agent_inventory.recorded(self._admin)
+        before = self._newest
+        seconds = snapshot.at - before.snapshot.at if before else 0.0
+        return Overview(
+            time=datetime.now(UTC),
+            seconds=seconds,
+            config=config,
+            agents=_views(progress, before.progress if before else [], seconds, await self._parked(snapshot)),
+            failing=agent_report.failing(recorded),
+            streams=reports.streams(snapshot, before.snapshot if before else snapshot),
+            unavailable=snapshot.unavailable,
+            recorded=recorded,
+            apps=await declarations.stored(self._admin),
+            new_dead_letters=await self._new_dead_letters(snapshot),
+            snapshot=snapshot,
+            progress=progress,
+        )
+
+    async def _parked(self, snapshot: ServerSnapshot) -> dict[tuple[str, str], list[Parked]]:
+        """Return what is parked, by app and agent."""
+        found: dict[tuple[str, str], list[Parked]] = {}
+        for app in filter(None, map(failure_counts.app_of, snapshot.streams)):
+            for each in await parked.of_agent(self._admin, app):
+                found.setdefault((app, each.agent), []).append(each)
+        return found
+
+    async def _new_dead_letters(self, snapshot: ServerSnapshot) -> int:
+        if DEAD_LETTERS not in snapshot.streams or not snapshot.streams[DEAD_LETTERS].messages:
+            return 0
+        since = snapshot.streams[DEAD_LETTERS].time - timedelta(days=1)
+        return await self._admin.count(DEAD_LETTERS, filter_subjects=(), start_time=since)
+
+
+def _views(
+    now: Iterable[AgentProgress],
+    before: Iterable[AgentProgress],
+    seconds: float,
+    stopped: Mapping[tuple[str, str], list[Parked]],
+) -> list[AgentView]:
+    known = {(each.app, each.agent, each.stream): each for each in before}
+    return [
+        _view(each, known.get((each.app, each.agent, each.stream)), seconds, stopped.get((each.app, each.agent), []))
+        for each in now
+    ]
+
+
+def _view(now: AgentProgress, before: AgentProgress | None, seconds: float, stopped: list[Parked]) -> AgentView:
+    stopped = [each for each in stopped if each.stream == now.stream]
+    lag_rate = (now.lag - before.lag) / seconds if before and seconds else 0.0
+    delivered = _deliveries(now) - _deliveries(before) if before else 0
+    state, why = state_of(now, before, stopped)
+    return AgentView(
+        progress=now,
+        state=state,
+        why=why,
+        handled_rate=max(0.0, delivered / seconds) if seconds else 0.0,
+        lag_rate=lag_rate,
+        parked=stopped,
+    )
+
+
+def _deliveries(progress: AgentProgress) -> int:
+    return sum(each.deliveries for each in (progress.events, progress.retries) if each)
+
+
+def state_of(
+    now: AgentProgress, before: AgentProgress | None = None, stopped: Sequence[Parked] = ()
+) -> tuple[str, str]:
+    """Return the state of an agent in a word or two, and what is to be said of it. `stopped` is what is parked."""
+    trouble = now.trouble_since(before)
+    if now.events is None:
+        return ("consumer missing", trouble) if trouble else ("never started", now.why_none)
+    if now.outage is not None and now.waiting:
+        return ("halted" if now.outage.halted else "outage"), now.waiting
+    if trouble:
+        return "stuck", trouble
+    if now.paused_until:
+        return "paused", f"until {now.paused_until}"
+    if stopped:
+        behind = sum(each.record.behind for each in stopped)
+        waits = f", and {behind} wait behind them" if behind else ""
+        return "parked", f"{len(stopped)} wait for your decision{waits}: {stopped[0].record.error}"
+    if now.failing:
+        return _failing(now)
+    if not now.lag:
+        return "idle", ""
+    return ("catching up" if now.lag >= CATCHES_UP else "working"), ""
+
+
+def _failing(now: AgentProgress) -> tuple[str, str]:
+    blocked = Counter(each.key for each in now.retrying if each.key and each.behind)
+    if blocked:
+        behind = sum(each.behind for each in now.retrying)
+        return "keys blocked", f"{len(blocked)} keys, {behind} notifications wait behind them; {now.failing}"
+    return ("retrying" if now.retrying else "failing"), now.failing
+
+
+def is_trouble(view: AgentView) -> bool:
+    """Return whether somebody should look at the agent."""
+    return view.state in TROUBLES and view.state != "paused"
+
+
+def stale_text(overview: Overview, watcher: Watcher) -> str:
+    """Return since when the server does not answer, where that is so; else nothing."""
+    if not watcher.error or watcher.failing_since is None:
+        return ""
+    return (
+        f"The server has not answered since {time_text(watcher.failing_since)}: {watcher.error}. What is shown is of "
+        f"{time_text(overview.time)}."
+    )

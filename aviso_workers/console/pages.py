@@ -1,0 +1,341 @@
+"""The pages: what each of them shows, made of what `overview` and `ops` report. Nothing is changed here."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from datetime import datetime
+from typing import Any, TypeVar
+
+import anyio
+from msgspec import Struct
+
+from aviso_workers.backends import Admin
+from aviso_workers.config import display
+from aviso_workers.console import dead_letters, notification_trail, spark_applications
+from aviso_workers.console.access import Visitor
+from aviso_workers.console.actions import Actions
+from aviso_workers.console.overview import CALM, TROUBLES, AgentView, Overview, Watcher, is_trouble, stale_text
+from aviso_workers.errors import BackendError, NotFoundError
+from aviso_workers.ops import doctor as doctor_
+from aviso_workers.ops.agent_inventory import Recorded
+from aviso_workers.ops.agent_report import failing_text
+from aviso_workers.ops.timer_report import paused_text
+from aviso_workers.state import consumer_records, lease_records, timer_records, versions
+
+__all__ = ["PAGES", "Page", "Question"]
+
+SHOWN_ACTIONS = 200
+DOCTOR_SECONDS = 1.0
+DOCTOR_TAKES_SECONDS = 30.0
+
+T = TypeVar("T")
+
+
+class Page(Struct, frozen=True):
+    """What a template is rendered with."""
+
+    template: str
+    title: str
+    values: Mapping[str, Any]
+    live: bool = False
+    """Whether it is kept up to date while it is open."""
+    status: int = 200
+
+
+class Question(Struct, frozen=True, kw_only=True):
+    """What somebody asks for."""
+
+    watcher: Watcher
+    actions: Actions
+    visitor: Visitor
+    path: Mapping[str, str]
+    query: Mapping[str, str]
+
+    @property
+    def live(self) -> str:
+        return self.query.get("live", "")
+
+    def asked(self, name: str) -> str:
+        """Return a filter of the address; empty where it is not given."""
+        return self.query.get(name, "").strip()
+
+    async def overview(self) -> Overview:
+        return await self.watcher.newest()
+
+
+async def now(question: Question) -> Page:
+    """What needs somebody, and why."""
+    try:
+        overview = await question.overview()
+    except BackendError as error:
+        return Page("now.html", "Now", {"overview": None, "down": str(error), "stale": ""}, live=True, status=503)
+    troubled = _in_order([view for view in overview.agents if is_trouble(view)])
+    streams = [row for row in overview.streams if row.trouble]
+    values = {
+        "overview": overview,
+        "down": "",
+        "stale": stale_text(overview, question.watcher),
+        "troubled": troubled,
+        "paused": [view for view in overview.agents if view.state == "paused"],
+        "streams": streams,
+        "sentence": _sentence(overview, troubled, len(streams)),
+        "lag": sum(view.progress.lag for view in overview.agents),
+        "rate": sum(view.handled_rate for view in overview.agents),
+    }
+    return Page("now.html", "Now", values, live=True)
+
+
+def _sentence(overview: Overview, troubled: list[AgentView], streams: int) -> str:
+    """Return the health of everything in one sentence."""
+    said = [
+        _counted(len(troubled), "agent needs you", "agents need you"),
+        _counted(len(overview.failing), "timer or task fails", "timers and tasks fail"),
+        _counted(streams, "stream has trouble", "streams have trouble"),
+        _counted(len(overview.unavailable), "stream or consumer is away", "streams and consumers are away"),
+    ]
+    found = ", ".join(filter(None, said))
+    return f"{found[0].upper()}{found[1:]}." if found else "Nothing needs you."
+
+
+def _counted(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}" if count else ""
+
+
+def _in_order(views: Iterable[AgentView]) -> list[AgentView]:
+    """Return agents, those in the worst state first."""
+    return sorted(views, key=lambda view: (_rank(view.state), -view.progress.lag, view.progress.app))
+
+
+def _rank(state: str) -> int:
+    order = (*TROUBLES, *CALM)
+    return order.index(state) if state in order else len(order)
+
+
+ORDERS: dict[str, Callable[[AgentView], Any]] = {
+    "state": lambda view: (_rank(view.state), -view.progress.lag),
+    "agent": lambda view: (view.progress.app, view.progress.agent),
+    "lag": lambda view: -view.progress.lag,
+    "rate": lambda view: -view.handled_rate,
+    "dead letters": lambda view: -view.progress.dead_letters,
+}
+
+
+async def agents(question: Question) -> Page:
+    """All agents, with filters and orders that stand in the address."""
+    overview = await question.overview()
+    text, state, app = (question.asked(name) for name in ("q", "state", "app"))
+    order = question.asked("order") or "state"
+    found = [
+        view
+        for view in overview.agents
+        if (not text or text.lower() in f"{view.progress.app}/{view.progress.agent} {view.progress.stream}".lower())
+        and state in ("", view.state)
+        and app in ("", view.progress.app)
+    ]
+    values = {
+        "overview": overview,
+        "stale": stale_text(overview, question.watcher),
+        "agents": sorted(found, key=ORDERS.get(order, ORDERS["state"])),
+        "failing": [row for row in overview.failing if app in ("", row.app)] if not text and not state else [],
+        "order": order,
+        "orders": list(ORDERS),
+        "states": sorted({view.state for view in overview.agents} | ({state} if state else set()), key=_rank),
+        "apps": sorted({view.progress.app for view in overview.agents} | ({app} if app else set())),
+    }
+    return Page("agents.html", "Agents", values, live=True)
+
+
+async def agent(question: Question) -> Page:
+    """One agent: its policy, what is tried again and why, which keys wait."""
+    overview = await question.overview()
+    app, name = question.path["app"], question.path["agent"]
+    views = [view for view in overview.agents if (view.progress.app, view.progress.agent) == (app, name)]
+    if not views:
+        raise NotFoundError(f"no agent {name} of app {app} reads one of the known streams")
+    declared = overview.apps.get(app)
+    values = {
+        "stale": stale_text(overview, question.watcher),
+        "app": app,
+        "agent": name,
+        "views": views,
+        "policy": declared.policies.get(name, {}) if declared else {},
+        "declared": declared,
+        "retrying": [(view.progress.stream, each) for view in views for each in view.progress.retrying],
+        "parked": [each for view in views for each in view.parked],
+        "versions": await _versions(question.actions.admin, app, name),
+        "actions": [
+            each for each in await question.actions.audit.newest(SHOWN_ACTIONS) if each.record.of == f"{app}/{name}"
+        ][:5],
+    }
+    return Page("agent.html", f"{app}/{name}", values, live=True)
+
+
+class _LiveVersion(Struct, frozen=True, kw_only=True):
+    stream: str
+    registered: versions.Registered
+
+
+async def _versions(admin: Admin, app: str, agent: str) -> list[_LiveVersion]:
+    """Return the versions of an agent whose workers live, or have lived a few minutes ago."""
+    found = versions.parsed(await consumer_records.entries(admin))
+    return [
+        _LiveVersion(stream=stream, registered=each)
+        for (owner, name, stream), registered in found.items()
+        if (owner, name) == (app, agent)
+        for each in registered
+    ]
+
+
+async def all_dead_letters(question: Question) -> Page:
+    """The dead letters that a filter selects: in groups, and the newest of them."""
+    overview = await question.overview()
+    found = await dead_letters.listed(question.actions.admin, overview.config, question.query)
+    values = {
+        "found": found,
+        "last": found.newest[0].sequence if found.newest else 0,
+        "jobs": question.actions.jobs,
+    }
+    return Page("dead_letters.html", "Dead letters", values)
+
+
+async def dead_letter(question: Question) -> Page:
+    """One dead letter."""
+    overview = await question.overview()
+    sequence = _whole_number(question.path["sequence"])
+    found = await dead_letters.get(question.actions.admin, overview.config, sequence)
+    return Page("dead_letter.html", f"Dead letter {found.sequence}", {"found": found})
+
+
+async def job(question: Question) -> Page:
+    """An action on many dead letters, as it goes on."""
+    found = question.actions.job(_whole_number(question.path["number"]))
+    return Page("job.html", f"Job {found.number}", {"job": found}, live=not found.ended)
+
+
+async def notification(question: Question) -> Page:
+    """One notification, and what has become of it at each agent."""
+    name = question.asked("name")
+    if not name:
+        return Page("notification.html", "One notification", {"trail": None})
+    overview = await question.overview()
+    found = await notification_trail.trail(question.actions.admin, overview, name)
+    return Page("notification.html", name, {"trail": found})
+
+
+class _TimerRow(Struct, frozen=True, kw_only=True):
+    app: str
+    timer: str
+    schedule: str
+    leader: str
+    last: datetime | None
+    paused: str
+    failing: str
+
+
+async def timers(question: Question) -> Page:
+    """The timers that the workers of all apps have recorded."""
+    overview = await question.overview()
+    admin = question.actions.admin
+    rows = []
+    for app, declared in sorted(overview.apps.items()):
+        if not declared.timers:
+            continue
+        leader, claims = await lease_records.leader(admin, app), await timer_records.claims(admin, app)
+        for name, schedule in declared.timers.items():
+            claim, pause = claims.get(name), overview.recorded.pauses.get((app, name))
+            rows.append(
+                _TimerRow(
+                    app=app,
+                    timer=name,
+                    schedule=schedule,
+                    leader=leader,
+                    last=claim.time if claim and claim.token else None,
+                    paused=paused_text(pause) if pause else "",
+                    failing=_failing(overview.recorded, app, name, overview.time),
+                )
+            )
+    values = {"timers": rows, "stale": stale_text(overview, question.watcher)}
+    return Page("timers.html", "Timers", values, live=True)
+
+
+def _failing(recorded: Recorded, app: str, timer: str, time: datetime) -> str:
+    failure = recorded.failures.get((app, "timers", timer))
+    return failing_text(failure) if failure and failure.until > time else ""
+
+
+async def streams(question: Question) -> Page:
+    """All streams of the account."""
+    overview = await question.overview()
+    everything = question.asked("all") == "yes"
+    shown = [row for row in overview.streams if everything or not row.stream.startswith("KV_")]
+    values = {
+        "streams": shown,
+        "left_out": len(overview.streams) - len(shown),
+        "unavailable": overview.unavailable,
+        "stale": stale_text(overview, question.watcher),
+    }
+    return Page("streams.html", "Streams", values, live=True)
+
+
+async def spark(question: Question) -> Page:
+    """The Spark applications that notifications tell of."""
+    overview = await question.overview()
+    runs, stream = await spark_applications.newest(question.actions.admin, overview.config)
+    return Page("spark.html", "Spark", {"runs": runs, "stream": stream})
+
+
+async def apps(question: Question) -> Page:
+    """What the apps have declared when a worker of them started last."""
+    overview = await question.overview()
+    return Page("apps.html", "Apps", {"apps": sorted(overview.apps.items()), "overview": overview})
+
+
+async def doctor(question: Question) -> Page:
+    """The results of the doctor's checks."""
+    overview = await question.overview()
+    scope = doctor_.Scope(seconds=DOCTOR_SECONDS)
+    with anyio.fail_after(DOCTOR_TAKES_SECONDS):
+        report = await question.actions.examined(overview.config, scope)
+    return Page("doctor.html", "Doctor", {"report": report, "State": doctor_.State})
+
+
+async def audit(question: Question) -> Page:
+    """What users have done."""
+    found = await question.actions.audit.newest(SHOWN_ACTIONS)
+    who, of = question.asked("who"), question.asked("of")
+    shown = [each for each in found if who in ("", each.record.who) and of in each.record.of]
+    return Page("audit.html", "Audit", {"actions": shown, "most": SHOWN_ACTIONS})
+
+
+async def settings(question: Question) -> Page:
+    """The configuration in effect, with secrets masked."""
+    rows = [
+        (path, str(value), str(origin))
+        for path, value, origin in display.effective(question.actions.config)
+        if question.asked("q").lower() in path.lower()
+    ]
+    return Page("settings.html", "Settings", {"rows": rows})
+
+
+def _whole_number(text: str) -> int:
+    if not text.isdecimal() or len(text) > 20:
+        raise NotFoundError(f"{text!r} is no number")
+    return int(text)
+
+
+PAGES: dict[str, Callable[[Question], Awaitable[Page]]] = {
+    "/": now,
+    "/agents": agents,
+    "/agents/{app}/{agent}": agent,
+    "/dead-letters": all_dead_letters,
+    "/dead-letters/{sequence}": dead_letter,
+    "/jobs/{number}": job,
+    "/notification": notification,
+    "/timers": timers,
+    "/streams": streams,
+    "/spark": spark,
+    "/apps": apps,
+    "/doctor": doctor,
+    "/audit": audit,
+    "/settings": settings,
+}

@@ -1,0 +1,89 @@
+"""How values are shown: times, durations, numbers and sizes as text. The templates use these functions as filters."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+from rich.filesize import decimal
+
+from aviso_workers.aviso.literals import printable, time_text
+
+__all__ = ["FILTERS"]
+
+MINUTE, HOUR, DAY = 60, 3600, 86400
+SLOWEST = 0.05
+"""Below this rate, nothing is said to change."""
+
+
+def time(value: datetime | None) -> str:
+    return time_text(value.astimezone(UTC)) if value is not None else "–"
+
+
+def ago(value: datetime | None) -> str:
+    """Return how long ago it was, as `3 min`; a dash where that is not known."""
+    return duration(max(0.0, (datetime.now(UTC) - value).total_seconds())) if value is not None else "–"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    if seconds < MINUTE:
+        return f"{seconds:.0f} s"
+    if seconds < HOUR:
+        return f"{seconds / MINUTE:.0f} min"
+    return f"{seconds / HOUR:.1f} h" if seconds < 2 * DAY else f"{seconds / DAY:.0f} d"
+
+
+def number(value: int | None) -> str:
+    return f"{value:,}" if value is not None else "–"
+
+
+def rate(value: float) -> str:
+    return f"{value:,.1f}" if value >= SLOWEST else "0"
+
+
+def change(value: float) -> str:
+    """Return a change with its sign, as `+3.2`."""
+    return f"{value:+,.1f}" if abs(value) >= SLOWEST else "0"
+
+
+def size(value: int) -> str:
+    return decimal(value)
+
+
+def part(value: float | None) -> str:
+    return f"{value:.0%}" if value is not None else "–"
+
+
+def body(data: bytes) -> str:
+    """Return a body as text: JSON with indents, other text as it is, other bytes by their number."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return f"{len(data)} bytes that are no text"
+    try:
+        return json.dumps(json.loads(text), indent=2, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return "\n".join(map(printable, text.splitlines()))
+
+
+def pairs(value: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {each}" for name, each in value.items())
+
+
+FILTERS = {
+    "time": time,
+    "ago": ago,
+    "duration": duration,
+    "number": number,
+    "rate": rate,
+    "change": change,
+    "size": size,
+    "part": part,
+    "body": body,
+    "pairs": pairs,
+    "printable": printable,
+}

@@ -1,0 +1,288 @@
+"""The web application: takes a request, asks whose it is, and answers with a page.
+
+Every answer has a policy that lets a browser run only our own scripts, which carry the nonce of that answer (Content
+Security Policy, level 3), and load nothing from elsewhere. A page is whole without scripts; with them it is rendered
+again on the server after each snapshot and sent as an event stream (HTML, "Server-sent events").
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+import anyio
+import structlog
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from aviso_workers.console.access import Access, ForbiddenError, Visitor
+from aviso_workers.console.actions import ACTIONS, Actions, Confirmation
+from aviso_workers.console.overview import Watcher
+from aviso_workers.console.pages import PAGES, Page, Question
+from aviso_workers.console.shown import FILTERS
+from aviso_workers.errors import AvisoWorkersError, BackendError, NotFoundError, UnavailableError, describe
+from aviso_workers.version import __version__
+
+__all__ = ["application"]
+
+MAX_FORM_BYTES = 64 * 1024
+MAX_LIVE = 200
+"""Pages that are kept up to date at the same time."""
+PAGE_SECONDS = 40.0
+"""How long a page may be made: the doctor asks the servers for many things."""
+WRITE_SECONDS = 10.0
+"""How long somebody may take to receive a part of a page."""
+UNCHANGED_SECONDS = 15.0
+"""After so long without a change, a comment shows that the console is there."""
+LIVE = "live"
+
+log = structlog.get_logger("aviso_workers.console")
+
+
+def application(watcher: Watcher, actions: Actions, access: Access) -> ASGIApp:
+    """Return the console as an ASGI application."""
+    views = _Views(watcher, actions)
+    app = Starlette(
+        routes=[
+            *(Route(path, views.of_page(make), name=make.__name__) for path, make in PAGES.items()),
+            *(Route(f"/actions/{name}", views.of_action(name), methods=["POST"]) for name in ACTIONS),
+            Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
+        ],
+        exception_handlers={HTTPException: views.failed, AvisoWorkersError: views.failed},
+    )
+    return _Guard(app, access)
+
+
+class _Guard:
+    """Asks whose a request is before anything else sees it, and adds the headers that protect a page."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request, nonce = HTTPConnection(scope), secrets.token_urlsafe(16)
+        visitor = self._access.visitor(request)
+        scope.setdefault("state", {}).update(visitor=visitor, nonce=nonce)
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_headers(scope["path"], nonce)]
+            await send(message)
+
+        refused = self._refusal(request, visitor)
+        await (refused or self._app)(scope, receive, send_guarded)
+
+    def _refusal(self, request: HTTPConnection, visitor: Visitor | None) -> Response | None:
+        """Return the answer to a request that goes no further."""
+        path, method = request.scope["path"], request.scope["method"]
+        if not self._access.is_host(request.headers.get("host", "")):
+            return PlainTextResponse("This console is not known by that host name: see workers.console.names.\n", 421)
+        if visitor is None:
+            asks = {"www-authenticate": 'Basic realm="aviso-workers", charset="UTF-8"'}
+            return PlainTextResponse("Who are you? Give your name and your token.\n", 401, headers=asks)
+        if method not in ("GET", "HEAD", "POST"):
+            return PlainTextResponse("Only GET and POST are known here.\n", 405)
+        if method == "POST" and not self._access.is_own_page(request):
+            log.warning("refused a request that comes from no page of the console", who=visitor.name, path=path)
+            return PlainTextResponse("This request comes from no page of this console.\n", 403)
+        if not visitor.may("read"):
+            return PlainTextResponse(f"{visitor.name} has no right to read.\n", 403)
+        return None
+
+
+def _headers(path: str, nonce: str) -> list[tuple[bytes, bytes]]:
+    policy = (
+        f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    )
+    headers = {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cross-origin-opener-policy": "same-origin",
+        "cross-origin-resource-policy": "same-origin",
+        "cache-control": "max-age=3600" if path.startswith("/static/") else "no-store",
+    }
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
+class _Live(StreamingResponse):
+    """A stream of events whose reader has to take each of them in time."""
+
+    async def stream_response(self, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            with anyio.fail_after(WRITE_SECONDS):
+                await send(message)
+
+        try:
+            await super().stream_response(send_in_time)
+        except TimeoutError:
+            log.info("closed a live page whose reader takes nothing")
+
+
+class _Views:
+    """Makes answers of pages and actions."""
+
+    def __init__(self, watcher: Watcher, actions: Actions) -> None:
+        self._watcher = watcher
+        self._actions = actions
+        self._live = 0
+        self._templates = Environment(
+            loader=PackageLoader("aviso_workers.console"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._templates.filters.update(FILTERS)
+        self._templates.globals["version"] = __version__
+
+    def of_page(self, make: Callable[[Question], Awaitable[Page]]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            question = self._question(request)
+            if question.live == "stream":
+                return self._stream(request, question, make)
+            page = await _in_time(make(question))
+            return HTMLResponse(self._whole(request, page), page.status)
+
+        return answer
+
+    def of_action(self, name: str) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            visitor, form = _visitor(request), await _form(request)
+            action = ACTIONS[name]
+            try:
+                visitor.require(action.right)
+                done = await self._actions.carry_out(action, visitor, form)
+            except ForbiddenError as error:
+                log.warning("refused an action", who=visitor.name, action=name)
+                raise HTTPException(403, str(error)) from error
+            if isinstance(done, Confirmation):
+                page = Page("confirm.html", action.title, {"asked": done, "action": action, "plan": done.plan})
+                return HTMLResponse(self._whole(request, page))
+            return RedirectResponse(done, 303)
+
+        return answer
+
+    async def failed(self, request: Request, error: Exception) -> Response:
+        status, text = _said(error)
+        page = Page("error.html", "Not shown", {"text": text}, status=status)
+        return HTMLResponse(self._whole(request, page), status)
+
+    def _question(self, request: Request) -> Question:
+        return Question(
+            watcher=self._watcher,
+            actions=self._actions,
+            visitor=_visitor(request),
+            path={name: str(value) for name, value in request.path_params.items()},
+            query=dict(request.query_params),
+        )
+
+    def _context(self, request: Request, page: Page) -> dict[str, Any]:
+        query = dict(request.query_params)
+        live = query.pop(LIVE, "")
+        return {
+            **page.values,
+            "page": page,
+            "visitor": _visitor(request),
+            "nonce": request.state.nonce,
+            "path": request.url.path,
+            "query": query,
+            "is_live": page.live and live != "off",
+            "address": lambda **changed: _address(request.url.path, query, live, changed),
+        }
+
+    def _whole(self, request: Request, page: Page) -> str:
+        return self._templates.get_template(page.template).render(self._context(request, page))
+
+    def _part(self, request: Request, page: Page) -> str:
+        """Return what of a page is kept up to date."""
+        template = self._templates.get_template(page.template)
+        context = template.new_context(self._context(request, page))
+        return "".join(template.blocks["live"](context))
+
+    def _stream(self, request: Request, question: Question, make: Callable[[Question], Awaitable[Page]]) -> Response:
+        if self._live >= MAX_LIVE:
+            return PlainTextResponse(f"{MAX_LIVE} live pages are open already.\n", 503)
+
+        async def events() -> AsyncIterator[str]:
+            self._live += 1
+            try:
+                shown = ""
+                while True:
+                    try:
+                        now = self._part(request, await _in_time(make(question)))
+                    except (AvisoWorkersError, HTTPException) as error:
+                        page = Page("error.html", "Not shown", {"text": _said(error)[1]})
+                        now = self._part(request, page)
+                    yield _event(now) if now != shown else ":\n\n"
+                    shown = now
+                    with anyio.move_on_after(UNCHANGED_SECONDS):
+                        await self._watcher.changed()
+            finally:
+                self._live -= 1
+
+        return _Live(events(), media_type="text/event-stream")
+
+
+async def _in_time(making: Awaitable[Page]) -> Page:
+    """Return the page. Raises `UnavailableError` where the server takes too long."""
+    try:
+        with anyio.fail_after(PAGE_SECONDS):
+            return await making
+    except TimeoutError as error:
+        raise UnavailableError(f"the server has not answered within {PAGE_SECONDS:g} s") from error
+
+
+def _event(html: str) -> str:
+    return "".join(f"data: {line}\n" for line in html.splitlines()) + "\n"
+
+
+def _visitor(request: Request) -> Visitor:
+    visitor = request.state.visitor
+    assert isinstance(visitor, Visitor)
+    return visitor
+
+
+async def _form(request: Request) -> dict[str, str]:
+    """Return the fields of a form. Raises `HTTPException` for another or a large one."""
+    if request.headers.get("content-type", "").partition(";")[0] != "application/x-www-form-urlencoded":
+        raise HTTPException(415, "an action takes a form")
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_FORM_BYTES:
+            raise HTTPException(413, f"an action takes a form of at most {MAX_FORM_BYTES} bytes")
+    return dict(parse_qsl(body.decode(errors="replace")))
+
+
+def _address(path: str, query: dict[str, str], live: str, changed: dict[str, Any]) -> str:
+    """Return the address of a page with other filters; an empty one is left out."""
+    kept = {**query, **({LIVE: live} if live == "off" else {}), **changed}
+    text = urlencode({name: value for name, value in kept.items() if value not in ("", None)})
+    return f"{path}?{text}" if text else path
+
+
+def _said(error: Exception) -> tuple[int, str]:
+    """Return the status and the text that tell somebody of an error."""
+    match error:
+        case HTTPException():
+            return error.status_code, error.detail
+        case NotFoundError():
+            return 404, str(error)
+        case BackendError():
+            return 503, describe(error)
+    return 400, str(error)

@@ -1,0 +1,100 @@
+"""What operators have done from the console, in a stream of its own.
+
+An action is recorded before it begins and again when it has ended, so that one that was broken off is seen as well: it
+has no end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from aviso_workers.aviso.codec import Message, read_json, store_time
+from aviso_workers.config import Config, streams
+from aviso_workers.errors import UndecodableError
+from aviso_workers.jetstream.fields import DAY
+from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.state.kept import Kept
+from aviso_workers.state.own_streams import AUDIT
+
+__all__ = ["KEPT", "AuditRecord", "RecordedAction", "joined", "message_of", "read", "stream_spec"]
+
+SUBJECT = "aviso_workers.audit"
+KEPT_DAYS = 400
+MAX_RECORDS = 100_000
+KEPT = (
+    Kept(
+        stream=AUDIT,
+        key=SUBJECT,
+        holds="what an operator has done from the console: who, what, with which filter, and what came of it",
+        until=f"{KEPT_DAYS} days, {MAX_RECORDS:,} records at most",
+    ),
+)
+
+State = Literal["begun", "done", "stopped", "failed"]
+
+
+class AuditRecord(Struct, frozen=True, kw_only=True):
+    """The begin or the end of an action."""
+
+    who: str
+    """The user, as the console knows it."""
+    action: str
+    """Such as `pause agent`."""
+    of: str
+    """What it is done to, such as `field/index_field`."""
+    selection: Mapping[str, str] = {}
+    """What selects the notifications, and other arguments."""
+    state: State
+    result: str = ""
+    """What came of it, in words."""
+    begun: int | None = None
+    """The sequence of the record of its begin; None in that one."""
+
+
+class RecordedAction(Struct, frozen=True, kw_only=True):
+    """An action, with its end where that is recorded."""
+
+    sequence: int
+    """Of the record of its begin."""
+    time: datetime
+    record: AuditRecord
+    end: AuditRecord | None = None
+    ended_at: datetime | None = None
+
+
+def stream_spec(config: Config) -> StreamSpec:
+    """Return the stream of the records."""
+    return streams.own_stream(AUDIT, SUBJECT, config, max_age=KEPT_DAYS * DAY, max_msgs=MAX_RECORDS)
+
+
+def message_of(record: AuditRecord) -> Message:
+    """Return the message that stores a record."""
+    return Message(subject=SUBJECT, data=msgspec.json.encode(record))
+
+
+def read(message: Message) -> AuditRecord | None:
+    """Return the record that a message stores; None where it stores none."""
+    try:
+        return read_json(message.data, AuditRecord)
+    except UndecodableError:
+        return None
+
+
+def joined(messages: Iterable[Message]) -> list[RecordedAction]:
+    """Return the actions among messages, the newest first."""
+    found: dict[int, RecordedAction] = {}
+    for message in messages:
+        record = read(message)
+        if record is None:
+            continue
+        begun = found.get(record.begun) if record.begun is not None else None
+        if begun is not None:
+            found[begun.sequence] = msgspec.structs.replace(begun, end=record, ended_at=store_time(message))
+        else:  # it has begun, or its begin is not kept any more
+            found[message.sequence] = RecordedAction(sequence=message.sequence, time=store_time(message), record=record)
+    return sorted(found.values(), key=lambda each: -each.sequence)

@@ -1,0 +1,191 @@
+"""Who may see and do what: users, tokens, a proxy, and requests that pages of others send."""
+
+from __future__ import annotations
+
+import base64
+
+import httpx
+import pytest
+from msgspec import structs
+
+from aviso_workers import App
+from aviso_workers.config import Config, load
+from aviso_workers.config.settings import Console, ConsoleProxy
+from aviso_workers.console.access import Access
+from aviso_workers.console.actions import ACTIONS
+from aviso_workers.errors import ConfigError
+from aviso_workers.state.own_streams import AUDIT
+from aviso_workers.testing import Harness
+from tests.console.conftest import OPERATOR, READER, Served, confirmed, publish, served, shown, text_of, with_console
+from tests.contract.settings import app_config
+
+pytestmark = pytest.mark.anyio
+
+LOCAL = "nats://127.0.0.1:4222"
+FIELDS = {"app": "field-index", "agent": "index", "timer": "report", "to": "all", "number": "1"}
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+@pytest.mark.parametrize(
+    ("user", "status"),
+    [
+        (OPERATOR, 200),
+        (READER, 200),
+        (None, 401),
+        ((OPERATOR[0], READER[1]), 401),
+        ((OPERATOR[0], ""), 401),
+        (("", OPERATOR[1]), 401),
+        (("somebody", OPERATOR[1]), 401),
+    ],
+)
+async def test_a_page_is_for_users_with_their_own_token(
+    console: Served, user: tuple[str, str] | None, status: int
+) -> None:
+    async with console.client(user) as client:
+        answer = await client.get("/settings")
+    assert answer.status_code == status
+    assert ("www-authenticate" in answer.headers) == (status == 401)
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (f"Bearer {OPERATOR[1]}", 200),
+        (f"bearer {OPERATOR[1]}", 200),
+        ("Bearer", 401),
+        ("Bearer other", 401),
+        (f"Token {OPERATOR[1]}", 401),
+        ("Basic !!!", 401),
+        ("Basic " + base64.b64encode(b"\xff\xfe:x").decode(), 401),
+    ],
+)
+async def test_a_program_shows_a_bearer_token(console: Served, header: str, status: int) -> None:
+    async with console.client(None, authorization=header) as client:
+        assert (await client.get("/settings")).status_code == status
+
+
+async def test_every_answer_lets_a_browser_run_our_own_scripts_only(console: Served) -> None:
+    async with console.client() as client, console.client(None) as stranger:
+        answers = [await client.get(path) for path in ("/", "/settings", "/nowhere", "/static/console.css")]
+        answers.append(await stranger.get("/"))
+    policies = [answer.headers["content-security-policy"] for answer in answers]
+    assert all("default-src 'none'; script-src 'nonce-" in policy for policy in policies)
+    assert len(set(policies)) == len(policies), "each answer has a nonce of its own"
+    assert {answer.headers["x-content-type-options"] for answer in answers} == {"nosniff"}
+    assert [answer.headers["cache-control"] for answer in answers[:2]] == ["no-store", "no-store"]
+
+
+async def test_a_user_without_the_right_does_nothing(console: Served, app: App, running: Harness) -> None:
+    async with console.client(READER) as client:
+        answers = {name: await client.post(f"/actions/{name}", data=FIELDS) for name in ACTIONS}
+    assert answers.pop("stop-job").status_code == 404, "there is no job that could be stopped"
+    assert {name: answer.status_code for name, answer in answers.items()} == dict.fromkeys(answers, 403)
+    for name, answer in answers.items():
+        assert f"rolf has no right to {ACTIONS[name].right}" in text_of(answer.text)
+    assert AUDIT not in await console.admin.stream_names()
+
+
+async def test_a_job_is_stopped_by_those_only_who_could_have_begun_it(
+    console: Served, app: App, running: Harness
+) -> None:
+    await publish(app, 3, 3)
+    async with console.client() as client, console.client(READER) as reader:
+        await shown(client, "/dead-letters", "2 of 2 dead letters.")
+        await confirmed(client, "retry-dead-letters", agent="fails", rate="0.001")
+        refused = await reader.post("/actions/stop-job", data={"number": "1"})
+        assert "Stop …" in await shown(client, "/jobs/1", "runs")
+        assert "Stop …" not in await shown(reader, "/jobs/1", "runs")
+        await confirmed(client, "stop-job", number="1")
+        await shown(client, "/jobs/1", "stopped")
+    assert (refused.status_code, "rolf has no right to retry" in text_of(refused.text)) == (403, True)
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "none", None])
+async def test_a_page_of_others_does_nothing(console: Served, running: Harness, site: str | None) -> None:
+    headers = {} if site is None else {"sec-fetch-site": site}
+    async with httpx.AsyncClient(base_url=console.url, auth=OPERATOR, headers=headers, trust_env=False) as client:
+        answer = await client.post("/actions/pause-agent", data=FIELDS)
+    assert (answer.status_code, answer.text) == (403, "This request comes from no page of this console.\n")
+
+
+async def test_a_program_with_a_token_comes_from_no_page(console: Served, running: Harness) -> None:
+    async with httpx.AsyncClient(base_url=console.url, headers=bearer(OPERATOR[1]), trust_env=False) as client:
+        answer = await client.post("/actions/pause-agent", data=FIELDS)
+        forged = await client.post("/actions/pause-agent", data=FIELDS, headers={"sec-fetch-site": "cross-site"})
+    assert (answer.status_code, forged.status_code) == (200, 403)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1", 200),
+        ("localhost:9465", 200),
+        ("[::1]:80", 200),
+        ("console.example", 200),
+        ("evil.example", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("", 421),
+    ],
+)
+async def test_only_known_host_names_reach_it(config: Config, host: str, status: int) -> None:
+    named = structs.replace(config.workers.console, names=("console.example",))
+    async with (
+        served(with_console(config, users=named.users, names=named.names)) as console,
+        console.client() as client,
+    ):
+        assert (await client.get("/settings", headers={"host": host})).status_code == status
+
+
+async def test_a_proxy_names_the_user(config: Config) -> None:
+    proxy = ConsoleProxy(
+        header="X-Forwarded-User", addresses=("127.0.0.1",), rights={"anna": ("read", "pause"), "*": ("read",)}
+    )
+    async with served(with_console(config, proxy=proxy)) as console:
+        said = {}
+        for name in ("anna", "bob", ""):
+            async with console.client(None, **{"x-forwarded-user": name}) as client:
+                answer = await client.get("/settings")
+                said[name] = text_of(answer.text).rpartition("Secrets")[2].partition("aviso-workers 0")[0]
+                assert answer.status_code == (200 if name else 401)
+    assert said["anna"].endswith("anna, may pause, read. ")
+    assert said["bob"].endswith("bob, may read. ")
+
+
+async def test_another_address_is_no_proxy(config: Config) -> None:
+    proxy = ConsoleProxy(header="X-Forwarded-User", addresses=("192.0.2.1",), rights={"*": ("read",)})
+    async with (
+        served(with_console(config, proxy=proxy)) as console,
+        console.client(None, **{"x-forwarded-user": "anna"}) as client,
+    ):
+        assert (await client.get("/settings")).status_code == 401
+
+
+async def test_without_users_everybody_on_this_machine_has_all_rights(config: Config) -> None:
+    async with served(with_console(config)) as console, console.client(None) as client:
+        page = text_of((await client.get("/settings")).text)
+    assert "somebody on this machine, may drop, pause, payload, read, reset, retry." in page
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "console.example"])
+def test_without_users_nobody_else_is_let_in(host: str) -> None:
+    with pytest.raises(ConfigError, match="everybody would have all rights; configure users or a proxy"):
+        Access(with_console(load(app_config("jetstream", LOCAL)), host=host))
+
+
+async def test_no_page_shows_a_token(console: Served) -> None:
+    async with console.client() as client:
+        page = (await client.get("/settings?q=console")).text
+    assert "workers.console" in page
+    assert OPERATOR[1] not in page
+    assert OPERATOR[1] not in repr(Console(users=console.config.workers.console.users))
+
+
+async def test_an_action_takes_a_form_of_bounded_size(console: Served) -> None:
+    async with console.client() as client:
+        large = await client.post("/actions/pause-agent", data={"app": "x" * 100_000})
+        other = await client.post("/actions/pause-agent", json={"app": "field-index"})
+        read = await client.get("/actions/pause-agent")
+    assert (large.status_code, other.status_code, read.status_code) == (413, 415, 405)

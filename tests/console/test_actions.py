@@ -1,0 +1,167 @@
+"""What users do from the console: shown first, done when it is confirmed, and recorded."""
+
+from __future__ import annotations
+
+import pytest
+
+from aviso_workers import App
+from aviso_workers.state.own_streams import AUDIT
+from aviso_workers.testing import Harness
+from tests.console.conftest import Served, confirmed, hidden_fields, publish, shown, text_of
+
+pytestmark = pytest.mark.anyio
+
+FAILS = {"app": "field-index", "agent": "fails"}
+PARKS = {"app": "field-index", "agent": "parks"}
+INDEX = {"app": "field-index", "agent": "index"}
+REPORT = {"app": "field-index", "timer": "report"}
+
+
+async def test_nothing_is_done_before_it_is_confirmed(console: Served, app: App, running: Harness) -> None:
+    async with console.client() as client:
+        asked = await client.post("/actions/pause-agent", data={**INDEX, "for": "2h"})
+    assert "All workers of field-index/index get no notifications for 2h." in text_of(asked.text)
+    assert not (await console.admin.consumer_info("MARS", "field-index__index")).paused
+    assert AUDIT not in await console.admin.stream_names()
+
+
+async def test_an_agent_is_paused_and_resumed(console: Served, app: App, running: Harness) -> None:
+    async with console.client() as client:
+        done = await confirmed(client, "pause-agent", **INDEX, **{"for": "2h"})
+        assert (done.status_code, done.headers["location"]) == (303, "/agents/field-index/index")
+        assert (await console.admin.consumer_info("MARS", "field-index__index")).paused
+        await shown(client, "/agents/field-index/index", "paused", "anna: pause-agent: paused until")
+        await confirmed(client, "resume-agent", **INDEX)
+        assert not (await console.admin.consumer_info("MARS", "field-index__index")).paused
+        page = await shown(client, "/audit", "2 of the newest 200 actions")
+    assert "anna pause-agent field-index/index app field-index, agent index, for 2h paused until" in page
+
+
+@pytest.mark.parametrize(
+    ("action", "fields", "said"),
+    [
+        ("pause-agent", {**INDEX, "for": "soon"}, "for how long: "),
+        ("pause-agent", {**INDEX, "for": "0s"}, "0s would pause nothing"),
+        ("pause-agent", {"app": "other", "agent": "index"}, "no agent index of app other"),
+        ("reset-agent", INDEX, "say where the agent is to go on"),
+        ("reset-agent", {**INDEX, "to": "4711"}, "an agent cannot go on at 4711"),
+        ("retry-parked", PARKS, "field-index/parks has no parked notification"),
+        ("retry-dead-letters", {"rate": "many"}, "no dead letter matches"),
+        ("stop-job", {"number": "4"}, "no job 4"),
+    ],
+)
+async def test_what_cannot_be_done_is_said_and_not_recorded(
+    console: Served, app: App, running: Harness, action: str, fields: dict[str, str], said: str
+) -> None:
+    await publish(app, 1)
+    async with console.client() as client:
+        answer = await client.post(f"/actions/{action}", data=fields)
+    assert answer.status_code in (400, 404)
+    assert said in text_of(answer.text)
+    assert AUDIT not in await console.admin.stream_names()
+
+
+async def test_an_agent_is_reset(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 1, 2)
+    await running.settle()
+    async with console.client() as client:
+        asked = await client.post("/actions/reset-agent", data={**INDEX, "to": "all"})
+        assert "2 notifications that it has been given before would be given again." in text_of(asked.text)
+        await client.post("/actions/reset-agent", data=hidden_fields(asked.text, "reset-agent"))
+        await shown(client, "/audit", "reset-agent", "it goes on at 1")
+
+
+async def test_what_has_changed_since_it_was_shown_is_asked_again(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 1)
+    await running.settle()
+    async with console.client() as client:
+        asked = await client.post("/actions/reset-agent", data={**INDEX, "to": "all"})
+        await publish(app, 2)
+        await running.settle()
+        again = await client.post("/actions/reset-agent", data=hidden_fields(asked.text, "reset-agent"))
+    assert again.status_code == 200
+    assert "Something has changed since you were asked." in text_of(again.text)
+    assert AUDIT not in await console.admin.stream_names()
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(500, marks=pytest.mark.slow)])
+async def test_all_dead_letters_of_a_filter_are_retried_as_a_job(
+    console: Served, app: App, running: Harness, count: int
+) -> None:
+    await publish(app, *[3] * count)
+    async with console.client() as client:
+        await shown(client, "/dead-letters?agent=fails&error=no+such", f"{count} of {count} dead letters.")
+        done = await confirmed(client, "retry-dead-letters", agent="fails", error="no such")
+        assert done.headers["location"] == "/jobs/1"
+        page = await shown(client, "/jobs/1", "Retry dead letters: done.", f"{count} of {count}")
+        assert "selection agent fails, error no such, last" in page
+        await shown(client, "/dead-letters", f"{count} of {count} dead letters.", str(2 * count))
+        await shown(client, "/audit", "retry-dead-letters", f"{count} of {count} done")
+
+
+async def test_those_that_came_after_it_was_shown_are_left_alone(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 3)
+    async with console.client() as client:
+        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+        asked = await client.post("/actions/drop-dead-letters", data={"agent": "fails"})
+        await publish(app, 3)
+        await shown(client, "/dead-letters", "2 of 2 dead letters.")
+        await client.post("/actions/drop-dead-letters", data=hidden_fields(asked.text, "drop-dead-letters"))
+        await shown(client, "/jobs/1", "Erase dead letters: done.", "1 of 1")
+        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+
+
+async def test_a_job_is_stopped(console: Served, app: App, running: Harness) -> None:
+    await publish(app, *[3] * 5)
+    async with console.client() as client:
+        await shown(client, "/dead-letters", "5 of 5 dead letters.")
+        await confirmed(client, "retry-dead-letters", agent="fails", rate="0.001")
+        await shown(client, "/jobs/1", "runs", "1 of 5")
+        await confirmed(client, "stop-job", number="1")
+        await shown(client, "/jobs/1", "Retry dead letters: stopped.", "1 of 5 done, 4 not")
+        await shown(client, "/audit", "stopped 1 of 5 done")
+
+
+async def test_parked_notifications_are_decided_on(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 3, 4)
+    async with console.client() as client:
+        await shown(client, "/agents/field-index/parks", "Parked: they wait for your decision")
+        asked = await client.post("/actions/skip-parked", data={**PARKS, "sequence": "1"})
+        said = text_of(asked.text)
+        assert "1 parked notifications of field-index/parks become dead letters" in said
+        assert "1 notifications wait behind them by their ordering key, and will run without them." in said
+        await client.post("/actions/skip-parked", data=hidden_fields(asked.text, "skip-parked"))
+        await shown(client, "/audit", "skip-parked", "1 skipped")
+        await shown(client, "/agents/field-index/parks", without="Parked: they wait")
+
+
+async def test_a_timer_is_paused_and_resumed(console: Served, app: App, running: Harness) -> None:
+    async with console.client() as client:
+        await shown(client, "/timers", "field-index/report")
+        await confirmed(client, "pause-timer", **REPORT, note="the archive is down")
+        await shown(client, "/timers", "paused until it is resumed", "the archive is down (anna, console)")
+        await confirmed(client, "resume-timer", **REPORT)
+        await shown(client, "/timers", without="paused until")
+
+
+async def test_an_action_that_cannot_be_recorded_is_not_done(console: Served, app: App, running: Harness) -> None:
+    async with console.client() as client:
+        await confirmed(client, "pause-timer", **REPORT)  # makes the stream
+        await console.admin.administration().api(f"STREAM.UPDATE.{AUDIT}", await sealed(console))
+        answer = await confirmed(client, "pause-agent", **INDEX)
+    assert answer.status_code == 503
+    assert not (await console.admin.consumer_info("MARS", "field-index__index")).paused
+
+
+async def sealed(console: Served) -> object:
+    info = await console.admin.stream_info(AUDIT)
+    seal = {"sealed": True, "deny_delete": True, "deny_purge": True, "allow_rollup_hdrs": False}
+    return {**info.answer["config"], **seal}
+
+
+async def test_an_action_whose_end_is_missing_is_seen(console: Served, app: App, running: Harness) -> None:
+    async with console.client() as client:
+        await confirmed(client, "pause-timer", **REPORT)
+        await shown(client, "/audit", "1 of the newest 200 actions")
+        await console.admin.delete_message(AUDIT, 2)  # as where the console was killed before it could store it
+        await shown(client, "/audit", "no end recorded")

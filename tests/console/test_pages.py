@@ -1,0 +1,195 @@
+"""What the pages show: what needs somebody, and why."""
+
+from __future__ import annotations
+
+import signal
+
+import anyio
+import pytest
+
+from aviso_workers import App
+from aviso_workers.console.pages import PAGES
+from aviso_workers.jetstream.specs import ConsumerSpec
+from aviso_workers.ops import agent_control
+from aviso_workers.server import NatsServer
+from aviso_workers.testing import Harness
+from tests.console.conftest import READER, Served, publish, shown, text_of
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+PLAIN = [path for path in PAGES if "{" not in path]
+
+
+@pytest.mark.parametrize("path", PLAIN)
+async def test_a_page_of_an_empty_server_says_that_there_is_nothing(console: Served, path: str) -> None:
+    async with console.client() as client:
+        answer = await client.get(path)
+    assert answer.status_code == 200
+    assert "Traceback" not in answer.text
+
+
+async def test_nothing_needs_you_where_all_is_well(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 1, 2)
+    await running.settle()
+    async with console.client() as client:
+        page = await shown(client, "/", "Nothing needs you.")
+    assert "Agents that need you" not in page
+
+
+async def test_what_needs_somebody_comes_first_with_its_reason(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 1, 2, 3, 4)
+    async with console.client() as client:
+        page = await shown(
+            client, "/", "2 agents need you", "parked 1 wait for your decision, and 1 wait behind them: KeyError"
+        )
+        everything = await shown(client, "/agents", "3 of 3 agents.")
+    assert page.index("field-index/parks") < page.index("field-index/fails"), "the worst is the first"
+    assert "field-index/index" not in page, "only what is not well"
+    assert "field-index/index" in everything
+    assert "ValueError: no such field &lt;b&gt;3&lt;/b&gt;" in page, "what an author's error says is text, and no HTML"
+
+
+async def test_filters_and_order_stand_in_the_address(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 3)
+    async with console.client() as client:
+        page = await shown(client, "/agents?state=parked&q=field&order=lag", "1 of 3 agents.")
+        assert "field-index/parks" in page
+        none = await shown(client, "/agents?q=nothing", "0 of 3 agents.")
+    assert "No agent matches." in none
+
+
+async def test_an_agent_shows_its_policy_and_what_waits(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 3, 4, 5)
+    async with console.client() as client:
+        page = await shown(client, "/agents/field-index/parks", "Parked: they wait for your decision", "MARS@1")
+        unknown = await client.get("/agents/field-index/other")
+    assert "order by class" in page
+    assert "everything up to sequence 0 is settled" in page
+    assert unknown.status_code == 404
+    assert "no agent other of app field-index" in text_of(unknown.text)
+
+
+async def test_dead_letters_are_counted_over_what_is_listed(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 3, 3, 3, 4)
+    async with console.client() as client:
+        page = await shown(client, "/dead-letters", "3 of 3 dead letters.")
+        other = await shown(client, "/dead-letters?agent=index", "0 of 3 dead letters.")
+        mistaken = await client.get("/dead-letters?since=yesterday")
+    assert "3 field-index/fails attempts_exhausted ValueError" in page
+    assert "No dead letter matches." in other
+    assert mistaken.status_code == 400
+    assert "since" in text_of(mistaken.text)
+
+
+async def test_a_payload_is_for_those_who_may_see_it(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 3, payload={"secret": "of the payload"})
+    async with console.client() as client, console.client(READER) as reader:
+        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+        for path in ("/dead-letters/1", "/notification?name=mars@1"):
+            assert "of the payload" in text_of((await client.get(path)).text)
+            hidden = text_of((await reader.get(path)).text)
+            assert "of the payload" not in hidden
+            assert "You have no right to see payloads." in hidden
+
+
+async def test_a_notification_says_what_became_of_it_at_each_agent(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 3, 4)
+    async with console.client() as client:
+        await shown(client, "/agents?state=parked", "1 of 3 agents.")
+        page = await shown(client, "/notification?name=mars@1", "field-index/fails dead letter")
+        behind = await shown(client, "/notification?name=mars@2", "field-index/parks in flight, or settled")
+        missing = await client.get("/notification?name=mars@77")
+    assert "field-index/index settled everything up to 2 is settled" in page
+    assert "field-index/parks parked all 1 attempts failed: KeyError" in page
+    assert "step 3" in page, "its identifier"
+    assert "field-index/fails settled" in behind
+    assert missing.status_code == 404
+
+
+async def test_a_paused_agent_is_nobodys_alarm(console: Served, app: App, running: Harness) -> None:
+    target = agent_control.declared(app, console.config, "index")
+    await agent_control.pause(console.admin, target, seconds=3600)
+    await publish(app, 1)
+    async with console.client() as client:
+        page = await shown(client, "/", "Paused by somebody", "field-index/index until", "lag 1")
+    assert "Nothing needs you." in page
+
+
+async def test_a_lost_consumer_needs_somebody(console: Served, app: App, nats_server: NatsServer) -> None:
+    async with app.running():
+        await publish(app, 1)
+    await console.admin.delete_consumer("MARS", "field-index__index")
+    async with console.client() as client:
+        await shown(client, "/", "field-index/index MARS consumer missing its consumer is gone")
+
+
+async def test_timers_and_apps_are_those_that_workers_have_recorded(
+    console: Served, app: App, running: Harness
+) -> None:
+    async with console.client() as client:
+        timers = await shown(client, "/timers", "field-index/report every 3600s")
+        apps = await shown(client, "/apps", "field-index/parks", "Timers: report (every 3600s).")
+    assert "ok" in timers
+    assert "mars" in apps
+
+
+@pytest.mark.slow
+async def test_a_frozen_server_is_said_and_what_was_known_is_shown_with_its_time(
+    console: Served, app: App, running: Harness, nats_server: NatsServer
+) -> None:
+    await publish(app, 1)
+    async with console.client() as client:
+        await shown(client, "/agents", "3 of 3 agents.")
+        nats_server.process.send_signal(signal.SIGSTOP)
+        try:
+            page = await shown(client, "/agents", "The server has not answered since")
+            assert "3 of 3 agents." in page
+        finally:
+            nats_server.process.send_signal(signal.SIGCONT)
+        await shown(client, "/agents", without="The server has not answered since")
+
+
+async def test_a_console_of_a_server_that_is_away_says_so(console: Served, nats_server: NatsServer) -> None:
+    nats_server.process.send_signal(signal.SIGSTOP)
+    try:
+        async with console.client() as client:
+            with anyio.fail_after(PATIENCE_SECONDS):
+                answer = await client.get("/")
+        assert answer.status_code == 503
+        assert "The server does not answer" in text_of(answer.text)
+    finally:
+        nats_server.process.send_signal(signal.SIGCONT)
+
+
+async def test_a_live_page_is_rendered_again_when_something_changes(
+    console: Served, app: App, running: Harness
+) -> None:
+    async with console.client() as client:
+        await shown(client, "/agents", "3 of 3 agents.")
+        seen = ""
+        with anyio.fail_after(PATIENCE_SECONDS):
+            async with client.stream("GET", "/agents?live=stream") as answer:
+                assert answer.headers["content-type"].startswith("text/event-stream")
+                async for line in answer.aiter_lines():
+                    seen += line.removeprefix("data: ")
+                    if "parked" not in seen and "</table>" in seen:
+                        await publish(app, 3)
+                        seen = ""
+                    if "1 wait for your decision" in seen:
+                        break
+
+
+async def test_a_thousand_agents_are_all_shown(console: Served, app: App, running: Harness) -> None:
+    own = len(app.agents)
+    for number in range(1000 - own):
+        spec = ConsumerSpec(
+            durable_name=f"many__agent{number}", filter_subjects=(), ack_wait=30_000_000_000, max_ack_pending=1000
+        )
+        await console.admin.ensure_consumer("MARS", spec)
+    async with console.client() as client:
+        page = await shown(client, "/agents", "1,000 of 1,000 agents.")
+        began = anyio.current_time()
+        await client.get("/agents")
+        print(f"{anyio.current_time() - began:.3f} s")  # `pytest -s` shows it
+    assert page.count("many/agent") == 1000 - own
