@@ -10,15 +10,15 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 71_252,
-    "lines of the core": 39_251,
+    "lines": 71_365,
+    "lines of the core": 39_255,
     "lines of agents": 809,
     "lines of aviso": 2_727,
     "lines of aviso_workers": 4_402,
     "lines of backends": 6_781,
     "lines of cli": 6_179,
-    "lines of config": 2_784,
-    "lines of console": 2_097,
+    "lines of config": 2_788,
+    "lines of console": 2_206,
     "lines of declare": 4_215,
     "lines of engine": 7_588,
     "lines of jetstream": 2_493,
@@ -30,7 +30,7 @@ BUDGETS = {
     "lines of telemetry": 1_720,
     "lines of worker": 1_013,
     "modules that a plain worker loads": 162,
-    "lines that a plain worker loads": 33_025,
+    "lines that a plain worker loads": 33_029,
     "modules of the reading list": 33,
     "lines of the reading list": 10_313,
     "files that use tables": 10,
@@ -41,7 +41,7 @@ BUDGETS = {
     "files that use singletons": 5,
     "files that use dead letters": 14,
     "files that use order": 3,
-    "class names that stand twice": 3,
+    "class names that stand twice": 4,
     "functions above a complexity of 10": 0,
 }
 SLACK = 0.98

@@ -13,6 +13,7 @@ from msgspec import Struct
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
+from aviso_workers.console.history import Rates, rates
 from aviso_workers.errors import BackendError, UnavailableError, describe
 from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, parked, reports
 from aviso_workers.ops.agent_inventory import Recorded
@@ -26,6 +27,8 @@ from aviso_workers.state.own_streams import DEAD_LETTERS
 __all__ = ["AgentView", "Overview", "Watcher", "is_trouble", "stale_text", "state_of"]
 
 EVERY_SECONDS = 2.0
+RATES_SECONDS = 30.0
+"""How often Prometheus is asked."""
 TAKES_SECONDS = 20.0
 """How long a snapshot may take: longer than three servers of which one has just ended take to answer."""
 PATIENCE_SECONDS = 5.0
@@ -88,6 +91,8 @@ class Overview(Struct, frozen=True, kw_only=True):
     """What the apps have declared when a worker of them started last."""
     new_dead_letters: int
     """Those of the last 24 hours."""
+    rates: Rates
+    """Those of the last hour, where the configuration names a Prometheus."""
     snapshot: ServerSnapshot
     progress: list[AgentProgress]
 
@@ -104,7 +109,8 @@ class Watcher:
         self._admin = admin
         self._config = config
         self._newest: Overview | None = None
-        self._looked_at = -math.inf
+        self._looked_at = self._rates_at = -math.inf
+        self._rates = Rates()
         self._asked = anyio.Event()
         self._taken = anyio.Event()
         self.error = ""
@@ -173,9 +179,16 @@ class Watcher:
             recorded=recorded,
             apps=await declarations.stored(self._admin),
             new_dead_letters=await self._new_dead_letters(snapshot),
+            rates=await self._newest_rates(),
             snapshot=snapshot,
             progress=progress,
         )
+
+    async def _newest_rates(self) -> Rates:
+        url = self._config.workers.console.prometheus
+        if url is not None and anyio.current_time() - self._rates_at > RATES_SECONDS:
+            self._rates, self._rates_at = await rates(url), anyio.current_time()
+        return self._rates
 
     async def _parked(self, snapshot: ServerSnapshot) -> dict[tuple[str, str], list[Parked]]:
         """Return what is parked, by app and agent."""

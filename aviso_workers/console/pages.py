@@ -154,6 +154,7 @@ async def agent(question: Question) -> Page:
         raise NotFoundError(f"no agent {name} of app {app} reads one of the known streams")
     declared = overview.apps.get(app)
     values = {
+        "overview": overview,
         "stale": stale_text(overview, question.watcher),
         "app": app,
         "agent": name,

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from rich.filesize import decimal
 
 from aviso_workers.aviso.literals import printable, time_text
+from aviso_workers.console.history import sparkline, spoken
 
 __all__ = ["FILTERS"]
 
@@ -86,4 +87,6 @@ FILTERS = {
     "body": body,
     "pairs": pairs,
     "printable": printable,
+    "sparkline": sparkline,
+    "spoken": spoken,
 }

@@ -107,7 +107,7 @@ def conduct(directory: Path, *, keep: bool) -> int:
         else:
             console.print(f"[green]all as it should be[/], in {seconds:.0f} s")
         if keep:
-            stay(deployment, worker, spark_events)
+            stay(deployment, worker, spark_events, stack.enter_context(deployment.console()))
     return 1 if short else 0
 
 
@@ -220,9 +220,10 @@ def show(findings: list[Finding]) -> None:
     console.print(table)
 
 
-def stay(deployment: Deployment, worker: Worker, spark_events: Worker) -> None:
+def stay(deployment: Deployment, worker: Worker, spark_events: Worker, pages: str) -> None:
     """Say where everything is, and wait for Ctrl-C."""
     for name, place in (
+        ("console", pages),
         ("index worker", f"{worker.url}/metrics"),
         ("spark-events worker", f"{spark_events.url}/metrics"),
         ("nats-server", deployment.nats_url),

@@ -100,6 +100,21 @@ class Deployment:
     def spark_events_worker(self) -> AbstractContextManager[Worker]:
         return self._worker("spark-events", "--agent", "spark-events")
 
+    @contextmanager
+    def console(self) -> Iterator[str]:
+        """The console of the server while the block runs; its address."""
+        with self._command("console", "console", "--port", "0") as child:
+            said = re.compile(r"^console: (\S+)$", re.MULTILINE)
+            wait_until(
+                lambda: said.search(child.log_file.read_text()) is not None,
+                lambda: "the console does not start",
+                within_seconds=READY_SECONDS,
+                alive=[child],
+            )
+            found = said.search(child.log_file.read_text())
+            assert found
+            yield found[1]
+
     def notify(self) -> AbstractContextManager[Child]:
         """Publishes the notifications file, and ends."""
         return self._command("notify", "notify", "--file", self.notifications_file)
