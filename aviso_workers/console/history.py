@@ -44,7 +44,7 @@ class _Data(Struct):
     result: list[_Series]
 
 
-class _Answer(Struct):
+class _RangeAnswer(Struct):
     status: str
     data: _Data
 
@@ -56,7 +56,7 @@ async def rates(url: str) -> Rates:
     asked = urlencode({"query": QUERY, "start": begin, "end": end, "step": step})
     try:
         body = await anyio.to_thread.run_sync(_get, f"{url.rstrip('/')}/api/v1/query_range?{asked}")
-        found = msgspec.json.decode(body, type=_Answer)
+        found = msgspec.json.decode(body, type=_RangeAnswer)
     except (URLError, OSError, ValueError, msgspec.DecodeError) as error:
         return Rates(error=f"Prometheus has not answered: {error}")
     by_agent = {
