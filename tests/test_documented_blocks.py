@@ -66,6 +66,7 @@ RUN_BY: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("docs/fleets.md", "promql"): (1, ("tests/test_monitoring.py",)),
     ("docs/index.md", "python"): (1, (EXAMPLES,)),
     ("docs/joins.md", "python"): (1, ("tests/stories/test_joins.py",)),
+    ("docs/metrics.md", "bash"): (1, ("tests/test_monitoring.py",)),
     ("docs/operations/doctor.md", "bash"): (2, (COMMANDS,)),
     ("docs/operations/lag.md", "bash"): (1, (COMMANDS,)),
     ("docs/quickstart.md", "bash"): (4, ("tests/test_quickstart.py",)),
