@@ -15,6 +15,7 @@ import pytest
 import yaml
 from msgspec import Struct
 
+from _docs import boards
 from aviso_agents import observer, spark_events
 from aviso_workers import App, Router
 from aviso_workers.config import Config, load
@@ -28,7 +29,7 @@ from tests.waits import PATIENCE_SECONDS
 
 PROJECT = Path(__file__).parents[1]
 RULES = PROJECT / "config" / "prometheus-rules.yml"
-DASHBOARD = PROJECT / "config" / "grafana-dashboard.json"
+BOARDS = sorted((PROJECT / "config").glob("grafana-*.json"))
 SCALING = PROJECT / "config" / "keda.yaml"
 MONITOR = PROJECT / "aviso_workers" / "projects" / "template" / "kubernetes" / "monitoring.yaml"
 FLEETS = PROJECT / "docs" / "fleets.md"
@@ -111,7 +112,7 @@ def test_every_metric_is_documented_as_it_is(metrics: list[Shown]) -> None:
     assert sorted(line for line in documented if line.startswith("| `aviso_")) == sorted(one.row for one in metrics)
 
 
-@pytest.mark.parametrize("file", [RULES, DASHBOARD, SCALING, FLEETS], ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [RULES, *BOARDS, SCALING, FLEETS], ids=lambda file: file.name)
 def test_what_is_asked_for_is_there(file: Path, metrics: list[Shown]) -> None:
     asked = set(NAME.findall(file.read_text()))
     there = {name for metric in metrics for name in (metric.name, *metric.series)}
@@ -156,9 +157,41 @@ def test_promtool_takes_the_files(what: str) -> None:
     promtool("check", what, str(PROJECT / "config" / file))
 
 
-def test_promtool_can_read_what_the_dashboard_asks_for(tmp_path: Path) -> None:
-    asked = [target["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel["targets"]]
+def test_the_boards_are_written_from_the_tables() -> None:
+    """`PYTHONPATH=scripts .venv/bin/python -m _docs.boards` writes them."""
+    assert {board.name: board.read_text() for board in BOARDS} == boards.files()
+
+
+def test_promtool_can_read_what_the_boards_ask_for(tmp_path: Path) -> None:
+    asked = [target["expr"] for panel in panels() for target in panel["targets"]]
     check_expressions(tmp_path, [expression.replace("$__rate_interval", "5m") for expression in asked])
+
+
+def test_each_metric_stands_on_a_board(metrics: list[Shown]) -> None:
+    asked = {name for board in BOARDS for name in NAME.findall(board.read_text())}
+    assert [metric.name for metric in metrics if not asked & {metric.name, *metric.series}] == []
+
+
+def test_each_panel_says_what_its_metrics_mean_and_what_to_do(metrics: list[Shown]) -> None:
+    for panel in panels():
+        *meanings, do, runbook = panel["description"].split("\n\n")
+        asked = set(NAME.findall(" ".join(target["expr"] for target in panel["targets"])))
+        assert {*meanings} == {metric.help for metric in metrics if asked & {metric.name, *metric.series}}
+        assert do.endswith("."), panel["title"]
+        assert is_heading(runbook), panel["title"]
+
+
+def test_each_board_has_the_variables_that_its_queries_and_links_name() -> None:
+    for board in map(json.loads, map(Path.read_text, BOARDS)):
+        assert [variable["name"] for variable in board["templating"]["list"]] == ["datasource", "app", "agent"]
+        assert {panel["datasource"]["uid"] for panel in board["panels"]} == {"${datasource}"}
+    links = {link["url"] for panel in panels() for link in panel["fieldConfig"]["defaults"].get("links", ())}
+    assert {re.match(r"/d/([\w-]+)\?var-app=", link)[1] for link in links} == {"aviso-workers-agent"}  # type: ignore[index]
+    assert "aviso-workers-agent" in [json.loads(board.read_text())["uid"] for board in BOARDS]
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for board in BOARDS for panel in json.loads(board.read_text())["panels"]]
 
 
 def check_expressions(tmp_path: Path, asked: list[str]) -> None:
@@ -402,20 +435,23 @@ def test_a_warning_of_the_doctors_is_told_after_a_day(tmp_path: Path) -> None:
 
 def test_every_runbook_is_a_heading_of_its_page() -> None:
     for rule in alerts():
-        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-        headings = re.findall(r"^#+ (.+)$", (PROJECT / page).read_text(), re.MULTILINE)
-        anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
-        assert anchor in anchors, rule["alert"]
+        assert is_heading(rule["annotations"]["runbook_url"]), rule["alert"]
+
+
+def is_heading(place: str) -> bool:
+    """Return whether a page, and what follows `#`, are there."""
+    page, _, anchor = place.partition("#")
+    headings = re.findall(r"^#+ (.+)$", (PROJECT / page).read_text(), re.MULTILINE)
+    return anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def test_what_metrics_md_says_makes_links_of_the_runbooks(tmp_path: Path) -> None:
     (block,) = re.findall(r"```bash\n(.*?)```", (PROJECT / "docs" / "metrics.md").read_text(), re.DOTALL)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     subprocess.run(["bash", "-ec", block], cwd=tmp_path, env={**os.environ, "PATH": path}, check=True)
-    (group,) = yaml.safe_load((tmp_path / "rules.yml").read_text())["groups"]
-    urls = [rule["annotations"]["runbook_url"] for rule in group["rules"]]
-    site = "https://wiki.example.org/aviso/"
-    assert urls == [site + rule["annotations"]["runbook_url"] for rule in alerts()]
+    site = "https://wiki.example.org/aviso/docs/operations/"
+    for file in (RULES, *BOARDS):
+        assert (tmp_path / file.name).read_text() == file.read_text().replace("docs/operations/", site)
 
 
 def fires_alone(alert: str, shown: dict[str, str], tmp_path: Path, *, at: str) -> None:

@@ -18,7 +18,7 @@ FILES = {
     "dev.yaml": "a configuration for development",
     "prometheus.yml": "a scrape configuration of Prometheus",
     "prometheus-rules.yml": "alerts for Prometheus, each with what to do",
-    "grafana-dashboard.json": "a dashboard for Grafana",
+    **{f"grafana-{of}.json": f"board of Grafana: {of}" for of in ("overview", "agent", "timers", "streams", "spark")},
     "keda.yaml": "a ScaledObject of KEDA: as many pods as an agent's lag needs",
 }
 """A description of each file, by its name."""

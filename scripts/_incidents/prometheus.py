@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,8 +92,12 @@ class Prometheus:
 
     def knows(self, workers: int) -> bool:
         """Return whether so many workers have answered it for as long as the rules look back."""
-        found = self._ask(f"/api/v1/query?query=min_over_time(aviso_worker_ready[{self.window}])")
-        return len(found["result"]) >= workers
+        return len(self.query(f"min_over_time(aviso_worker_ready[{self.window}])")) >= workers
+
+    def query(self, expression: str) -> list[float]:
+        """Return the values of the series that it has for an expression."""
+        found = self._ask(f"/api/v1/query?{urllib.parse.urlencode({'query': expression})}")
+        return [float(series["value"][1]) for series in found["result"]]
 
     def _write_config(self, workers: Sequence[int]) -> None:
         shipped = yaml.safe_load((ROOT / "config/prometheus.yml").read_text())

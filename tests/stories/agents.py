@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 import anyio
 from msgspec import Struct
 
-from aviso_agents import observer
+from aviso_agents import observer, spark_events
 from aviso_workers import App, Backoff, Limit, Notification, Notify, Tick, Window, Windowing
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "observing",
     "other",
     "outputs",
+    "shown",
     "singletons",
     "threads",
     "ticking",
@@ -85,6 +86,10 @@ singletons = App("singletons")
 counting = App("counting")
 limited = App("limited")
 exclusive = App("exclusive")
+shown = App("shown")
+shown.include(observer.router)
+shown.include(spark_events.router)
+shown.event_type("spark_job", base="spark", key=["cluster", "application", "kind", "event", "id"])
 sums = counting.table("sums", int, default=0)
 kept: list[bytes] = []
 
@@ -182,6 +187,22 @@ def _add(total: int, notification: Notification[Deed]) -> int:
 async def sum_up(window: Window[int]) -> AsyncIterator[Notify]:
     yield Notify("plain", {"a": int(window.start.timestamp()), "b": window.key}, window.value)
     _write("published", int(window.start.timestamp()))
+
+
+@shown.agent("mars", ack_wait=ACK_WAIT_SECONDS, retry=Backoff(first=0.1, attempts=2))
+async def show(notification: Notification[Deed]) -> None:
+    """Its notifications that fail do so once; one that has no number is a dead letter."""
+    if notification.payload.fails and notification.num_delivered == 1:
+        raise ValueError("at first")
+    await shown.notify("plain", {"a": notification.payload.n, "b": "shown"})
+
+
+@shown.agent("plain", window=Windowing(size="1s", fold=lambda count, _: count + 1, initial=0, idle="1s"))
+async def count_shown(window: Window[int]) -> None: ...
+
+
+@shown.every("1s")
+async def look() -> None: ...
 
 
 @counting.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=RETRY)
