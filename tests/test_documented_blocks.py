@@ -34,6 +34,7 @@ ON_SPARK = "tests/spark/test_documentation.py"
 RUN_BY: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("README.md", "python"): (1, (EXAMPLES,)),
     ("docs/agents/around.md", "python"): (1, (EXAMPLES,)),
+    ("docs/agents/event-types.md", "bash"): (1, (COMMANDS,)),
     ("docs/agents/event-types.md", "python"): (1, (EXAMPLES,)),
     ("docs/agents/publishing.md", "python"): (2, (EXAMPLES,)),
     ("docs/agents/resources.md", "python"): (1, (EXAMPLES,)),

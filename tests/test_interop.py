@@ -146,7 +146,7 @@ def test_a_missing_toolchain_is_told_in_a_line_each_and_the_other_tests_are_run(
     assert [line for line in done.stderr.splitlines() if "there is no" in line] == [
         "interop: there is no go: tests with the nats CLI, nats-servers of other versions or linters in Go are not run",
         "interop: there is no cargo: tests with aviso-server are not run",
-        "interop: there is no npm: the tests with a client in Node are not run",
+        "interop: there is no npm: the tests with a client in Node and with AsyncAPI's parser are not run",
         "interop: there is no systemd-analyze: the systemd unit of new projects is not verified",
         "interop: there is no mvn: the tests with Delta Lake and with Spark's event logs are not run",
     ]

@@ -26,6 +26,7 @@ __all__ = [
     "fingerprint",
     "is_json",
     "json_reader",
+    "json_schema",
     "to_json",
     "value_of",
 ]
@@ -169,15 +170,40 @@ def fingerprint(kind: Any) -> str:
     return hashlib.sha256(msgspec.json.encode(schema, order="deterministic")).hexdigest()[:16]
 
 
-def _schema(kind: Any) -> dict[str, Any]:
+def json_schema(kind: Any, refs: str) -> dict[str, Any] | None:
+    """Return the JSON Schema (draft 2020-12) of the bodies that are read as a type; None where there is none.
+
+    `refs` is a reference to a definition of its `$defs`, such as `#/$defs/{name}`.
+    """
+    definitions: dict[str, Any] = {}
+
+    def inner(field: Any) -> dict[str, Any]:
+        if not _holds_pydantic(field):
+            return {}
+        found = _schema(field, refs=refs)
+        definitions.update(found.pop("$defs", {}))
+        return found
+
+    try:
+        found = _schema(kind, refs=refs, inner=inner)
+    except (TypeError, ValueError, NameError):
+        return None
+    definitions |= found.pop("$defs", {})
+    return {**found, "$defs": definitions} if definitions else found
+
+
+def _schema(
+    kind: Any, *, refs: str = "#/$defs/{name}", inner: Callable[[Any], dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """Return the JSON Schema of a type. Raises TypeError, ValueError, NameError where there is none."""
     if not _holds_pydantic(kind):
-        return msgspec.json.schema(kind)
+        (found,), definitions = msgspec.json.schema_components((kind,), schema_hook=inner, ref_template=refs)
+        return {**found, "$defs": definitions} if definitions else found
     import pydantic
 
     try:
         adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(kind)
-        return adapter.json_schema()
+        return adapter.json_schema(ref_template=refs.replace("{name}", "{model}"))
     except pydantic.PydanticUserError as error:
         raise TypeError(str(error)) from error
 

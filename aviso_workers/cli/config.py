@@ -1,4 +1,6 @@
-"""`config show|schema|event-types|files`: print what is in effect, the schema of files, and files that are shipped."""
+"""`config show|schema|event-types|asyncapi|files`: print what is in effect, the schema of files, an app for other
+programs, and files that are shipped.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,18 @@ from typing import Annotated
 
 import typer
 
-from aviso_workers.cli.options import argument
+from aviso_workers.cli.options import argument, flag, option
 from aviso_workers.cli.output import Columns, echo
-from aviso_workers.cli.targets import ConfigOption, load, settings_of_installed
+from aviso_workers.cli.targets import AgentOption, ConfigOption, Target, find_app, load, settings_of_installed
 from aviso_workers.config import display, shipped_files
+from aviso_workers.errors import ConfigError
+from aviso_workers.ops.asyncapi import document
 
 __all__ = ["config"]
 
 config = typer.Typer(
-    help="Print the configuration in effect, its JSON Schema, and the shipped files.", no_args_is_help=True
+    help="Print the configuration in effect, its JSON Schema, an app as AsyncAPI, and the shipped files.",
+    no_args_is_help=True,
 )
 
 
@@ -50,6 +55,25 @@ def event_types(config: ConfigOption = None) -> None:
     Example: aviso-workers config event-types --app mine.agents:app > schema.yaml
     """
     typer.echo(display.event_types(load(config)), nl=False)
+
+
+@config.command()
+def asyncapi(
+    target: Target = None,
+    agent: AgentOption = None,
+    version: Annotated[str, option("TEXT", "Version of the app, which the document has.", "--app-version")] = "0.0.0",
+    as_yaml: Annotated[bool, flag("--yaml", "Print YAML and not JSON.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Print what an app reads and publishes as an AsyncAPI 3.0 document, for catalogues, other teams and generators.
+
+    Example: aviso-workers config asyncapi mine.agents:app > asyncapi.json
+    """
+    app = find_app(target, agent=agent, config=config)
+    if mistakes := app.mistakes():
+        raise ConfigError(mistakes)
+    made = document(app.config, app, version=version)
+    typer.echo(display.yaml_text(made) if as_yaml else json.dumps(made, indent=2), nl=not as_yaml)
 
 
 @config.command()

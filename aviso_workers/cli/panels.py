@@ -52,7 +52,7 @@ SUMMARIES = {
     "backup": "Back up streams with their consumers, in the layout of the nats CLI, and restore them.",
     "mirror": "Promote mirrors, fence streams, and rehearse a failover.",
     "server": "Run nats-servers for development, and write nats-server.conf, from the configuration's section server.",
-    "config": "Print the configuration in effect, its JSON Schema, and the shipped files.",
+    "config": "Print the configuration in effect, its JSON Schema, an app as AsyncAPI, and the shipped files.",
     "spark": "Archive, backfill and report with Spark, and compare its jobs with their notifications.",
 }
 """The first sentence of the help of each."""

@@ -18,7 +18,7 @@ from aviso_workers.config.documents import resolved
 from aviso_workers.config.secrets import HIDDEN, Secret, ServerUrls, address_only, without_user
 from aviso_workers.config.settings import Config, Document
 
-__all__ = ["effective", "event_types", "json_schema"]
+__all__ = ["effective", "event_types", "json_schema", "yaml_text"]
 
 _LITERALS: dict[type, dict[str, Any]] = {
     Duration: {"type": "string", "pattern": r"^\s*[0-9]+[smhdwSMHDW]\s*$"},
@@ -64,7 +64,11 @@ def effective(config: Config, *, agents: Mapping[str, type[Struct]] | None = Non
 
 def event_types(config: Config) -> str:
     """Return the event types as YAML, as `notification_schema` of a file has them, without what is a default."""
-    document = {"notification_schema": _written(config.notification_schema)}
+    return yaml_text({"notification_schema": _written(config.notification_schema)})
+
+
+def yaml_text(document: Mapping[str, Any]) -> str:
+    """Return plain data as YAML that readers of YAML 1.1 and 1.2 read alike."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)
 
 

@@ -121,21 +121,28 @@ def refused_return(agent: Agent[Any, Any]) -> str:
     return " | ".join(_spelled(member) for member in _members(returned) if not _is_accepted(member, ACCEPTED))
 
 
-def named_event_types(function: Callable[..., Any]) -> set[str]:
-    """Return the event types that a function names where it makes a `Notify`, written out as text."""
+def named_event_types(function: Callable[..., Any], *, methods: Collection[str] = ()) -> set[str]:
+    """Return the event types that a function names where it makes a `Notify`, written out as text; also where it calls
+    one of these methods of anything.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
         return set()  # such as a function that was made at run time
     names = {name for name, found in getattr(function, "__globals__", {}).items() if found is Notify}
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    named = (_first(call) for call in calls if isinstance(call.func, ast.Name) and call.func.id in names)
+    named = (_first(call) for call in calls if _is_one(call.func, names, methods))
     return {each.value for each in named if isinstance(each, ast.Constant) and isinstance(each.value, str)}
 
 
 def _spelled(annotation: Any) -> str:
     is_plain = isinstance(annotation, type) and not typing.get_args(annotation)
     return annotation.__name__ if is_plain else str(annotation).replace("typing.", "")
+
+
+def _is_one(called: ast.expr, names: Collection[str], methods: Collection[str]) -> bool:
+    is_function = isinstance(called, ast.Name) and called.id in names
+    return is_function or (isinstance(called, ast.Attribute) and called.attr in methods)
 
 
 def _first(call: ast.Call) -> ast.expr | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from aviso_workers import config as configuration
 from aviso_workers.config import Config
@@ -73,6 +74,26 @@ def test_they_are_printed_as_the_file_of_an_aviso_server_has_them(run: Run, app:
     assert loaded.notification_schema["ride"] == declared(app).notification_schema["ride"]
     assert loaded.warnings == ()
     assert run("check", app, "--config", file).code == 0
+
+
+@pytest.mark.parametrize("options", [(), ("--yaml",)])
+def test_they_are_printed_as_asyncapi_with_the_agents_that_read_them(
+    run: Run, app: str, options: tuple[str, ...]
+) -> None:
+    printed = run("config", "asyncapi", app, "--app-version", "1.0", *options)
+    assert printed.code == 0, printed.err
+    made = yaml.safe_load(printed.out)  # which reads JSON too
+    assert (made["asyncapi"], made["info"]) == ("3.0.0", {"title": "rides", "version": "1.0"})
+    assert made["channels"]["ride"]["address"] == "ride.{vendor}.{n}.{code}"
+    assert made["channels"]["ride"]["parameters"]["code"]["enum"] == ["1e3", "on", "0o7", "2026-01-01"]
+    assert [*made["operations"]] == ["receive-count"]
+
+
+def test_an_app_with_a_mistake_is_not_printed(run: Run, app: str, tmp_path: Path) -> None:
+    (tmp_path / "rides.py").write_text(APP.replace('@app.agent("ride")', '@app.agent("rides")'))
+    refused = run("config", "asyncapi", app)
+    assert (refused.code, refused.out) == (2, "")
+    assert "rides" in refused.err
 
 
 def declared(app: str) -> Config:

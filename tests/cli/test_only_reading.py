@@ -47,6 +47,7 @@ READING = {
     "backup ls": ("backups",),
     "backup verify": ("backups",),
     "check": ("mine:app",),
+    "config asyncapi": ("mine:app",),
     "config event-types": (),
     "config files": (),
     "config schema": (),

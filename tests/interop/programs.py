@@ -12,6 +12,7 @@ __all__ = [
     "AVISO_SERVERS",
     "NATS_SERVERS",
     "SPARK_CORES",
+    "asyncapi_parser",
     "aviso_server",
     "cloudevents",
     "compose",
@@ -80,6 +81,11 @@ def go_client() -> Path:
 def node_client() -> Path:
     """A directory with the node_modules of nats.js."""
     return _only("nats.js", "node_modules").parent
+
+
+def asyncapi_parser() -> Path:
+    """The node_modules of AsyncAPI's parser."""
+    return _only("asyncapi-parser", "node_modules")
 
 
 def cloudevents() -> Path:
