@@ -373,6 +373,13 @@ class TestOperating:
         reader.types(apply)
         assert "deny_purge  true" in reader.types(show)
 
+    def test_an_app_that_is_described(self, reader: Reader) -> None:
+        reader.write("rides.py", texts("docs/agents/event-types.md", "python")[0])
+        as_json, as_yaml = lines("docs/agents/event-types.md", 0)
+        reader.types(as_json)
+        assert json.loads((reader.folder / "asyncapi.json").read_text())["info"]["version"] == "1.4.0"
+        assert "address: ride.{vendor}.{n}" in reader.types(as_yaml)
+
     def test_what_is_rendered(self, reader: Reader) -> None:
         reader.instead = {"/etc/nats": str(reader.folder), "mine.agents": "fields"}
         (role,) = lines("docs/security.md", 0)
