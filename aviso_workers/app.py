@@ -266,6 +266,8 @@ class App(Router[S]):
         except ConfigError as error:
             return list(error.mistakes)
         found = list(examined.mistakes)
+        if lacking := examined.config.workers.traces.lacking:
+            found.append(self._mistake("workers.traces.enabled", lacking, examined.config))
         for agent in self.agents:
             found += [f"agent {agent.name!r}: {problem}" for problem in _agent_mistakes(agent, examined)]
         found += self._mistakes_of_breakers()

@@ -113,6 +113,7 @@ NOT_RUN = {
     ),
     ("docs/operations/doctor.md", "nats-server n1 "): SHOWN,
     ("docs/operations/nats-cli.md", "nats context add "): "needs the nats CLI: tests/interop/test_contexts.py",
+    ("docs/operations/traces.md", "pip install "): "needs a package registry, and a collector of traces",
     ("docs/performance.md", "scripts/bench all "): "takes minutes: tests/test_bench.py measures a hundredth of it",
     ("docs/performance.md", "scripts/cost "): "takes minutes under valgrind: tests/test_cost.py counts a small process",
     ("docs/quickstart.md", "python3 -m venv "): "needs a package registry; scripts/newcomer installs the wheel",

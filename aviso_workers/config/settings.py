@@ -10,6 +10,7 @@ is `ours`: aviso-server cannot have meant that one.
 from __future__ import annotations
 
 from datetime import datetime
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field, structs
@@ -39,6 +40,7 @@ __all__ = [
     "Right",
     "Status",
     "Tls",
+    "Traces",
     "Workers",
 ]
 
@@ -258,6 +260,33 @@ class Logging(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     level: Annotated[Literal["debug", "info", "warning", "error"], about("Lowest level that is written.")] = "info"
 
 
+class Traces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Spans of OpenTelemetry, and their context in the headers of notifications."""
+
+    enabled: Annotated[
+        bool,
+        about(
+            "Make spans of what is published and handled, and write their context into the headers of notifications. "
+            "It needs aviso-workers[otel]."
+        ),
+    ] = False
+    process: Annotated[
+        Literal["child", "root"],
+        about(
+            "Place of the span in which an agent handles one notification. child: in the trace of the notification; "
+            "root: in a trace of its own. Either has a link to the span that published it."
+        ),
+    ] = "child"
+    settle: Annotated[bool, about("Make a span of each ack, nak and term as well.")] = False
+
+    @property
+    def lacking(self) -> str:
+        """What is missing to make spans; empty where nothing is."""
+        if not self.enabled or find_spec("opentelemetry") is not None:
+            return ""
+        return "traces need the package opentelemetry-api: pip install 'aviso-workers[otel]'"
+
+
 class DeadLetters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The stream of notifications that could not be handled."""
 
@@ -352,6 +381,7 @@ class Workers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     status: Annotated[Status, about("The status port, for probes and metrics.")] = Status()
     logging: Annotated[Logging, about("The log of a worker.")] = Logging()
+    traces: Annotated[Traces, about("Traces of notifications.")] = Traces()
     drain_timeout_seconds: Annotated[
         Annotated[float, Meta(ge=0)],
         about("Seconds that a worker which is told to stop gives its agents to finish what they are handling."),

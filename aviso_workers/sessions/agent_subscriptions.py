@@ -55,6 +55,7 @@ from aviso_workers.state.versions import Versions
 
 if TYPE_CHECKING:
     from aviso_workers.features.limits.rates import KeyLimit
+    from aviso_workers.features.traces import Traces
     from aviso_workers.features.windows.handler import WindowHandler
 
 __all__ = ["AgentSubscriptions"]
@@ -88,8 +89,10 @@ class AgentSubscriptions:
         dead_letters: DeadLetterStore,
         last_failures: LastFailures,
         events: Events,
+        traces: Traces | None = None,
     ) -> None:
         self._backend = backend
+        self._traces = traces
         self._app = app
         self._config = config
         self._provisioner = provisioner
@@ -172,6 +175,7 @@ class AgentSubscriptions:
         )
         timeouts = Timeouts(agent, clock=clock, events=self._events)
         of_limits = next((limit.guard for limit in limits if limit.guard is not None), None)
+        guard = of_limits if singleton_calls is None else singleton_calls.call
         context = HandlerContext(
             agent,
             buffer=buffer,
@@ -180,7 +184,7 @@ class AgentSubscriptions:
             settler=settler,
             timeouts=timeouts,
             clock=clock,
-            guard=of_limits if singleton_calls is None else singleton_calls.call,
+            guard=guard if self._traces is None else self._traces.guard(agent, guard),
         )
         windows = self._windows(context, stream.name)
         run = SubscriptionRun(
@@ -243,7 +247,8 @@ class AgentSubscriptions:
         running = agent.running(agent.dead_letter_functions[0])
         readers = reader, NotificationReader(agent.event_type, event_type, payload_type=bytes)
         outputs = Outputs(running, app=self._app, stream=stream, publisher=self._publisher)
-        return DeadLetterCalls(running, readers, outputs, clock=self._backend.clock, events=self._events).call
+        call = DeadLetterCalls(running, readers, outputs, clock=self._backend.clock, events=self._events).call
+        return call if self._traces is None else self._traces.dead_letters(agent, call)
 
     def _limits(self, agent: Agent[Any, Any], topic: Topic) -> tuple[list[KeyLimit], Callable[..., Buffer]]:
         """Return the agent's limits across the fleet, in the order in which they are asked, and what makes a buffer."""

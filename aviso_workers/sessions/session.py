@@ -6,10 +6,10 @@ The modules of a feature are imported where an app uses it, so that a worker of 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from msgspec import structs
@@ -34,7 +34,7 @@ from aviso_workers.engine.key_value import retried
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.replay import Replayer
 from aviso_workers.engine.subscription import Subscription, SubscriptionRun, keep_running, supervise_task
-from aviso_workers.errors import BackendError, DeclarationError, NotFoundError, UndecodableError
+from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError, UndecodableError
 from aviso_workers.events import (
     AgentDisturbed,
     AgentStarted,
@@ -63,6 +63,9 @@ from aviso_workers.state import (
 from aviso_workers.state.known_agents import KnownAgents
 from aviso_workers.state.own_streams import DELAYED
 from aviso_workers.task_groups import task_group
+
+if TYPE_CHECKING:
+    from aviso_workers.features.traces import Traces
 
 __all__ = ["Session", "breaker", "is_stopping", "open_session"]
 
@@ -104,7 +107,9 @@ class Session:
         self.own_streams = Provisioner(backend, management="reconcile", events=events, removes_replicas=False)
         """Our own streams are ours to make and to change, whatever may be done to the others'. Apps share some of them,
         and another app's configuration may ask for more replicas."""
-        self.publisher = Publisher(
+        self._traces = _traces(config)
+        publisher = Publisher if self._traces is None else self._traces.publisher
+        self.publisher = publisher(
             backend, config=config, provisioner=self.provisioner, own_streams=self.own_streams, events=events
         )
         self.runs: dict[str, SubscriptionRun] = {}
@@ -121,6 +126,7 @@ class Session:
             dead_letters=self._dead_letters,
             last_failures=self._last_failures,
             events=events,
+            traces=self._traces,
         )
         self.circuits: Mapping[str, CircuitBreaker] = self._agents.circuits
         """By name, the breakers that agents at work share."""
@@ -128,6 +134,10 @@ class Session:
         self._config = config
         self._priority = config.workers.priority
         self._events = events
+
+    def traced(self) -> AbstractContextManager[None]:
+        """Make spans of settlements while the block runs, where the configuration asks for them."""
+        return nullcontext() if self._traces is None else self._traces.hearing(self._events)
 
     async def replayer(
         self,
@@ -450,4 +460,17 @@ async def open_session(
     async with opening(config, on_connection=on_connection, on_foreign=on_foreign) as backend:
         if backend.connection.slow_because:
             events.emit(ConnectionSlow(reason=backend.connection.slow_because))
-        yield Session(backend, app=app, config=config, events=events)
+        session = Session(backend, app=app, config=config, events=events)
+        with session.traced():
+            yield session
+
+
+def _traces(config: Config) -> Traces | None:
+    """Return the traces of an app whose configuration asks for them. Raises `ConfigError` where they cannot be had."""
+    if not config.workers.traces.enabled:
+        return None
+    if lacking := config.workers.traces.lacking:
+        raise ConfigError([f"workers.traces.enabled: {lacking}"])
+    from aviso_workers.features.traces import Traces
+
+    return Traces(config)

@@ -46,7 +46,7 @@ ON_A_SERVER_LATER = {
     *("test_app", "test_around", "test_attempts", "test_breakers", "test_contexts", "test_memory", "test_once"),
     *("test_on_dead_letter", "test_outcomes", "test_outgoing", "test_outputs", "test_parked", "test_paused_timers"),
     *("test_raw_payloads", "test_redeploys", "test_requests", "test_returned_shapes", "test_sync_tables"),
-    *("test_tables", "test_threads", "test_typed_identifiers", "test_uncounted", "test_windows"),
+    *("test_tables", "test_threads", "test_traces", "test_typed_identifiers", "test_uncounted", "test_windows"),
 }
 """Modules about what authors write, and not about what a backend does: without `--all` they run in memory only."""
 LONG_WAY = {"test_consuming", "test_publishing", "test_reading"}
