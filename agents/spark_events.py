@@ -113,6 +113,8 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     level: float = 0.0
     """Seconds since 1970: all that was written to the log until then is published."""
     lost: bool = False
+    trace: dict[str, str] = {}
+    """The headers of its events that say in which trace it runs: they stand at the beginning of its log."""
 
 
 router = Router("spark-events", settings=SparkEvents)
@@ -375,6 +377,7 @@ class _ApplicationLog:
         self._window = window
         self._open_file = partial(logs.open, log=path)
         self._stored = Checkpoint()
+        self._decode: job_events.Decoder
         self._reader: EventLogReader[JobEvent] | None = None
         self._recalled: set[str] = set()
         """Ids that the stream held when it was last asked."""
@@ -508,7 +511,7 @@ class _ApplicationLog:
             # Task events alone are not worth a write; the end is, so that a restart need not open what is complete.
             if batch.events or goes_on or (grown.complete and not more and moved):
                 level = self._stored.level if more else min(grown.modified, time.time())
-                await self._store(grown, Checkpoint(position=reader.position, level=level))
+                await self._store(grown, Checkpoint(position=reader.position, level=level, trace=self._decode.trace))
         if grown.unread_bytes(reader.position) and not self.incomplete:
             self.incomplete = "left_out"  # by an earlier reading, which said so
         if self.overdue(grown):
@@ -541,8 +544,8 @@ class _ApplicationLog:
                 "spark_events.checkpoint_unreadable", path=self.path, problem=str(error), then="read from its beginning"
             )
         self._published_to = self._stored.position
-        decode = job_events.Decoder(SparkApplication.of_log(grown.name))
-        return EventLogReader(decode, self._stored.position, open_file=self._open_file)
+        self._decode = job_events.Decoder(SparkApplication.of_log(grown.name), trace=self._stored.trace)
+        return EventLogReader(self._decode, self._stored.position, open_file=self._open_file)
 
     async def _store(self, grown: EventLog, checkpoint: Checkpoint) -> None:
         await self._checkpoints.put(self._key(grown), msgspec.json.encode(checkpoint))
@@ -584,7 +587,13 @@ class _ApplicationLog:
         try:
             # Beyond the window, another attempt at what was stored already would store it twice.
             with anyio.fail_after(await self._window.half_seconds(self._app.session.backend)):
-                await self._app.notify(job_events.EVENT_TYPE, identifier, event.payload, message_id=message_id)
+                await self._app.notify(
+                    job_events.EVENT_TYPE,
+                    identifier,
+                    event.payload,
+                    message_id=message_id,
+                    headers=self._decode.trace or None,
+                )
         except TimeoutError as error:
             raise OutcomeUnknownError(f"{message_id} was not acknowledged within the duplicate window") from error
         except (UnknownEventTypeError, FullError):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -21,6 +22,7 @@ from msgspec import Struct, field, structs
 
 from aviso_workers.config import Config
 from aviso_workers.errors import UndecodableError
+from aviso_workers.spark import trace_contexts
 
 __all__ = [
     "EVENT_TYPE",
@@ -42,6 +44,7 @@ TEXT_LIMIT = 2000
 """Characters kept of an error message or a description; Spark puts whole stack traces and queries there."""
 
 HEAD = b'{"Event":"'
+ENVIRONMENT = b"SparkListenerEnvironmentUpdate"
 YARN_ATTEMPT = re.compile(r"(application_\d+_\d+)_(\d+)")
 OBJECT_HASH = re.compile(r"@[0-9a-f]+$")
 SPELLING = str.maketrans(dict.fromkeys(" :/", "-") | dict.fromkeys(".${}'\"", "_"))
@@ -149,13 +152,18 @@ class Decoder:
     history server, and `unknown` where it has none, or not all of them were read.
     """
 
-    def __init__(self, application: SparkApplication) -> None:
+    def __init__(self, application: SparkApplication, *, trace: Mapping[str, str] | None = None) -> None:
+        self.trace = dict(trace or {})
+        """The headers that its properties say: in which trace it runs."""
         self._application = application
         self._jobs: dict[str, dict[str, str]] = {}
         """By SQL execution that has begun, the status of each of its jobs."""
 
     def __call__(self, line: bytes) -> JobEvent | None:
         """Return the event in the next line, as `decode` does. Raises `UndecodableError`."""
+        if _name(line) == ENVIRONMENT:
+            with suppress(msgspec.DecodeError, RecursionError):  # it says nothing else that is of interest
+                self.trace = trace_contexts.of_properties(msgspec.json.decode(line, type=_Environment).properties.get)
         event = decode(line, self._application)
         match event:
             case JobEvent(kind="sql", event="start"):
@@ -234,6 +242,10 @@ def _of_loss(application: SparkApplication, begun: Begun | None, event: str, sin
         occurrence=f"{begun.occurrence}/{milliseconds}",
         payload={"last_heard": milliseconds},
     )
+
+
+class _Environment(Struct):
+    properties: dict[str, Any] = field(name="Spark Properties", default_factory=dict)
 
 
 class _EventName(Struct):

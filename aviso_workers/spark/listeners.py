@@ -20,7 +20,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,13 +34,14 @@ from aviso_workers.aviso.notifications import Notify
 from aviso_workers.config import Config, load
 from aviso_workers.errors import (
     BackendError,
+    ConfigError,
     InvalidNotificationError,
     RefusedError,
     UndecodableError,
 )
 from aviso_workers.events import Events
 from aviso_workers.sessions.session import Session, open_session
-from aviso_workers.spark import job_events
+from aviso_workers.spark import job_events, trace_contexts
 from aviso_workers.spark.duplicate_window import DuplicateWindow
 from aviso_workers.spark.job_events import EVENT_TYPE, JobEvent, SparkApplication
 
@@ -78,7 +79,9 @@ def listen(spark: Any, *, config: Config | str | Path | None = None) -> Listener
     loaded = config if isinstance(config, Config) else load(config)
     loaded.event_type(EVENT_TYPE)  # raises where there is none
     application = SparkApplication.of_run(spark.conf.get("spark.app.id"), spark.conf.get("spark.app.attempt.id", None))
-    listener = Listener(loaded, application)
+    if lacking := loaded.workers.traces.lacking:
+        raise ConfigError([f"workers.traces.enabled: {lacking}"])
+    listener = Listener(loaded, application, trace=trace_contexts.of_properties(lambda key: spark.conf.get(key, None)))
     remote = type(spark).__module__.startswith("pyspark.sql.connect.")
     listener.start(_listen_to_queries if remote else _listen_to_jobs, spark)
     return listener
@@ -93,7 +96,9 @@ class _WaitingEvent(Struct, frozen=True):
 class Listener:
     """A running listener. `close`, the end of its `with` block or the end of the process stops it."""
 
-    def __init__(self, config: Config, application: SparkApplication) -> None:
+    def __init__(
+        self, config: Config, application: SparkApplication, *, trace: Mapping[str, str] | None = None
+    ) -> None:
         self.stored = 0
         """Events that the stream holds, whoever published them first."""
         self.dropped = 0
@@ -101,6 +106,7 @@ class Listener:
         self._config = config
         self._cluster = job_events.cluster_of(config)
         self._application = application
+        self._trace = trace or None
         self._window = DuplicateWindow(config)
         self._waiting: deque[_WaitingEvent] = deque()
         self._leave: Callable[[], None] = lambda: None
@@ -189,8 +195,9 @@ class Listener:
             return
         try:
             with anyio.fail_after(left):
+                identifier = event.identifier(self._cluster)
                 await session.publisher.notify(
-                    Notify(EVENT_TYPE, event.identifier(self._cluster), event.payload, message_id=message_id)
+                    Notify(EVENT_TYPE, identifier, event.payload, message_id=message_id, headers=self._trace)
                 )
         except TimeoutError:
             self._drop("spark_listener.too_late", event_id=message_id)

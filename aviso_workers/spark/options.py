@@ -20,6 +20,7 @@ from msgspec import Struct
 from aviso_workers.aviso import positions
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.errors import InvalidOptionError, InvalidPositionError
+from aviso_workers.spark import trace_contexts
 
 __all__ = ["ReadOptions", "WriteOptions", "parse_read_options", "parse_write_options", "where_of"]
 
@@ -37,7 +38,7 @@ READING = (
 )
 BATCH = ("endingOffsets", "endingTimestamp")
 STREAMING = ("maxMessagesPerTrigger", "minMessagesPerTrigger", "maxTriggerDelay")
-WRITING = ("msgIdColumn", "onDuplicate", "deadLetters")
+WRITING = ("msgIdColumn", "onDuplicate", "deadLetters", trace_contexts.PARENT, trace_contexts.STATE)
 QUERY_OPTIONS = ("queryId", "batchId")
 """What a batch write says of the streaming query that calls it."""
 SPARKS_OWN = ("checkpointlocation", "queryname")
@@ -85,6 +86,8 @@ class WriteOptions(Struct, frozen=True, kw_only=True):
     """What becomes of a write whose stream has the message id of a row already, with the same content."""
     dead_letters: str | None = None
     """Directory or URL for rows that are not notifications; None: the first of them ends the write."""
+    trace: Mapping[str, str] = {}
+    """The headers of each row's message that say in which trace it is written."""
     query_id: str | None = None
     """Together with `batch_id`: of which batch of `foreachBatch` this is the write."""
     batch_id: int | None = None
@@ -141,6 +144,7 @@ def parse_write_options(options: Mapping[str, str], *, streaming: bool = False) 
         id_column=given.get("msgIdColumn"),
         on_duplicate=_on_duplicate(given),
         dead_letters=_directory(given, "deadLetters"),
+        trace=_trace(given),
         query_id=given.get("queryId"),
         batch_id=_number(given, "batchId"),
     )
@@ -250,6 +254,13 @@ def _directory(given: Mapping[str, str], name: str) -> str | None:
     if value is not None and "://" not in value and not value.startswith("/"):
         raise InvalidOptionError(f"option {name} must be a whole path or a URL, because executors work elsewhere")
     return value
+
+
+def _trace(given: Mapping[str, str]) -> dict[str, str]:
+    try:
+        return trace_contexts.headers(given)
+    except ValueError as error:
+        raise InvalidOptionError(f"option {error}") from error
 
 
 def _on_duplicate(given: Mapping[str, str]) -> Any:

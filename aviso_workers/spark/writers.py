@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TypeVar
 
 import pyarrow as pa
+from msgspec import structs
 from pyspark import TaskContext
 from pyspark.sql import DataFrame
 from pyspark.sql.datasource import (
@@ -219,7 +220,11 @@ class _Task:
         return self._written
 
     def _messages(self, batch: pa.RecordBatch) -> OutgoingChunk:
-        return self._made.chunk(batch, self._ids)
+        made = self._made.chunk(batch, self._ids)
+        if not (trace := self._writing.trace):
+            return made
+        # Here, so that the id of a row that is written again does not depend on the trace.
+        return structs.replace(made, headers=[{**(headers or {}), **trace} for headers in made.headers])
 
     def _refuse(self, batch: pa.RecordBatch, place: int, error: InvalidNotificationError) -> None:
         if self._refused is None:

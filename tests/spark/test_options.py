@@ -9,6 +9,8 @@ import pytest
 from aviso_workers.errors import InvalidOptionError
 from aviso_workers.spark.options import parse_read_options, parse_write_options
 
+SOUND = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
 
 def test_an_event_type_is_read_from_its_beginning_unless_more_is_said() -> None:
     reading = parse_read_options({"event": "mars"}, streaming=False)
@@ -102,6 +104,12 @@ def test_writing_needs_an_event_type_and_passes_over_what_is_for_spark() -> None
         ({"onduplicate": "drop", "msgidcolumn": "id"}, False, "option onDuplicate must be count or fail, not 'drop'"),
         ({"onduplicate": "fail"}, False, "option onDuplicate needs msgIdColumn"),
         ({"deadletters": "bad"}, False, "option deadLetters must be a whole path or a URL"),
+        ({"traceparent": SOUND[:-1]}, False, "option traceparent must be 00-, 32 hexadecimal digits of the trace"),
+        ({"traceparent": SOUND.replace("4", "0").replace("00f0", "zzzz")}, True, "option traceparent must be 00-"),
+        ({"traceparent": f"00-{'0' * 32}-{'1' * 16}-01"}, False, "option traceparent must be 00-"),
+        ({"traceparent": SOUND, "tracestate": "é=1"}, False, "option tracestate must be up to 512 characters"),
+        ({"traceparent": SOUND, "tracestate": "a" * 513}, False, "option tracestate must be up to 512 characters"),
+        ({"tracestate": "a=1"}, False, "option tracestate must be up to 512 .* beside a traceparent"),
     ],
 )
 def test_what_a_write_cannot_mean_is_refused_too(options: dict[str, str], streaming: bool, said: str) -> None:
@@ -113,3 +121,10 @@ def test_a_write_may_be_of_a_batch_of_a_query() -> None:
     writing = parse_write_options({"event": "mars", "queryid": "copy", "batchid": "0", "deadletters": "/bad"})
 
     assert (writing.query_id, writing.batch_id, writing.dead_letters) == ("copy", 0, "/bad")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_write_may_be_part_of_a_trace(streaming: bool) -> None:
+    options = {"event": "mars", "traceparent": SOUND, "tracestate": "a=1,b=2"}
+    assert parse_write_options(options, streaming=streaming).trace == {"traceparent": SOUND, "tracestate": "a=1,b=2"}
+    assert parse_write_options({"event": "mars"}, streaming=streaming).trace == {}
