@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from aviso_workers import App
 from aviso_workers.errors import ConfigError
-from tests.contract.settings import app_config
+from tests.contract.settings import app_config, mars
 
 pytestmark = pytest.mark.anyio
 
@@ -43,6 +44,37 @@ def test_only_an_app_that_asks_for_traces_loads_them(
     monkeypatch.setenv("AVISO_WORKERS_WORKERS__TRACES__ENABLED", enabled)
     command = [sys.executable, "-c", PROGRAM, str(app_config("in_memory", ""))]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == str(loaded)
+
+
+HANDING_ON = """
+import anyio, json, sys
+from aviso_workers import App, Notification, Notify
+from aviso_workers.testing import harness
+
+app = App("plain", config=sys.argv[1])
+
+@app.agent("plain")
+async def index(notification: Notification) -> Notify:
+    return Notify("mars", json.loads(sys.argv[3]), {})
+
+async def main() -> None:
+    async with harness(app) as t:
+        for given in (None, {"traceparent": sys.argv[2], "tracestate": "a=1"}):
+            await app.notify("plain", {"a": 1, "b": "x"}, headers=given)
+            await t.settle()
+            [found] = [one async for one in app.replay("mars")]
+            print(found.headers.get("traceparent"), found.headers.get("tracestate"))
+
+anyio.run(main)
+"""
+
+
+def test_without_an_sdk_a_worker_hands_on_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AVISO_WORKERS_WORKERS__TRACES__ENABLED", "true")
+    sound = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    command = [sys.executable, "-c", HANDING_ON, str(app_config("in_memory", "")), sound, json.dumps(mars())]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert printed.splitlines() == ["None None", f"{sound} a=1"]
 
 
 async def test_traces_without_the_package_that_they_need_are_a_mistake(

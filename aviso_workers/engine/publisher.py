@@ -330,6 +330,7 @@ class Publisher:
         return spec, structs.replace(message, headers=headers)
 
     def _ready(self, event_type: str, spec: StreamSpec, message: Message, message_id: str) -> _Prepared:
+        """Return a notification whose id is made: headers that are added here, as those of a trace, change no id."""
         size = size_of(message.data, message.headers)
         if size > self.most_bytes:
             raise too_large(event_type, size, most=self.most_bytes)

@@ -249,15 +249,22 @@ async def test_what_cannot_be_published_says_why(app: App, url: str | None) -> N
     assert attributes(spans()[0], "error.type") == ["aviso_workers.errors.UnknownEventTypeError"]
 
 
-async def test_the_context_that_an_author_gives_is_kept_and_linked_to(app: App, url: str | None) -> None:
+async def test_the_context_that_an_author_gives_is_kept_and_that_of_the_program_is_the_parent(
+    app: App, url: str | None
+) -> None:
     @app.agent("plain")
     async def index(notification: Notification[Any]) -> None: ...
 
     async with harness(app, server=url) as t:
         await app.notify("plain", {"a": 1, "b": "x"}, headers={"traceparent": SOUND})
         await t.settle()
+        with trace.get_tracer("web").start_as_current_span("request") as request:
+            await app.notify("mars", mars(), {})
     given = int(TRACE, 16), int(SPAN, 16)
-    assert (links(one("publish plain")), parent(one("process plain"))) == ([given], given)
+    linking, inside = one("publish plain"), one("publish mars")
+    assert (links(linking), parent(one("process plain"))) == ([given], given)
+    context = request.get_span_context()
+    assert (links(inside), parent(inside)) == ([], (context.trace_id, context.span_id))
 
 
 ODD: list[Mapping[str, str]] = [
@@ -372,11 +379,13 @@ async def test_whatever_guards_the_calls_is_inside_of_the_span(app: App, url: st
 
     @app.agent("plain", limit=Limit(concurrent=1), timeout=60)
     def limited(notification: Notification[Any]) -> Notify:
+        app.notify_sync("mars", mars(step="3"), {})
         return Notify("mars", mars(step="2"), {})
 
     async with harness(app, server=url) as t:
         await app.notify("plain", {"a": 1, "b": "x"})
         await t.settle()
+    assert len(spans("publish mars")) == 3
     assert {parent(span) for span in spans("publish mars")} == {ids(span) for span in spans("process plain")}
     assert len(spans("process plain")) == 2
     assert len(traces()) == 1
