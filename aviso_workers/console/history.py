@@ -40,13 +40,13 @@ class _Series(Struct):
     values: list[tuple[float, str]]
 
 
-class _Data(Struct):
+class _RangeData(Struct):
     result: list[_Series]
 
 
 class _RangeAnswer(Struct):
     status: str
-    data: _Data
+    data: _RangeData
 
 
 async def rates(url: str) -> Rates:
