@@ -10,7 +10,7 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 72_068,
+    "lines": 72_110,
     "lines of the core": 39_631,
     "lines of agents": 818,
     "lines of aviso": 2_753,
@@ -18,7 +18,7 @@ BUDGETS = {
     "lines of backends": 6_781,
     "lines of cli": 6_203,
     "lines of config": 2_822,
-    "lines of console": 2_206,
+    "lines of console": 2_248,
     "lines of declare": 4_222,
     "lines of engine": 7_588,
     "lines of jetstream": 2_493,
@@ -41,7 +41,7 @@ BUDGETS = {
     "files that use singletons": 5,
     "files that use dead letters": 14,
     "files that use order": 3,
-    "class names that stand twice": 4,
+    "class names that stand twice": 5,
     "functions above a complexity of 10": 0,
 }
 SLACK = 0.98

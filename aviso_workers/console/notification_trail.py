@@ -18,7 +18,7 @@ from aviso_workers.jetstream.subjects import matcher
 from aviso_workers.ops import aviso_admin
 from aviso_workers.ops.inventory import StoredMessage
 
-__all__ = ["Fate", "Trail", "trail"]
+__all__ = ["Fate", "Origin", "Trail", "trail"]
 
 
 class Fate(Struct, frozen=True, kw_only=True):
@@ -30,6 +30,19 @@ class Fate(Struct, frozen=True, kw_only=True):
     why: str
 
 
+class Origin(Struct, frozen=True, kw_only=True):
+    """Where a notification comes from, as far as its headers say."""
+
+    publisher: str = ""
+    """The agent or the Spark application that has published it."""
+    agent: tuple[str, str] | None = None
+    """Its app and its name, where it is an agent that is known."""
+    cause: str = ""
+    """The notification while whose handling it was published, such as `MARS@4711`."""
+    trace_id: str = ""
+    """Its trace, where it carries one."""
+
+
 class Trail(Struct, frozen=True, kw_only=True):
     """A notification and what has become of it."""
 
@@ -39,6 +52,7 @@ class Trail(Struct, frozen=True, kw_only=True):
     """Empty where the subject is none of the event type."""
     unreadable: str
     """Why it cannot be read; empty where it can."""
+    origin: Origin
     fates: list[Fate]
 
 
@@ -63,7 +77,14 @@ async def trail(admin: Admin, overview: Overview, name: str) -> Trail:
     if any(view.progress.dead_letters for view in readers):
         dead = await dead_letters.of_notification(admin, overview.config, message.stream, message.sequence)
     fates = [_fate(view, message, dead) for view in readers]
-    return Trail(message=message, event_type=event_type, identifier=identifier, unreadable=unreadable, fates=fates)
+    return Trail(
+        message=message,
+        event_type=event_type,
+        identifier=identifier,
+        unreadable=unreadable,
+        origin=_origin(message, overview),
+        fates=fates,
+    )
 
 
 def _fate(view: AgentView, message: StoredMessage, dead: dict[tuple[str, str], str]) -> Fate:
@@ -84,6 +105,27 @@ def _fate(view: AgentView, message: StoredMessage, dead: dict[tuple[str, str], s
         if retrying.sequence == message.sequence:
             return Fate(view=view, state="retrying", why=f"failed {retrying.attempt} times: {retrying.error}")
     return _by_position(view, message.sequence)
+
+
+def _origin(message: StoredMessage, overview: Overview) -> Origin:
+    """Return where a notification comes from: our message ids begin with who has published it, and of what it was made
+    (`engine.idempotency`, `spark.job_events`).
+    """
+    headers = {name.lower(): value for name, value in message.headers.items()}
+    parent = headers.get("traceparent", "").split("-")
+    trace_id = parent[1] if len(parent) == 4 and len(parent[1]) == 32 else ""
+    message_id = headers.get("nats-msg-id", "")
+    if message_id.startswith("spark:") and len(parts := message_id.split(":")) > 2:
+        return Origin(publisher=f"the Spark application {parts[1]}/{parts[2]}", trace_id=trace_id)
+    for view in overview.agents:
+        progress = view.progress
+        begin = f"{progress.app}.{progress.agent}.{progress.stream}."
+        if message_id.startswith(begin):
+            sequence = message_id.removeprefix(begin).partition(".")[0]
+            cause = f"{progress.stream}@{sequence}" if sequence.isdecimal() else ""
+            of = (progress.app, progress.agent)
+            return Origin(publisher="/".join(of), agent=of, cause=cause, trace_id=trace_id)
+    return Origin(trace_id=trace_id)
 
 
 def _by_position(view: AgentView, sequence: int) -> Fate:

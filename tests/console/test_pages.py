@@ -7,13 +7,14 @@ import signal
 import anyio
 import pytest
 
-from aviso_workers import App
+from aviso_workers import App, Notify
 from aviso_workers.console.pages import PAGES
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control
 from aviso_workers.server import NatsServer
 from aviso_workers.testing import Harness
 from tests.console.conftest import READER, Served, publish, shown, text_of
+from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -105,6 +106,19 @@ async def test_a_notification_says_what_became_of_it_at_each_agent(console: Serv
     assert "step 3" in page, "its identifier"
     assert "field-index/fails settled" in behind
     assert missing.status_code == 404
+
+
+async def test_a_notification_says_where_it_comes_from(console: Served, app: App, running: Harness) -> None:
+    parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    await app.notify("mars", mars(step=1), {}, headers={"traceparent": parent})
+    by_agent = Notify("mars", mars(step=2), {}, message_id="field-index.index.MARS.1.0123456789abcdef")
+    of_spark = Notify("mars", mars(step=4), {}, message_id="spark:local:app-20261120:0:job.end:3")
+    await app.notify_many([by_agent, of_spark])
+    async with console.client() as client:
+        await shown(client, "/notification?name=mars@1", "trace 4bf92f3577b34da6a3ce929d0e0e4736")
+        made = await shown(client, "/notification?name=mars@2", "published by field-index/index , while it handled")
+        await shown(client, "/notification?name=mars@3", "published by the Spark application local/app-20261120")
+    assert "MARS@1" in made
 
 
 async def test_a_paused_agent_is_nobodys_alarm(console: Served, app: App, running: Harness) -> None:
