@@ -18,7 +18,7 @@ from aviso_workers.jetstream.subjects import matcher
 from aviso_workers.ops import aviso_admin
 from aviso_workers.ops.inventory import StoredMessage
 
-__all__ = ["Fate", "Origin", "Trail", "trail"]
+__all__ = ["Fate", "PublishedBy", "Trail", "trail"]
 
 
 class Fate(Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class Fate(Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Origin(Struct, frozen=True, kw_only=True):
+class PublishedBy(Struct, frozen=True, kw_only=True):
     """Where a notification comes from, as far as its headers say."""
 
     publisher: str = ""
@@ -52,7 +52,7 @@ class Trail(Struct, frozen=True, kw_only=True):
     """Empty where the subject is none of the event type."""
     unreadable: str
     """Why it cannot be read; empty where it can."""
-    origin: Origin
+    origin: PublishedBy
     fates: list[Fate]
 
 
@@ -107,7 +107,7 @@ def _fate(view: AgentView, message: StoredMessage, dead: dict[tuple[str, str], s
     return _by_position(view, message.sequence)
 
 
-def _origin(message: StoredMessage, overview: Overview) -> Origin:
+def _origin(message: StoredMessage, overview: Overview) -> PublishedBy:
     """Return where a notification comes from: our message ids begin with who has published it, and of what it was made
     (`engine.idempotency`, `spark.job_events`).
     """
@@ -116,7 +116,7 @@ def _origin(message: StoredMessage, overview: Overview) -> Origin:
     trace_id = parent[1] if len(parent) == 4 and len(parent[1]) == 32 else ""
     message_id = headers.get("nats-msg-id", "")
     if message_id.startswith("spark:") and len(parts := message_id.split(":")) > 2:
-        return Origin(publisher=f"the Spark application {parts[1]}/{parts[2]}", trace_id=trace_id)
+        return PublishedBy(publisher=f"the Spark application {parts[1]}/{parts[2]}", trace_id=trace_id)
     for view in overview.agents:
         progress = view.progress
         begin = f"{progress.app}.{progress.agent}.{progress.stream}."
@@ -124,8 +124,8 @@ def _origin(message: StoredMessage, overview: Overview) -> Origin:
             sequence = message_id.removeprefix(begin).partition(".")[0]
             cause = f"{progress.stream}@{sequence}" if sequence.isdecimal() else ""
             of = (progress.app, progress.agent)
-            return Origin(publisher="/".join(of), agent=of, cause=cause, trace_id=trace_id)
-    return Origin(trace_id=trace_id)
+            return PublishedBy(publisher="/".join(of), agent=of, cause=cause, trace_id=trace_id)
+    return PublishedBy(trace_id=trace_id)
 
 
 def _by_position(view: AgentView, sequence: int) -> Fate:
