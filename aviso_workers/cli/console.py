@@ -34,7 +34,7 @@ def console(
 ) -> None:
     """Serve pages that say what needs an operator, and why, until SIGTERM or Ctrl-C. Needs the extra `console`.
 
-    Example: aviso-workers console --port 9465
+    Example: aviso-workers console --port 9480
     """
     try:
         from aviso_workers.console.serve import serve

@@ -322,7 +322,7 @@ class Doctor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     accepted: Annotated[tuple[Accepted, ...], about("Findings that are shown as accepted, and are no failures.")] = ()
 
 
-Right = Literal["read", "payload", "pause", "reset", "retry", "drop"]
+Right = Literal["read", "payload", "pause", "reset", "retry", "drop", "apply"]
 """What a user of the console may do."""
 
 
@@ -337,7 +337,8 @@ class ConsoleUser(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         about(
             "Rights of the user. read: all pages, without payloads; payload: also payloads; pause: pause and resume "
             "agents and timers; reset: move an agent to another position; retry: have dead letters and parked "
-            "notifications tried again; drop: erase dead letters and skip parked notifications."
+            "notifications tried again; drop: erase dead letters and skip parked notifications; "
+            "apply: bring streams in line with the configuration."
         ),
     ] = ("read",)
 
@@ -360,7 +361,7 @@ class Console(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: Annotated[Text, about("Address to listen on. Beyond the loopback, users or a proxy must be configured.")] = (
         "127.0.0.1"
     )
-    port: Annotated[Port, about("Port to listen on; 0 is any free port.")] = 9465
+    port: Annotated[Port, about("Port to listen on; 0 is any free port.")] = 9480
     names: Annotated[
         tuple[Text, ...],
         about("Host names by which browsers reach the console, beside its address and localhost. Others are refused."),

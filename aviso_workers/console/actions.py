@@ -27,7 +27,8 @@ from aviso_workers.console.access import Visitor
 from aviso_workers.console.audit import ActionResult, Audit
 from aviso_workers.console.jobs import Job
 from aviso_workers.errors import BackendError, DeclarationError, NotFoundError, describe
-from aviso_workers.ops import agent_control, aviso_admin, parked, timer_control
+from aviso_workers.jetstream.plans import ConsumerPlan, Plan
+from aviso_workers.ops import agent_control, aviso_admin, parked, stream_policy, timer_control
 from aviso_workers.ops.agent_control import AgentConsumer, end_text
 from aviso_workers.ops.doctor import Report, Scope, examine
 
@@ -280,6 +281,33 @@ async def _stop_job(actions: Actions, form: Form, visitor: Visitor) -> PlannedAc
     )
 
 
+async def _apply_streams(actions: Actions, _form: Form, _visitor: Visitor) -> PlannedAction:
+    config = await actions.known()
+    plans = [plan for plan in await stream_policy.plans(actions.admin, config) if plan.needed]
+    if not plans:
+        raise NotFoundError("all streams are as configured, or differ in what cannot be changed")
+
+    async def run(result: ActionResult) -> None:
+        for plan in plans:
+            await stream_policy.carry_out(actions.admin, config, plan, removals=True)
+            result.text = f"{result.text}, {plan.stream}".removeprefix(", ")
+
+    return PlannedAction(
+        of="streams",
+        says=tuple(_said(plan) for plan in plans),
+        fields={"streams": ", ".join(dict.fromkeys(plan.stream for plan in plans))},
+        back="/streams",
+        run=run,
+    )
+
+
+def _said(plan: Plan | ConsumerPlan) -> str:
+    """Return what applying a plan does, with the stored messages that it removes."""
+    what = plan.stream if isinstance(plan, Plan) else f"{plan.stream} > {plan.consumer}"
+    removing = plan.removing if isinstance(plan, Plan) else ()
+    return f"{what}: " + ("; ".join(map(str, (*plan.differences, *removing))) if plan.exists else "it is created") + "."
+
+
 async def _pause_timer(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
     app, timer = form.get("app", ""), form.get("timer", "")
     seconds = _duration(form)
@@ -399,6 +427,7 @@ ACTIONS = {
             plan=partial(_on_dead_letters, drops=True),
         ),
         Action(name="stop-job", title="Stop a job", right="read", plan=_stop_job),
+        Action(name="apply-streams", title="Apply the configuration to streams", right="apply", plan=_apply_streams),
         Action(name="pause-timer", title="Pause a timer", right="pause", plan=_pause_timer),
         Action(name="resume-timer", title="Resume a timer", right="pause", plan=_resume_timer),
     )

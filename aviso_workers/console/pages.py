@@ -17,6 +17,7 @@ from aviso_workers.console.actions import Actions
 from aviso_workers.console.overview import CALM, TROUBLES, AgentView, Overview, Watcher, is_trouble, stale_text
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.ops import doctor as doctor_
+from aviso_workers.ops import stream_policy
 from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import failing_text
 from aviso_workers.ops.timer_report import paused_text
@@ -272,6 +273,7 @@ async def streams(question: Question) -> Page:
     values = {
         "streams": shown,
         "left_out": len(overview.streams) - len(shown),
+        "differing": stream_policy.differences(overview.config, overview.snapshot.streams),
         "unavailable": overview.unavailable,
         "stale": stale_text(overview, question.watcher),
     }

@@ -5,11 +5,11 @@ As configured, as they are on the server, and the way from one to the other. Cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
-from aviso_workers.backends import Admin
+from aviso_workers.backends import Admin, StreamInfo
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
@@ -62,6 +62,18 @@ async def plans(admin: Admin, config: Config) -> list[Plan | ConsumerPlan]:
             at_server = dict(info.config) if info else None
             found.append(planning.consumer_plan(spec.name, name, as_jetstream(consumer), at_server))
     return found
+
+
+def differences(config: Config, found: Mapping[str, StreamInfo]) -> dict[str, list[str]]:
+    """Return how the configured streams among these differ from the configuration, by name, in words; those that do not
+    are left out. How many messages an update would remove is not asked for.
+    """
+    plans = [planning.plan(spec, found[spec.name].config, Stored()) for spec in _specs(config) if spec.name in found]
+    return {
+        plan.stream: [str(each) for each in (*plan.differences, *plan.removing, *plan.fixed)]
+        for plan in plans
+        if plan.needed or plan.fixed
+    }
 
 
 async def carry_out(admin: Admin, config: Config, plan: Plan | ConsumerPlan, *, removals: bool = False) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlencode
 
 import anyio
 import httpx
@@ -27,10 +28,13 @@ from tests.waits import PATIENCE_SECONDS
 OPERATOR = ("anna", "an-operators-token")
 READER = ("rolf", "a-readers-token")
 USERS = {
-    OPERATOR[0]: ConsoleUser(token=Secret(OPERATOR[1]), rights=("read", "payload", "pause", "reset", "retry", "drop")),
+    OPERATOR[0]: ConsoleUser(
+        token=Secret(OPERATOR[1]), rights=("read", "payload", "pause", "reset", "retry", "drop", "apply")
+    ),
     READER[0]: ConsoleUser(token=Secret(READER[1])),
 }
 NUMBERS = itertools.count(1)
+FORM = {"content-type": "application/x-www-form-urlencoded"}
 OWN_PAGE = {"sec-fetch-site": "same-origin"}
 
 
@@ -144,7 +148,7 @@ def text_of(html: str) -> str:
 
 async def confirmed(client: httpx.AsyncClient, action: str, **fields: str) -> httpx.Response:
     """Do an action as somebody does who confirms what is shown; the answer to the confirmation."""
-    asked = await client.post(f"/actions/{action}", data=fields)
+    asked = await client.post(f"/actions/{action}", content=urlencode(fields), headers=FORM)
     assert asked.status_code == 200, text_of(asked.text)
     return await client.post(f"/actions/{action}", data=hidden_fields(asked.text, action))
 

@@ -144,6 +144,20 @@ async def test_a_timer_is_paused_and_resumed(console: Served, app: App, running:
         await shown(client, "/timers", without="paused until")
 
 
+async def test_the_configuration_is_applied_to_a_stream_that_differs(
+    console: Served, app: App, running: Harness
+) -> None:
+    await publish(app, 1)
+    info = await console.admin.stream_info("MARS")
+    await console.admin.update_stream({**info.config, "max_msgs_per_subject": 7})
+    async with console.client() as client:
+        await shown(client, "/streams", "Not as configured", "MARS : max_msgs_per_subject: 7 -&gt;")
+        await confirmed(client, "apply-streams")
+        await shown(client, "/streams", without="Not as configured")
+        await shown(client, "/audit", "anna apply-streams streams streams MARS,")
+    assert (await console.admin.stream_info("MARS")).config.max_msgs_per_subject == 1
+
+
 async def test_an_action_that_cannot_be_recorded_is_not_done(console: Served, app: App, running: Harness) -> None:
     async with console.client() as client:
         await confirmed(client, "pause-timer", **REPORT)  # makes the stream
