@@ -56,7 +56,7 @@ from aviso_workers.spark.event_log import EventLog, EventLogReader, LogPosition
 from aviso_workers.spark.job_events import JobEvent, SparkApplication
 from aviso_workers.spark.log_directories import LogDirectories
 
-__all__ = ["SparkEvents", "router", "tail"]
+__all__ = ["SparkEvents", "follow_event_logs", "router"]
 
 BUCKET = "spark-events"
 SEARCH_SECONDS = 1.0
@@ -121,7 +121,7 @@ router = Router("spark-events", settings=SparkEvents)
 
 
 @router.task
-async def tail(app: App) -> None:
+async def follow_event_logs(app: App) -> None:
     """Follow all applications in the directories until cancelled.
 
     Raises `ConfigError`, and `RefusedError` where waiting does not help.

@@ -205,6 +205,7 @@ OF_WORKER = 'app="fields", instance="host:9464", job="aviso-workers"'
 OF_AGENT = f'{OF_WORKER}, agent="index", base="mars"'
 EXITS = f'aviso_worker_process_exits_total{{{OF_WORKER}, process="1"'
 RETRIES = f"aviso_worker_retries_total{{{OF_AGENT}, reason="
+FAILED_TASK = f'aviso_worker_task_failures_total{{{OF_WORKER}, task="watch"}}'
 FAILED_TICKS = f'aviso_worker_ticks_total{{{OF_WORKER}, timer="report", outcome="failed"}}'
 OF_SPARK = 'instance="spark:9464", job="aviso-workers", cluster="local"'
 OBSERVED = 'app="fields", agent="index", stream="MARS"'
@@ -227,7 +228,7 @@ HEALTHY = {
     f"aviso_worker_leader_hindered{{{OF_WORKER}}}": "0x60",
     FAILED_TICKS: "3x60",
     f'aviso_worker_ticks_total{{{OF_WORKER}, timer="report", outcome="done"}}': "0+1x60",
-    f'aviso_worker_task_failures_total{{{OF_WORKER}, task="watch"}}': "0x60",
+    FAILED_TASK: "0x60",
     f'aviso_worker_windows_total{{{OF_WORKER}, agent="index", outcome="failed"}}': "0x60",
     f"aviso_worker_not_read_again{{{OF_AGENT}}}": "0x60",
     f"aviso_worker_outage{{{OF_AGENT}}}": "0x60",
@@ -251,6 +252,7 @@ HEALTHY = {
     'aviso_observer_last_poll_timestamp_seconds{stream="MARS"}': "0+60x60",
     f'aviso_spark_events_directory_missing{{{OF_SPARK}, directory="/logs"}}': "0x60",
     f"aviso_spark_events_last_search_timestamp_seconds{{{OF_SPARK}}}": "0+60x60",
+    'aviso_worker_task_failures_total{instance="spark:9464", job="aviso-workers", task="follow_event_logs"}': "0x60",
     f"aviso_spark_events_oldest_unpublished_age_seconds{{{OF_SPARK}}}": "2x60",
     f'aviso_spark_events_incomplete_logs{{{OF_SPARK}, reason="left_out"}}': "1x30 0x30",
     f"aviso_spark_events_lost_applications{{{OF_SPARK}}}": "3x60",
@@ -303,7 +305,7 @@ def instead(name: str, values: str) -> dict[str, str]:
         ("AvisoAgentHalted", instead("aviso_worker_halted", "0x50 1x10")),
         ("AvisoNotReadAgain", instead("aviso_worker_not_read_again", "1x60")),
         ("AvisoTimerFails", {FAILED_TICKS: "3x50 4x10"}),
-        ("AvisoTaskFails", instead("aviso_worker_task_failures_total", "0x50 1x10")),
+        ("AvisoTaskFails", instead(FAILED_TASK, "0x50 1x10")),
         ("AvisoWindowsFail", instead("aviso_worker_windows_total", "0x50 1x10")),
         ("AvisoNotificationsMissed", instead("aviso_worker_missed_total", "0x50 1x10")),
         ("AvisoRetriesRising", {f'{RETRIES}"RuntimeError"}}': "0+90x60"}),
@@ -311,6 +313,7 @@ def instead(name: str, values: str) -> dict[str, str]:
         ("AvisoPublishingFails", instead("aviso_worker_published_total", "0x50 1x10")),
         ("AvisoSparkDirectoryMissing", instead("aviso_spark_events_directory_missing", "1x60")),
         ("AvisoSparkSearchStopped", instead("aviso_spark_events_last_search_timestamp_seconds", "600x60")),
+        ("AvisoSparkSearchStopped", instead("aviso_spark_events_last_search_timestamp_seconds", "_x60")),
         ("AvisoSparkLogsBehind", instead("aviso_spark_events_oldest_unpublished_age_seconds", "0+60x60")),
         ("AvisoSparkLogsIncomplete", instead("aviso_spark_events_incomplete_logs", "0x55 1x1 0x4")),
         ("AvisoSparkApplicationsLost", instead("aviso_spark_events_lost_applications", "3x50 4x10")),
@@ -347,7 +350,7 @@ NEW = {
     "AvisoForgedMessages": {"aviso_worker_foreign_total": "_x50 1x10"},
     "AvisoLeaderHindered": {"aviso_worker_leader_hindered": "_x50 1x10"},
     "AvisoTimerFails": {FAILED_TICKS: "_x50 1x10"},
-    "AvisoTaskFails": {"aviso_worker_task_failures_total": "_x50 1x10"},
+    "AvisoTaskFails": {FAILED_TASK: "_x50 1x10"},
     "AvisoWindowsFail": {"aviso_worker_windows_total": "_x50 1x10"},
     "AvisoNotificationsMissed": {"aviso_worker_missed_total": "_x50 1x10"},
     "AvisoRetriesRising": {f'{RETRIES}"RuntimeError"': "_x40 1+90x20"},
@@ -401,6 +404,12 @@ FLEET = {
 )
 def test_a_process_of_a_fleet_is_told_as_a_worker_is(alert: str, unhealthy: dict[str, str], tmp_path: Path) -> None:
     fires_alone(alert, HEALTHY | FLEET | unhealthy, tmp_path, at="1h")
+
+
+def test_the_search_that_never_came_is_known_by_the_task_that_searches() -> None:
+    (task,) = spark_events.router.tasks
+    (rule,) = [rule for rule in alerts() if rule["alert"] == "AvisoSparkSearchStopped"]
+    assert f'task="{task.name}"' in rule["expr"]
 
 
 def test_the_worker_of_a_new_project_that_is_down_is_told(tmp_path: Path) -> None:

@@ -117,10 +117,10 @@ def _variables(*, one: bool) -> Iterator[dict[str, Any]]:
 
 
 def _panels(board: Board, known: Mapping[str, Metric]) -> Iterator[dict[str, Any]]:
-    """Yield the panels in rows of 24 units: eight newest numbers, or three graphs."""
+    """Yield the panels in rows of 24 units: six newest numbers, or three graphs."""
     x = y = below = 0
     for number, panel in enumerate(board.panels, start=1):
-        width, height = (3, 4) if panel.stat else (8, 8)
+        width, height = (4, 4) if panel.stat else (8, 8)
         if x + width > 24 or y + height > below:
             x, y = 0, below
         below = y + height

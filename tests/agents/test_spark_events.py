@@ -210,7 +210,7 @@ class Story:
     async def following(self) -> AsyncIterator[None]:
         """The tail at work; killed at the end of the block."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(spark_events.tail, self.app)
+            tasks.start_soon(spark_events.follow_event_logs, self.app)
             yield
             tasks.cancel_scope.cancel()
 
@@ -408,7 +408,7 @@ async def test_a_real_server_that_is_gone_for_longer_than_publishing_waits_ends_
         file = config_file(tmp_path, directory, server.url)
         async with app_of(file) as app, anyio.create_task_group() as tasks:
             story = Story(app, directory, Positions(await app.key_value(spark_events.BUCKET)))
-            tasks.start_soon(spark_events.tail, app)
+            tasks.start_soon(spark_events.follow_event_logs, app)
             await story.arrived(1)
             server.kill()
             spark.jobs(10)
@@ -783,7 +783,7 @@ async def test_without_the_event_type_nothing_counts_as_read(make_app: Callable[
     SparkLog(directory, "local-1")
     async with make_app(event_type="other") as app:
         with pytest.raises(UnknownEventTypeError, match="spark_job"):
-            await spark_events.tail(app)
+            await spark_events.follow_event_logs(app)
         assert await (await app.key_value(spark_events.BUCKET)).get(f"{cluster_of(app)}/local-1") is None
 
 

@@ -241,7 +241,7 @@ async def app(bucket: Bucket, tmp_path: Path) -> AsyncIterator[App]:
 @asynccontextmanager
 async def following(app: App) -> AsyncIterator[None]:
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(spark_events.tail, app)
+        tasks.start_soon(spark_events.follow_event_logs, app)
         yield
         tasks.cancel_scope.cancel()
 

@@ -50,7 +50,7 @@ async def test_listener_and_agent_together_store_each_event_once(
     app: App, config: Path, start_spark: Callable[..., SparkSession], tmp_path: Path
 ) -> None:
     async with app, anyio.create_task_group() as tasks:
-        tasks.start_soon(spark_events.tail, app)
+        tasks.start_soon(spark_events.follow_event_logs, app)
         spark = await anyio.to_thread.run_sync(start_spark, tmp_path / "logs", {})
         with listen(spark, config=config) as listener:
             for _ in range(3):
@@ -72,7 +72,7 @@ async def test_an_agent_that_comes_later_adds_what_is_missing_and_nothing_else(
         with listen(spark, config=config):
             await anyio.to_thread.run_sync(work, spark, tmp_path)
             await anyio.to_thread.run_sync(spark.stop)
-        tasks.start_soon(spark_events.tail, app)
+        tasks.start_soon(spark_events.follow_event_logs, app)
         await until_published(app, tmp_path / "logs")
         tasks.cancel_scope.cancel()
         assert await ids(app) == Counter(in_log(tmp_path / "logs"))

@@ -21,7 +21,7 @@ async def test_a_job_is_a_notification_while_its_application_still_runs(
     start_spark: Callable[..., SparkSession], app: App, tmp_path: Path
 ) -> None:
     async with app, anyio.create_task_group() as tasks:
-        tasks.start_soon(spark_events.tail, app)
+        tasks.start_soon(spark_events.follow_event_logs, app)
         spark = await anyio.to_thread.run_sync(start_spark, tmp_path / "logs", {})
         try:
             application = spark.sparkContext.applicationId

@@ -88,7 +88,7 @@ async def test_counts_agree_three_ways(
     tmp_path: Path,
 ) -> None:
     async with app, anyio.create_task_group() as tasks:
-        tasks.start_soon(spark_events.tail, app)
+        tasks.start_soon(spark_events.follow_event_logs, app)
         driver = start_driver(KILLED, tmp_path / "checkpoint")
         spark = await anyio.to_thread.run_sync(start_spark, tmp_path / "logs", {})
         whole = spark.sparkContext.applicationId
