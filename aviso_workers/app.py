@@ -687,7 +687,8 @@ class App(Router[S]):
             await self._connect(config)
             try:
                 beside.start_soon(listeners.measure_lag, self.session)
-                await self._work(stop, begun=begun)
+                async with listeners.telling_lineage(self.session):
+                    await self._work(stop, begun=begun)
             finally:
                 await self.__aexit__(None, None, None)
             beside.cancel_scope.cancel()

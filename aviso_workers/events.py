@@ -54,6 +54,7 @@ __all__ = [
     "LeadershipChanged",
     "LeadershipHindered",
     "LeadershipUnhindered",
+    "LineageTold",
     "LogLine",
     "Many",
     "Measured",
@@ -1167,6 +1168,23 @@ class ForeignAnswer(Event, frozen=True, kw_only=True):
 
     def warning(self) -> str:
         return f"{self.answer}, and was ignored" if self.times == 1 else ""
+
+
+class LineageTold(Event, frozen=True, kw_only=True):
+    """A run event of lineage was sent, or (with an error) is lost."""
+
+    error: Exception | None
+    changed: bool
+    """Whether the one before ended otherwise."""
+
+    def lines(self) -> Iterator[LogLine]:
+        if not self.changed:
+            return
+        if self.error is None:
+            yield LogLine("info", "lineage.sent_again")
+        else:
+            cure = "agents go on, and run events are lost until workers.lineage can be reached; see docs/lineage.md"
+            yield self.line("warning", "lineage.not_sent", "error", cure=cure)
 
 
 class Measured(Event, frozen=True, kw_only=True):

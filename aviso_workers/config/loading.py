@@ -28,7 +28,7 @@ from aviso_workers.config.documents import IN_PYTHON, KeyPlace, YamlNode, node_o
 from aviso_workers.config.environment import SERVER_FILE, WORKERS_FILE, overrides
 from aviso_workers.config.schema_entries import EventTypes
 from aviso_workers.config.secrets import Secret
-from aviso_workers.config.settings import Config, Document, JetStream, NotificationBackend
+from aviso_workers.config.settings import Config, Document, JetStream, Lineage, NotificationBackend
 from aviso_workers.errors import ConfigError
 from aviso_workers.jetstream.fields import DeclaredStream
 
@@ -118,6 +118,7 @@ def examine(
     elif context is not None and backend:
         reader.refuse("notification_backend.kind", "must be jetstream for a context of the nats command line")
     _refuse_all(reader, chain(clashes, _schema_mistakes(values, reader), _stream_mistakes(values, reader)))
+    _refuse_all(reader, _lineage_mistakes(values))
     _warn_of_fields(values, reader)
     variables = {place.source for place in reader.places.values() if place.rank == ENVIRONMENT}
     config = Config(
@@ -449,6 +450,21 @@ def _stream_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tupl
         return
     whole = {name: stream for name, stream in streams.items() if not reader.is_wrong(f"streams.{name}")}
     yield from declared_streams.mistakes(whole, values.get(_SCHEMA, {}), backend.jetstream)
+
+
+def _lineage_mistakes(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    lineage: Lineage | None = values["workers"].lineage if "workers" in values else None
+    if lineage is None:
+        return
+    if (lineage.subject is None) == (lineage.url is None):
+        yield "workers.lineage", "must have either a subject or a url"
+    if lineage.subject is not None and not re.fullmatch(r"[^\s.*>]+(\.[^\s.*>]+)*", lineage.subject):
+        yield "workers.lineage.subject", f"must be one subject such as lineage.runs, not {lineage.subject!r}"
+    if lineage.url is not None:
+        if not re.match("https?://[^/@]+(/[^@]*)?$", lineage.url):
+            yield "workers.lineage.url", "must be a URL such as https://host, without a user: a token is api_key"
+    elif lineage.api_key is not None:
+        yield "workers.lineage.api_key", "is for a url; the connection to NATS has its own credentials"
 
 
 def _origins(reader: Reader) -> dict[str, str]:

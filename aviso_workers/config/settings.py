@@ -35,6 +35,7 @@ __all__ = [
     "Document",
     "InMemory",
     "JetStream",
+    "Lineage",
     "Logging",
     "NotificationBackend",
     "Right",
@@ -287,6 +288,18 @@ class Traces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return "traces need the package opentelemetry-api: pip install 'aviso-workers[otel]'"
 
 
+class Lineage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OpenLineage run events of workers, by NATS or by HTTP. They need the extra `lineage`."""
+
+    subject: Annotated[Text | None, about("Subject to publish run events to, which the stream must take.")] = None
+    stream: Annotated[Text, about("Stream that stores what is published to the subject.")] = "LINEAGE"
+    url: Annotated[
+        Text | None, about("URL of an OpenLineage server, without api/v1/lineage, to post run events to by HTTP.")
+    ] = None
+    api_key: Annotated[Secret | None, about("Bearer token for the URL. Default: none.")] = None
+    namespace: Annotated[Text, about("Namespace of the jobs.")] = "aviso-workers"
+
+
 class DeadLetters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The stream of notifications that could not be handled."""
 
@@ -400,6 +413,9 @@ class Workers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         DeadLetters()
     )
     console: Annotated[Console, about("The pages of `aviso-workers console`.")] = Console()
+    lineage: Annotated[
+        Lineage | None, about("OpenLineage run events of workers, agents and windows. Default: none are sent.")
+    ] = None
     agents: Annotated[
         dict[str, dict[str, Any]],
         about("Settings of apps and routers, your own and installed ones, by the name of the app or router."),

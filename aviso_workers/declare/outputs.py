@@ -21,7 +21,15 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.verdicts import Ack, FinalError, Reject, Retry
 from aviso_workers.errors import DeclarationError, InvalidNotificationError
 
-__all__ = ["each_of", "named_event_types", "notifications", "publishes", "refuse_unpublished", "refused_return"]
+__all__ = [
+    "PUBLISHING",
+    "each_of",
+    "named_event_types",
+    "notifications",
+    "publishes",
+    "refuse_unpublished",
+    "refused_return",
+]
 
 NOTHING = (type(None), Ack, Receipt)
 """Types of which nothing is published where a function returns one by itself."""
@@ -31,6 +39,8 @@ IN_SEVERAL = (Notify, Receipt, BaseException)
 NO_SEVERAL = (str, bytes, bytearray, memoryview, Mapping, Set)
 """Iterables that are not taken for several notifications: these have no order, or are a payload."""
 CURE = "return a Notify, several in a list, or None"
+PUBLISHING = ("notify", "notify_sync", "request")
+"""Methods of an app that publish, and take an event type first."""
 UNIONS = (Union, types.UnionType)
 
 

@@ -23,8 +23,6 @@ __all__ = ["document"]
 
 VERSION = "3.0.0"
 BINDING_VERSION = "0.1.0"
-PUBLISHING = ("notify", "notify_sync", "request")
-"""Methods of an app that take an event type first."""
 UNTYPED = (Any, bytes)
 """Types of payloads of which no schema says more."""
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")
@@ -81,7 +79,7 @@ def _sent(config: Config, app: Router[Any]) -> Iterator[tuple[str, str, Callable
     for kind, declared in (("agent", app.agents), ("timer", app.timers), ("task", app.tasks)):
         for each in declared:
             functions = [each.function, *getattr(each, "dead_letter_functions", ())]
-            named = set[str]().union(*(outputs.named_event_types(one, methods=PUBLISHING) for one in functions))
+            named = set[str]().union(*(outputs.named_event_types(one, methods=outputs.PUBLISHING) for one in functions))
             yield kind, each.name, each.function, named & config.notification_schema.keys()
 
 

@@ -161,6 +161,8 @@ def _publishing(api: _Api) -> Iterator[str]:
 
 def _working(api: _Api, app: Router, buckets: Iterable[str]) -> Iterator[str]:
     yield from _publishing(api)
+    if (lineage := api.config.workers.lineage) and lineage.subject:
+        yield lineage.subject
     for stream in _event_streams(api.config):
         yield from api.read(stream)
     for agent in app.agents:

@@ -10,8 +10,8 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, Protocol
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 
@@ -27,6 +27,9 @@ from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.metrics import Measurable, Metrics, Missed
 from aviso_workers.telemetry.readiness import Readiness
 from aviso_workers.telemetry.status import StatusServer
+
+if TYPE_CHECKING:
+    from aviso_workers.telemetry.lineage import Lineage
 
 __all__ = ["Listeners", "listening"]
 
@@ -54,6 +57,7 @@ class Listeners:
         self.metrics = (
             Metrics(app, ready=lambda: not health.unready, loop_lag_seconds=health.late_seconds) if measured else None
         )
+        self._lineage = _lineage(app)
         self.url = ""
         """The URL of the status port; empty where there is none."""
         self._app = app.name
@@ -92,6 +96,10 @@ class Listeners:
                 tasks.start_soon(health.keep_turning)
                 tasks.start_soon(self.failures.keep_counting)
 
+    def telling_lineage(self, session: Session) -> AbstractAsyncContextManager[None]:
+        """Tell the runs of the worker and its agents while the block runs, where `workers.lineage` is configured."""
+        return nullcontext() if self._lineage is None else self._lineage.told(session.backend)
+
     async def measure_lag(self, session: Session) -> None:
         """Ask for the lag of each agent, in turn and without end, and log what agents have missed; return at once where
         there are no metrics.
@@ -105,7 +113,7 @@ class Listeners:
 def listening(app: Observable, *, status: Status | None) -> Iterator[Listeners]:
     """Let the log listen to the app while the block runs; with `status`, also open a status port with its metrics.
 
-    Raises `ConfigError` where the port is taken.
+    Raises `ConfigError` where the port is taken, or the extra `lineage` is missing.
     """
     with ExitStack() as stack:
         listeners = Listeners(app, measured=status is not None)
@@ -123,6 +131,16 @@ def listening(app: Observable, *, status: Status | None) -> Iterator[Listeners]:
             )
             listeners.url = stack.enter_context(port).url
         yield listeners
+
+
+def _lineage(app: Observable) -> Lineage | None:
+    """Return what tells runs, of which nothing is imported where none are configured. Raises `ConfigError`."""
+    settings = app.config.workers.lineage
+    if settings is None:
+        return None
+    from aviso_workers.telemetry.lineage import Lineage
+
+    return Lineage(app, settings)
 
 
 class MissedLog:

@@ -41,6 +41,7 @@ from aviso_workers.events import (
     ForeignAnswer,
     LeadershipHindered,
     LeadershipUnhindered,
+    LineageTold,
     Measured,
     NotReadAgain,
     OutageBegan,
@@ -65,6 +66,7 @@ RUN_OUTCOMES = ("done", "failed")
 """Of a timer or a window."""
 OUTCOMES = ("acked", "retried", "dead_lettered")
 PUBLISH_OUTCOMES = ("stored", "duplicate", "scheduled", "failed")
+LINEAGE_OUTCOMES = ("sent", "lost")
 RETRY_REASONS = ("dead_letter_failed", "taken_over", "other_version", "unavailable", "uncounted", "parked")
 """Those that are not exceptions of an author's."""
 DEAD_LETTER_REASONS = (
@@ -286,6 +288,7 @@ PROCESS_METRICS = (
         lambda own: own.unreadable,
         ("stream",),
     ),
+    Metric(COUNTER, "lineage_events", "Run events of lineage, by outcome.", lambda own: own.lineage, ("outcome",)),
     Metric(
         COUNTER,
         "foreign_answers",
@@ -537,6 +540,7 @@ class Metrics:
         """Buckets that keep this worker from leading."""
         self.unreadable = _Counts()
         self.foreign = _Counts()
+        self.lineage = _Counts(LINEAGE_OUTCOMES)
         self._published = {name: _Published() for name in bases}
         self._agents = {agent.name: _Agent(_run_of(app, agent.name)) for agent in app.agents}
         self._timers = {timer.name: _Timer() for timer in app.timers}
@@ -606,6 +610,9 @@ class Metrics:
     def _foreign_answer(self, _: ForeignAnswer) -> None:
         self.foreign_answers += 1
 
+    def _lineage(self, event: LineageTold) -> None:
+        self.lineage.add("lost" if event.error else "sent")
+
     def _unreadable(self, event: Unreadable) -> None:
         self.unreadable.add(event.stream)
         if event.reason == "foreign":
@@ -670,6 +677,7 @@ class Metrics:
         ForeignAnswer: _foreign_answer,
         LeadershipHindered: _leadership,
         LeadershipUnhindered: _leadership,
+        LineageTold: _lineage,
         Measured: _note_measured,
         NotReadAgain: _read_again,
         OutageBegan: _outage,

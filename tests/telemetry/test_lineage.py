@@ -1,0 +1,190 @@
+"""Run events of OpenLineage by HTTP, and what is configured of them; tests/contract/test_lineage.py has the rest."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import App, Notification, config
+from aviso_workers.config import display
+from aviso_workers.errors import ConfigError
+from aviso_workers.events import LineageTold
+from aviso_workers.ops import permissions
+from aviso_workers.telemetry import lineage
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+FILE = """
+notification_backend: {{kind: {kind}}}
+notification_schema:
+  mars: {{identifier: {{step: {{type: IntHandler, required: true}}}}}}
+workers:
+  lineage: {lineage}
+"""
+
+
+class Received:
+    """What an OpenLineage server was sent."""
+
+    def __init__(self) -> None:
+        self.status = 201
+        self.paths: list[str] = []
+        self.authorizations: list[str | None] = []
+        self.events: list[dict[str, Any]] = []
+
+
+@pytest.fixture
+def received() -> Received:
+    return Received()
+
+
+@pytest.fixture
+def url(received: Received) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.paths.append(self.path)
+            received.authorizations.append(self.headers["Authorization"])
+            received.events.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(received.status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def write(path: Path, lineage: str, *, kind: str = "in_memory") -> Path:
+    file = path / "aviso.yaml"
+    file.write_text(FILE.format(lineage=lineage, kind=kind))
+    return file
+
+
+def app_of(file: Path) -> App:
+    app = App("fields", config=file)
+
+    @app.agent("mars")
+    async def index(notification: Notification) -> None: ...
+
+    return app
+
+
+async def test_it_is_posted_with_the_key(tmp_path: Path, url: str, received: Received) -> None:
+    app = app_of(write(tmp_path, f"{{url: '{url}', api_key: a-key}}"))
+    async with app.running():
+        pass
+    assert {*received.paths} == {"/api/v1/lineage"}
+    assert {*received.authorizations} == {"Bearer a-key"}
+    told = [(event["job"]["name"], event["eventType"]) for event in received.events]
+    assert told == [
+        ("fields", "START"),
+        ("fields.index", "START"),
+        ("fields.index", "COMPLETE"),
+        ("fields", "COMPLETE"),
+    ]
+
+
+async def test_a_server_that_refuses_is_told_once(
+    tmp_path: Path, url: str, received: Received, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lineage, "WAITS", ())
+    received.status = 503
+    app = app_of(write(tmp_path, f"{{url: '{url}', api_key: a-key}}"))
+    told: list[LineageTold] = []
+    app.events.listen(told.append, LineageTold)
+    async with app.running():
+        pass
+    (line,) = [line for event in told for line in event.lines()]
+    assert (line.level, line.event, len(told)) == ("warning", "lineage.not_sent", 4)
+    assert "503" in str(line.fields["error"])
+    assert "a-key" not in str(line.fields)
+
+
+async def test_a_worker_ends_although_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that takes connections and says nothing."""
+    monkeypatch.setattr(lineage, "LAST_SECONDS", 0.1)
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        app = app_of(write(tmp_path, f"{{url: 'http://127.0.0.1:{port}'}}"))
+        told: list[LineageTold] = []
+        app.events.listen(told.append, LineageTold)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            async with app.running():
+                pass
+    assert [str(event.error) for event in told] == ["the worker has ended"] * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        ("{}", "workers.lineage must have either a subject or a url"),
+        ("{url: 'http://host', subject: a}", "workers.lineage must have either a subject or a url"),
+        ("{url: 'http://fred:pw@host'}", "workers.lineage.url must be a URL such as https://host, without a user"),
+        ("{url: host}", "workers.lineage.url must be a URL such as https://host"),
+        ("{subject: 'a.>'}", "workers.lineage.subject must be one subject"),
+        ("{subject: a, api_key: k}", "workers.lineage.api_key is for a url"),
+    ],
+)
+def test_a_mistake_is_told(tmp_path: Path, text: str, mistake: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        config.load(write(tmp_path, text), environ={})
+    assert mistake in str(told.value)
+    assert "pw" not in str(told.value)
+
+
+def test_the_key_is_masked_where_the_configuration_is_shown(tmp_path: Path) -> None:
+    shown = display.effective(config.load(write(tmp_path, "{url: 'http://host', api_key: a-key}"), environ={}))
+    values = {path: value for path, value, _ in shown}
+    assert (values["workers.lineage.api_key"], values["workers.lineage.url"]) == ("***", "http://host")
+
+
+def test_a_worker_may_publish_to_the_subject(tmp_path: Path) -> None:
+    app = app_of(write(tmp_path, "{subject: runs.of.ours}", kind="jetstream"))
+    assert "runs.of.ours" in permissions.of_worker(app, app.config).publish.allow
+
+
+LOADED = """
+import sys
+from aviso_workers import App
+from aviso_workers.telemetry.listeners import listening
+import anyio
+
+async def run(app):
+    async with app.running():
+        pass
+
+sys.modules.update(dict.fromkeys(sys.argv[2:]))
+app = App("fields", config=sys.argv[1])
+try:
+    anyio.run(run, app)
+except Exception as error:
+    print(error)
+print(sorted(name for name in sys.modules if name.startswith(("openlineage", "requests"))))
+"""
+
+
+def ran(file: Path, *hidden: str) -> list[str]:
+    """What a process prints that runs an app with this configuration, without these modules."""
+    done = subprocess.run([sys.executable, "-c", LOADED, file, *hidden], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_nothing_is_loaded_where_it_is_off(tmp_path: Path) -> None:
+    assert ran(write(tmp_path, "null")) == ["[]"]
+
+
+def test_a_missing_extra_is_named(tmp_path: Path) -> None:
+    told, *_ = ran(write(tmp_path, "{url: 'http://127.0.0.1:1'}"), "openlineage", "openlineage.client")
+    assert told.startswith("workers.lineage needs the package openlineage-python: pip install 'aviso-workers[lineage]'")
