@@ -36,7 +36,7 @@ from aviso_workers.engine.publisher import Publisher
 from aviso_workers.events import Events, Settled
 from aviso_workers.version import __version__
 
-__all__ = ["TracedPublisher", "Tracing"]
+__all__ = ["Spans", "TracedPublisher"]
 
 SYSTEM = "messaging.system"
 OPERATION = "messaging.operation.name"
@@ -62,7 +62,7 @@ MAX_PROCESSED = 10_000
 PROPAGATOR = TraceContextTextMapPropagator()
 
 
-class Tracing:
+class Spans:
     """The spans of one app."""
 
     def __init__(self, config: Config) -> None:
@@ -202,7 +202,7 @@ class Tracing:
 class TracedPublisher(Publisher):
     """A publisher each of whose publishes has a span, whose context the messages carry."""
 
-    def __init__(self, traces: Tracing, backend: Backend, **given: Any) -> None:
+    def __init__(self, traces: Spans, backend: Backend, **given: Any) -> None:
         super().__init__(backend, **given)
         self._traces = traces
         self._last: tuple[SpanContext, Mapping[str, str]] = (trace.INVALID_SPAN_CONTEXT, {})

@@ -55,7 +55,7 @@ from aviso_workers.state.versions import Versions
 
 if TYPE_CHECKING:
     from aviso_workers.features.limits.rates import KeyLimit
-    from aviso_workers.features.traces import Tracing
+    from aviso_workers.features.traces import Spans
     from aviso_workers.features.windows.handler import WindowHandler
 
 __all__ = ["AgentSubscriptions"]
@@ -89,7 +89,7 @@ class AgentSubscriptions:
         dead_letters: DeadLetterStore,
         last_failures: LastFailures,
         events: Events,
-        traces: Tracing | None = None,
+        traces: Spans | None = None,
     ) -> None:
         self._backend = backend
         self._traces = traces

@@ -65,7 +65,7 @@ from aviso_workers.state.own_streams import DELAYED
 from aviso_workers.task_groups import task_group
 
 if TYPE_CHECKING:
-    from aviso_workers.features.traces import Tracing
+    from aviso_workers.features.traces import Spans
 
 __all__ = ["Session", "breaker", "is_stopping", "open_session"]
 
@@ -465,12 +465,12 @@ async def open_session(
             yield session
 
 
-def _traces(config: Config) -> Tracing | None:
+def _traces(config: Config) -> Spans | None:
     """Return the traces of an app whose configuration asks for them. Raises `ConfigError` where they cannot be had."""
     if not config.workers.traces.enabled:
         return None
     if lacking := config.workers.traces.lacking:
         raise ConfigError([f"workers.traces.enabled: {lacking}"])
-    from aviso_workers.features.traces import Tracing
+    from aviso_workers.features.traces import Spans
 
-    return Tracing(config)
+    return Spans(config)
