@@ -236,17 +236,22 @@ class TracedPublisher(Publisher):
             return count
 
     def _ready(self, event_type: str, spec: Any, message: Message, message_id: str) -> Any:
-        """Add the context of the span to what is published, unless its author has given one: after its id is made."""
+        """Add the context of the span, unless the author has given one: after the id is made and the size is checked,
+        which leaves room for it."""
+        prepared = super()._ready(event_type, spec, message, message_id)
         headers = message.headers or {}
         if not _header(headers, PARENT) and (carried := self._carried()):
             message = structs.replace(message, headers={**headers, **carried})
-        return super()._ready(event_type, spec, message, message_id)
+            prepared.outgoing = structs.replace(prepared.outgoing, message=message)
+        return prepared
 
     def _carried(self) -> Mapping[str, str]:
         context = trace.get_current_span().get_span_context()
         if context is not self._last[0]:
             carried: dict[str, str] = {}
             PROPAGATOR.inject(carried)
+            if len(carried.get(STATE, "")) > LONGEST_HEADER:
+                del carried[STATE]
             self._last = context, carried
         return self._last[1]
 

@@ -240,6 +240,18 @@ async def test_many_that_are_published_at_once_share_one_span(app: App, url: str
     assert stored["mixed"] == ids(mixed)
 
 
+async def test_the_largest_notification_has_room_for_the_context(app: App, url: str | None) -> None:
+    async with harness(app, server=url):
+        state = trace.TraceState([(f"k{number}", "v" * 250) for number in range(30)])
+        ids_given, sampled = (int(TRACE, 16), int(SPAN, 16)), trace.TraceFlags(1)
+        context = trace.SpanContext(*ids_given, is_remote=True, trace_flags=sampled, trace_state=state)
+        with trace.use_span(trace.NonRecordingSpan(context)):
+            await app.notify("plain", {"a": 1, "b": "x"}, b"1" * app.session.publisher.most_bytes)
+        [stored] = [found async for found in app.replay("plain", decode=bytes)]
+    assert carried(stored) == ids(one("publish plain"))
+    assert "tracestate" not in stored.headers
+
+
 async def test_what_cannot_be_published_says_why(app: App, url: str | None) -> None:
     async with harness(app, server=url):
         for wanted in ("no-such-type", ["unhashable"], None):
