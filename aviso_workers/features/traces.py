@@ -11,6 +11,7 @@ it is sound, and left out otherwise. No span has a subject, a payload or the tex
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -57,6 +58,10 @@ SETTLEMENTS = {"acked": "ack", "retried": "nak", "dead_lettered": "term"}
 PARENT, STATE = "traceparent", "tracestate"
 LONGEST_HEADER = 512
 """Characters of a header that are read. W3C asks for no more to be handed on."""
+_KEY = r"(?:[a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})"
+_MEMBER = rf"{_KEY}=[ -+\--<>-~]{{0,255}}[!-+\--<>-~]"
+MEMBERS = re.compile(rf"{_MEMBER}(?:[ \t]*,[ \t]*{_MEMBER}){{0,31}}")
+"""The state that is read. Of each other one, OpenTelemetry would log a warning, and publishers could flood the log."""
 MAX_PROCESSED = 10_000
 """Calls of which the span is remembered until they are settled."""
 PROPAGATOR = TraceContextTextMapPropagator()
@@ -265,7 +270,9 @@ def _creation(headers: object) -> SpanContext | None:
     """Return the context in which a message was made; None where its headers say none that is sound."""
     if not (headers and isinstance(headers, Mapping)):
         return None
-    carrier = {name: value for name in (PARENT, STATE) if (value := _header(headers, name))}
+    carrier = {PARENT: _header(headers, PARENT)}
+    if MEMBERS.fullmatch(state := _header(headers, STATE)):
+        carrier[STATE] = state
     context = trace.get_current_span(PROPAGATOR.extract(carrier, Context())).get_span_context()
     return context if context.is_valid else None
 
