@@ -78,9 +78,9 @@ def listen(spark: Any, *, config: Config | str | Path | None = None) -> Listener
     """Listen to the application of a session, as `aviso_workers.spark.listen` describes."""
     loaded = config if isinstance(config, Config) else load(config)
     loaded.event_type(EVENT_TYPE)  # raises where there is none
-    application = SparkApplication.of_run(spark.conf.get("spark.app.id"), spark.conf.get("spark.app.attempt.id", None))
-    if lacking := loaded.workers.traces.lacking:
+    if lacking := loaded.workers.traces.lacking:  # the thread that connects would end with it
         raise ConfigError([f"workers.traces.enabled: {lacking}"])
+    application = SparkApplication.of_run(spark.conf.get("spark.app.id"), spark.conf.get("spark.app.attempt.id", None))
     listener = Listener(loaded, application, trace=trace_contexts.of_properties(lambda key: spark.conf.get(key, None)))
     remote = type(spark).__module__.startswith("pyspark.sql.connect.")
     listener.start(_listen_to_queries if remote else _listen_to_jobs, spark)

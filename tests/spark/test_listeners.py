@@ -17,7 +17,7 @@ from pyspark.sql import SparkSession
 from aviso_agents import spark_events
 from aviso_workers import App
 from aviso_workers.config import load
-from aviso_workers.errors import UnknownEventTypeError
+from aviso_workers.errors import ConfigError, UnknownEventTypeError
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import listen, listeners
 from aviso_workers.spark.job_events import SparkApplication
@@ -136,6 +136,15 @@ async def test_without_the_event_type_it_says_so_at_once(tmp_path: Path) -> None
     config = tmp_path / "config.yaml"
     config.write_text("notification_backend: {kind: in_memory}\n")
     with pytest.raises(UnknownEventTypeError, match="spark_job"):
+        listen(None, config=config)  # type: ignore[arg-type]
+
+
+async def test_without_the_package_that_its_traces_need_it_says_so_at_once(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AVISO_WORKERS_WORKERS__TRACES__ENABLED", "true")
+    monkeypatch.setattr("aviso_workers.config.settings.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"workers\.traces\.enabled: traces need the package opentelemetry-api"):
         listen(None, config=config)  # type: ignore[arg-type]
 
 
