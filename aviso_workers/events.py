@@ -1186,6 +1186,9 @@ class LineageTold(Event, frozen=True, kw_only=True):
             cure = "agents go on, and run events are lost until workers.lineage can be reached; see docs/lineage.md"
             yield self.line("warning", "lineage.not_sent", "error", cure=cure)
 
+    def warning(self) -> str:
+        return f"a run event of lineage is lost: {self.error}" if self.error and self.changed else ""
+
 
 class Measured(Event, frozen=True, kw_only=True):
     """A router measured something that Prometheus is to see as a gauge, in place of what it was before."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, date, datetime, timedelta
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,9 +19,12 @@ from aviso_workers.cli.arguments import parse_duration, parse_pairs, parse_where
 from aviso_workers.cli.completion import Event
 from aviso_workers.cli.options import filter_argument, option
 from aviso_workers.cli.spark import spark
-from aviso_workers.cli.targets import ConfigOption, ConfigSource
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, load
 from aviso_workers.errors import DeclarationError
 from aviso_workers.spark import installed
+
+if TYPE_CHECKING:
+    from aviso_workers.telemetry.lineage import PipelineRun
 
 __all__ = ["archive", "backfill", "report"]
 
@@ -52,7 +56,10 @@ def archive(
     options = _source(event, where, config) | {"startingOffsets": "earliest", "maxMessagesPerTrigger": MAX_PER_BATCH}
     selection = archive_filters.selection(options)
     seconds = float(parse_duration(every, name="--every")) if every is not None else None
-    with sessions.session(f"aviso-workers: archive {event}") as spark:
+    with (
+        _telling(config, f"archive.{event}", reads=event, to_path=to),
+        sessions.session(f"aviso-workers: archive {event}") as spark,
+    ):
         notifications = spark.readStream.format("aviso").options(**options).load()
         archives.archive(notifications, to, selection=selection, every_seconds=seconds).awaitTermination()
 
@@ -99,12 +106,17 @@ def backfill(
     path = str(config.path) if config else None
     options = _source(event, where, config)
     position, wanted, filled = _position(start), parse_where(where or []), parse_pairs(fill or [])
-    with sessions.session(f"aviso-workers: backfill {event} to {to}") as spark:
+    told = _telling(
+        config, f"backfill.{event}.{to}", reads=event, from_path=start if position is None else "", writes=to
+    )
+    with told as run, sessions.session(f"aviso-workers: backfill {event} to {to}") as spark:
         if position is None:
             rows = backfill.matching(archives.read(spark, start), event, wanted, config=path)
         else:
             rows = spark.read.format("aviso").options(**options, **position).load()
         done = backfill.backfill(rows, to, dead_letters=dead_letters, fill=filled, config=path)
+        if run is not None:
+            run.written = done.published
     typer.echo(f"{done.published} published, {done.present} there before, {done.refused} refused")
 
 
@@ -155,6 +167,23 @@ def report(
     typer.echo(f"{done.cycles} cycles: {done.complete} complete, {done.late} late; see {to}/report.html")
     for kind, count in done.published.items():
         typer.echo(f"{count} published as {kind}")
+
+
+def _telling(
+    config: ConfigSource | None, name: str, *, reads: str, from_path: str = "", writes: str = "", to_path: str = ""
+) -> AbstractContextManager[PipelineRun | None]:
+    """Tell the run of a command, where `workers.lineage` is configured: from an event type or the path of an archive,
+    to one of both.
+    """
+    loaded = load(config)
+    settings = loaded.workers.lineage
+    if settings is None:
+        return nullcontext()
+    from aviso_workers.telemetry import lineage
+
+    source = lineage.place(from_path) if from_path else lineage.dataset(loaded, reads)
+    target = lineage.place(to_path) if to_path else lineage.dataset(loaded, writes)
+    return lineage.pipeline(loaded, settings, name, reads=source, writes=target)
 
 
 def _position(text: str) -> dict[str, str] | None:

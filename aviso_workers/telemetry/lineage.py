@@ -1,4 +1,4 @@
-"""Run events of OpenLineage: of a worker, of its agents, and of windows that are over.
+"""Run events of OpenLineage: of a worker, of its agents, of windows that are over, and of commands on Spark.
 
 Each life of a worker is a run of the app's job, and each agent a streaming job with a run within it. They are told when
 they begin, every five minutes, and when they end; a worker that is killed tells no end. An observer of the engine's
@@ -12,11 +12,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
@@ -24,7 +25,7 @@ import anyio.to_thread
 from aviso_workers import clocks
 from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.schema import topic_of
-from aviso_workers.backends import Backend
+from aviso_workers.backends import Backend, open_backend
 from aviso_workers.clocks import Clock
 from aviso_workers.config import Config
 from aviso_workers.config.settings import Lineage as Settings
@@ -46,7 +47,7 @@ except ImportError as error:
         [f"workers.lineage needs the package openlineage-python: pip install 'aviso-workers[lineage]' ({error})"]
     ) from error
 
-__all__ = ["Lineage"]
+__all__ = ["Lineage", "PipelineRun", "dataset", "pipeline", "place"]
 
 PRODUCER = f"urn:aviso-workers:{__version__}"
 INTEGRATION = "AVISO"
@@ -88,7 +89,6 @@ class Lineage:
         self._app = app
         self._settings = settings
         schema = app.config.notification_schema
-        self._bases = {name: topic_of(name, event_type).base for name, event_type in schema.items()}
         self._agents = {agent.name: agent for agent in app.agents}
         self._runs = {name: str(generate_new_uuid()) for name in (WORKER, *self._agents)}
         self._begun: list[str] = []
@@ -118,7 +118,7 @@ class Lineage:
             with self._app.events.heard_by(self.observe, AgentStarted, Acked, Published, WindowDone):
                 self._begin(WORKER)
                 tasks.start_soon(self._tell_running)
-                tasks.start_soon(self._send_all, self._sender(backend), sent, sending)
+                tasks.start_soon(self._send_all, _sender(self._settings, backend), sent, sending)
                 try:
                     yield
                     state = RunState.COMPLETE
@@ -202,16 +202,12 @@ class Lineage:
 
     def _run_facets(self, *, of: str | None, error: str) -> dict[str, Any]:
         """Return the facets of a run within the run `of` this name."""
-        made: dict[str, Any] = {
-            "processing_engine": facets.processing_engine_run.ProcessingEngineRunFacet(__version__, "aviso-workers")
-        }
+        made = _engine_and_error(error)
         if of is not None:
             job = self._job(self._agents.get(of), "AGENT" if of else "WORKER")
             made["parent"] = facets.parent_run.ParentRunFacet(
                 run=facets.parent_run.Run(self._runs[of]), job=facets.parent_run.Job(job.namespace, job.name)
             )
-        if error:
-            made["errorMessage"] = facets.error_message_run.ErrorMessageRunFacet(error, "PYTHON")
         return made
 
     def _inputs(self, counts: Mapping[str, int | None]) -> list[InputDataset]:
@@ -222,30 +218,20 @@ class Lineage:
             found[event_type] = None if count is None else (found.get(event_type) or 0) + count
         made = facets.input_statistics_input_dataset.InputStatisticsInputDatasetFacet
         return [
-            InputDataset(**self._dataset(name), inputFacets={} if rows is None else {"inputStatistics": made(rows)})
+            InputDataset(
+                **dataset(self._app.config, name), inputFacets={} if rows is None else {"inputStatistics": made(rows)}
+            )
             for name, rows in sorted(found.items())
         ]
 
     def _outputs(self, counts: Mapping[str, int | None]) -> list[OutputDataset]:
         made = facets.output_statistics_output_dataset.OutputStatisticsOutputDatasetFacet
         return [
-            OutputDataset(**self._dataset(name), outputFacets={} if rows is None else {"outputStatistics": made(rows)})
+            OutputDataset(
+                **dataset(self._app.config, name), outputFacets={} if rows is None else {"outputStatistics": made(rows)}
+            )
             for name, rows in sorted(counts.items())
         ]
-
-    def _dataset(self, event_type: str) -> dict[str, Any]:
-        backend = self._app.config.notification_backend
-        server = backend.jetstream.masked_servers[0] if backend.kind == "jetstream" else "memory"
-        of = facets.schema_dataset
-        fields = [
-            of.SchemaDatasetFacetFields(name, type(rule).__name__.removesuffix("Handler"))
-            for name, rule in self._app.config.notification_schema[event_type].identifier.items()
-        ]
-        return {
-            "namespace": server,
-            "name": self._bases[event_type],
-            "facets": {"schema": of.SchemaDatasetFacet(fields)},
-        }
 
     def _put(self, event: RunEvent) -> None:
         if len(self._unsent) >= MOST_WAITING:
@@ -282,19 +268,100 @@ class Lineage:
         changed, self._failing = self._failing is not (error is not None), error is not None
         self._app.events.emit(LineageTold(error=error, changed=changed))
 
-    def _sender(self, backend: Backend) -> Send:
-        if self._settings.subject is not None:
-            return partial(_publish, backend, self._settings.subject, self._settings.stream)
-        key = self._settings.api_key
-        transport = HttpTransport(
-            HttpConfig(
-                url=self._settings.url or "",
-                timeout=TIMEOUT_SECONDS,
-                auth=ApiKeyTokenProvider({"apiKey": key.reveal()}) if key else TokenProvider({}),
-                retry={"total": 0},
-            )
+
+class PipelineRun:
+    """The run of a command on Spark, which notes how many notifications it has written, if it knows."""
+
+    written: int | None = None
+
+
+@contextmanager
+def pipeline(
+    config: Config, settings: Settings, name: str, *, reads: Mapping[str, Any], writes: Mapping[str, Any]
+) -> Iterator[PipelineRun]:
+    """Tell the run of a command on Spark while the block runs, and how it ends. The mappings are those of `dataset` and
+    `place`. Raises what the block raises.
+    """
+    noted, run_id, state, error = PipelineRun(), str(generate_new_uuid()), RunState.ABORT, ""
+    clock = clocks.LoopClock()
+
+    def tell(state: RunState) -> None:
+        statistics = facets.output_statistics_output_dataset.OutputStatisticsOutputDatasetFacet(noted.written)
+        output = OutputDataset(**writes, outputFacets={} if noted.written is None else {"outputStatistics": statistics})
+        job = Job(settings.namespace, name, {"jobType": facets.job_type_job.JobTypeJobFacet("BATCH", "SPARK", "JOB")})
+        run = Run(run_id, _engine_and_error(error))
+        event = _event(clocks.utc_now(clock).isoformat(), state, run, job, [InputDataset(**reads)], [output])
+        try:
+            anyio.run(_connect_and_send, config, settings, event)
+        except Exception as failure:  # whatever an endpoint does, the command goes on
+            Events().emit(LineageTold(error=failure, changed=True))
+
+    tell(RunState.START)
+    try:
+        yield noted
+        state = RunState.COMPLETE
+    except Exception as raised:
+        state, error = RunState.FAIL, text_of(raised)
+        raise
+    finally:
+        tell(state)
+
+
+def dataset(config: Config, event_type: str) -> dict[str, Any]:
+    """Return the dataset of an event type: its namespace, its name and its schema."""
+    backend, known = config.notification_backend, config.event_type(event_type)
+    of = facets.schema_dataset
+    fields = [
+        of.SchemaDatasetFacetFields(name, type(rule).__name__.removesuffix("Handler"))
+        for name, rule in known.identifier.items()
+    ]
+    return {
+        "namespace": backend.jetstream.masked_servers[0] if backend.kind == "jetstream" else "memory",
+        "name": topic_of(event_type, known).base,
+        "facets": {"schema": of.SchemaDatasetFacet(fields)},
+    }
+
+
+def place(path: str) -> dict[str, Any]:
+    """Return the dataset of a directory, which may be a URL of Spark's: its namespace and its name."""
+    parts = urlsplit(path)
+    if parts.scheme in ("", "file"):
+        return {"namespace": "file", "name": parts.path}
+    return {"namespace": f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}", "name": parts.path.strip("/")}
+
+
+async def _connect_and_send(config: Config, settings: Settings, event: RunEvent) -> None:
+    with anyio.fail_after(LAST_SECONDS):
+        if settings.subject is None:
+            await _sender(settings, None)(event)
+            return
+        async with open_backend(config) as backend:
+            await _sender(settings, backend)(event)
+
+
+def _sender(settings: Settings, backend: Backend | None) -> Send:
+    if settings.subject is not None and backend is not None:
+        return partial(_publish, backend, settings.subject, settings.stream)
+    key = settings.api_key
+    transport = HttpTransport(
+        HttpConfig(
+            url=settings.url or "",
+            timeout=TIMEOUT_SECONDS,
+            auth=ApiKeyTokenProvider({"apiKey": key.reveal()}) if key else TokenProvider({}),
+            retry={"total": 0},
         )
-        return partial(_post, transport)
+    )
+    return partial(_post, transport)
+
+
+def _engine_and_error(error: str) -> dict[str, Any]:
+    """Return the facets that every run has."""
+    made: dict[str, Any] = {
+        "processing_engine": facets.processing_engine_run.ProcessingEngineRunFacet(__version__, "aviso-workers")
+    }
+    if error:
+        made["errorMessage"] = facets.error_message_run.ErrorMessageRunFacet(error, "PYTHON")
+    return made
 
 
 def _named(agent: Agent[Any, Any], known: Collection[str]) -> list[str]:

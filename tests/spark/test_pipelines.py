@@ -13,6 +13,7 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from py4j.protocol import Py4JJavaError
 from pyarrow.dataset import dataset
@@ -20,9 +21,11 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from aviso_workers import cli
+from aviso_workers import cli, config
 from aviso_workers.aviso.codec import MARKER_HEADER
+from aviso_workers.backends import open_backend
 from aviso_workers.errors import InvalidIdentifierError, PipelineError
+from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import archive_filters, archives, backfill, completeness, once, sessions
 from aviso_workers.spark.archive_lists import ArchivedFile
@@ -902,6 +905,7 @@ def test_the_commands_do_the_same(
 
     monkeypatch.setattr(sessions, "session", session)
     place.publish(0, 2, 4, 5)
+    told = keep_lineage(place)
     archive, schedule = place.directory / "archive", place.directory / "schedule.yaml"
     schedule.write_text(SCHEDULE)
     of_the_day = ("--first", "2026-11-20", "--last", "2026-11-20", "--schedule", schedule, "--from", archive)
@@ -918,3 +922,32 @@ def test_the_commands_do_the_same(
         "1 published as cycle_complete",
         "2 published as cycle_late",
     ]
+    events = told()
+    runs = [(event["job"]["name"], event["eventType"]) for event in events if event["eventType"] != "START"]
+    assert runs == [("archive.mars", "COMPLETE")] * 2 + [("backfill.mars.copy", "COMPLETE")] * 3
+    datasets = [
+        (event["inputs"][0]["name"], event["outputs"][0]["name"]) for event in (events[1], events[5], events[7])
+    ]
+    assert datasets == [("mars", str(archive)), (str(archive), "copy"), ("mars", "copy")]
+    assert events[5]["outputs"][0]["outputFacets"]["outputStatistics"]["rowCount"] == 2
+
+
+def keep_lineage(place: Pipelines) -> Callable[[], list[dict[str, Any]]]:
+    """Let run events be kept, and return what reads them."""
+    document = json.loads(place.config.read_text())
+    document["workers"] = {**document.get("workers", {}), "lineage": {"subject": "lineage.runs"}}
+    place.config.write_text(json.dumps(document))
+    settings = config.load(place.config, environ={})
+
+    async def create() -> None:
+        async with open_backend(settings) as backend:
+            await backend.create_stream(StreamSpec(name="LINEAGE", subjects=("lineage.>",)))
+
+    async def read() -> list[dict[str, Any]]:
+        async with open_backend(settings) as backend:
+            last = (await backend.stream_info("LINEAGE")).last_sequence
+            found = backend.read("LINEAGE", filter_subjects=(), last_sequence=last)
+            return [json.loads(message.data) async for message in found]
+
+    anyio.run(create)
+    return lambda: anyio.run(read)

@@ -126,6 +126,43 @@ async def test_a_worker_ends_although_nobody_answers(tmp_path: Path, monkeypatch
     assert [str(event.error) for event in told] == ["the worker has ended"] * 4
 
 
+def told_by(file: Path, *, fails: bool = False) -> None:
+    """Run a pipeline that publishes two notifications, or fails."""
+    loaded = config.load(file, environ={})
+    assert loaded.workers.lineage is not None
+    reads, writes = lineage.place("s3a://fred:pw@bucket/archive/mars/"), lineage.dataset(loaded, "mars")
+    with lineage.pipeline(loaded, loaded.workers.lineage, "backfill", reads=reads, writes=writes) as run:
+        if fails:
+            raise RuntimeError("the disk is full")
+        run.written = 2
+
+
+def test_a_pipeline_tells_where_it_reads_and_what_it_has_written(tmp_path: Path, url: str, received: Received) -> None:
+    told_by(write(tmp_path, f"{{url: '{url}'}}"))
+    began, ended = received.events
+    assert [began["eventType"], ended["eventType"]] == ["START", "COMPLETE"]
+    assert began["run"]["runId"] == ended["run"]["runId"]
+    assert [(each["namespace"], each["name"]) for each in ended["inputs"]] == [("s3a://bucket", "archive/mars")]
+    (output,) = ended["outputs"]
+    assert (output["namespace"], output["name"]) == ("memory", "mars")
+    assert output["facets"]["schema"]["fields"] == [{"name": "step", "type": "Int", "fields": []}]
+    assert output["outputFacets"]["outputStatistics"]["rowCount"] == 2
+    assert lineage.place("/data/archive") == {"namespace": "file", "name": "/data/archive"}
+
+
+def test_a_pipeline_that_fails_says_so(tmp_path: Path, url: str, received: Received) -> None:
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        told_by(write(tmp_path, f"{{url: '{url}'}}"), fails=True)
+    assert [event["eventType"] for event in received.events] == ["START", "FAIL"]
+    assert received.events[1]["run"]["facets"]["errorMessage"]["message"] == "the disk is full"
+
+
+def test_a_pipeline_goes_on_without_an_endpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """There is no stream in memory."""
+    told_by(write(tmp_path, "{subject: runs.of.ours}"))
+    assert ["a run event of lineage is lost" in each.message for each in caplog.records] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("text", "mistake"),
     [
