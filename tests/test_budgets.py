@@ -10,13 +10,13 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 72_577,
-    "lines of the core": 40_055,
+    "lines": 72_676,
+    "lines of the core": 40_125,
     "lines of agents": 818,
     "lines of aviso": 2_753,
-    "lines of aviso_workers": 4_422,
+    "lines of aviso_workers": 4_425,
     "lines of backends": 6_781,
-    "lines of cli": 6_203,
+    "lines of cli": 6_232,
     "lines of config": 2_855,
     "lines of console": 2_279,
     "lines of declare": 4_232,
@@ -27,10 +27,10 @@ BUDGETS = {
     "lines of server": 2_174,
     "lines of spark": 6_307,
     "lines of state": 2_365,
-    "lines of telemetry": 2_070,
+    "lines of telemetry": 2_137,
     "lines of worker": 1_013,
     "modules that a plain worker loads": 162,
-    "lines that a plain worker loads": 33_211,
+    "lines that a plain worker loads": 33_214,
     "modules of the reading list": 33,
     "lines of the reading list": 10_344,
     "files that use tables": 10,
@@ -41,7 +41,7 @@ BUDGETS = {
     "files that use singletons": 5,
     "files that use dead letters": 14,
     "files that use order": 3,
-    "class names that stand twice": 5,
+    "class names that stand twice": 3,
     "functions above a complexity of 10": 0,
 }
 SLACK = 0.98

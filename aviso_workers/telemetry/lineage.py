@@ -28,7 +28,7 @@ from aviso_workers.aviso.schema import topic_of
 from aviso_workers.backends import Backend, open_backend
 from aviso_workers.clocks import Clock
 from aviso_workers.config import Config
-from aviso_workers.config.settings import Lineage as Settings
+from aviso_workers.config.settings import Lineage
 from aviso_workers.declare import outputs
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import ConfigError, text_of
@@ -71,7 +71,7 @@ class Send(Protocol):
     async def __call__(self, event: RunEvent, /) -> object: ...
 
 
-class Observable(Protocol):
+class ObservedApp(Protocol):
     """An app that runs, with the events that it emits."""
 
     name: str
@@ -82,10 +82,10 @@ class Observable(Protocol):
     def config(self) -> Config: ...
 
 
-class Lineage:
+class LineageReporter:
     """Tells the runs of one worker: `told` while it is connected and works."""
 
-    def __init__(self, app: Observable, settings: Settings) -> None:
+    def __init__(self, app: ObservedApp, settings: Lineage) -> None:
         self._app = app
         self._settings = settings
         schema = app.config.notification_schema
@@ -277,7 +277,7 @@ class PipelineRun:
 
 @contextmanager
 def pipeline(
-    config: Config, settings: Settings, name: str, *, reads: Mapping[str, Any], writes: Mapping[str, Any]
+    config: Config, settings: Lineage, name: str, *, reads: Mapping[str, Any], writes: Mapping[str, Any]
 ) -> Iterator[PipelineRun]:
     """Tell the run of a command on Spark while the block runs, and how it ends. The mappings are those of `dataset` and
     `place`. Raises what the block raises.
@@ -330,7 +330,7 @@ def place(path: str) -> dict[str, Any]:
     return {"namespace": f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}", "name": parts.path.strip("/")}
 
 
-async def _connect_and_send(config: Config, settings: Settings, event: RunEvent) -> None:
+async def _connect_and_send(config: Config, settings: Lineage, event: RunEvent) -> None:
     with anyio.fail_after(LAST_SECONDS):
         if settings.subject is None:
             await _sender(settings, None)(event)
@@ -339,7 +339,7 @@ async def _connect_and_send(config: Config, settings: Settings, event: RunEvent)
             await _sender(settings, backend)(event)
 
 
-def _sender(settings: Settings, backend: Backend | None) -> Send:
+def _sender(settings: Lineage, backend: Backend | None) -> Send:
     if settings.subject is not None and backend is not None:
         return partial(_publish, backend, settings.subject, settings.stream)
     key = settings.api_key

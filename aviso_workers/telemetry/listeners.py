@@ -29,7 +29,7 @@ from aviso_workers.telemetry.readiness import Readiness
 from aviso_workers.telemetry.status import StatusServer
 
 if TYPE_CHECKING:
-    from aviso_workers.telemetry.lineage import Lineage
+    from aviso_workers.telemetry.lineage import LineageReporter
 
 __all__ = ["Listeners", "listening"]
 
@@ -133,14 +133,14 @@ def listening(app: Observable, *, status: Status | None) -> Iterator[Listeners]:
         yield listeners
 
 
-def _lineage(app: Observable) -> Lineage | None:
+def _lineage(app: Observable) -> LineageReporter | None:
     """Return what tells runs, of which nothing is imported where none are configured. Raises `ConfigError`."""
     settings = app.config.workers.lineage
     if settings is None:
         return None
-    from aviso_workers.telemetry.lineage import Lineage
+    from aviso_workers.telemetry.lineage import LineageReporter
 
-    return Lineage(app, settings)
+    return LineageReporter(app, settings)
 
 
 class MissedLog:

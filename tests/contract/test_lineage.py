@@ -181,7 +181,7 @@ async def test_a_run_that_goes_on_is_told_again(app: App, kept: Admin, monkeypat
 
 async def test_a_worker_that_fails_says_so(app: App, kept: Admin) -> None:
     await make_stream(kept)
-    telling = lineage.Lineage(app, Lineage(subject=SUBJECT))
+    telling = lineage.LineageReporter(app, Lineage(subject=SUBJECT))
     with pytest.raises(RuntimeError, match="the disk"):
         async with telling.told(kept):
             raise RuntimeError("the disk is full")
@@ -192,7 +192,7 @@ async def test_a_worker_that_fails_says_so(app: App, kept: Admin) -> None:
 
 async def test_a_worker_that_is_cancelled_says_so(app: App, kept: Admin) -> None:
     await make_stream(kept)
-    telling = lineage.Lineage(app, Lineage(subject=SUBJECT))
+    telling = lineage.LineageReporter(app, Lineage(subject=SUBJECT))
     with anyio.CancelScope() as scope:
         async with telling.told(kept):
             scope.cancel()
@@ -208,7 +208,7 @@ async def test_a_window_that_is_over_is_a_run_of_its_own(app: App, kept: Admin) 
 
     await make_stream(kept)
     for _ in range(2):  # by two workers, after each other
-        telling = lineage.Lineage(app, Lineage(subject=SUBJECT))
+        telling = lineage.LineageReporter(app, Lineage(subject=SUBJECT))
         async with telling.told(kept):
             done = WindowDone(agent="sums", key="", start=OLD, end=OLD.replace(hour=7), seconds=2.0)
             app.events.emit(done)
