@@ -246,14 +246,14 @@ def state_of(
         return ("consumer missing", trouble) if trouble else ("never started", now.why_none)
     if now.outage is not None and now.waiting:
         return ("halted" if now.outage.halted else "outage"), now.waiting
+    if stopped:  # and what waits behind them is not finished, which is no trouble of its own
+        behind = sum(each.record.behind for each in stopped)
+        waits = f", and {behind} wait behind them" if behind else ""
+        return "parked", f"{len(stopped)} wait for your decision{waits}: {stopped[0].record.error}"
     if trouble:
         return "stuck", trouble
     if now.paused_until:
         return "paused", f"until {now.paused_until}"
-    if stopped:
-        behind = sum(each.record.behind for each in stopped)
-        waits = f", and {behind} wait behind them" if behind else ""
-        return "parked", f"{len(stopped)} wait for your decision{waits}: {stopped[0].record.error}"
     if now.failing:
         return _failing(now)
     if not now.lag:
