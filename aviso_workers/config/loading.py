@@ -16,6 +16,7 @@ from itertools import chain
 from os.path import isfile
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from msgspec import Struct, inspect, structs
 
@@ -461,10 +462,20 @@ def _lineage_mistakes(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if lineage.subject is not None and not re.fullmatch(r"[^\s.*>]+(\.[^\s.*>]+)*", lineage.subject):
         yield "workers.lineage.subject", f"must be one subject such as lineage.runs, not {lineage.subject!r}"
     if lineage.url is not None:
-        if not re.match("https?://[^/@]+(/[^@]*)?$", lineage.url):
+        if not _is_web_address(lineage.url):
             yield "workers.lineage.url", "must be a URL such as https://host, without a user: a token is api_key"
     elif lineage.api_key is not None:
         yield "workers.lineage.api_key", "is for a url; the connection to NATS has its own credentials"
+
+
+def _is_web_address(text: str) -> bool:
+    """Return whether it is a URL of HTTP without a user and without what only a request has."""
+    try:
+        parts = urlsplit(text)
+        is_plain = text.isprintable() and not re.search(r"[\s@?#]", text) and parts.port != 0
+    except ValueError:
+        return False
+    return is_plain and parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def _origins(reader: Reader) -> dict[str, str]:

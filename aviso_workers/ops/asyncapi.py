@@ -26,7 +26,7 @@ BINDING_VERSION = "0.1.0"
 UNTYPED = (Any, bytes)
 """Types of payloads of which no schema says more."""
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")
-MODULES = re.compile(r"(\w+\.)+")
+DOTTED = re.compile(r"[\w.]+")
 VALUES = ("default", "examples", "const", "enum")
 """Keywords of JSON Schema whose values are data, and no schemas."""
 BY_NAME = {"properties": "properties", "patternProperties": "patternProperties", "$defs": "definitions"}
@@ -151,7 +151,7 @@ class _Types:
                 self._add(kind)
 
     def _add(self, kind: Any) -> None:
-        plain = wanted = _key(MODULES.sub("", resources.spelled(kind))).strip("_")
+        plain = wanted = _key(DOTTED.sub(lambda found: found[0].rpartition(".")[2], resources.spelled(kind))).strip("_")
         number = 1
         while wanted in self.schemas:
             number += 1

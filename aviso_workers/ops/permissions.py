@@ -145,6 +145,7 @@ def _storing(api: _Api) -> Iterator[str]:
 
 
 def _spark(api: _Api) -> Iterator[str]:
+    yield from _lineage(api.config)
     yield from _storing(api)
     for stream in _event_streams(api.config):
         yield from api.read(stream)
@@ -161,8 +162,7 @@ def _publishing(api: _Api) -> Iterator[str]:
 
 def _working(api: _Api, app: Router, buckets: Iterable[str]) -> Iterator[str]:
     yield from _publishing(api)
-    if (lineage := api.config.workers.lineage) and lineage.subject:
-        yield lineage.subject
+    yield from _lineage(api.config)
     for stream in _event_streams(api.config):
         yield from api.read(stream)
     for agent in app.agents:
@@ -185,6 +185,11 @@ def _working(api: _Api, app: Router, buckets: Iterable[str]) -> Iterator[str]:
             yield f"{table_records.COUNTERS_SUBJECT}.{app.name}.{name}.>"
             yield from api.use(COUNTERS)
             yield from api.read(COUNTERS)
+
+
+def _lineage(config: Config) -> Iterator[str]:
+    if (lineage := config.workers.lineage) and lineage.subject:
+        yield lineage.subject
 
 
 def _agent(api: _Api, app: Router, agent: Agent[Any, Any]) -> Iterator[str]:

@@ -169,6 +169,8 @@ def test_a_pipeline_goes_on_without_an_endpoint(tmp_path: Path, caplog: pytest.L
         ("{}", "workers.lineage must have either a subject or a url"),
         ("{url: 'http://host', subject: a}", "workers.lineage must have either a subject or a url"),
         ("{url: 'http://fred:pw@host'}", "workers.lineage.url must be a URL such as https://host, without a user"),
+        ("{url: 'http://host:none'}", "workers.lineage.url must be a URL such as https://host"),
+        ("{url: 'https://host?token=pw'}", "workers.lineage.url must be a URL such as https://host"),
         ("{url: host}", "workers.lineage.url must be a URL such as https://host"),
         ("{subject: 'a.>'}", "workers.lineage.subject must be one subject"),
         ("{subject: a, api_key: k}", "workers.lineage.api_key is for a url"),
@@ -187,9 +189,10 @@ def test_the_key_is_masked_where_the_configuration_is_shown(tmp_path: Path) -> N
     assert (values["workers.lineage.api_key"], values["workers.lineage.url"]) == ("***", "http://host")
 
 
-def test_a_worker_may_publish_to_the_subject(tmp_path: Path) -> None:
+def test_workers_and_spark_may_publish_to_the_subject(tmp_path: Path) -> None:
     app = app_of(write(tmp_path, "{subject: runs.of.ours}", kind="jetstream"))
-    assert "runs.of.ours" in permissions.of_worker(app, app.config).publish.allow
+    for granted in (permissions.of_worker(app, app.config), permissions.of_spark(app.config)):
+        assert "runs.of.ours" in granted.publish.allow
 
 
 LOADED = """
