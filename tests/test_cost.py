@@ -102,3 +102,9 @@ def test_costs_are_committed_of_all_that_is_counted() -> None:
     builds = budget.load()
     assert builds
     assert {name: set(costs) for name, costs in builds.items()} == {name: set(OURS) for name in builds}
+
+
+def test_counts_hold_for_what_a_worker_needs_and_not_for_the_tools_of_developers() -> None:
+    packages = {each.partition("==")[0] for each in budget._packages()}
+    assert {"anyio", "msgspec", "nats-py", "nkeys", "structlog"} <= packages
+    assert packages.isdisjoint({"pytest", "ruff", "starlette", "uvicorn", "opentelemetry-api"})

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+from packaging.requirements import Requirement
 
 __all__ = ["FILE", "LIMIT", "LIMITS", "PROJECT", "Cost", "build", "dearer", "grown", "load", "store"]
 
@@ -46,9 +48,9 @@ def build() -> str:
     """
     library = Path(sysconfig.get_config_var("LIBDIR") or "") / (sysconfig.get_config_var("LDLIBRARY") or "")
     digest = hashlib.sha256()
-    for part in (Path(sys.executable).resolve(), library, PROJECT / "scripts" / "requirements.lock"):
+    for part in (Path(sys.executable).resolve(), library):
         digest.update(part.read_bytes() if part.is_file() else b"")
-    for text in (sys.version, *platform.libc_ver(), _valgrind(), *sorted(_features())):
+    for text in (sys.version, *platform.libc_ver(), _valgrind(), *sorted(_features()), *sorted(_packages())):
         digest.update(text.encode() + b"\0")
     return (
         f"{platform.python_implementation()} {platform.python_version()} {platform.machine()} {digest.hexdigest()[:12]}"
@@ -62,6 +64,22 @@ def _valgrind() -> str:
 def _features() -> set[str]:
     cpuinfo = Path("/proc/cpuinfo")
     return FEATURES & set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+
+
+def _packages() -> set[str]:
+    """Return the packages that a worker needs, each with its version: a tool of developers changes no cost."""
+    found: set[str] = set()
+    waiting = [Requirement("aviso-workers")]
+    while waiting:
+        wanted = waiting.pop()
+        for text in metadata.requires(wanted.name) or ():
+            needed = Requirement(text)
+            extras = ({"extra": extra} for extra in ("", *wanted.extras))
+            if needed.marker is None or any(map(needed.marker.evaluate, extras)):
+                name = f"{needed.name}=={metadata.version(needed.name)}"
+                waiting += [] if name in found else [needed]
+                found.add(name)
+    return found
 
 
 def load() -> dict[str, Costs]:
