@@ -40,7 +40,9 @@ CATCHES_UP = 100
 
 TROUBLES = ("consumer missing", "halted", "outage", "stuck", "parked", "keys blocked", "failing", "retrying", "paused")
 """States that somebody should know of, the worst first. A pause was somebody's decision."""
-CALM = ("paused", "catching up", "working", "idle", "never started")
+CALM = ("paused", "no worker", "catching up", "working", "idle", "never started")
+UNASKED_SECONDS = 60.0
+"""After so long without a worker, an agent without a lag needs somebody: longer than a server needs for an election."""
 
 
 class AgentView(Struct, frozen=True, kw_only=True):
@@ -57,6 +59,8 @@ class AgentView(Struct, frozen=True, kw_only=True):
     """By how many notifications the lag grows in a second."""
     parked: list[Parked]
     """Notifications that wait for a person."""
+    unasked_seconds: float
+    """For how long nobody has asked for its notifications, as far as was looked; 0 where somebody does."""
 
     @property
     def catches_up_seconds(self) -> float | None:
@@ -111,6 +115,8 @@ class Watcher:
         self._newest: Overview | None = None
         self._looked_at = self._rates_at = -math.inf
         self._rates = Rates()
+        self._unasked: dict[tuple[str, str, str], float] = {}
+        """Since when nobody asks for the notifications of an agent, by app, agent and stream."""
         self._asked = anyio.Event()
         self._taken = anyio.Event()
         self.error = ""
@@ -123,6 +129,7 @@ class Watcher:
             if anyio.current_time() - self._looked_at > LOOKED_SECONDS:
                 self._newest = None  # nobody looks: its rates would be of a long time
                 self.error, self.failing_since = "", None
+                self._unasked.clear()
                 await self._asked.wait()
             self._asked = anyio.Event()
             await self._take_one()
@@ -172,7 +179,7 @@ class Watcher:
             time=datetime.now(UTC),
             seconds=seconds,
             config=config,
-            agents=_views(progress, before.progress if before else [], seconds, await self._parked(snapshot)),
+            agents=self._views(progress, before.progress if before else [], seconds, await self._parked(snapshot)),
             failing=agent_report.failing(recorded),
             streams=reports.streams(snapshot, before.snapshot if before else snapshot),
             unavailable=snapshot.unavailable,
@@ -198,6 +205,31 @@ class Watcher:
                 found.setdefault((app, each.agent), []).append(each)
         return found
 
+    def _views(
+        self,
+        now: Iterable[AgentProgress],
+        before: Iterable[AgentProgress],
+        seconds: float,
+        stopped: Mapping[tuple[str, str], list[Parked]],
+    ) -> list[AgentView]:
+        known = {_key(each): each for each in before}
+        time = anyio.current_time()
+        self._unasked = {
+            _key(each): self._unasked.get(_key(each), time)
+            for each in now
+            if each.events is not None and not each.events.num_waiting
+        }
+        return [
+            _view(
+                each,
+                known.get(_key(each)),
+                seconds,
+                stopped.get((each.app, each.agent), []),
+                time - self._unasked.get(_key(each), time),
+            )
+            for each in now
+        ]
+
     async def _new_dead_letters(self, snapshot: ServerSnapshot) -> int:
         if DEAD_LETTERS not in snapshot.streams or not snapshot.streams[DEAD_LETTERS].messages:
             return 0
@@ -205,24 +237,19 @@ class Watcher:
         return await self._admin.count(DEAD_LETTERS, filter_subjects=(), start_time=since)
 
 
-def _views(
-    now: Iterable[AgentProgress],
-    before: Iterable[AgentProgress],
-    seconds: float,
-    stopped: Mapping[tuple[str, str], list[Parked]],
-) -> list[AgentView]:
-    known = {(each.app, each.agent, each.stream): each for each in before}
-    return [
-        _view(each, known.get((each.app, each.agent, each.stream)), seconds, stopped.get((each.app, each.agent), []))
-        for each in now
-    ]
+def _key(progress: AgentProgress) -> tuple[str, str, str]:
+    return progress.app, progress.agent, progress.stream
 
 
-def _view(now: AgentProgress, before: AgentProgress | None, seconds: float, stopped: list[Parked]) -> AgentView:
+def _view(
+    now: AgentProgress, before: AgentProgress | None, seconds: float, stopped: Iterable[Parked], unasked_seconds: float
+) -> AgentView:
     stopped = [each for each in stopped if each.stream == now.stream]
     lag_rate = (now.lag - before.lag) / seconds if before and seconds else 0.0
     delivered = _deliveries(now) - _deliveries(before) if before else 0
     state, why = state_of(now, before, stopped)
+    if state == "idle" and unasked_seconds:
+        state, why = "no worker", f"nobody has asked for its notifications for {unasked_seconds:.0f} s"
     return AgentView(
         progress=now,
         state=state,
@@ -230,6 +257,7 @@ def _view(now: AgentProgress, before: AgentProgress | None, seconds: float, stop
         handled_rate=max(0.0, delivered / seconds) if seconds else 0.0,
         lag_rate=lag_rate,
         parked=stopped,
+        unasked_seconds=unasked_seconds,
     )
 
 
@@ -271,6 +299,8 @@ def _failing(now: AgentProgress) -> tuple[str, str]:
 
 def is_trouble(view: AgentView) -> bool:
     """Return whether somebody should look at the agent."""
+    if view.state == "no worker":
+        return view.unasked_seconds > UNASKED_SECONDS
     return view.state in TROUBLES and view.state != "paused"
 
 

@@ -20,12 +20,14 @@ from aviso_workers.ops import doctor as doctor_
 from aviso_workers.ops import stream_policy
 from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import failing_text
+from aviso_workers.ops.reports import StreamRow
 from aviso_workers.ops.timer_report import paused_text
 from aviso_workers.state import consumer_records, lease_records, timer_records, versions
 
 __all__ = ["PAGES", "Page", "Question"]
 
 SHOWN_ACTIONS = 200
+NEARLY_FULL = 0.9
 DOCTOR_SECONDS = 1.0
 DOCTOR_TAKES_SECONDS = 30.0
 
@@ -71,7 +73,7 @@ async def now(question: Question) -> Page:
     except BackendError as error:
         return Page("now.html", "Now", {"overview": None, "down": str(error), "stale": ""}, live=True, status=503)
     troubled = _in_order([view for view in overview.agents if is_trouble(view)])
-    streams = [row for row in overview.streams if row.trouble]
+    streams = [(row.stream, why) for row in overview.streams if (why := row.trouble or _full(overview, row))]
     values = {
         "overview": overview,
         "down": "",
@@ -84,6 +86,14 @@ async def now(question: Question) -> Page:
         "rate": sum(view.handled_rate for view in overview.agents),
     }
     return Page("now.html", "Now", values, live=True)
+
+
+def _full(overview: Overview, row: StreamRow) -> str:
+    """Return how full a stream is that refuses what is new when it is full; empty where there is room."""
+    refuses = overview.snapshot.streams[row.stream].config.discard == "new"
+    if not refuses or row.used is None or row.used < NEARLY_FULL:
+        return ""
+    return f"{row.used:.0%} of its limit is used, and when it is full it refuses what is new"
 
 
 def _sentence(overview: Overview, troubled: list[AgentView], streams: int) -> str:

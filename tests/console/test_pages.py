@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Notify
+from aviso_workers.console import overview
 from aviso_workers.console.pages import PAGES
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control
@@ -136,6 +137,29 @@ async def test_a_lost_consumer_needs_somebody(console: Served, app: App, nats_se
     await console.admin.delete_consumer("MARS", "field-index__index")
     async with console.client() as client:
         await shown(client, "/", "field-index/index MARS consumer missing its consumer is gone")
+
+
+async def test_an_agent_without_a_worker_needs_somebody_although_nothing_waits(
+    console: Served, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overview, "UNASKED_SECONDS", 3.0)
+    async with app.running():
+        await publish(app, 1)
+        async with console.client() as client:
+            await shown(client, "/agents", "index MARS idle")
+    async with console.client() as client:
+        await shown(client, "/agents", "index MARS no worker nobody has asked for its notifications for")
+        await shown(client, "/", "3 agents need you")
+
+
+async def test_a_stream_that_will_refuse_what_is_new_needs_somebody(
+    console: Served, app: App, running: Harness
+) -> None:
+    await publish(app, 1, 2)
+    info = await console.admin.stream_info("MARS")
+    await console.admin.update_stream({**info.config, "discard": "new", "max_msgs": 2})
+    async with console.client() as client:
+        await shown(client, "/", "1 stream has trouble", "MARS: 100% of its limit is used")
 
 
 async def test_timers_and_apps_are_those_that_workers_have_recorded(
