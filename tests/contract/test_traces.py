@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace import ReadableSpan
 
 from aviso_workers import (
     App,
@@ -30,6 +28,7 @@ from aviso_workers import (
 from aviso_workers.backends import Message
 from aviso_workers.errors import InvalidNotificationError
 from aviso_workers.testing import harness
+from tests import spans as spans_of_process
 from tests.contract.settings import app_config, mars
 from tests.presence import present
 from tests.waits import PATIENCE_SECONDS
@@ -38,17 +37,9 @@ pytestmark = pytest.mark.anyio
 
 VARIABLE = "AVISO_WORKERS_WORKERS__TRACES__"
 PROMPT = Backoff(first=0.05, factor=1, attempts=3, jitter=0)
-EXPORTER = InMemorySpanExporter()
+EXPORTER = spans_of_process.exporter()
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SOUND = f"00-{TRACE}-{SPAN}-01"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def provider() -> None:
-    """Export the spans of this process, whose provider can be set once."""
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(EXPORTER))
-    trace.set_tracer_provider(provider)
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,10 @@ import pytest
 from pyspark.sql import SparkSession
 
 from aviso_agents import spark_events
-from aviso_workers import App, Notification
+from aviso_workers import App, Notification, Notify
 from aviso_workers.spark import job_events, listen
 from aviso_workers.spark.job_events import SparkApplication
+from tests import spans
 from tests.waits import PATIENCE_SECONDS
 
 GIVEN = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -51,6 +52,50 @@ async def test_events_of_an_application_carry_the_context_that_it_was_given(
         found = [one async for one in app.replay("spark_job")]
     assert {one.identifier["kind"] for one in found} >= {"job", "sql", "stage"}
     assert {tuple(of_trace(one).items()) for one in found} == {tuple(HEADERS.items())}
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_one_trace_goes_from_a_notification_through_agents_into_spark_and_back(
+    start_spark: Callable[..., SparkSession], config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A publish, an agent, what it returns, the agent that runs a Spark job on that, and one that hears of its end."""
+    monkeypatch.setenv("AVISO_WORKERS_WORKERS__TRACES__ENABLED", "true")
+    exporter = spans.exporter()
+    exporter.clear()
+    app = App("traced", config=config)
+    app.event_type("field", key=["step"])
+    app.event_type("archived", key=["step"])
+    heard = anyio.Event()
+
+    @app.agent("field")
+    async def convert(notification: Notification[Any]) -> Notify:
+        return Notify("archived", {"step": notification.identifier["step"]}, {})
+
+    @app.agent("archived", ack_wait="5m")
+    async def archive(notification: Notification[Any]) -> None:
+        def work() -> None:
+            spark = start_spark(tmp_path / "logs", {"spark.aviso.traceparent": notification.headers["traceparent"]})
+            with listen(spark, config=config):
+                assert spark.range(10).count() == 10
+                spark.stop()
+
+        await anyio.to_thread.run_sync(work)
+
+    @app.agent("spark_job", where={"kind": "job", "event": "end"})
+    async def hear(notification: Notification[Any]) -> None:
+        heard.set()
+
+    async with app.running():
+        await app.notify("field", {"step": "1"}, {})
+        with anyio.fail_after(PATIENCE_SECONDS):
+            await heard.wait()
+    # The listener hands on the context that the job was given, in a publish that belongs to the listener.
+    made = [span for span in exporter.get_finished_spans() if span.name != "publish spark"]
+    assert {span.name for span in made} == {
+        *("publish field", "process field", "publish archived", "process archived", "process spark")
+    }
+    assert len({span.context.trace_id for span in made if span.context}) == 1
 
 
 @pytest.mark.anyio
