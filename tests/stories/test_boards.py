@@ -116,7 +116,18 @@ async def someone_disturbs(server: Server) -> None:
 
 async def doctor(server: Server) -> str:
     """What it prints for Prometheus."""
-    command = [sys.executable, "-c", MAIN, "doctor", "--format", "prometheus", "--config", str(CONFIG)]
+    command = [
+        sys.executable,
+        "-c",
+        MAIN,
+        "doctor",
+        "--seconds",
+        "1",
+        "--format",
+        "prometheus",
+        "--config",
+        str(CONFIG),
+    ]
     variables = {"AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL": server.url}
     process = await asyncio.create_subprocess_exec(
         *command, cwd=ROOT, env={"PYTHONPATH": str(ROOT), **variables}, stdout=asyncio.subprocess.PIPE
