@@ -59,6 +59,7 @@ def prometheus(tmp_path: Path, status_port: int, free_port: int, exporter: Expor
         yield asked
 
 
+@pytest.mark.slow
 async def test_each_query_of_each_board_has_an_answer(
     run_worker: Callable[..., Worker],
     publish: Callable[..., Any],
