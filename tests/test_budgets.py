@@ -10,15 +10,15 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 72_732,
+    "lines": 72_736,
     "lines of the core": 40_136,
     "lines of agents": 818,
     "lines of aviso": 2_753,
     "lines of aviso_workers": 4_425,
     "lines of backends": 6_781,
-    "lines of cli": 6_232,
+    "lines of cli": 6_234,
     "lines of config": 2_866,
-    "lines of console": 2_319,
+    "lines of console": 2_321,
     "lines of declare": 4_232,
     "lines of engine": 7_588,
     "lines of jetstream": 2_493,

@@ -13,6 +13,7 @@ from aviso_workers.cli.signals import until_signal
 from aviso_workers.cli.targets import ConfigOption, load, opened
 from aviso_workers.config import Config
 from aviso_workers.errors import DeclarationError
+from aviso_workers.telemetry import logs
 
 __all__ = ["console"]
 
@@ -43,6 +44,7 @@ def console(
             f"the console needs {error.name}, which is not installed: pip install 'aviso-workers[console]'"
         ) from error
     loaded = _with(load(config), host, port)
+    logs.configure(loaded.workers.logging)
 
     async def work() -> None:
         async with opened(loaded) as server:

@@ -63,13 +63,15 @@ class Audit:
             result.state, result.text = "failed", "; ".join(filter(None, (result.text, describe(error))))
             raise
         finally:
-            log.info("console action", who=who, action=action, of=of, **begun.selection, state=result.state)
+            log.info(
+                "console.acted", who=who, action=action, of=of, selection=dict(begun.selection), state=result.state
+            )
             end = structs.replace(begun, state=result.state, result=result.text, begun=result.sequence)
             with anyio.CancelScope(shield=True):  # also where the console ends meanwhile
                 try:
                     await self._store(end)
                 except BackendError as error:
-                    log.warning("the end of an action is not in the audit stream", action=action, error=describe(error))
+                    log.warning("console.end_not_recorded", action=action, error=describe(error))
 
     async def newest(self, count: int) -> list[RecordedAction]:
         """Return about so many of the newest actions, the newest first. Raises `BackendError`."""

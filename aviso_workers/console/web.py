@@ -96,7 +96,7 @@ class _Guard:
         if method not in ("GET", "HEAD", "POST"):
             return PlainTextResponse("Only GET and POST are known here.\n", 405)
         if method == "POST" and not self._access.is_own_page(request):
-            log.warning("refused a request that comes from no page of the console", who=visitor.name, path=path)
+            log.warning("console.foreign_page", who=visitor.name, path=path)
             return PlainTextResponse("This request comes from no page of this console.\n", 403)
         if not visitor.may("read"):
             return PlainTextResponse(f"{visitor.name} has no right to read.\n", 403)
@@ -130,7 +130,7 @@ class _Live(StreamingResponse):
         try:
             await super().stream_response(send_in_time)
         except TimeoutError:
-            log.info("closed a live page whose reader takes nothing")
+            log.info("console.slow_reader")
 
 
 class _Views:
@@ -168,7 +168,7 @@ class _Views:
                 visitor.require(action.right)
                 done = await self._actions.carry_out(action, visitor, form)
             except ForbiddenError as error:
-                log.warning("refused an action", who=visitor.name, action=name)
+                log.warning("console.forbidden", who=visitor.name, action=name)
                 raise HTTPException(403, str(error)) from error
             if isinstance(done, Confirmation):
                 page = Page("confirm.html", action.title, {"asked": done, "action": action, "plan": done.plan})

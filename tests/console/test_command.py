@@ -11,6 +11,7 @@ import pytest
 
 from aviso_workers.server import NatsServer
 from tests.conftest import Start, write_mars_config
+from tests.console.conftest import hidden_fields
 
 
 @pytest.fixture
@@ -25,6 +26,24 @@ def test_it_serves_until_sigterm_and_ends_well(start: Start, file: Path) -> None
     with httpx.stream("GET", f"{url}?live=stream", trust_env=False) as live:
         assert live.status_code == 200
         assert command.end(signal.SIGTERM) == 0
+
+
+def test_an_action_and_what_was_refused_are_logged(start: Start, file: Path) -> None:
+    command = start("console", "--port", "0", "--config", file, AVISO_WORKERS_WORKERS__LOGGING__FORMAT="json")
+    url = command.until_told("console: ").split()[-1]
+    with httpx.Client(base_url=url, trust_env=False) as client:
+        foreign = client.post("/actions/resume-timer", data={"app": "a", "timer": "t"})
+        assert foreign.status_code == 403
+        client.headers["sec-fetch-site"] = "same-origin"
+        asked = client.post("/actions/resume-timer", data={"app": "a", "timer": "t"})
+        done = client.post("/actions/resume-timer", data=hidden_fields(asked.text, "resume-timer"))
+        assert done.status_code == 303
+    assert command.end(signal.SIGTERM) == 0
+    logged = [(line["event"], line["who"]) for line in command.log if line["event"].startswith("console.")]
+    assert logged == [
+        ("console.foreign_page", "somebody on this machine"),
+        ("console.acted", "somebody on this machine"),
+    ]
 
 
 def test_it_is_served_to_nobody_else_without_users(start: Start, file: Path) -> None:
