@@ -45,6 +45,7 @@ async def serve(admin: Admin, config: Config, *, on_listening: Callable[[str], N
                 app,
                 lifespan="off",
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
