@@ -10,7 +10,7 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 72_736,
+    "lines": 72_744,
     "lines of the core": 40_136,
     "lines of agents": 818,
     "lines of aviso": 2_753,
@@ -18,7 +18,7 @@ BUDGETS = {
     "lines of backends": 6_781,
     "lines of cli": 6_234,
     "lines of config": 2_866,
-    "lines of console": 2_321,
+    "lines of console": 2_329,
     "lines of declare": 4_232,
     "lines of engine": 7_588,
     "lines of jetstream": 2_493,
@@ -46,7 +46,7 @@ BUDGETS = {
 }
 SLACK = 0.98
 """A figure below this part of its budget lowers the budget in the same commit."""
-FLOORS = {"tests that touch public names only": 1_048}
+FLOORS = {"tests that touch public names only": 1_074}
 """Figures that may only rise: a test of behaviour outlives a change of the modules that it does not name."""
 
 

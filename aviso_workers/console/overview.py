@@ -29,6 +29,8 @@ __all__ = ["AgentView", "Overview", "Watcher", "is_trouble", "stale_text", "stat
 EVERY_SECONDS = 2.0
 RATES_SECONDS = 30.0
 """How often Prometheus is asked."""
+STALE_SECONDS = 6.0
+"""After so long, a snapshot is no picture of now."""
 TAKES_SECONDS = 20.0
 """How long a snapshot may take: longer than three servers of which one has just ended take to answer."""
 PATIENCE_SECONDS = 5.0
@@ -305,10 +307,9 @@ def is_trouble(view: AgentView) -> bool:
 
 
 def stale_text(overview: Overview, watcher: Watcher) -> str:
-    """Return since when the server does not answer, where that is so; else nothing."""
-    if not watcher.error or watcher.failing_since is None:
-        return ""
-    return (
-        f"The server has not answered since {time_text(watcher.failing_since)}: {watcher.error}. What is shown is of "
-        f"{time_text(overview.time)}."
-    )
+    """Return that the server does not answer, where that is so; else nothing."""
+    shown = f"What is shown is of {time_text(overview.time)}."
+    if watcher.error and watcher.failing_since is not None:
+        return f"The server has not answered since {time_text(watcher.failing_since)}: {watcher.error}. {shown}"
+    seconds = (datetime.now(UTC) - overview.time).total_seconds()
+    return f"The server has not answered for {seconds:.0f} s. {shown}" if seconds > STALE_SECONDS else ""

@@ -74,14 +74,15 @@ async def now(question: Question) -> Page:
         return Page("now.html", "Now", {"overview": None, "down": str(error), "stale": ""}, live=True, status=503)
     troubled = _in_order([view for view in overview.agents if is_trouble(view)])
     streams = [(row.stream, why) for row in overview.streams if (why := row.trouble or _full(overview, row))]
+    stale = stale_text(overview, question.watcher)
     values = {
         "overview": overview,
         "down": "",
-        "stale": stale_text(overview, question.watcher),
+        "stale": stale,
         "troubled": troubled,
         "paused": [view for view in overview.agents if view.state == "paused"],
         "streams": streams,
-        "sentence": _sentence(overview, troubled, len(streams)),
+        "sentence": "" if stale else _sentence(overview, troubled, len(streams)),
         "lag": sum(view.progress.lag for view in overview.agents),
         "rate": sum(view.handled_rate for view in overview.agents),
     }
@@ -122,8 +123,12 @@ def _rank(state: str) -> int:
     return order.index(state) if state in order else len(order)
 
 
+def _by_state(view: AgentView) -> tuple[int, int]:
+    return _rank(view.state), -view.progress.lag
+
+
 ORDERS: dict[str, Callable[[AgentView], Any]] = {
-    "state": lambda view: (_rank(view.state), -view.progress.lag),
+    "state": _by_state,
     "agent": lambda view: (view.progress.app, view.progress.agent),
     "lag": lambda view: -view.progress.lag,
     "rate": lambda view: -view.handled_rate,
@@ -146,7 +151,7 @@ async def agents(question: Question) -> Page:
     values = {
         "overview": overview,
         "stale": stale_text(overview, question.watcher),
-        "agents": sorted(found, key=ORDERS.get(order, ORDERS["state"])),
+        "agents": sorted(found, key=ORDERS.get(order, _by_state)),
         "failing": [row for row in overview.failing if app in ("", row.app)] if not text and not state else [],
         "order": order,
         "orders": list(ORDERS),

@@ -16,6 +16,7 @@ from aviso_workers.spark.job_events import EVENT_TYPE
 
 __all__ = ["SparkRun", "newest"]
 
+FIELDS = ("cluster", "application", "kind", "event")
 READ = 5000
 """The newest notifications that are read."""
 
@@ -73,13 +74,13 @@ def _add(
     time: datetime,
     sequence: int,
 ) -> None:
-    key = identifier["cluster"], identifier["application"]
-    run = runs.get(key)
+    cluster, application, kind, event = (identifier[field] for field in FIELDS)
+    run = runs.get((cluster, application))
     if run is None:
-        run = runs[key] = SparkRun(cluster=key[0], application=key[1], heard=time, first=sequence, last=sequence)
+        run = SparkRun(cluster=cluster, application=application, heard=time, first=sequence, last=sequence)
+        runs[cluster, application] = run
     run.heard, run.last = time, sequence
     run.notifications += 1
-    kind, event = identifier["kind"], identifier["event"]
     status = str(payload.get("status", ""))
     if kind == "application":
         _add_own(run, event, status, payload, time)

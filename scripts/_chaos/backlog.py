@@ -30,6 +30,7 @@ from _demo.children import ShortfallError
 from aviso_workers import App, Batch, Notification, Notify, Stream, Tick, Window, Windowing, config
 from aviso_workers.backends import Admin
 from aviso_workers.declare.agents import durable_name
+from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import AvisoWorkersError
 from aviso_workers.server import NatsServer
 from aviso_workers.state.timer_records import Claim
@@ -246,8 +247,9 @@ async def _store(app: App, count: int, *, delayed: bool) -> None:
 async def _miss_ticks(app: App, count: int) -> None:
     """Claim a tick of so long ago that the timer has missed `count` since."""
     claim = Claim(time=datetime.now(UTC) - count * TICK)
-    bucket = await app.session.backend.key_value(f"{APP}_timers")
-    await bucket.put(AGENT, msgspec.json.encode(claim), revision=0)
+    # The bucket is made here, and on three servers its leader may be elected first.
+    bucket = RetryingKeyValue(app.session.backend, f"{APP}_timers", patience_seconds=READY_SECONDS, own=True)
+    await bucket.put(AGENT, msgspec.json.encode(claim))
 
 
 async def _step_down(admin: Admin, kind: str) -> None:

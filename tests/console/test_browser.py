@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import pytest
 from axe_playwright_python.async_playwright import Axe  # type: ignore[import-untyped]
-from playwright.async_api import Browser, Page, async_playwright, expect
+from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
 from aviso_workers import App
 from aviso_workers.console.pages import PAGES
@@ -96,7 +97,12 @@ async def test_every_page_fits_and_has_nothing_that_hinders(
 async def test_a_page_shows_what_changes_and_the_browser_has_no_complaint(
     browser: Browser, console: Served, app: App, running: Harness
 ) -> None:
+    async def late(route: Route) -> None:
+        await anyio.sleep(1.0)
+        await route.continue_()
+
     async with opened(browser, console) as (page, complaints):
+        await page.route("**/hx-*.js", late)  # as where the network is slow: no script may begin without the others
         await page.goto("/agents")
         await page.get_by_label("Text").fill("half a wo")
         await publish(app, 3)

@@ -181,11 +181,13 @@ async def test_a_frozen_server_is_said_and_what_was_known_is_shown_with_its_time
         await shown(client, "/agents", "3 of 3 agents.")
         nats_server.process.send_signal(signal.SIGSTOP)
         try:
-            page = await shown(client, "/agents", "The server has not answered since")
+            page = await shown(client, "/agents", "The server has not answered")
             assert "3 of 3 agents." in page
+            now = await shown(client, "/", "Nothing is known of how it is now.")
+            assert "Nothing needs you." not in now
         finally:
             nats_server.process.send_signal(signal.SIGCONT)
-        await shown(client, "/agents", without="The server has not answered since")
+        await shown(client, "/agents", without="The server has not answered")
 
 
 async def test_a_console_of_a_server_that_is_away_says_so(console: Served, nats_server: NatsServer) -> None:

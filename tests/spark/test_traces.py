@@ -46,7 +46,7 @@ async def test_events_of_an_application_carry_the_context_that_it_was_given(
         else:
             await anyio.to_thread.run_sync(work, spark)
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(spark_events.tail, app)
+                tasks.start_soon(spark_events.follow_event_logs, app)
                 await ended(app)
                 tasks.cancel_scope.cancel()
         found = [one async for one in app.replay("spark_job")]
@@ -113,7 +113,7 @@ async def test_an_agent_that_is_started_again_knows_it_still(app: App, tmp_path:
             with log.open("a") as file:
                 file.write(line)
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(spark_events.tail, app)
+                tasks.start_soon(spark_events.follow_event_logs, app)
                 found = await ended(app, event)
                 await stored_position(app)
                 tasks.cancel_scope.cancel()
