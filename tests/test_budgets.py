@@ -10,7 +10,7 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 72_744,
+    "lines": 72_907,
     "lines of the core": 40_136,
     "lines of agents": 818,
     "lines of aviso": 2_753,
@@ -18,11 +18,11 @@ BUDGETS = {
     "lines of backends": 6_781,
     "lines of cli": 6_234,
     "lines of config": 2_866,
-    "lines of console": 2_329,
+    "lines of console": 2_484,
     "lines of declare": 4_232,
     "lines of engine": 7_588,
     "lines of jetstream": 2_493,
-    "lines of ops": 14_669,
+    "lines of ops": 14_677,
     "lines of projects": 77,
     "lines of server": 2_174,
     "lines of spark": 6_307,

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 import anyio
+import structlog
 from anyio.abc import TaskGroup
 from msgspec import Struct
 
@@ -26,18 +27,24 @@ from aviso_workers.console import dead_letters
 from aviso_workers.console.access import Visitor
 from aviso_workers.console.audit import ActionResult, Audit
 from aviso_workers.console.jobs import Job
+from aviso_workers.declare.agents import check_name
 from aviso_workers.errors import BackendError, DeclarationError, NotFoundError, describe
 from aviso_workers.jetstream.plans import ConsumerPlan, Plan
 from aviso_workers.ops import agent_control, aviso_admin, parked, stream_policy, timer_control
 from aviso_workers.ops.agent_control import AgentConsumer, end_text
 from aviso_workers.ops.doctor import Report, Scope, examine
+from aviso_workers.state import declarations
 
 __all__ = ["ACTIONS", "Action", "Actions", "Confirmation"]
 
+MAX_DIGITS = 19
+"""Fewer than a sequence can have."""
 MAX_JOBS = 50
 """Jobs that are remembered; older ones are in the audit stream."""
 
 Form = Mapping[str, str]
+
+log = structlog.get_logger("aviso_workers.console")
 
 
 class PlannedAction(Struct, frozen=True, kw_only=True):
@@ -131,6 +138,9 @@ class Actions:
         return plan.back
 
     def _begin(self, action: Action, visitor: Visitor, plan: PlannedAction, form: Form) -> str:
+        for known in self._jobs:  # the form was sent twice
+            if (known.title, known.selection, known.ended) == (action.title, plan.fields, False):
+                return f"/jobs/{known.number}"
         job = Job(
             number=next(self._numbers),
             title=action.title,
@@ -154,8 +164,10 @@ class Actions:
                     finally:
                         result.text = job.came_to
                         result.state = "failed" if job.failures else "done"
-            except BackendError as error:
+            except Exception as error:  # of any kind: the console goes on
                 job.failures.append(describe(error))
+                if not isinstance(error, BackendError):
+                    log.exception("console.job_failed", job=job.number)
         job.state = "stopped" if job.scope.cancelled_caught else "failed" if job.failures else "done"
 
 
@@ -247,7 +259,7 @@ async def _decide_parked(actions: Actions, form: Form, _visitor: Visitor, *, ski
 
 async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, drops: bool) -> PlannedAction:
     config = await actions.known()
-    found = await dead_letters.selected(actions.admin, config, form, last=_last(form))
+    found = await dead_letters.selected(actions.admin, config, form, last=_number(form, "last"))
     if not found:
         raise NotFoundError("no dead letter matches: somebody else has retried or dropped them")
     _rate(form)  # refuses one that is none, before anything begins
@@ -265,7 +277,7 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
 
 
 async def _stop_job(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
-    job = actions.job(int(form.get("number", "0")) if form.get("number", "").isdecimal() else 0)
+    job = actions.job(_number(form, "number") or 0)
 
     async def run(result: ActionResult) -> None:
         job.scope.cancel()
@@ -309,7 +321,7 @@ def _said(plan: Plan | ConsumerPlan) -> str:
 
 
 async def _pause_timer(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
-    app, timer = form.get("app", ""), form.get("timer", "")
+    app, timer = await _timer(actions, form)
     seconds = _duration(form)
     note = form.get("note", "").strip()
 
@@ -330,7 +342,7 @@ async def _pause_timer(actions: Actions, form: Form, visitor: Visitor) -> Planne
 
 
 async def _resume_timer(actions: Actions, form: Form, _visitor: Visitor) -> PlannedAction:
-    app, timer = form.get("app", ""), form.get("timer", "")
+    app, timer = await _timer(actions, form)
 
     async def run(result: ActionResult) -> None:
         await timer_control.resume(actions.admin, app, timer)
@@ -345,7 +357,18 @@ async def _resume_timer(actions: Actions, form: Form, _visitor: Visitor) -> Plan
     )
 
 
+async def _timer(actions: Actions, form: Form) -> tuple[str, str]:
+    """Return the app and the timer. Raises `NotFoundError` where no worker has recorded such a timer."""
+    app, timer = form.get("app", ""), form.get("timer", "")
+    declared = (await declarations.stored(actions.admin)).get(app)
+    if declared is None or timer not in declared.timers:
+        raise NotFoundError(f"no worker has recorded a timer {timer} of an app {app}")
+    return app, timer
+
+
 async def _agent(actions: Actions, form: Form) -> AgentConsumer:
+    check_name("app", form.get("app", ""))
+    check_name("agent", form.get("agent", ""))
     return await agent_control.find(
         actions.admin, await actions.known(), form.get("app", ""), form.get("agent", ""), several=True
     )
@@ -377,9 +400,9 @@ def _duration(form: Form) -> float | None:
     return float(seconds)
 
 
-def _last(form: Form) -> int | None:
-    text = form.get("last", "")
-    return int(text) if text.isdecimal() and len(text) <= 20 else None
+def _number(form: Form, name: str) -> int | None:
+    text = form.get(name, "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < MAX_DIGITS else None
 
 
 def _rate(form: Form) -> float | None:

@@ -10,6 +10,7 @@ import anyio
 import structlog
 from msgspec import Struct, structs
 
+from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Admin
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config
@@ -84,7 +85,14 @@ class Audit:
             return audit_records.joined([message async for message in reading])[:count]
 
     async def _store(self, record: AuditRecord) -> int:
-        await self._streams.ensure(self._spec)
         message, message_id = audit_records.message_of(record), uuid.uuid4().hex
+        try:
+            return await self._publish(message, message_id)
+        except BackendError:
+            self._streams.forget(AUDIT)  # it may have been deleted: it is looked at, and made, once more
+            return await self._publish(message, message_id)
+
+    async def _publish(self, message: Message, message_id: str) -> int:
+        await self._streams.ensure(self._spec)
         ack = await self._admin.publish(message, message_id=message_id, stream=AUDIT, timeout_seconds=TIMEOUT_SECONDS)
         return ack.sequence

@@ -28,7 +28,7 @@ from aviso_workers.ops.dead_letters import (
 
 __all__ = ["FILTERS", "SelectedLetters", "act", "get", "listed", "of_notification", "selected"]
 
-FILTERS = ("app", "agent", "reason", "stream", "error", "since", "until")
+FILTERS = ("app", "agent", "reason", "stream", "error", "line", "since", "until")
 """The fields of a filter."""
 SHOWN = 20
 MAX_FAILURES = 100
@@ -129,6 +129,7 @@ def _selection(fields: Mapping[str, str]) -> Selection:
         reason=given.get("reason"),
         stream=given.get("stream"),
         error=given.get("error"),
+        line=given.get("line"),
         since=_date(given, "since"),
         until=_date(given, "until"),
     )

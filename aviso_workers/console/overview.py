@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
 import anyio
+import structlog
 from msgspec import Struct
 
 from aviso_workers.aviso.literals import time_text
@@ -22,7 +23,7 @@ from aviso_workers.ops.parked import Parked
 from aviso_workers.ops.reports import ServerSnapshot, StreamRow
 from aviso_workers.state import declarations, failure_counts
 from aviso_workers.state.declarations import AppDeclarations
-from aviso_workers.state.own_streams import DEAD_LETTERS
+from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
 __all__ = ["AgentView", "Overview", "Watcher", "is_trouble", "stale_text", "state_of"]
 
@@ -33,18 +34,32 @@ STALE_SECONDS = 6.0
 """After so long, a snapshot is no picture of now."""
 TAKES_SECONDS = 20.0
 """How long a snapshot may take: longer than three servers of which one has just ended take to answer."""
-PATIENCE_SECONDS = 5.0
-"""How long a page waits for its first snapshot."""
-LOOKED_SECONDS = 30.0
+PATIENCE_SECONDS = 8.0
+"""How long a page waits for its first two snapshots: one alone does not show whether anything moves."""
+LOOKED_SECONDS = 120.0
 """For how long after the last look snapshots go on."""
 CATCHES_UP = 100
 """From this lag on, an agent that handles something is said to catch up and not to work."""
 
-TROUBLES = ("consumer missing", "halted", "outage", "stuck", "parked", "keys blocked", "failing", "retrying", "paused")
+TROUBLES = (
+    "consumer missing",
+    "no consumer",
+    "halted",
+    "outage",
+    "stuck",
+    "parked",
+    "keys blocked",
+    "failing",
+    "retrying",
+    "paused",
+)
 """States that somebody should know of, the worst first. A pause was somebody's decision."""
 CALM = ("paused", "no worker", "catching up", "working", "idle", "never started")
 UNASKED_SECONDS = 60.0
 """After so long without a worker, an agent without a lag needs somebody: longer than a server needs for an election."""
+
+
+log = structlog.get_logger("aviso_workers.console")
 
 
 class AgentView(Struct, frozen=True, kw_only=True):
@@ -63,6 +78,8 @@ class AgentView(Struct, frozen=True, kw_only=True):
     """Notifications that wait for a person."""
     unasked_seconds: float
     """For how long nobody has asked for its notifications, as far as was looked; 0 where somebody does."""
+    still_seconds: float
+    """For how long nothing was delivered or settled, as far as was looked."""
 
     @property
     def catches_up_seconds(self) -> float | None:
@@ -119,6 +136,8 @@ class Watcher:
         self._rates = Rates()
         self._unasked: dict[tuple[str, str, str], float] = {}
         """Since when nobody asks for the notifications of an agent, by app, agent and stream."""
+        self._moved: dict[tuple[str, str, str], tuple[tuple[int, ...], float]] = {}
+        """What moves where an agent does something, and since when it is the same."""
         self._asked = anyio.Event()
         self._taken = anyio.Event()
         self.error = ""
@@ -132,6 +151,7 @@ class Watcher:
                 self._newest = None  # nobody looks: its rates would be of a long time
                 self.error, self.failing_since = "", None
                 self._unasked.clear()
+                self._moved.clear()
                 await self._asked.wait()
             self._asked = anyio.Event()
             await self._take_one()
@@ -145,9 +165,9 @@ class Watcher:
         self._looked_at = anyio.current_time()
         self._asked.set()
         with anyio.move_on_after(PATIENCE_SECONDS):
-            while self._newest is None and not self.error:
+            while (self._newest is None or not self._newest.seconds) and not self.error:
                 await self._taken.wait()
-        if self._newest is None:
+        if self._newest is None or not self._newest.seconds:
             raise UnavailableError(self.error or f"the server has not answered within {PATIENCE_SECONDS:g} s")
         return self._newest
 
@@ -161,10 +181,12 @@ class Watcher:
         try:
             with anyio.fail_after(TAKES_SECONDS):
                 self._newest = await self._take()
-        except (BackendError, TimeoutError) as error:
+        except Exception as error:  # of any kind: the console goes on, and says it on each page
             # One that takes too long says nothing by itself.
-            self.error = describe(error) if isinstance(error, BackendError) else "the server does not answer"
+            self.error = "the server does not answer" if isinstance(error, TimeoutError) else describe(error)
             self.failing_since = self.failing_since or datetime.now(UTC)
+            if not isinstance(error, BackendError | TimeoutError):
+                log.exception("console.snapshot_failed")
         else:
             self.error, self.failing_since = "", None
         self._taken.set()
@@ -175,18 +197,22 @@ class Watcher:
         snapshot = await reports.take(self._admin)
         progress = await agent_report.of_deployment(self._admin, config)
         recorded = await agent_inventory.recorded(self._admin)
+        apps = await declarations.stored(self._admin)
+        progress += _without_consumer(config, recorded, apps, progress)
         before = self._newest
         seconds = snapshot.at - before.snapshot.at if before else 0.0
         return Overview(
             time=datetime.now(UTC),
             seconds=seconds,
             config=config,
-            agents=self._views(progress, before.progress if before else [], seconds, await self._parked(snapshot)),
+            agents=self._views(
+                progress, before.progress if before else [], seconds, await self._parked(snapshot), snapshot.streams
+            ),
             failing=agent_report.failing(recorded),
             streams=reports.streams(snapshot, before.snapshot if before else snapshot),
             unavailable=snapshot.unavailable,
             recorded=recorded,
-            apps=await declarations.stored(self._admin),
+            apps=apps,
             new_dead_letters=await self._new_dead_letters(snapshot),
             rates=await self._newest_rates(),
             snapshot=snapshot,
@@ -213,6 +239,7 @@ class Watcher:
         before: Iterable[AgentProgress],
         seconds: float,
         stopped: Mapping[tuple[str, str], list[Parked]],
+        streams: Collection[str],
     ) -> list[AgentView]:
         known = {_key(each): each for each in before}
         time = anyio.current_time()
@@ -221,13 +248,20 @@ class Watcher:
             for each in now
             if each.events is not None and not each.events.num_waiting
         }
+        moved = {_key(each): (_moves(each), time) for each in now}
+        self._moved = {
+            key: known_one if (known_one := self._moved.get(key, now_one))[0] == now_one[0] else now_one
+            for key, now_one in moved.items()
+        }
         return [
             _view(
                 each,
                 known.get(_key(each)),
                 seconds,
                 stopped.get((each.app, each.agent), []),
-                time - self._unasked.get(_key(each), time),
+                unasked_seconds=time - self._unasked.get(_key(each), time),
+                still_seconds=time - self._moved[_key(each)][1],
+                has_stream=each.stream in streams,
             )
             for each in now
         ]
@@ -243,15 +277,56 @@ def _key(progress: AgentProgress) -> tuple[str, str, str]:
     return progress.app, progress.agent, progress.stream
 
 
+def _moves(progress: AgentProgress) -> tuple[int, ...]:
+    """Return the numbers of which one changes where something is delivered or settled."""
+    infos = [each for each in (progress.events, progress.retries) if each]
+    return tuple(number for each in infos for number in (each.deliveries, each.ack_floor, each.num_ack_pending))
+
+
+def _without_consumer(
+    config: Config, recorded: Recorded, apps: Mapping[str, AppDeclarations], known: Iterable[AgentProgress]
+) -> list[AgentProgress]:
+    """Return the agents that have run and have no consumer, because their stream is gone or was made again.
+
+    One that reads another stream now is none of them, as far as its app has recorded that.
+    """
+    listed, found = {_key(each) for each in known}, []
+    for (stream, consumer), record in recorded.consumers.items():
+        of = agent_inventory.agent_of(consumer)
+        if of is None or record.removed or stream == RETRIES or (*of, stream) in listed:
+            continue
+        declared = apps[of[0]].agents.get(of[1], "") if of[0] in apps else None
+        reads = aviso_admin.stream_of(config, declared) if declared in config.notification_schema else ""
+        if declared is None or reads == stream:
+            found.append(AgentProgress(app=of[0], agent=of[1], stream=stream, events=None, retries=None, record=record))
+    return found
+
+
 def _view(
-    now: AgentProgress, before: AgentProgress | None, seconds: float, stopped: Iterable[Parked], unasked_seconds: float
+    now: AgentProgress,
+    before: AgentProgress | None,
+    seconds: float,
+    stopped: Iterable[Parked],
+    *,
+    unasked_seconds: float,
+    still_seconds: float,
+    has_stream: bool,
 ) -> AgentView:
     stopped = [each for each in stopped if each.stream == now.stream]
     lag_rate = (now.lag - before.lag) / seconds if before and seconds else 0.0
     delivered = _deliveries(now) - _deliveries(before) if before else 0
     state, why = state_of(now, before, stopped)
-    if state == "idle" and unasked_seconds:
-        state, why = "no worker", f"nobody has asked for its notifications for {unasked_seconds:.0f} s"
+    nobody = f"nobody has asked for its notifications for {unasked_seconds:.0f} s" if unasked_seconds else ""
+    if state == "no consumer" and not has_stream:
+        why = f"its stream is gone, which it had settled up to sequence {now.record.ack_floor if now.record else 0}"
+    elif state == "idle" and nobody:
+        state, why = "no worker", nobody
+    elif state == "working":
+        catches_up = now.lag >= CATCHES_UP and (delivered > 0 or lag_rate < 0)
+        still = f"nothing was delivered or settled for {still_seconds:.0f} s" if still_seconds > STALE_SECONDS else ""
+        state, why = ("catching up" if catches_up else "working"), "; ".join(filter(None, (still, still and nobody)))
+    elif state == "parked" and nobody:
+        why = f"{why}; {nobody}"
     return AgentView(
         progress=now,
         state=state,
@@ -260,6 +335,7 @@ def _view(
         lag_rate=lag_rate,
         parked=stopped,
         unasked_seconds=unasked_seconds,
+        still_seconds=still_seconds,
     )
 
 
@@ -273,7 +349,9 @@ def state_of(
     """Return the state of an agent in a word or two, and what is to be said of it. `stopped` is what is parked."""
     trouble = now.trouble_since(before)
     if now.events is None:
-        return ("consumer missing", trouble) if trouble else ("never started", now.why_none)
+        if trouble:
+            return "consumer missing", trouble
+        return ("no consumer" if now.record is not None and not now.record.removed else "never started"), now.why_none
     if now.outage is not None and now.waiting:
         return ("halted" if now.outage.halted else "outage"), now.waiting
     if stopped:  # and what waits behind them is not finished, which is no trouble of its own
@@ -286,9 +364,7 @@ def state_of(
         return "paused", f"until {now.paused_until}"
     if now.failing:
         return _failing(now)
-    if not now.lag:
-        return "idle", ""
-    return ("catching up" if now.lag >= CATCHES_UP else "working"), ""
+    return ("working" if now.lag else "idle"), ""
 
 
 def _failing(now: AgentProgress) -> tuple[str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import anyio
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
@@ -20,8 +22,37 @@ from aviso_workers.errors import ServerProcessError
 __all__ = ["serve"]
 
 ENDS_SECONDS = 3
+HEAD_SECONDS = 10.0
+"""How long somebody may take to send the head of a request."""
 MAX_REQUESTS = 500
 """Requests at the same time, of which up to 200 are pages that are kept up to date."""
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed where the head of a request does not come in time: it counts among all requests."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._wait_for_head()
+        elif self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._late is not None:
+            self._late.cancel()
+
+    def _wait_for_head(self) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
 
 class _Server(uvicorn.Server):
@@ -44,6 +75,7 @@ async def serve(admin: Admin, config: Config, *, on_listening: Callable[[str], N
             uvicorn.Config(
                 app,
                 lifespan="off",
+                http=_Connection,
                 log_config=None,
                 log_level="warning",
                 access_log=False,

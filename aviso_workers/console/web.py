@@ -8,6 +8,7 @@ again on the server after each snapshot and sent as an event stream (HTML, "Serv
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,11 @@ from aviso_workers.version import __version__
 __all__ = ["application"]
 
 MAX_FORM_BYTES = 64 * 1024
+FORM_SECONDS = 10.0
 MAX_LIVE = 200
 """Pages that are kept up to date at the same time."""
+MAX_LIVE_EACH = 100
+"""Of one user."""
 PAGE_SECONDS = 40.0
 """How long a page may be made: the doctor asks the servers for many things."""
 WRITE_SECONDS = 10.0
@@ -120,7 +124,18 @@ def _headers(path: str, nonce: str) -> list[tuple[bytes, bytes]]:
 
 
 class _Live(StreamingResponse):
-    """A stream of events whose reader has to take each of them in time."""
+    """A stream of events whose reader has to take each of them in time. It counts among those of its user."""
+
+    def __init__(self, events: AsyncIterator[str], open_pages: Counter[str], user: str) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._open, self._user = open_pages, user
+        self._open[user] += 1
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._open[self._user] -= 1
 
     async def stream_response(self, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
@@ -139,7 +154,8 @@ class _Views:
     def __init__(self, watcher: Watcher, actions: Actions) -> None:
         self._watcher = watcher
         self._actions = actions
-        self._live = 0
+        self._live = Counter[str]()
+        """Pages that are kept up to date, by user."""
         self._templates = Environment(
             loader=PackageLoader("aviso_workers.console"),
             autoescape=True,
@@ -215,27 +231,24 @@ class _Views:
         return "".join(template.blocks["live"](context))
 
     def _stream(self, request: Request, question: Question, make: Callable[[Question], Awaitable[Page]]) -> Response:
-        if self._live >= MAX_LIVE:
-            return PlainTextResponse(f"{MAX_LIVE} live pages are open already.\n", 503)
+        user = question.visitor.name
+        if self._live[user] >= MAX_LIVE_EACH or self._live.total() >= MAX_LIVE:
+            return PlainTextResponse(f"{self._live[user]} live pages are open already.\n", 503)
 
         async def events() -> AsyncIterator[str]:
-            self._live += 1
-            try:
-                shown = ""
-                while True:
-                    try:
-                        now = self._part(request, await _in_time(make(question)))
-                    except (AvisoWorkersError, HTTPException) as error:
-                        page = Page("error.html", "Not shown", {"text": _said(error)[1]})
-                        now = self._part(request, page)
-                    yield _event(now) if now != shown else ":\n\n"
-                    shown = now
-                    with anyio.move_on_after(UNCHANGED_SECONDS):
-                        await self._watcher.changed()
-            finally:
-                self._live -= 1
+            shown = ""
+            while True:
+                try:
+                    now = self._part(request, await _in_time(make(question)))
+                except (AvisoWorkersError, HTTPException) as error:
+                    page = Page("error.html", "Not shown", {"text": _said(error)[1]})
+                    now = self._part(request, page)
+                yield _event(now) if now != shown else ":\n\n"
+                shown = now
+                with anyio.move_on_after(UNCHANGED_SECONDS):
+                    await self._watcher.changed()
 
-        return _Live(events(), media_type="text/event-stream")
+        return _Live(events(), self._live, user)
 
 
 async def _in_time(making: Awaitable[Page]) -> Page:
@@ -262,10 +275,13 @@ async def _form(request: Request) -> dict[str, str]:
     if request.headers.get("content-type", "").partition(";")[0] != "application/x-www-form-urlencoded":
         raise HTTPException(415, "an action takes a form")
     body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_FORM_BYTES:
-            raise HTTPException(413, f"an action takes a form of at most {MAX_FORM_BYTES} bytes")
+    with anyio.move_on_after(FORM_SECONDS) as taking:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_FORM_BYTES:
+                raise HTTPException(413, f"an action takes a form of at most {MAX_FORM_BYTES} bytes")
+    if taking.cancelled_caught:
+        raise HTTPException(408, f"the form has not come within {FORM_SECONDS:g} s")
     return dict(parse_qsl(body.decode(errors="replace")))
 
 

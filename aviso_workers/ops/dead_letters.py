@@ -60,6 +60,8 @@ class Selection(Struct, frozen=True, kw_only=True):
     """Dead-lettered at this time or before."""
     error: str | None = None
     """A part of the error's text, in any case."""
+    line: str | None = None
+    """The file and the line that raised the error, such as `fields.py:12`."""
 
     def takes(self, dead_letter: DeadLetter) -> bool:
         return all(
@@ -72,6 +74,7 @@ class Selection(Struct, frozen=True, kw_only=True):
                 self.since is None or dead_letter.time >= self.since,
                 self.until is None or dead_letter.time <= self.until,
                 self.error is None or self.error.lower() in dead_letter.error.lower(),
+                self.line is None or self.line == line_of(dead_letter),
             )
         )
 
@@ -99,9 +102,14 @@ class Group(Struct, kw_only=True):
         return self.newest.time
 
 
+def line_of(dead_letter: DeadLetter) -> str:
+    """Return the file and the line that raised the error, such as `fields.py:12`; empty where that is not known."""
+    return dead_letter.traceback.rpartition(" > ")[2].partition(" ")[0]
+
+
 def grouped(groups: dict[tuple[str, ...], Group], dead_letter: DeadLetter) -> None:
     """Add a dead letter, the oldest of all first, to those that failed in the same way."""
-    kind, at = dead_letter.error.partition(":")[0], dead_letter.traceback.rpartition(" > ")[2].partition(" ")[0]
+    kind, at = dead_letter.error.partition(":")[0], line_of(dead_letter)
     of = (dead_letter.app, dead_letter.agent, dead_letter.reason, kind, at)
     group = groups.get(of)
     if group is None:

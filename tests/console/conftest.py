@@ -19,6 +19,7 @@ from aviso_workers.backends import Admin, open_backend
 from aviso_workers.config import Config, load
 from aviso_workers.config.secrets import Secret
 from aviso_workers.config.settings import Console, ConsoleUser
+from aviso_workers.console import overview
 from aviso_workers.console.serve import serve
 from aviso_workers.server import NatsServer
 from aviso_workers.testing import Harness, harness
@@ -74,6 +75,11 @@ async def served(config: Config) -> AsyncIterator[Served]:
 
 def with_console(config: Config, **settings: Any) -> Config:
     return structs.replace(config, workers=structs.replace(config.workers, console=Console(**settings)))
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overview, "EVERY_SECONDS", 0.3)
 
 
 @pytest.fixture

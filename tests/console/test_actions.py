@@ -173,6 +173,44 @@ async def sealed(console: Served) -> object:
     return {**info.answer["config"], **seal}
 
 
+async def test_an_audit_stream_that_was_deleted_is_made_again(console: Served, app: App, running: Harness) -> None:
+    async with console.client() as client:
+        await confirmed(client, "pause-timer", **REPORT)
+        await console.admin.delete_stream(AUDIT)
+        done = await confirmed(client, "pause-agent", **INDEX)
+        assert done.status_code == 303
+        await shown(client, "/audit", "1 of the newest 200 actions", "anna pause-agent")
+
+
+async def test_a_form_that_is_sent_twice_begins_one_job(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 3, 3, 3)
+    async with console.client() as client:
+        await shown(client, "/dead-letters", "3 of 3 dead letters.")
+        asked = await client.post("/actions/retry-dead-letters", data={"agent": "fails", "rate": "0.001"})
+        form = hidden_fields(asked.text, "retry-dead-letters")
+        answers = [await client.post("/actions/retry-dead-letters", data=form) for _ in range(2)]
+        assert answers[0].headers["location"] == "/jobs/1"
+        assert answers[1].headers.get("location") in ("/jobs/1", None), "or one is handed back, and it asks again"
+        await confirmed(client, "stop-job", number="1")
+        assert (await client.get("/jobs/2")).status_code == 404
+
+
+@pytest.mark.parametrize("timer", [{"app": "field-index", "timer": "other"}, {"app": "", "timer": ""}])
+async def test_a_timer_that_nobody_has_recorded_is_not_paused(
+    console: Served, app: App, running: Harness, timer: dict[str, str]
+) -> None:
+    async with console.client() as client:
+        answer = await client.post("/actions/pause-timer", data=timer)
+    assert (answer.status_code, "no worker has recorded a timer" in text_of(answer.text)) == (404, True)
+
+
+@pytest.mark.parametrize("agent", [{"app": "a\0b", "agent": "c"}, {"app": "a", "agent": "\n.*"}])
+async def test_what_is_no_name_is_refused_at_once(console: Served, agent: dict[str, str]) -> None:
+    async with console.client() as client:
+        answer = await client.post("/actions/pause-agent", data=agent)
+    assert (answer.status_code, "use 1 to 64 letters" in text_of(answer.text)) == (400, True)
+
+
 async def test_an_action_whose_end_is_missing_is_seen(console: Served, app: App, running: Harness) -> None:
     async with console.client() as client:
         await confirmed(client, "pause-timer", **REPORT)

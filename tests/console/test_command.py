@@ -32,11 +32,11 @@ def test_an_action_and_what_was_refused_are_logged(start: Start, file: Path) -> 
     command = start("console", "--port", "0", "--config", file, AVISO_WORKERS_WORKERS__LOGGING__FORMAT="json")
     url = command.until_told("console: ").split()[-1]
     with httpx.Client(base_url=url, trust_env=False) as client:
-        foreign = client.post("/actions/resume-timer", data={"app": "a", "timer": "t"})
+        foreign = client.post("/actions/apply-streams", data={"all": "yes"})
         assert foreign.status_code == 403
         client.headers["sec-fetch-site"] = "same-origin"
-        asked = client.post("/actions/resume-timer", data={"app": "a", "timer": "t"})
-        done = client.post("/actions/resume-timer", data=hidden_fields(asked.text, "resume-timer"))
+        asked = client.post("/actions/apply-streams", data={"all": "yes"})
+        done = client.post("/actions/apply-streams", data=hidden_fields(asked.text, "apply-streams"))
         assert done.status_code == 303
     assert command.end(signal.SIGTERM) == 0
     logged = [(line["event"], line["who"]) for line in command.log if line["event"].startswith("console.")]

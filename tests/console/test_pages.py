@@ -5,16 +5,18 @@ from __future__ import annotations
 import signal
 
 import anyio
+import httpx
 import pytest
 
 from aviso_workers import App, Notify
-from aviso_workers.console import overview
+from aviso_workers.config import Config
+from aviso_workers.console import overview, serve, web
 from aviso_workers.console.pages import PAGES
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control
 from aviso_workers.server import NatsServer
 from aviso_workers.testing import Harness
-from tests.console.conftest import READER, Served, publish, shown, text_of
+from tests.console.conftest import READER, Served, publish, served, shown, text_of
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
 
@@ -150,6 +152,80 @@ async def test_an_agent_without_a_worker_needs_somebody_although_nothing_waits(
     async with console.client() as client:
         await shown(client, "/agents", "index MARS no worker nobody has asked for its notifications for")
         await shown(client, "/", "3 agents need you")
+
+
+async def test_the_first_look_says_what_is_wrong(app: App, config: Config) -> None:
+    async with app.running():
+        await publish(app, 1)
+    async with app:
+        await publish(app, 2, 3)
+    async with served(config) as console, console.client() as client:
+        page = text_of((await client.get("/")).text)
+    assert "2 pending, and no worker pulls them" in page
+    assert "Nothing needs you." not in page
+
+
+@pytest.mark.parametrize(
+    ("made_again", "why"),
+    [(False, "its stream is gone, which it had settled up to"), (True, "its stream was recreated")],
+)
+async def test_an_agent_whose_stream_is_gone_needs_somebody(
+    console: Served, app: App, made_again: bool, why: str
+) -> None:
+    async with app.running():
+        await publish(app, 1)
+        async with console.client() as client:
+            await shown(client, "/agents", "index MARS idle")
+    await console.admin.delete_stream("MARS")
+    async with app:
+        if made_again:
+            await publish(app, 2)
+    async with console.client() as client:
+        page = await shown(client, "/", "3 agents need you", f"field-index/index MARS no consumer {why}")
+    assert "Nothing needs you." not in page
+
+
+async def test_a_user_may_open_so_many_live_pages(console: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "MAX_LIVE_EACH", 1)
+    async with console.client() as client, console.client(READER) as reader:
+        async with client.stream("GET", "/?live=stream") as first:
+            assert first.status_code == 200
+            assert (await client.get("/?live=stream")).status_code == 503
+            async with reader.stream("GET", "/?live=stream") as of_another:
+                assert of_another.status_code == 200
+        await until_live(client)
+
+
+async def until_live(client: httpx.AsyncClient) -> None:
+    """Wait until a live page can be opened: the server learns at its next event that one was closed."""
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while True:
+            async with client.stream("GET", "/?live=stream") as answer:
+                if answer.status_code == 200:
+                    return
+            await anyio.sleep(0.1)
+
+
+async def test_a_request_whose_head_does_not_come_is_given_up(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "HEAD_SECONDS", 0.2)
+    async with served(config) as console:
+        port = int(console.url.rpartition(":")[2])
+        with anyio.fail_after(PATIENCE_SECONDS):
+            async with await anyio.connect_tcp("127.0.0.1", port) as half:
+                await half.send(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ")
+                with pytest.raises(anyio.EndOfStream):
+                    await half.receive()
+        async with console.client() as client:
+            assert (await client.get("/settings")).status_code == 200
+            assert (await client.get("/settings")).status_code == 200
+
+
+@pytest.mark.parametrize("sequence", ["99999999999999999999", "9" * 5000, "-1", "x", "\u0661"])
+async def test_what_is_no_sequence_is_not_found(console: Served, sequence: str) -> None:
+    async with console.client() as client:
+        assert (await client.get(f"/dead-letters/{sequence}")).status_code == 404
+        stop = await client.post("/actions/stop-job", data={"number": sequence})
+    assert stop.status_code == 404
 
 
 async def test_a_stream_that_will_refuse_what_is_new_needs_somebody(
