@@ -53,10 +53,13 @@ class Access:
     def __init__(self, config: Config) -> None:
         """Read the section `workers.console`.
 
-        Raises `ConfigError` where others than this machine would reach a console without users.
+        Raises `ConfigError` where others than this machine would reach a console without users, or where two users
+        have one token.
         """
         self._settings = settings = config.workers.console
         self._users = {name: (_digest(user.token.reveal()), user.rights) for name, user in settings.users.items()}
+        if len({digest for digest, _ in self._users.values()}) < len(self._users):
+            raise ConfigError(["workers.console.users: two users have the same token; a bearer token names its user"])
         if not self._users and settings.proxy is None and not _is_loopback(settings.host):
             raise ConfigError(
                 [
@@ -77,14 +80,21 @@ class Access:
 
     def is_host(self, name: str) -> bool:
         """Return whether browsers may reach us by this name: with another one, a foreign page has sent the request."""
+        name = name.lower()
         host = name.rpartition("]")[0].removeprefix("[") if name.startswith("[") else name.partition(":")[0]
-        return host in {"localhost", self._settings.host, *self._settings.names} or _is_loopback(host)
+        known = {each.lower() for each in ("localhost", self._settings.host, *self._settings.names)}
+        return host in known or _is_loopback(host)
 
     def is_own_page(self, request: HTTPConnection) -> bool:
         """Return whether a request that changes something comes from a page of ours, or from no page at all."""
         site = request.headers.get("sec-fetch-site")
-        bearer = request.headers.get("authorization", "").lower().startswith("bearer ")
-        return site == "same-origin" or (site is None and bearer)
+        if site is not None:
+            return site == "same-origin"
+        # Browsers leave it out where a page came by HTTP and not from this machine; `Origin` they send all the same.
+        origin, bearer = request.headers.get("origin"), request.headers.get("authorization", "").lower()
+        if origin is not None:
+            return origin.partition("://")[2] == request.headers.get("host")
+        return bearer.startswith("bearer ")
 
     def _named_by_proxy(self, request: HTTPConnection) -> Visitor | None:
         proxy = self._settings.proxy

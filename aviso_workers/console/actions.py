@@ -262,6 +262,8 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
     found = await dead_letters.selected(actions.admin, config, form, last=_number(form, "last"))
     if not found:
         raise NotFoundError("no dead letter matches: somebody else has retried or dropped them")
+    if form.get("last") and _number(form, "last") is None:
+        raise DeclarationError("last: it must be a sequence")
     _rate(form)  # refuses one that is none, before anything begins
     chosen = _given(form, *dead_letters.FILTERS)
     of_what = ", ".join(f"{name} {text}" for name, text in chosen.items()) or "all apps"

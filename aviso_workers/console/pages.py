@@ -102,6 +102,7 @@ def _sentence(overview: Overview, troubled: list[AgentView], streams: int) -> st
     said = [
         _counted(len(troubled), "agent needs you", "agents need you"),
         _counted(len(overview.failing), "timer or task fails", "timers and tasks fail"),
+        _counted(overview.new_dead_letters, "dead letter of the last day waits", "dead letters of the last day wait"),
         _counted(streams, "stream has trouble", "streams have trouble"),
         _counted(len(overview.unavailable), "stream or consumer is away", "streams and consumers are away"),
     ]
@@ -226,7 +227,7 @@ async def dead_letter(question: Question) -> Page:
 async def job(question: Question) -> Page:
     """An action on many dead letters, as it goes on."""
     found = question.actions.job(_whole_number(question.path["number"]))
-    return Page("job.html", f"Job {found.number}", {"job": found}, live=not found.ended)
+    return Page("job.html", f"Job {found.number}", {"job": found}, live=True)
 
 
 async def notification(question: Question) -> Page:

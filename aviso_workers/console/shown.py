@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from rich.filesize import decimal
@@ -65,10 +66,9 @@ def body(data: bytes) -> str:
         text = data.decode()
     except UnicodeDecodeError:
         return f"{len(data)} bytes that are no text"
-    try:
-        return json.dumps(json.loads(text), indent=2, ensure_ascii=False)
-    except (ValueError, RecursionError):
-        return "\n".join(map(printable, text.splitlines()))
+    with suppress(ValueError, RecursionError):
+        text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
+    return "\n".join(map(printable, text.splitlines()))
 
 
 def pairs(value: Mapping[str, str]) -> str:

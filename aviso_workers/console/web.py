@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl, urlencode
 import anyio
 import structlog
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
@@ -25,6 +26,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.console.access import Access, ForbiddenError, Visitor
 from aviso_workers.console.actions import ACTIONS, Actions, Confirmation
 from aviso_workers.console.overview import Watcher
@@ -61,7 +63,7 @@ def application(watcher: Watcher, actions: Actions, access: Access) -> ASGIApp:
             *(Route(f"/actions/{name}", views.of_action(name), methods=["POST"]) for name in ACTIONS),
             Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
         ],
-        exception_handlers={HTTPException: views.failed, AvisoWorkersError: views.failed},
+        exception_handlers={HTTPException: views.failed, AvisoWorkersError: views.failed, Exception: views.failed},
     )
     return _Guard(app, access)
 
@@ -160,6 +162,7 @@ class _Views:
             loader=PackageLoader("aviso_workers.console"),
             autoescape=True,
             undefined=StrictUndefined,
+            finalize=_spelled,
             trim_blocks=True,
             lstrip_blocks=True,
         )
@@ -169,9 +172,9 @@ class _Views:
     def of_page(self, make: Callable[[Question], Awaitable[Page]]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             question = self._question(request)
-            if question.live == "stream":
-                return self._stream(request, question, make)
             page = await _in_time(make(question))
+            if question.live == "stream" and page.live and request.method == "GET":
+                return self._stream(request, question, make)
             return HTMLResponse(self._whole(request, page), page.status)
 
         return answer
@@ -251,6 +254,11 @@ class _Views:
         return _Live(events(), self._live, user)
 
 
+def _spelled(value: Any) -> Any:
+    """Return a text with what could reorder or hide others of its line spelled out."""
+    return printable_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 async def _in_time(making: Awaitable[Page]) -> Page:
     """Return the page. Raises `UnavailableError` where the server takes too long."""
     try:
@@ -301,4 +309,6 @@ def _said(error: Exception) -> tuple[int, str]:
             return 404, str(error)
         case BackendError():
             return 503, describe(error)
-    return 400, str(error)
+        case AvisoWorkersError():
+            return 400, str(error)
+    return 500, f"this is a mistake of the console, and its log has it: {type(error).__name__}"

@@ -111,6 +111,22 @@ async def test_a_page_of_others_does_nothing(console: Served, running: Harness, 
     assert (answer.status_code, answer.text) == (403, "This request comes from no page of this console.\n")
 
 
+@pytest.mark.parametrize(("origin", "status"), [("http://console.example", 403), ("null", 403), ("", 200)])
+async def test_a_browser_that_says_no_site_says_its_origin(
+    console: Served, app: App, running: Harness, origin: str, status: int
+) -> None:
+    headers = {"origin": origin or console.url}
+    async with httpx.AsyncClient(base_url=console.url, auth=OPERATOR, headers=headers, trust_env=False) as client:
+        answer = await client.post("/actions/pause-agent", data=FIELDS)
+    assert answer.status_code == status
+
+
+def test_two_users_with_one_token_are_refused(config: Config) -> None:
+    user = config.workers.console.users[OPERATOR[0]]
+    with pytest.raises(ConfigError, match="two users have the same token"):
+        Access(with_console(config, users={"anna": user, "bob": user}))
+
+
 async def test_a_program_with_a_token_comes_from_no_page(console: Served, running: Harness) -> None:
     async with httpx.AsyncClient(base_url=console.url, headers=bearer(OPERATOR[1]), trust_env=False) as client:
         answer = await client.post("/actions/pause-agent", data=FIELDS)

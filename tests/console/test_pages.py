@@ -97,6 +97,34 @@ async def test_a_payload_is_for_those_who_may_see_it(console: Served, app: App, 
             assert "You have no right to see payloads." in hidden
 
 
+async def test_what_could_hide_or_reorder_text_is_spelled_out(console: Served, app: App, running: Harness) -> None:
+    await app.notify("mars", mars(step=3), b'{"path": "\\ud800 \\u202e"}')
+    async with console.client() as client:
+        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+        for path in ("/dead-letters/1", "/notification?name=mars@1"):
+            answer = await client.get(path)
+            assert answer.status_code == 200
+            assert "\u202e" not in answer.text
+            assert "\\ud800 \\u202e" in answer.text
+
+
+@pytest.mark.parametrize("path", ["/dead-letters", "/doctor", "/settings"])
+async def test_only_a_live_page_is_streamed(console: Served, path: str) -> None:
+    async with console.client() as client:
+        answer = await client.get(f"{path}?live=stream")
+        head = await client.head("/?live=stream")
+    assert answer.headers["content-type"].startswith("text/html")
+    assert head.headers["content-type"].startswith("text/html")
+
+
+async def test_dead_letters_need_somebody_although_their_agent_is_idle(
+    console: Served, app: App, running: Harness
+) -> None:
+    await publish(app, 3)
+    async with console.client() as client:
+        await shown(client, "/", "1 dead letter of the last day waits")
+
+
 async def test_a_notification_says_what_became_of_it_at_each_agent(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 4)
     async with console.client() as client:
