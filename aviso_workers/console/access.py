@@ -13,6 +13,7 @@ import binascii
 import hashlib
 import hmac
 import ipaddress
+import re
 from typing import get_args
 
 from msgspec import Struct
@@ -26,6 +27,8 @@ __all__ = ["Access", "ForbiddenError", "Visitor"]
 
 ALL: frozenset[Right] = frozenset(get_args(Right))
 EVERYBODY = "*"
+HOST = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\[\]:]*))(:[0-9]+)?")
+"""The header `Host` (RFC 9110)."""
 
 
 class ForbiddenError(AvisoWorkersError):
@@ -80,8 +83,8 @@ class Access:
 
     def is_host(self, name: str) -> bool:
         """Return whether browsers may reach us by this name: with another one, a foreign page has sent the request."""
-        name = name.lower()
-        host = name.rpartition("]")[0].removeprefix("[") if name.startswith("[") else name.partition(":")[0]
+        found = HOST.fullmatch(name.lower())
+        host = (found["address"] or found["name"]) if found else ""
         known = {each.lower() for each in ("localhost", self._settings.host, *self._settings.names)}
         return host in known or _is_loopback(host)
 

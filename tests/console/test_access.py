@@ -143,6 +143,8 @@ async def test_a_program_with_a_token_comes_from_no_page(console: Served, runnin
         ("console.example", 200),
         ("evil.example", 421),
         ("127.0.0.1.evil.example", 421),
+        ("[::1]evil.example", 421),
+        ("LocalHost:80", 200),
         ("", 421),
     ],
 )
