@@ -18,7 +18,7 @@ from aviso_workers.testing import Harness
 from tests.console.conftest import OPERATOR, Served, publish, shown
 from tests.waits import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 CHROMIUM = shutil.which("chromium")
 PATIENCE_MS = 1000 * PATIENCE_SECONDS
@@ -75,7 +75,7 @@ async def filled(console: Served, app: App) -> None:
 
 @pytest.mark.parametrize(
     ("width", "scheme"),
-    [pytest.param(*size, marks=pytest.mark.slow) for size in SIZES],
+    SIZES,
 )
 async def test_every_page_fits_and_has_nothing_that_hinders(
     browser: Browser, console: Served, app: App, running: Harness, width: int, scheme: Any
