@@ -10,7 +10,7 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 72_933,
+    "lines": 72_937,
     "lines of the core": 40_136,
     "lines of agents": 818,
     "lines of aviso": 2_753,
@@ -18,7 +18,7 @@ BUDGETS = {
     "lines of backends": 6_781,
     "lines of cli": 6_234,
     "lines of config": 2_866,
-    "lines of console": 2_510,
+    "lines of console": 2_514,
     "lines of declare": 4_232,
     "lines of engine": 7_588,
     "lines of jetstream": 2_493,

@@ -321,6 +321,8 @@ def _view(
         why = f"its stream is gone, which it had settled up to sequence {now.record.ack_floor if now.record else 0}"
     elif state == "idle" and nobody:
         state, why = "no worker", nobody
+    elif state == "working" and nobody and still_seconds and not now.ack_pending:
+        state, why = "no worker", f"{now.pending} wait, and {nobody}"
     elif state == "working":
         catches_up = now.lag >= CATCHES_UP and (delivered > 0 or lag_rate < 0)
         still = f"nothing was delivered or settled for {still_seconds:.0f} s" if still_seconds > STALE_SECONDS else ""

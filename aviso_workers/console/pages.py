@@ -99,6 +99,8 @@ def _full(overview: Overview, row: StreamRow) -> str:
 
 def _sentence(overview: Overview, troubled: list[AgentView], streams: int) -> str:
     """Return the health of everything in one sentence."""
+    if not overview.agents:
+        return "No agent is known here."
     said = [
         _counted(len(troubled), "agent needs you", "agents need you"),
         _counted(len(overview.failing), "timer or task fails", "timers and tasks fail"),

@@ -22,7 +22,7 @@ def file(nats_server: NatsServer, tmp_path: Path) -> Path:
 def test_it_serves_until_sigterm_and_ends_well(start: Start, file: Path) -> None:
     command = start("console", "--port", "0", "--config", file)
     url = command.until_told("console: ").split()[-1]
-    assert "Nothing needs you." in httpx.get(url, trust_env=False).text
+    assert "No agent is known here." in httpx.get(url, trust_env=False).text
     with httpx.stream("GET", f"{url}?live=stream", trust_env=False) as live:
         assert live.status_code == 200
         assert command.end(signal.SIGTERM) == 0

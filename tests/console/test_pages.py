@@ -16,7 +16,7 @@ from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control
 from aviso_workers.server import NatsServer
 from aviso_workers.testing import Harness
-from tests.console.conftest import READER, Served, publish, served, shown, text_of
+from tests.console.conftest import READER, Served, confirmed, publish, served, shown, text_of
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
 
@@ -180,6 +180,19 @@ async def test_an_agent_without_a_worker_needs_somebody_although_nothing_waits(
     async with console.client() as client:
         await shown(client, "/agents", "index MARS no worker nobody has asked for its notifications for")
         await shown(client, "/", "3 agents need you")
+
+
+async def test_dead_letters_that_were_handed_back_wait_for_a_worker(
+    console: Served, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overview, "UNASKED_SECONDS", 3.0)
+    async with app.running():
+        await publish(app, 3)
+        async with console.client() as client:
+            await shown(client, "/dead-letters", "1 of 1 dead letters.")
+    async with console.client() as client:
+        await confirmed(client, "retry-dead-letters")
+        await shown(client, "/", "field-index/fails MARS no worker 1 wait, and nobody has asked")
 
 
 async def test_the_first_look_says_what_is_wrong(app: App, config: Config) -> None:
