@@ -379,8 +379,8 @@ def _failing(now: AgentProgress) -> tuple[str, str]:
 
 def is_trouble(view: AgentView) -> bool:
     """Return whether somebody should look at the agent."""
-    if view.state == "no worker":
-        return view.unasked_seconds > UNASKED_SECONDS
+    if view.state in ("no worker", "working", "catching up"):  # a worker that is busy for long has what it asked for
+        return min(view.unasked_seconds, view.still_seconds) > UNASKED_SECONDS
     return view.state in TROUBLES and view.state != "paused"
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import anyio
 import httpx
 import pytest
 
-from aviso_workers import App, Notify
+from aviso_workers import App, Notification, Notify
 from aviso_workers.config import Config
 from aviso_workers.console import overview, serve, web
 from aviso_workers.console.pages import PAGES
@@ -193,6 +194,28 @@ async def test_dead_letters_that_were_handed_back_wait_for_a_worker(
     async with console.client() as client:
         await confirmed(client, "retry-dead-letters")
         await shown(client, "/", "field-index/fails MARS no worker 1 wait, and nobody has asked")
+
+
+@pytest.mark.slow
+async def test_what_a_worker_held_that_has_ended_needs_somebody(
+    app: App, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overview, "UNASKED_SECONDS", 3.0)
+    held, forever = anyio.Event(), anyio.Event()
+
+    @app.agent("mars")
+    async def holds(notification: Notification[Any]) -> None:
+        held.set()
+        await forever.wait()
+
+    with anyio.move_on_after(PATIENCE_SECONDS) as worker:
+        async with app.running():
+            await publish(app, 1)
+            await held.wait()
+            worker.cancel()  # as one that is killed: it settles nothing
+            await anyio.sleep_forever()
+    async with served(config) as console, console.client() as client:
+        await shown(client, "/", "field-index/holds MARS working nothing was delivered or settled for")
 
 
 async def test_the_first_look_says_what_is_wrong(app: App, config: Config) -> None:
