@@ -13,7 +13,7 @@ mistake (`config`). The `ValueError` of a rule says what was expected and starts
 an `InvalidIdentifierError`, which names the event type and the field, at the border of this module.
 """
 
-from __future__ import annotations
+# Annotations are evaluated here: as text, msgspec would parse each of them whenever a worker starts.
 
 import datetime
 import math

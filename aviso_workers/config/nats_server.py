@@ -9,7 +9,7 @@ Loading checks types only. What they cannot say, `aviso_workers.server.mistakes`
 server: a worker that shares the file needs none of the server's passwords in its environment.
 """
 
-from __future__ import annotations
+# Annotations are evaluated here: as text, msgspec would parse each of them whenever a worker starts.
 
 from typing import Annotated, Literal
 

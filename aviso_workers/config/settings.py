@@ -7,11 +7,10 @@ ours alone; the others ignore what they do not know, as aviso-server does, unles
 is `ours`: aviso-server cannot have meant that one.
 """
 
-from __future__ import annotations
+# Annotations are evaluated here: as text, msgspec would parse each of them whenever a worker starts.
 
 from datetime import datetime
-from importlib.util import find_spec
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from msgspec import Meta, Struct, field, structs
 
@@ -283,7 +282,11 @@ class Traces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def lacking(self) -> str:
         """What is missing to make spans; empty where nothing is."""
-        if not self.enabled or find_spec("opentelemetry") is not None:
+        if not self.enabled:
+            return ""
+        from importlib.util import find_spec
+
+        if find_spec("opentelemetry") is not None:
             return ""
         return "traces need the package opentelemetry-api: pip install 'aviso-workers[otel]'"
 
@@ -467,7 +470,7 @@ class Config(Document, frozen=True, kw_only=True):
             raise UnknownEventTypeError(name, self.notification_schema)
         return self.notification_schema[name]
 
-    def with_defaults(self, **jetstream: Any) -> Config:
+    def with_defaults(self, **jetstream: Any) -> Self:
         """Return the configuration with other defaults of `notification_backend.jetstream`.
 
         Where a file or the environment says something else, that stays.
