@@ -11,9 +11,9 @@ import _figures
 
 BUDGETS = {
     "lines": 72_940,
-    "lines of the core": 40_139,
+    "lines of the core": 40_154,
     "lines of agents": 818,
-    "lines of aviso": 2_753,
+    "lines of aviso": 2_768,
     "lines of aviso_workers": 4_425,
     "lines of backends": 6_781,
     "lines of cli": 6_234,
@@ -30,7 +30,7 @@ BUDGETS = {
     "lines of telemetry": 2_137,
     "lines of worker": 1_013,
     "modules that a plain worker loads": 162,
-    "lines that a plain worker loads": 33_228,
+    "lines that a plain worker loads": 33_243,
     "modules of the reading list": 33,
     "lines of the reading list": 10_344,
     "files that use tables": 10,

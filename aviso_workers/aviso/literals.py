@@ -9,6 +9,7 @@ value is used for, and whether zero makes sense there, is decided by the caller.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 import reprlib
@@ -27,6 +28,7 @@ __all__ = [
     "Filter",
     "Size",
     "SizeLimit",
+    "body_text",
     "decode_hook",
     "float_text",
     "parse_float",
@@ -240,6 +242,19 @@ def quoted(name: str) -> str:
     fish reads a backslash also between single quotes, so each one stands outside them.
     """
     return shlex.quote(name).replace("\\", "'\\\\'")
+
+
+def body_text(data: bytes) -> str | None:
+    """Return a body as text for people, as `printable_lines`: JSON with indents, other text as it is; None where it is
+    no text.
+    """
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return None
+    with suppress(ValueError, RecursionError):
+        text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
+    return printable_lines(text)
 
 
 def time_text(time: datetime) -> str:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Annotated
 
-import anyio
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from aviso_workers.aviso.codec import store_time
-from aviso_workers.aviso.literals import printable_lines
+from aviso_workers.aviso.literals import body_text
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
 from aviso_workers.cli.details import time_text
@@ -26,7 +24,6 @@ from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoun
 from aviso_workers.events import Events
 from aviso_workers.ops import agent_control
 from aviso_workers.ops.dead_letters import (
-    PORTION,
     DeadLetter,
     Group,
     Selection,
@@ -282,7 +279,7 @@ async def _act_on(
     """Read the dead letters once more, which needs no memory for all of them, and act on exactly those that were
     shown, at most `rate` of them a second.
     """
-    count, began = 0, anyio.current_time()
+    count = 0
     columns = (TextColumn(done), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -294,10 +291,8 @@ async def _act_on(
                 progress.advance(bar)
 
             async with aclosing(stored.select(Selection(sequences=found))) as dead_letters:
-                async for portion in portions(dead_letters, most=max(1, int(rate or PORTION))):
+                async for portion in portions(dead_letters, rate=rate):
                     await act(stored, *portion, note=note)
-                    if rate and count < len(found):
-                        await anyio.sleep_until(began + count / rate)
     except BaseException:
         typer.echo(f"{count} of {len(found)} {done}")
         raise
@@ -392,10 +387,7 @@ def _print_dead_letter(dead_letter: DeadLetter) -> None:
 
 def _body(data: bytes) -> str:
     """Return a body as text: JSON with indents, other text as it is, and other bytes as base64."""
-    try:
-        text = data.decode()
-    except UnicodeDecodeError:
+    text = body_text(data)
+    if text is None:
         return f"{len(data)} bytes that are not text, in base64:\n{base64.b64encode(data).decode()}"
-    with suppress(ValueError, RecursionError):
-        text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
-    return printable_lines(text)
+    return text

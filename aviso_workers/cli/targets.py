@@ -27,9 +27,10 @@ from aviso_workers.config import Config
 from aviso_workers.config import load as load_config
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Router
-from aviso_workers.errors import AvisoWorkersError, ConfigError, DeclarationError, NotFoundError, describe
+from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, DeclarationError, NotFoundError, describe
 from aviso_workers.jetstream.error_codes import STREAM_NOT_FOUND
 from aviso_workers.ops import aviso_admin
+from aviso_workers.state import declarations
 
 __all__ = [
     "AgentOption",
@@ -259,9 +260,13 @@ def on_server(command: Callable[Concatenate[OpenedServer, P], Awaitable[None]]) 
 
 async def _with_declared(server: OpenedServer) -> OpenedServer:
     """Return the connection with the event types that workers have recorded; standard error says where they come
-    from.
+    from. Where the records cannot be read, there are none.
     """
-    config, told = await aviso_admin.with_declared(server.admin, server.config)
+    try:
+        stored = await declarations.stored(server.admin)
+    except BackendError:
+        return server
+    config, told = aviso_admin.with_declared(server.config, stored)
     for text in told:
         _tell(text)
     return OpenedServer(server.admin, config)

@@ -35,7 +35,7 @@ from aviso_workers.ops.agent_control import AgentConsumer, end_text
 from aviso_workers.ops.doctor import Report, Scope, examine
 from aviso_workers.state import declarations
 
-__all__ = ["ACTIONS", "Action", "Actions", "Confirmation"]
+__all__ = ["ACTIONS", "Action", "Actions", "Confirmation", "whole_number"]
 
 MAX_DIGITS = 19
 """Fewer than a sequence can have."""
@@ -119,7 +119,7 @@ class Actions:
 
     async def known(self) -> Config:
         """Return the configuration with the event types that workers have recorded."""
-        return (await aviso_admin.with_declared(self.admin, self.config))[0]
+        return aviso_admin.with_declared(self.config, await declarations.stored(self.admin))[0]
 
     async def carry_out(self, action: Action, visitor: Visitor, form: Form) -> Confirmation | str:
         """Carry out an action that is confirmed, and return the page to go to; else return what is to be confirmed.
@@ -258,12 +258,13 @@ async def _decide_parked(actions: Actions, form: Form, _visitor: Visitor, *, ski
 
 
 async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, drops: bool) -> PlannedAction:
+    last = whole_number(form.get("last", ""))
+    if form.get("last") and last is None:
+        raise DeclarationError("last: it must be a sequence")
     config = await actions.known()
-    found = await dead_letters.selected(actions.admin, config, form, last=_number(form, "last"))
+    found = await dead_letters.selected(actions.admin, config, form, last=last)
     if not found:
         raise NotFoundError("no dead letter matches: somebody else has retried or dropped them")
-    if form.get("last") and _number(form, "last") is None:
-        raise DeclarationError("last: it must be a sequence")
     _rate(form)  # refuses one that is none, before anything begins
     chosen = _given(form, *dead_letters.FILTERS)
     of_what = ", ".join(f"{name} {text}" for name, text in chosen.items()) or "all apps"
@@ -279,7 +280,7 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
 
 
 async def _stop_job(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
-    job = actions.job(_number(form, "number") or 0)
+    job = actions.job(whole_number(form.get("number", "")) or 0)
 
     async def run(result: ActionResult) -> None:
         job.scope.cancel()
@@ -402,8 +403,8 @@ def _duration(form: Form) -> float | None:
     return float(seconds)
 
 
-def _number(form: Form, name: str) -> int | None:
-    text = form.get(name, "")
+def whole_number(text: str) -> int | None:
+    """Return the number that a text is; None where it is none that a sequence can be."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < MAX_DIGITS else None
 
 

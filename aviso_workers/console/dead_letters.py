@@ -7,7 +7,6 @@ from contextlib import aclosing
 from datetime import datetime
 from functools import partial
 
-import anyio
 from msgspec import Struct
 
 from aviso_workers.aviso.positions import parse_date
@@ -17,7 +16,6 @@ from aviso_workers.console.jobs import Job
 from aviso_workers.errors import BackendError, describe
 from aviso_workers.events import Events
 from aviso_workers.ops.dead_letters import (
-    PORTION,
     DeadLetter,
     Group,
     Selection,
@@ -89,13 +87,10 @@ async def act(admin: Admin, config: Config, sequences: Iterable[int], job: Job, 
     """
     stored = StoredDeadLetters(admin, config, events=Events())
     do = partial(StoredDeadLetters.drop if drops else StoredDeadLetters.retry, stored)
-    began = anyio.current_time()
     chosen = _selected(stored, Selection(sequences=frozenset(sequences)))
-    async for portion in portions(chosen, most=max(1, min(int(job.rate or PORTION), PORTION))):
+    async for portion in portions(chosen, rate=job.rate):
         for of_agent in _by_agent(portion):
             await _act_on(of_agent, do, job)
-        if job.rate and job.done < job.total:
-            await anyio.sleep_until(began + job.done / job.rate)
 
 
 async def _act_on(dead_letters: list[DeadLetter], do: Callable[..., Awaitable[None]], job: Job) -> None:

@@ -119,11 +119,6 @@ class Overview(Struct, frozen=True, kw_only=True):
     snapshot: ServerSnapshot
     progress: list[AgentProgress]
 
-    @property
-    def dead_letters(self) -> dict[tuple[str, str], int]:
-        """Dead letters that are kept, by app and agent, of the agents that are listed."""
-        return {(each.progress.app, each.progress.agent): each.progress.dead_letters for each in self.agents}
-
 
 class Watcher:
     """Takes snapshots of a server while somebody looks."""
@@ -193,11 +188,11 @@ class Watcher:
         self._taken = anyio.Event()
 
     async def _take(self) -> Overview:
-        config, _ = await aviso_admin.with_declared(self._admin, self._config)
+        apps = await declarations.stored(self._admin)
+        config, _ = aviso_admin.with_declared(self._config, apps)
         snapshot = await reports.take(self._admin)
         progress = await agent_report.of_deployment(self._admin, config)
         recorded = await agent_inventory.recorded(self._admin)
-        apps = await declarations.stored(self._admin)
         progress += _without_consumer(config, recorded, apps, progress)
         before = self._newest
         seconds = snapshot.at - before.snapshot.at if before else 0.0

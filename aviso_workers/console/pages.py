@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec import Struct
 
@@ -12,7 +12,7 @@ from aviso_workers.backends import Admin
 from aviso_workers.config import display
 from aviso_workers.console import dead_letters, notification_trail, spark_applications
 from aviso_workers.console.access import Visitor
-from aviso_workers.console.actions import Actions
+from aviso_workers.console.actions import Actions, whole_number
 from aviso_workers.console.overview import CALM, TROUBLES, AgentView, Overview, Watcher, is_trouble, stale_text
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.ops import doctor as doctor_
@@ -25,13 +25,9 @@ from aviso_workers.state import consumer_records, lease_records, timer_records, 
 
 __all__ = ["PAGES", "Page", "Question"]
 
-MAX_DIGITS = 19
-"""Fewer than a sequence can have."""
 SHOWN_ACTIONS = 200
 NEARLY_FULL = 0.9
 DOCTOR_SECONDS = 1.0
-
-T = TypeVar("T")
 
 
 class Page(Struct, frozen=True):
@@ -72,7 +68,7 @@ async def now(question: Question) -> Page:
         overview = await question.overview()
     except BackendError as error:
         return Page("now.html", "Now", {"overview": None, "down": str(error), "stale": ""}, live=True, status=503)
-    troubled = _in_order([view for view in overview.agents if is_trouble(view)])
+    troubled = sorted(filter(is_trouble, overview.agents), key=_by_state)
     streams = [(row.stream, why) for row in overview.streams if (why := row.trouble or _full(overview, row))]
     stale = stale_text(overview, question.watcher)
     values = {
@@ -114,11 +110,6 @@ def _sentence(overview: Overview, troubled: list[AgentView], streams: int) -> st
 
 def _counted(count: int, one: str, several: str) -> str:
     return f"{count} {one if count == 1 else several}" if count else ""
-
-
-def _in_order(views: Iterable[AgentView]) -> list[AgentView]:
-    """Return agents, those in the worst state first."""
-    return sorted(views, key=lambda view: (_rank(view.state), -view.progress.lag, view.progress.app))
 
 
 def _rank(state: str) -> int:
@@ -221,14 +212,14 @@ async def all_dead_letters(question: Question) -> Page:
 async def dead_letter(question: Question) -> Page:
     """One dead letter."""
     overview = await question.overview()
-    sequence = _whole_number(question.path["sequence"])
+    sequence = _number(question, "sequence")
     found = await dead_letters.get(question.actions.admin, overview.config, sequence)
     return Page("dead_letter.html", f"Dead letter {found.sequence}", {"found": found})
 
 
 async def job(question: Question) -> Page:
     """An action on many dead letters, as it goes on."""
-    found = question.actions.job(_whole_number(question.path["number"]))
+    found = question.actions.job(_number(question, "number"))
     return Page("job.html", f"Job {found.number}", {"job": found}, live=True)
 
 
@@ -337,10 +328,11 @@ async def settings(question: Question) -> Page:
     return Page("settings.html", "Settings", {"rows": rows})
 
 
-def _whole_number(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or len(text) >= MAX_DIGITS:
-        raise NotFoundError(f"{text!r} is no number")
-    return int(text)
+def _number(question: Question, name: str) -> int:
+    number = whole_number(question.path[name])
+    if number is None:
+        raise NotFoundError(f"{question.path[name]!r} is no number")
+    return number
 
 
 PAGES: dict[str, Callable[[Question], Awaitable[Page]]] = {

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 
 from rich.filesize import decimal
 
-from aviso_workers.aviso.literals import printable, time_text
+from aviso_workers.aviso.literals import body_text, time_text
 from aviso_workers.console.history import sparkline, spoken
 
 __all__ = ["FILTERS"]
@@ -47,11 +45,6 @@ def rate(value: float) -> str:
     return f"{value:,.1f}" if value >= SLOWEST else "0"
 
 
-def change(value: float) -> str:
-    """Return a change with its sign, as `+3.2`."""
-    return f"{value:+,.1f}" if abs(value) >= SLOWEST else "0"
-
-
 def size(value: int) -> str:
     return decimal(value)
 
@@ -62,13 +55,8 @@ def part(value: float | None) -> str:
 
 def body(data: bytes) -> str:
     """Return a body as text: JSON with indents, other text as it is, other bytes by their number."""
-    try:
-        text = data.decode()
-    except UnicodeDecodeError:
-        return f"{len(data)} bytes that are no text"
-    with suppress(ValueError, RecursionError):
-        text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
-    return "\n".join(map(printable, text.splitlines()))
+    text = body_text(data)
+    return text if text is not None else f"{len(data)} bytes that are no text"
 
 
 def pairs(value: Mapping[str, str]) -> str:
@@ -81,12 +69,10 @@ FILTERS = {
     "duration": duration,
     "number": number,
     "rate": rate,
-    "change": change,
     "size": size,
     "part": part,
     "body": body,
     "pairs": pairs,
-    "printable": printable,
     "sparkline": sparkline,
     "spoken": spoken,
 }

@@ -174,7 +174,7 @@ class _Views:
             question = self._question(request)
             page = await _in_time(make(question))
             if question.live == "stream" and page.live and request.method == "GET":
-                return self._stream(request, question, make)
+                return self._stream(request, page, lambda: make(question))
             return HTMLResponse(self._whole(request, page), page.status)
 
         return answer
@@ -233,23 +233,23 @@ class _Views:
         context = template.new_context(self._context(request, page))
         return "".join(template.blocks["live"](context))
 
-    def _stream(self, request: Request, question: Question, make: Callable[[Question], Awaitable[Page]]) -> Response:
-        user = question.visitor.name
+    def _stream(self, request: Request, page: Page, make: Callable[[], Awaitable[Page]]) -> Response:
+        """Return the page, and then the page as `make` makes it again and again."""
+        user = _visitor(request).name
         if self._live[user] >= MAX_LIVE_EACH or self._live.total() >= MAX_LIVE:
             return PlainTextResponse(f"{self._live[user]} live pages are open already.\n", 503)
 
         async def events() -> AsyncIterator[str]:
-            shown = ""
+            shown, now = "", self._part(request, page)
             while True:
-                try:
-                    now = self._part(request, await _in_time(make(question)))
-                except (AvisoWorkersError, HTTPException) as error:
-                    page = Page("error.html", "Not shown", {"text": _said(error)[1]})
-                    now = self._part(request, page)
                 yield _event(now) if now != shown else ":\n\n"
                 shown = now
                 with anyio.move_on_after(UNCHANGED_SECONDS):
                     await self._watcher.changed()
+                try:
+                    now = self._part(request, await _in_time(make()))
+                except (AvisoWorkersError, HTTPException) as error:
+                    now = self._part(request, Page("error.html", "Not shown", {"text": _said(error)[1]}))
 
         return _Live(events(), self._live, user)
 

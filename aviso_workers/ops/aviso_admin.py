@@ -6,16 +6,17 @@ Configuration and consumers stay, and the sequence goes on counting.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.positions import parse_id
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config, completed
-from aviso_workers.errors import BackendError, ConfigError, InvalidPositionError, UnknownEventTypeError
+from aviso_workers.errors import ConfigError, InvalidPositionError, UnknownEventTypeError
 from aviso_workers.ops import inventory, maintenance
 from aviso_workers.ops.inventory import StoredMessage
 from aviso_workers.state import declarations
+from aviso_workers.state.declarations import AppDeclarations
 
 __all__ = ["delete", "event_streams", "event_type_of", "find", "stream_of", "wipe", "with_declared"]
 
@@ -30,17 +31,12 @@ async def event_streams(admin: Admin, config: Config) -> dict[str, int]:
     return found
 
 
-async def with_declared(admin: Admin, config: Config) -> tuple[Config, list[str]]:
+def with_declared(config: Config, stored: Mapping[str, AppDeclarations]) -> tuple[Config, list[str]]:
     """Return the configuration with the event types that workers have recorded and it does not have: those that are
     declared in Python; and what is to be told about them.
 
-    An event type that cannot be read, as of a newer version, is left out and told. Where the records cannot be read,
-    there are none.
+    An event type that cannot be read, as of a newer version, is left out and told.
     """
-    try:
-        stored = await declarations.stored(admin)
-    except BackendError:
-        return config, []
     found = declarations.event_types(stored, known=config.notification_schema)
     if not found:
         return config, []

@@ -294,17 +294,21 @@ def _is_window(dead_letter: DeadLetter) -> bool:
 
 
 async def portions(
-    dead_letters: AsyncIterator[DeadLetter], *, most: int = PORTION
+    dead_letters: AsyncIterator[DeadLetter], *, rate: float | None = None
 ) -> AsyncGenerator[list[DeadLetter], None]:
-    """Yield the dead letters in lists of as many as are retried or dropped at a time, at most `most`."""
+    """Yield the dead letters in lists of as many as are retried or dropped at a time, at most `rate` a second."""
+    most = max(1, min(int(rate or PORTION), PORTION))
     portion: list[DeadLetter] = []
-    size = 0
+    began, count, size = anyio.current_time(), 0, 0
     async for dead_letter in dead_letters:
+        if len(portion) >= most or size >= PORTION_BYTES:
+            yield portion
+            count += len(portion)
+            portion, size = [], 0
+            if rate:
+                await anyio.sleep_until(began + count / rate)
         portion.append(dead_letter)
         size += len(dead_letter.stored.data)
-        if len(portion) >= min(most, PORTION) or size >= PORTION_BYTES:
-            yield portion
-            portion, size = [], 0
     if portion:
         yield portion
 
