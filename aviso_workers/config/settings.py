@@ -10,6 +10,7 @@ is `ours`: aviso-server cannot have meant that one.
 # Annotations are evaluated here: as text, msgspec would parse each of them whenever a worker starts.
 
 from datetime import datetime
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal, Self
 
 from msgspec import Meta, Struct, field, structs
@@ -282,11 +283,7 @@ class Traces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def lacking(self) -> str:
         """What is missing to make spans; empty where nothing is."""
-        if not self.enabled:
-            return ""
-        from importlib.util import find_spec
-
-        if find_spec("opentelemetry") is not None:
+        if not self.enabled or find_spec("opentelemetry") is not None:
             return ""
         return "traces need the package opentelemetry-api: pip install 'aviso-workers[otel]'"
 
