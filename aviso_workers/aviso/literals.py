@@ -43,6 +43,8 @@ __all__ = [
 
 SECOND = 1_000_000_000
 """A second in nanoseconds, the unit of JetStream's durations."""
+_JSON_BLANKS = re.compile(r'("(?:[^"\\]|\\.)*")|[ \t\r\n]+')
+"""What stands between the tokens of JSON, and (the group) strings, which may hold the same."""
 _FLOAT = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _LARGEST_U64 = 2**64 - 1
 _LARGEST_I64 = 2**63 - 1
@@ -245,15 +247,18 @@ def quoted(name: str) -> str:
 
 
 def body_text(data: bytes) -> str | None:
-    """Return a body as text for people, as `printable_lines`: JSON with indents, other text as it is; None where it is
-    no text.
+    """Return a body as text for people, as `printable_lines`: JSON with indents where they alone differ, other text as
+    it is; None where it is no text.
     """
     try:
         text = data.decode()
     except UnicodeDecodeError:
         return None
     with suppress(ValueError, RecursionError):
-        text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
+        found = json.loads(text)
+        compact = _JSON_BLANKS.sub(lambda each: each[1] or "", text)
+        if json.dumps(found, separators=(",", ":"), ensure_ascii=False) == compact:  # no 1e999, no key twice
+            text = json.dumps(found, indent=2, ensure_ascii=False)
     return printable_lines(text)
 
 

@@ -285,7 +285,7 @@ async def _act_on(
         with Progress(*columns, console=Console(stderr=True)) as progress:
             bar = progress.add_task("", total=len(found))
 
-            def note() -> None:
+            def note(_dead_letter: DeadLetter) -> None:
                 nonlocal count
                 count += 1
                 progress.advance(bar)

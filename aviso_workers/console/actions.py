@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 import anyio
@@ -62,11 +62,12 @@ class PlannedAction(Struct, frozen=True, kw_only=True):
     """Carries it out."""
     job: Callable[[Job], Awaitable[None]] | None = None
     """Carries it out in the background, if it is a job."""
-    count: int = 0
-    """Notifications of a job."""
+    sequences: Sequence[int] = ()
+    """The dead letters of a job."""
 
     @property
     def fingerprint(self) -> str:
+        """What is confirmed: the same plan has the same one."""
         return hashlib.sha256("\n".join([self.of, *self.says, *map(str, self.fields.items())]).encode()).hexdigest()
 
 
@@ -95,6 +96,7 @@ class Actions:
         self.admin = admin
         self.config = config
         self.audit = Audit(admin, config)
+        self.dead_letters = dead_letters.DeadLetterLists(admin)
         self._tasks = tasks
         self._numbers = itertools.count(1)
         self._jobs: deque[Job] = deque(maxlen=MAX_JOBS)
@@ -126,8 +128,11 @@ class Actions:
 
         Raises `AvisoWorkersError` where it cannot be done, or cannot be recorded.
         """
-        plan = await action.plan(self, form, visitor)
         confirmed = form.get("confirmed", "")
+        for job in self._jobs:  # the form was sent twice
+            if confirmed == job.confirmed and (not job.ended or not job.left):
+                return f"/jobs/{job.number}"
+        plan = await action.plan(self, form, visitor)
         if confirmed != plan.fingerprint:
             return Confirmation(action=action, plan=plan, changed=bool(confirmed))
         if plan.job is not None:
@@ -138,16 +143,15 @@ class Actions:
         return plan.back
 
     def _begin(self, action: Action, visitor: Visitor, plan: PlannedAction, form: Form) -> str:
-        for known in self._jobs:  # the form was sent twice
-            if (known.title, known.selection, known.ended) == (action.title, plan.fields, False):
-                return f"/jobs/{known.number}"
         job = Job(
             number=next(self._numbers),
             title=action.title,
             right=action.right,
             who=visitor.name,
             selection=plan.fields,
-            total=plan.count,
+            confirmed=plan.fingerprint,
+            left=set(plan.sequences),
+            total=len(plan.sequences),
             rate=_rate(form),
         )
         self._jobs.append(job)
@@ -275,7 +279,7 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
         fields=chosen | _given(form, "rate") | {"last": str(found[-1])},
         back="/dead-letters",
         job=partial(dead_letters.act, actions.admin, config, found, drops=drops),
-        count=len(found),
+        sequences=found,
     )
 
 

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from datetime import datetime
 from functools import partial
 
+import anyio
 from msgspec import Struct
 
 from aviso_workers.aviso.positions import parse_date
@@ -24,7 +25,7 @@ from aviso_workers.ops.dead_letters import (
     portions,
 )
 
-__all__ = ["FILTERS", "SelectedLetters", "act", "get", "listed", "of_notification", "selected"]
+__all__ = ["FILTERS", "DeadLetterLists", "SelectedLetters", "act", "get", "of_notification", "selected"]
 
 FILTERS = ("app", "agent", "reason", "stream", "error", "line", "since", "until")
 """The fields of a filter."""
@@ -46,8 +47,26 @@ class SelectedLetters(Struct, kw_only=True):
     """Some of them, the newest first."""
 
 
-async def listed(admin: Admin, config: Config, fields: Mapping[str, str]) -> SelectedLetters:
-    """Return what a filter selects. Raises `InvalidPositionError` for a date that is none, `BackendError`."""
+class DeadLetterLists:
+    """Lists dead letters for all who ask, one filter after another. Who asks for the same meanwhile gets the same."""
+
+    def __init__(self, admin: Admin) -> None:
+        self._admin = admin
+        self._reading = anyio.Lock()
+        self._newest: tuple[Mapping[str, str], float, SelectedLetters] | None = None
+        """The filter, when it began to be read, and what was found."""
+
+    async def of(self, config: Config, fields: Mapping[str, str]) -> SelectedLetters:
+        """Return what a filter selects. Raises `InvalidPositionError` for a date that is none, `BackendError`."""
+        chosen, asked = {name: fields.get(name, "") for name in FILTERS}, anyio.current_time()
+        async with self._reading:
+            if self._newest is None or self._newest[0] != chosen or self._newest[1] < asked:
+                began = anyio.current_time()
+                self._newest = (chosen, began, await _listed(self._admin, config, chosen))
+            return self._newest[2]
+
+
+async def _listed(admin: Admin, config: Config, fields: Mapping[str, str]) -> SelectedLetters:
     stored = StoredDeadLetters(admin, config, events=Events())
     found = SelectedLetters(kept=await stored.count())
     groups: dict[tuple[str, ...], Group] = {}
@@ -75,7 +94,7 @@ async def of_notification(admin: Admin, config: Config, stream: str, sequence: i
 
 
 async def selected(admin: Admin, config: Config, fields: Mapping[str, str], *, last: int | None) -> list[int]:
-    """Return the sequences of what a filter selects, up to `last`. Raises as `listed` does."""
+    """Return the sequences of what a filter selects, up to `last`. Raises as `DeadLetterLists.of` does."""
     stored = StoredDeadLetters(admin, config, events=Events())
     found = [each.sequence async for each in _selected(stored, _selection(fields))]
     return [sequence for sequence in found if last is None or sequence <= last]
@@ -113,6 +132,7 @@ def _by_agent(portion: list[DeadLetter]) -> list[list[DeadLetter]]:
 async def _selected(stored: StoredDeadLetters, wanted: Selection) -> AsyncIterator[DeadLetter]:
     async with aclosing(stored.select(wanted)) as dead_letters:
         async for dead_letter in dead_letters:
+            await anyio.lowlevel.checkpoint()  # other pages are made meanwhile
             yield dead_letter
 
 

@@ -200,7 +200,7 @@ async def _versions(admin: Admin, app: str, agent: str) -> list[_LiveVersion]:
 async def all_dead_letters(question: Question) -> Page:
     """The dead letters that a filter selects: in groups, and the newest of them."""
     overview = await question.overview()
-    found = await dead_letters.listed(question.actions.admin, overview.config, question.query)
+    found = await question.actions.dead_letters.of(overview.config, question.query)
     values = {
         "found": found,
         "last": found.newest[0].sequence if found.newest else 0,

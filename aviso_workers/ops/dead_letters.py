@@ -41,7 +41,7 @@ DELETES_AT_ONCE = 64
 """Requests to delete a message that are under way at the same time."""
 
 
-def _nothing() -> None:
+def _nothing(_dead_letter: DeadLetter) -> None:
     pass
 
 
@@ -167,9 +167,10 @@ class StoredDeadLetters:
         """Return how many dead letters are kept."""
         return sum((await agent_inventory.dead_letters(self._admin)).values())
 
-    async def retry(self, *dead_letters: DeadLetter, note: Callable[[], None] = _nothing) -> None:
+    async def retry(self, *dead_letters: DeadLetter, note: Callable[[DeadLetter], None] = _nothing) -> None:
         """Hand dead letters back to the agents that failed, as if they were new notifications; `note` is called for
-        each that is.
+        each that is, and is not among the dead letters any more. It is not called for one that somebody else has
+        retried or dropped meanwhile. One that is retried and dropped at the same time is handed back.
 
         Raises `RefusedError`, with nothing done, where no worker of one of these agents has ever been there to take
         its dead letter. Where a copy cannot be stored, its dead letter stays, those whose copies are stored are
@@ -186,10 +187,8 @@ class StoredDeadLetters:
             [dead_letter for dead_letter in dead_letters if _is_window(dead_letter)], failures
         )
         # The copy is in the retries: that the dead letter's own bytes stay on disk for a while as well changes nothing.
-        for _ in copied:
-            note()
         try:
-            await self._delete(copied, _nothing, overwrite=False)
+            await self._delete(copied, note, overwrite=False)
         except BackendError as error:
             raise type(error)(
                 "they are handed back, and some are still among the dead letters, because these cannot be deleted: "
@@ -199,8 +198,8 @@ class StoredDeadLetters:
         if failures:
             raise failures[0]
 
-    async def drop(self, *dead_letters: DeadLetter, note: Callable[[], None] = _nothing) -> None:
-        """Erase the dead letters; `note` is called for each."""
+    async def drop(self, *dead_letters: DeadLetter, note: Callable[[DeadLetter], None] = _nothing) -> None:
+        """Erase the dead letters; `note` is called for each that nobody else has retried or dropped meanwhile."""
         await self._delete(dead_letters, note, overwrite=True)
 
     async def _copy(self, dead_letters: Sequence[DeadLetter], failures: list[BackendError]) -> list[DeadLetter]:
@@ -252,26 +251,36 @@ class StoredDeadLetters:
             message, message_id=message_id, stream=RETRIES, timeout_seconds=TIMEOUT_SECONDS
         )
 
-    async def _delete(self, dead_letters: Sequence[DeadLetter], note: Callable[[], None], *, overwrite: bool) -> None:
+    async def _delete(
+        self, dead_letters: Sequence[DeadLetter], note: Callable[[DeadLetter], None], *, overwrite: bool
+    ) -> None:
         left = iter(dead_letters)
         failures: list[BackendError] = []
 
         async def delete_some() -> None:
             for dead_letter in left:
                 try:
-                    for sequence in filter(None, (dead_letter.sequence, parts.first_part_of(dead_letter.stored))):
-                        with suppress(NotFoundError):  # another operator was faster
-                            await self._admin.delete_message(DEAD_LETTERS, sequence, overwrite=overwrite)
+                    ours = await self._delete_message(dead_letter.sequence, overwrite=overwrite)
+                    if first_part := parts.first_part_of(dead_letter.stored):
+                        await self._delete_message(first_part, overwrite=overwrite)
                 except BackendError as error:
                     failures.append(error)
                     return
-                note()
+                if ours:
+                    note(dead_letter)
 
         async with anyio.create_task_group() as deleting:
             for _ in dead_letters[:DELETES_AT_ONCE]:
                 deleting.start_soon(delete_some)
         if failures:
             raise failures[0]
+
+    async def _delete_message(self, sequence: int, *, overwrite: bool) -> bool:
+        """Return whether it was there: else somebody else was faster."""
+        with suppress(NotFoundError):
+            await self._admin.delete_message(DEAD_LETTERS, sequence, overwrite=overwrite)
+            return True
+        return False
 
     async def _require_reader(self, dead_letter: DeadLetter) -> None:
         """Raise `RefusedError` unless the agent has a consumer of the retries: else the dead letter would wait there

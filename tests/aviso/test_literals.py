@@ -149,6 +149,21 @@ def _policy(**values: Any) -> _Policy:
     return msgspec.convert(values, _Policy, dec_hook=literals.decode_hook)
 
 
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        (b'{"a":1, "b" :"x  y"}', '{\n  "a": 1,\n  "b": "x  y"\n}'),
+        (b'{"a": 1e999}', '{"a": 1e999}'),
+        (b'{"a":1,"a":2}', '{"a":1,"a":2}'),
+        (b'{"a":1.50}', '{"a":1.50}'),
+        (b"no JSON", "no JSON"),
+        (b"\xff", None),
+    ],
+)
+def test_a_body_is_shown_as_it_is_and_json_with_indents(body: bytes, shown: str | None) -> None:
+    assert literals.body_text(body) == shown
+
+
 def test_msgspec_reads_literals_as_fields() -> None:
     assert _policy(keep="7d", most="2Gi") == _Policy(keep=Duration(604_800), most=Size(2**31))
     assert _policy(keep=Duration(5), most=None) == _Policy(keep=Duration(5))

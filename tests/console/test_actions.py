@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
+
+import anyio
 import pytest
 
 from aviso_workers import App
 from aviso_workers.state.own_streams import AUDIT
 from aviso_workers.testing import Harness
-from tests.console.conftest import Served, confirmed, hidden_fields, publish, shown, text_of
+from tests.console.conftest import Served, confirmed, hidden_fields, publish, served, shown, text_of
 
 pytestmark = pytest.mark.anyio
 
@@ -118,8 +122,14 @@ async def test_a_job_is_stopped(console: Served, app: App, running: Harness) -> 
         await confirmed(client, "retry-dead-letters", agent="fails", rate="0.001")
         await shown(client, "/jobs/1", "runs", "1 of 5")
         await confirmed(client, "stop-job", number="1")
-        await shown(client, "/jobs/1", "Retry dead letters: stopped.", "1 of 5 done, 4 not")
-        await shown(client, "/audit", "stopped 1 of 5 done")
+        await shown(
+            client,
+            "/jobs/1",
+            "Retry dead letters: stopped.",
+            "1 of 5 done; 4 are not",
+            "Not done Dead letters 2, 3, 4, 5.",
+        )
+        await shown(client, "/audit", "stopped 1 of 5 done; 4 are not")
 
 
 async def test_parked_notifications_are_decided_on(console: Served, app: App, running: Harness) -> None:
@@ -189,10 +199,27 @@ async def test_a_form_that_is_sent_twice_begins_one_job(console: Served, app: Ap
         asked = await client.post("/actions/retry-dead-letters", data={"agent": "fails", "rate": "0.001"})
         form = hidden_fields(asked.text, "retry-dead-letters")
         answers = [await client.post("/actions/retry-dead-letters", data=form) for _ in range(2)]
-        assert answers[0].headers["location"] == "/jobs/1"
-        assert answers[1].headers.get("location") in ("/jobs/1", None), "or one is handed back, and it asks again"
+        await shown(client, "/jobs/1", "1 of 3")
+        answers.append(await client.post("/actions/retry-dead-letters", data=form))
+        assert [answer.headers.get("location") for answer in answers] == 3 * ["/jobs/1"]
         await confirmed(client, "stop-job", number="1")
         assert (await client.get("/jobs/2")).status_code == 404
+
+
+async def test_of_two_jobs_on_the_same_dead_letters_each_counts_its_own(
+    console: Served, app: App, running: Harness
+) -> None:
+    await publish(app, *[3] * 40)
+    async with console.client() as client, served(console.config) as other, other.client() as of_other:
+        await shown(client, "/dead-letters", "40 of 40 dead letters.")
+        asked = await client.post("/actions/drop-dead-letters", data={"agent": "fails"})
+        form = hidden_fields(asked.text, "drop-dead-letters")
+        async with anyio.create_task_group() as confirming:
+            for each in (client, of_other):
+                confirming.start_soon(partial(each.post, "/actions/drop-dead-letters", data=form))
+        pages = [await shown(each, "/jobs/1", "Erase dead letters: done.") for each in (client, of_other)]
+    counts = [int(re.findall(r"result (\d+) of 40 done", page)[0]) for page in pages]
+    assert sum(counts) == 40, pages
 
 
 @pytest.mark.parametrize("timer", [{"app": "field-index", "timer": "other"}, {"app": "", "timer": ""}])
