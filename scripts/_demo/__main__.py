@@ -26,6 +26,7 @@ from rich.table import Table
 from _demo.children import INTERRUPTS, ShortfallError, wait_until
 from _demo.deployment import Deployment, Numbers, Worker, deployed
 from _demo.generating import Slice, make_slice
+from _demo.operator import act
 from aviso_workers.errors import AvisoWorkersError
 
 INDEX_SECONDS = 120.0
@@ -107,7 +108,7 @@ def conduct(directory: Path, *, keep: bool) -> int:
         else:
             console.print(f"[green]all as it should be[/], in {seconds:.0f} s")
         if keep:
-            stay(deployment, worker, spark_events, stack.enter_context(deployment.console()))
+            stay(deployment, worker, spark_events)
     return 1 if short else 0
 
 
@@ -220,23 +221,32 @@ def show(findings: list[Finding]) -> None:
     console.print(table)
 
 
-def stay(deployment: Deployment, worker: Worker, spark_events: Worker, pages: str) -> None:
-    """Say where everything is, and wait for Ctrl-C."""
-    for name, place in (
-        ("console", pages),
-        ("index worker", f"{worker.url}/metrics"),
-        ("spark-events worker", f"{spark_events.url}/metrics"),
-        ("nats-server", deployment.nats_url),
-        ("Parquet", deployment.output_dir),
-        ("logs", deployment.log_dir),
+def stay(deployment: Deployment, worker: Worker, spark_events: Worker) -> None:
+    """Run a second app whose agents fail in several ways, say where everything is, and wait for Ctrl-C."""
+    with (
+        deployment.tour_worker() as tour,
+        deployment.prometheus(worker, spark_events, tour) as prometheus,
+        deployment.console(prometheus) as pages,
     ):
-        console.print(f"  {name:<20} {_plain(str(place))}")
-    console.print("Ctrl-C stops it")
-    try:
-        while True:
-            signal.pause()
-    except KeyboardInterrupt:
-        return
+        for name, place in (
+            ("console", pages),
+            ("index worker", f"{worker.url}/metrics"),
+            ("spark-events worker", f"{spark_events.url}/metrics"),
+            ("tour worker", f"{tour.url}/metrics"),
+            ("Prometheus", prometheus or "is not installed"),
+            ("nats-server", deployment.nats_url),
+            ("Parquet", deployment.output_dir),
+            ("logs", deployment.log_dir),
+        ):
+            console.print(f"  {name:<20} {_plain(str(place))}")
+        act(pages, "pause-timer", app="tour", timer="tidy_up", note="shown by the demo")
+        act(pages, "retry-dead-letters", app="tour", agent="check_field")
+        console.print("the app tour fails in several ways now, for the pages of the console; Ctrl-C stops it")
+        try:
+            while True:
+                signal.pause()
+        except KeyboardInterrupt:
+            return
 
 
 @contextmanager

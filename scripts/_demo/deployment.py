@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import msgspec
@@ -100,10 +102,36 @@ class Deployment:
     def spark_events_worker(self) -> AbstractContextManager[Worker]:
         return self._worker("spark-events", "--agent", "spark-events")
 
+    def tour_worker(self) -> AbstractContextManager[Worker]:
+        return self._worker("tour", "_demo.tour:app")
+
     @contextmanager
-    def console(self) -> Iterator[str]:
+    def prometheus(self, *workers: Worker) -> Iterator[str]:
+        """A Prometheus that asks the workers while the block runs, and its address; an empty one where the program is
+        not installed.
+        """
+        if (program := shutil.which("prometheus")) is None:
+            yield ""
+            return
+        directory, address = self.log_dir.parent / "prometheus", f"127.0.0.1:{free_port()}"
+        directory.mkdir()
+        targets = [{"targets": [urlsplit(worker.url).netloc for worker in workers]}]
+        scrape = {"job_name": "aviso-workers", "scrape_interval": "5s", "static_configs": targets}
+        config = directory / "prometheus.json"
+        config.write_bytes(msgspec.json.encode({"scrape_configs": [scrape]}))  # JSON is YAML
+        command: list[str | Path] = [
+            program,
+            f"--config.file={config}",
+            f"--storage.tsdb.path={directory / 'data'}",
+            f"--web.listen-address={address}",
+        ]
+        with running("prometheus", command, log_dir=self.log_dir, environment=self.environment):
+            yield f"http://{address}"
+
+    @contextmanager
+    def console(self, prometheus: str) -> Iterator[str]:
         """The console of the server while the block runs; its address."""
-        with self._command("console", "console", "--port", "0") as child:
+        with self._command("console", "console", "--port", "0", prometheus=prometheus) as child:
             said = re.compile(r"^console: (\S+)$", re.MULTILINE)
             wait_until(
                 lambda: said.search(child.log_file.read_text()) is not None,
@@ -191,9 +219,10 @@ class Deployment:
             )
             yield worker
 
-    def _command(self, name: str, *arguments: str | Path) -> AbstractContextManager[Child]:
+    def _command(self, name: str, *arguments: str | Path, prometheus: str = "") -> AbstractContextManager[Child]:
         command: list[str | Path] = [COMMANDS / "aviso-workers", *arguments, "--config", CONFIG]
-        return running(name, command, log_dir=self.log_dir, environment=self.environment)
+        of_console = {"AVISO_WORKERS_WORKERS__CONSOLE__PROMETHEUS": prometheus} if prometheus else {}
+        return running(name, command, log_dir=self.log_dir, environment=self.environment | of_console)
 
 
 @contextmanager

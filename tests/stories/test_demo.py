@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -18,6 +20,24 @@ from aviso_workers import App, Notify
 from tests.waits import PATIENCE_SECONDS
 
 PROJECT = Path(__file__).parents[2]
+FILLED = {
+    "": "need you",
+    "agents": "tour/cut_regions",
+    "agents?state=parked": "tour/copy_to_archive",
+    "agents/tour/draw_map": "the projection does not converge",
+    "agents/tour/copy_to_archive": "the archive takes no wave ensembles from us",
+    "dead-letters": "the field has no values",
+    "jobs/1": "Retry dead letters: done.",
+    "notification?name=mars@1": "main-job/index_field",
+    "timers": "shown by the demo",
+    "streams": "REGION",
+    "spark": "completeness",
+    "apps": "_demo.tour",
+    "doctor": "JS",
+    "audit": "pause-timer",
+    "settings": "notification_backend.jetstream.nats_url",
+}
+"""What pages of the console say, by their addresses."""
 
 
 def test_slice_is_large_and_every_notification_in_it_is_another_one() -> None:
@@ -62,21 +82,21 @@ def test_slice_is_made_of_notifications_that_the_configuration_knows() -> None:
 class Demo:
     """A demo that is running; its files are in `directory`."""
 
-    def __init__(self, directory: Path, environment: dict[str, str]) -> None:
+    def __init__(self, directory: Path, environment: dict[str, str], *arguments: str) -> None:
         self.directory = directory
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "_demo"],
+            [sys.executable, "-m", "_demo", *arguments],
             env=os.environ | {"PYTHONPATH": str(PROJECT / "scripts"), "TMPDIR": str(directory)} | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
-    def wait_for(self, word: str) -> None:
+    def wait_for(self, word: str) -> str:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(word):
-                return
+                return line
         pytest.fail(f"the demo ended before it said {word!r}")
 
     def wait(self, *, within_seconds: float) -> tuple[int, str]:
@@ -109,8 +129,8 @@ def start_demo(tmp_path: Path) -> Iterator[list[Demo]]:
         demo.process.wait(PATIENCE_SECONDS)
 
 
-def start(demos: list[Demo], directory: Path, **environment: str) -> Demo:
-    demos.append(Demo(directory, environment))
+def start(demos: list[Demo], directory: Path, *arguments: str, **environment: str) -> Demo:
+    demos.append(Demo(directory, environment, *arguments))
     return demos[-1]
 
 
@@ -123,6 +143,29 @@ def test_demo_ends_well_and_leaves_nothing_behind(start_demo: list[Demo], tmp_pa
     assert code == 0, output
     assert "all as it should be" in output
     assert demo.left_behind() == []
+
+
+@pytest.mark.slow
+def test_kept_demo_fills_each_page_of_the_console(start_demo: list[Demo], tmp_path: Path) -> None:
+    demo = start(start_demo, tmp_path, "--keep")
+    url = demo.wait_for("  console").split()[1]
+    demo.wait_for("the app tour fails in several ways now")
+
+    for address, says in FILLED.items():
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while says not in (page := page_of(url, address)):
+            assert time.monotonic() < deadline, f"{address} does not say {says!r}:\n{page}"
+            time.sleep(0.5)
+
+    demo.process.send_signal(signal.SIGINT)
+    code, output = demo.wait(within_seconds=PATIENCE_SECONDS)
+    assert code == 0, output
+    assert running_with(str(tmp_path)) == []
+
+
+def page_of(url: str, address: str) -> str:
+    with urlopen(f"{url}{address}", timeout=PATIENCE_SECONDS) as answer:
+        return str(answer.read().decode())
 
 
 @pytest.mark.slow
