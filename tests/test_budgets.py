@@ -10,7 +10,7 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 72_968,
+    "lines": 73_002,
     "lines of the core": 40_156,
     "lines of agents": 818,
     "lines of aviso": 2_773,
@@ -18,11 +18,11 @@ BUDGETS = {
     "lines of backends": 6_781,
     "lines of cli": 6_234,
     "lines of config": 2_869,
-    "lines of console": 2_519,
+    "lines of console": 2_522,
     "lines of declare": 4_232,
     "lines of engine": 7_588,
     "lines of jetstream": 2_493,
-    "lines of ops": 14_686,
+    "lines of ops": 14_717,
     "lines of projects": 77,
     "lines of server": 2_174,
     "lines of spark": 6_307,

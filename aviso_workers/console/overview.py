@@ -30,8 +30,8 @@ __all__ = ["AgentView", "Overview", "Watcher", "is_trouble", "stale_text", "stat
 EVERY_SECONDS = 2.0
 RATES_SECONDS = 30.0
 """How often Prometheus is asked."""
-STALE_SECONDS = 6.0
-"""After so long, a snapshot is no picture of now."""
+STALE_SECONDS = 10.0
+"""After so long, a snapshot is no picture of now: longer than one takes of a cluster that has lost a stream."""
 TAKES_SECONDS = 20.0
 """How long a snapshot may take: longer than three servers of which one has just ended take to answer."""
 PATIENCE_SECONDS = 8.0
@@ -42,6 +42,7 @@ CATCHES_UP = 100
 """From this lag on, an agent that handles something is said to catch up and not to work."""
 
 TROUBLES = (
+    "unknown",
     "consumer missing",
     "no consumer",
     "halted",
@@ -190,11 +191,11 @@ class Watcher:
     async def _take(self) -> Overview:
         apps = await declarations.stored(self._admin)
         config, _ = aviso_admin.with_declared(self._config, apps)
-        snapshot = await reports.take(self._admin)
-        progress = await agent_report.of_deployment(self._admin, config)
+        before = self._newest
+        snapshot = await reports.take(self._admin, unavailable=before.unavailable if before else ())
+        progress = await agent_report.of_deployment(self._admin, config, unavailable=snapshot.unavailable)
         recorded = await agent_inventory.recorded(self._admin)
         progress += _without_consumer(config, recorded, apps, progress)
-        before = self._newest
         seconds = snapshot.at - before.snapshot.at if before else 0.0
         return Overview(
             time=datetime.now(UTC),
@@ -345,6 +346,8 @@ def state_of(
 ) -> tuple[str, str]:
     """Return the state of an agent in a word or two, and what is to be said of it. `stopped` is what is parked."""
     trouble = now.trouble_since(before)
+    if now.unanswered:
+        return "unknown", trouble
     if now.events is None:
         if trouble:
             return "consumer missing", trouble

@@ -6,7 +6,7 @@ its events and that of what is tried again; `differing` compares them with the c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Agent, Router
+from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.ops import agent_control, agent_inventory, aviso_admin, stuck
@@ -25,7 +26,7 @@ from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import WRITE_SECONDS, LastFailure, Retrying
 from aviso_workers.state.outage_records import OutageRecord
-from aviso_workers.state.own_streams import RETRIES
+from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
 __all__ = [
     "AgentProgress",
@@ -62,6 +63,8 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
     """Its last failure; None where none is recorded."""
     outage: OutageRecord | None = None
     """The outage for whose end it waits; None where there is none."""
+    unanswered: bool = False
+    """Whether no server answers for its stream or its consumer: then nothing but its record is known."""
 
     @property
     def lag(self) -> int:
@@ -82,6 +85,8 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
 
     def trouble_since(self, before: AgentProgress | None) -> str:
         """Return the reason, as `trouble`, judged by an earlier snapshot as well."""
+        if self.unanswered:
+            return f"no server answers for {self.stream} or its consumer, so nothing is known of how it is now"
         if self.events is None:
             return "" if self.behind is None else "its consumer is gone"
         if self.retries is not None and self.retries.paused != self.events.paused:
@@ -140,7 +145,9 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
         """The reason why the agent has no consumer, where that is as it should be; empty where it has one, or has lost
         it.
         """
-        return agent_inventory.why_none(self.record) if self.events is None and self.behind is None else ""
+        if self.events is not None or self.behind is not None or self.unanswered:
+            return ""
+        return agent_inventory.why_none(self.record)
 
     @property
     def ack_pending(self) -> int:
@@ -197,6 +204,8 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
     """Notifications after the recorded ack floor, where the consumer is gone, by app, agent and stream."""
     dead_letters: dict[tuple[str, ...], int]
     """By app and agent."""
+    unanswered: set[tuple[str, str, str]]
+    """Those that have run, and for which no server answers, by app, agent and stream."""
     recorded: Recorded
 
     def progress(self, app: str, agent: str, stream: str) -> AgentProgress:
@@ -212,6 +221,7 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
             functions=self.recorded.functions.get((stream, agents.durable_name(app, agent)), ()),
             failure=self.recorded.failures.get((app, "agents", agent)),
             outage=self.recorded.outages.get((app, agent)),
+            unanswered=(app, agent, stream) in self.unanswered,
         )
 
 
@@ -222,13 +232,16 @@ async def of_app(admin: Admin, config: Config, app: Router) -> list[AgentProgres
     return [snapshot.progress(app.name, agent, stream) for agent, stream in streams.items()]
 
 
-async def of_deployment(admin: Admin, config: Config) -> list[AgentProgress]:
+async def of_deployment(admin: Admin, config: Config, *, unavailable: Collection[str] = ()) -> list[AgentProgress]:
     """Return the progress of all agents, of whatever app, that have ever read one of the configured event streams.
-    Raises `BackendError`.
+
+    `unavailable` are streams, and consumers as `MARS > app__agent`, that are known to be without a server that answers
+    for them: they are not asked for. Raises `BackendError` where more is away than single event streams.
     """
-    snapshot = await _snapshot(admin, await aviso_admin.event_streams(admin, config))
-    known = sorted({*snapshot.consumers, *snapshot.behind}, key=lambda key: (key[2], key))
-    return [snapshot.progress(*key) for key in known]
+    streams = {aviso_admin.stream_of(config, name) for name in config.notification_schema}
+    snapshot = await _snapshot(admin, sorted(streams), unavailable)
+    known = {*snapshot.consumers, *snapshot.behind, *snapshot.unanswered}
+    return [snapshot.progress(*key) for key in sorted(known, key=lambda key: (key[2], key))]
 
 
 def rows(now: Sequence[AgentProgress], before: Sequence[AgentProgress], *, seconds: float) -> list[AgentRow]:
@@ -255,20 +268,32 @@ def _row(now: AgentProgress, before: AgentProgress | None, seconds: float) -> Ag
     )
 
 
-async def _snapshot(admin: Admin, streams: Iterable[str]) -> _Snapshot:
-    recorded, consumers, behind = await agent_inventory.recorded(admin), {}, {}
+async def _snapshot(admin: Admin, streams: Collection[str], unavailable: Collection[str] = ()) -> _Snapshot:
+    recorded, consumers, behind, away = await agent_inventory.recorded(admin), {}, {}, {*unavailable}
     for stream in streams:
-        for (owner, agent), events in (await agent_inventory.agents(admin, stream)).items():
-            consumers[owner, agent, stream] = events
-        for (owner, agent), record in (await agent_inventory.missing(admin, stream, recorded.consumers)).items():
-            behind[owner, agent, stream] = await _behind(admin, stream, record)
-    retries = await agent_inventory.agents(admin, RETRIES)
-    dead_letters = await agent_inventory.dead_letters(admin)
+        if stream in away:
+            continue
+        try:
+            for (owner, agent), events in (await agent_inventory.agents(admin, stream)).items():
+                consumers[owner, agent, stream] = events
+            for (owner, agent), record in (await agent_inventory.missing(admin, stream, recorded.consumers)).items():
+                behind[owner, agent, stream] = await _behind(admin, stream, record)
+        except UnavailableError:
+            await admin.stream_names()  # raises where it is not this stream alone that is away
+            away.add(stream)
     return _Snapshot(
         consumers=consumers,
-        retries=retries,
+        retries=await agent_inventory.agents(admin, RETRIES) if RETRIES not in away else {},
         behind=behind,
-        dead_letters=dead_letters,
+        dead_letters=await agent_inventory.dead_letters(admin) if DEAD_LETTERS not in away else {},
+        unanswered={
+            (*of, stream)
+            for (stream, consumer), record in recorded.consumers.items()
+            if not record.removed
+            and stream in streams
+            and away & {stream, f"{stream} > {consumer}"}
+            and (of := agent_inventory.agent_of(consumer))
+        },
         recorded=recorded,
     )
 

@@ -7,7 +7,7 @@ in `maintenance`, and what concerns the configuration in `stream_policy`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -92,9 +92,11 @@ async def existing(request: Awaitable[E]) -> E | None:
         return None
 
 
-async def streams(admin: Admin) -> Listing[StreamInfo]:
-    """Return all streams of the account. Raises `BackendError`."""
-    return await _listed(admin.stream_names, admin.streams)
+async def streams(admin: Admin, *, unavailable: Collection[str] = ()) -> Listing[StreamInfo]:
+    """Return all streams of the account. `unavailable` are those that are known to be: they are not looked for once
+    more, since a server waits for seconds before it leaves out a stream. Raises `BackendError`.
+    """
+    return await _listed(admin.stream_names, admin.streams, known=unavailable)
 
 
 async def gaps(admin: Admin, stream: str) -> Gaps:
@@ -177,9 +179,11 @@ async def consumers(streams: Management, stream: str) -> Listing[ConsumerInfo]:
     return await _listed(partial(streams.consumer_names, stream), partial(streams.consumers, stream))
 
 
-async def _listed(names: Callable[[], Awaitable[list[str]]], infos: Callable[[], Awaitable[list[T]]]) -> Listing[T]:
+async def _listed(
+    names: Callable[[], Awaitable[list[str]]], infos: Callable[[], Awaitable[list[T]]], *, known: Collection[str] = ()
+) -> Listing[T]:
     """Return what has these names and infos. What has a name only is looked for once more: it may have been made or
-    removed between the two requests, as the consumers of other commands are.
+    removed between the two requests, as the consumers of other commands are. `known` are those that are not.
     """
     found: dict[str, T] = {}
     unavailable = set[str]()
@@ -189,7 +193,7 @@ async def _listed(names: Callable[[], Awaitable[list[str]]], infos: Callable[[],
         unavailable = named - found.keys()
         if unavailable:
             unavailable &= {*await names()}
-        if not unavailable:
+        if unavailable <= {*known}:
             break
     return Listing(found=[found[name] for name in sorted(found)], unavailable=sorted(unavailable))
 

@@ -13,8 +13,10 @@ from aviso_workers import App, Notification, Notify
 from aviso_workers.config import Config
 from aviso_workers.console import overview, serve, web
 from aviso_workers.console.pages import PAGES
+from aviso_workers.errors import UnavailableError
+from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.jetstream.specs import ConsumerSpec
-from aviso_workers.ops import agent_control
+from aviso_workers.ops import agent_control, agent_report
 from aviso_workers.server import NatsServer
 from aviso_workers.testing import Harness
 from tests.console.conftest import READER, Served, confirmed, publish, served, shown, text_of
@@ -328,6 +330,31 @@ async def test_a_frozen_server_is_said_and_what_was_known_is_shown_with_its_time
         finally:
             nats_server.process.send_signal(signal.SIGCONT)
         await shown(client, "/agents", without="The server has not answered")
+
+
+async def test_an_agent_whose_stream_no_server_answers_for_is_unknown(
+    console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a cluster of three, where the only server that has the stream is down."""
+    all_streams, consumers = console.admin.streams, console.admin.consumers
+
+    async def others() -> list[StreamInfo]:
+        return [each for each in await all_streams() if each.name != "MARS"]
+
+    async def unanswered(stream: str) -> list[ConsumerInfo]:
+        if stream == "MARS":
+            raise UnavailableError("STREAM.INFO.MARS: no answer in time")
+        return await consumers(stream)
+
+    async with console.client() as client:
+        await shown(client, "/agents", "3 of 3 agents.")
+        monkeypatch.setattr(console.admin, "streams", others)
+        monkeypatch.setattr(console.admin, "consumers", unanswered)
+        page = await shown(client, "/", "3 agents need you, 1 stream or consumer is away", "unknown no server answers")
+        assert "has not answered" not in page
+        await shown(client, "/agents", "3 of 3 agents.", "field-index/index MARS unknown")
+    report = await agent_report.of_deployment(console.admin, console.config)
+    assert [each.agent for each in report if each.unanswered] == ["fails", "index", "parks"], "nobody said it before"
 
 
 async def test_a_console_of_a_server_that_is_away_says_so(console: Served, nats_server: NatsServer) -> None:
