@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 from aviso_workers import App, Router
 from aviso_workers.errors import BackendError
 from aviso_workers.ops import agent_inventory, stuck
-from aviso_workers.ops.agent_inventory import ConsumerInfo, ConsumerRecord
+from aviso_workers.ops.agent_inventory import ConsumerInfo, ConsumerRecord, Recorded
 from aviso_workers.state.own_streams import DEAD_LETTERS
 
 __all__ = ["Observer", "observe", "router"]
@@ -40,10 +40,11 @@ class Observer(Struct, frozen=True, kw_only=True):
 
 
 class Seen(Struct, frozen=True):
-    """An agent's consumer, and why it is stuck; empty where it is not."""
+    """An agent's consumer, why it is stuck (empty where it is not), and how many notifications wait for a person."""
 
     consumer: ConsumerInfo
     why_stuck: str = ""
+    parked: int = 0
 
 
 router = Router("observer", settings=Observer)
@@ -63,7 +64,7 @@ class _Rounds:
         self._settings = settings
         self._agents: dict[str, dict[tuple[str, str], Seen]] = {}
         """By stream; then by app and agent."""
-        self._records: Mapping[tuple[str, str], ConsumerRecord] = {}
+        self._recorded: Recorded | None = None
         self._missing: dict[str, dict[tuple[str, str], ConsumerRecord]] = {}
         """By stream, the agents whose consumer is gone."""
         self._used: dict[str, float] = {}
@@ -94,7 +95,8 @@ class _Rounds:
 
     async def _ask_for_agents(self, stream: str) -> None:
         found = await agent_inventory.agents(self._app.session.admin, stream)
-        self._missing[stream] = await agent_inventory.missing(self._app.session.admin, stream, self._records)
+        records = self._recorded.consumers if self._recorded else {}
+        self._missing[stream] = await agent_inventory.missing(self._app.session.admin, stream, records)
         before = self._agents.get(stream, {})
         self._agents[stream] = {agent: self._seen(stream, each, before.get(agent)) for agent, each in found.items()}
         self._polled_at[stream,] = time.time()
@@ -121,11 +123,15 @@ class _Rounds:
         )
 
     def _seen(self, stream: str, consumer: ConsumerInfo, before: Seen | None) -> Seen:
-        record = self._records.get((stream, consumer.name))
-        return Seen(consumer, stuck.why_stuck(consumer, before.consumer if before else None, record))
+        key = (stream, consumer.name)
+        record, parked = (
+            (known.consumers.get(key), known.parked.get(key, ())) if (known := self._recorded) else (None, ())
+        )
+        why = stuck.why_stuck(consumer, before.consumer if before else None, record, parked)
+        return Seen(consumer, why, len(parked))
 
     async def _ask_for_records(self) -> None:
-        self._records = (await agent_inventory.recorded(self._app.session.admin)).consumers
+        self._recorded = await agent_inventory.recorded(self._app.session.admin)
 
     async def _ask_for_dead_letters(self) -> None:
         counts = await agent_inventory.dead_letters(self._app.session.admin)
@@ -170,6 +176,7 @@ class _Rounds:
             "agent's policy allows; else 0.",
             lambda seen: bool(seen.why_stuck),
         )
+        show("parked", "Notifications that wait for a person's decision.", lambda seen: seen.parked)
         missing = [(*agent, stream) for stream, agents in self._missing.items() for agent in agents]
         self._show(
             "consumer_missing",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 
 import anyio
@@ -21,7 +21,7 @@ from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import AgentProgress, AgentRow
 from aviso_workers.ops.parked import Parked
 from aviso_workers.ops.reports import ServerSnapshot, StreamRow
-from aviso_workers.state import declarations, failure_counts
+from aviso_workers.state import declarations
 from aviso_workers.state.declarations import AppDeclarations
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
@@ -201,9 +201,7 @@ class Watcher:
             time=datetime.now(UTC),
             seconds=seconds,
             config=config,
-            agents=self._views(
-                progress, before.progress if before else [], seconds, await self._parked(snapshot), snapshot.streams
-            ),
+            agents=self._views(progress, before.progress if before else [], seconds, snapshot.streams),
             failing=agent_report.failing(recorded),
             streams=reports.streams(snapshot, before.snapshot if before else snapshot),
             unavailable=snapshot.unavailable,
@@ -221,20 +219,11 @@ class Watcher:
             self._rates, self._rates_at = await rates(url), anyio.current_time()
         return self._rates
 
-    async def _parked(self, snapshot: ServerSnapshot) -> dict[tuple[str, str], list[Parked]]:
-        """Return what is parked, by app and agent."""
-        found: dict[tuple[str, str], list[Parked]] = {}
-        for app in filter(None, map(failure_counts.app_of, snapshot.streams)):
-            for each in await parked.of_agent(self._admin, app):
-                found.setdefault((app, each.agent), []).append(each)
-        return found
-
     def _views(
         self,
         now: Iterable[AgentProgress],
         before: Iterable[AgentProgress],
         seconds: float,
-        stopped: Mapping[tuple[str, str], list[Parked]],
         streams: Collection[str],
     ) -> list[AgentView]:
         known = {_key(each): each for each in before}
@@ -254,7 +243,6 @@ class Watcher:
                 each,
                 known.get(_key(each)),
                 seconds,
-                stopped.get((each.app, each.agent), []),
                 unasked_seconds=time - self._unasked.get(_key(each), time),
                 still_seconds=time - self._moved[_key(each)][1],
                 has_stream=each.stream in streams,
@@ -302,16 +290,14 @@ def _view(
     now: AgentProgress,
     before: AgentProgress | None,
     seconds: float,
-    stopped: Iterable[Parked],
     *,
     unasked_seconds: float,
     still_seconds: float,
     has_stream: bool,
 ) -> AgentView:
-    stopped = [each for each in stopped if each.stream == now.stream]
     lag_rate = (now.lag - before.lag) / seconds if before and seconds else 0.0
     delivered = _deliveries(now) - _deliveries(before) if before else 0
-    state, why = state_of(now, before, stopped)
+    state, why = state_of(now, before)
     nobody = f"nobody has asked for its notifications for {unasked_seconds:.0f} s" if unasked_seconds else ""
     if state == "no consumer" and not has_stream:
         why = f"its stream is gone, which it had settled up to sequence {now.record.ack_floor if now.record else 0}"
@@ -331,7 +317,7 @@ def _view(
         why=why,
         handled_rate=max(0.0, delivered / seconds) if seconds else 0.0,
         lag_rate=lag_rate,
-        parked=stopped,
+        parked=[each for each in now.parked if each.stream == now.stream],
         unasked_seconds=unasked_seconds,
         still_seconds=still_seconds,
     )
@@ -341,10 +327,8 @@ def _deliveries(progress: AgentProgress) -> int:
     return sum(each.deliveries for each in (progress.events, progress.retries) if each)
 
 
-def state_of(
-    now: AgentProgress, before: AgentProgress | None = None, stopped: Sequence[Parked] = ()
-) -> tuple[str, str]:
-    """Return the state of an agent in a word or two, and what is to be said of it. `stopped` is what is parked."""
+def state_of(now: AgentProgress, before: AgentProgress | None = None) -> tuple[str, str]:
+    """Return the state of an agent in a word or two, and what is to be said of it."""
     trouble = now.trouble_since(before)
     if now.unanswered:
         return "unknown", trouble
@@ -354,12 +338,10 @@ def state_of(
         return ("no consumer" if now.record is not None and not now.record.removed else "never started"), now.why_none
     if now.outage is not None and now.waiting:
         return ("halted" if now.outage.halted else "outage"), now.waiting
-    if stopped:  # and what waits behind them is not finished, which is no trouble of its own
-        behind = sum(each.record.behind for each in stopped)
-        waits = f", and {behind} wait behind them" if behind else ""
-        return "parked", f"{len(stopped)} wait for your decision{waits}: {stopped[0].record.error}"
     if trouble:
         return "stuck", trouble
+    if now.parked:
+        return "parked", parked.waiting_text(now.parked)
     if now.paused_until:
         return "paused", f"until {now.paused_until}"
     if now.failing:

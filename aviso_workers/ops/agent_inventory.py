@@ -17,7 +17,8 @@ from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config, streams
 from aviso_workers.declare import agents as agents_
 from aviso_workers.errors import NotFoundError, UndecodableError
-from aviso_workers.ops import inventory
+from aviso_workers.ops import inventory, parked
+from aviso_workers.ops.parked import Parked
 from aviso_workers.state import (
     consumer_records,
     dead_letter_records,
@@ -63,7 +64,7 @@ class RunAlone(Struct, frozen=True, kw_only=True):
 
 
 class Recorded(Struct, frozen=True, kw_only=True):
-    """What workers have recorded in the bucket of `consumer_records`."""
+    """What workers have recorded in the bucket of `consumer_records`, and what is parked in those of failure counts."""
 
     consumers: dict[tuple[str, str], ConsumerRecord]
     """Of agents' consumers, by stream and consumer."""
@@ -75,6 +76,8 @@ class Recorded(Struct, frozen=True, kw_only=True):
     """The outages that last, by app and agent."""
     pauses: dict[tuple[str, str], Pause]
     """The pauses of timers that last, by app and timer."""
+    parked: dict[tuple[str, str], tuple[Parked, ...]]
+    """What waits for a person, the oldest first, by stream and consumer."""
 
 
 KEY_VALUE = "KV_"
@@ -114,6 +117,10 @@ async def recorded(admin: Admin) -> Recorded:
         failures=failure_records.parsed(entries),
         outages=outage_records.parsed(entries),
         pauses=timer_pauses.parsed(entries, now=datetime.now(UTC)),
+        parked={
+            (stream, agents_.durable_name(owner, agent)): found
+            for (owner, agent, stream), found in (await parked.everywhere(admin)).items()
+        },
     )
 
 

@@ -21,8 +21,9 @@ from aviso_workers.declare.agents import Agent, Router
 from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerConfig
-from aviso_workers.ops import agent_control, agent_inventory, aviso_admin, stuck
+from aviso_workers.ops import agent_control, agent_inventory, aviso_admin, parked, stuck
 from aviso_workers.ops.agent_inventory import Recorded
+from aviso_workers.ops.parked import Parked
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import WRITE_SECONDS, LastFailure, Retrying
 from aviso_workers.state.outage_records import OutageRecord
@@ -65,6 +66,8 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
     """The outage for whose end it waits; None where there is none."""
     unanswered: bool = False
     """Whether no server answers for its stream or its consumer: then nothing but its record is known."""
+    parked: tuple[Parked, ...] = ()
+    """What waits for a person, the oldest first."""
 
     @property
     def lag(self) -> int:
@@ -96,7 +99,8 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
             return self.waiting
         if self.functions:
             return f"two programs share it: {', '.join(self.functions)}"
-        return stuck.why_stuck(self.events, before.events if before else None, self.record)
+        of_events = [each for each in self.parked if each.stream == self.stream]
+        return stuck.why_stuck(self.events, before.events if before else None, self.record, of_events)
 
     @property
     def waiting(self) -> str:
@@ -136,9 +140,9 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
         trouble = self.trouble_since(before)
         if trouble and trouble == self.waiting:  # which says the error already
             return f"{paused}; {trouble}" if paused else trouble
-        if trouble and self.failing:
-            return f"{trouble}; {self.failing}"
-        return trouble or paused or self.failing or ("ok" if self.lag else "idle")
+        stopped = f"parked: {parked.waiting_text(self.parked)}" if self.parked else ""
+        said = (trouble or paused, stopped or (trouble and self.failing))
+        return "; ".join(filter(None, said)) or self.failing or ("ok" if self.lag else "idle")
 
     @property
     def why_none(self) -> str:
@@ -188,8 +192,10 @@ class AgentRow(Struct, frozen=True, kw_only=True):
     trouble: str = ""
     why_none: str = ""
     failing: str = ""
+    parked: int = 0
+    """The number of notifications that wait for a person."""
     state: str
-    """The state of the agent: `trouble` and `failing`, `paused until`, `ok`, or `idle` without a
+    """The state of the agent: `trouble` and `failing`, `paused until`, `parked`, `ok`, or `idle` without a
     lag."""
 
 
@@ -222,6 +228,11 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
             failure=self.recorded.failures.get((app, "agents", agent)),
             outage=self.recorded.outages.get((app, agent)),
             unanswered=(app, agent, stream) in self.unanswered,
+            parked=tuple(
+                each
+                for of in (stream, RETRIES)
+                for each in self.recorded.parked.get((of, agents.durable_name(app, agent)), ())
+            ),
         )
 
 
@@ -264,6 +275,7 @@ def _row(now: AgentProgress, before: AgentProgress | None, seconds: float) -> Ag
         trouble=now.trouble_since(before),
         why_none=now.why_none,
         failing=now.failing,
+        parked=len(now.parked),
         state=now.why_none or now.state_since(before),
     )
 

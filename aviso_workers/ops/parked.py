@@ -1,11 +1,12 @@
-"""The notifications of an agent that are parked: listed, and decided upon by a person. Called by `agents retrying`,
-`agents retry` and `agents skip`.
+"""The notifications of agents that are parked: listed, told in words, and decided upon by a person. Called by `agents
+retrying`, `agents retry` and `agents skip`, and by all that says how agents are.
 
 A worker looks at each of its parked notifications once in a minute (`engine.redeliveries`), and does what was decided.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -13,11 +14,12 @@ from msgspec import Struct, structs
 
 from aviso_workers.backends import Admin
 from aviso_workers.backends.buckets import open_existing
+from aviso_workers.errors import DeniedError, NotFoundError, UnavailableError
 from aviso_workers.jetstream.key_value import KeyValue
 from aviso_workers.state import failure_counts
 from aviso_workers.state.failure_counts import ParkedRecord
 
-__all__ = ["Parked", "of_agent", "retry", "skip"]
+__all__ = ["Parked", "everywhere", "of_agent", "retry", "skip", "waiting_text"]
 
 
 class Parked(Struct, frozen=True, kw_only=True):
@@ -54,6 +56,42 @@ async def of_agent(admin: Admin, app: str, agent: str = "*") -> list[Parked]:
                 parked = Parked(app=app, agent=of, stream=of_stream, sequence=int(sequence), record=record, key=key)
                 found.append(parked)
     return sorted(found, key=lambda each: each.sequence)
+
+
+async def everywhere(admin: Admin) -> dict[tuple[str, str, str], tuple[Parked, ...]]:
+    """Return what is parked, by app, agent and stream; nothing where our user may not read that. Raises
+    `BackendError`.
+    """
+    found: dict[tuple[str, str, str], tuple[Parked, ...]] = {}
+    try:
+        for stream in await admin.stream_names():
+            if (app := failure_counts.app_of(stream)) and await _has_parked(admin, stream):
+                for each in await of_agent(admin, app):
+                    key = (app, each.agent, each.stream)
+                    found[key] = (*found.get(key, ()), each)
+    except DeniedError:
+        return {}
+    return found
+
+
+async def _has_parked(admin: Admin, stream: str) -> bool:
+    try:
+        return bool(await admin.subject_counts(stream, subject=failure_counts.PARKED_SUBJECT))
+    except (NotFoundError, UnavailableError):  # deleted meanwhile, or where no server answers for it
+        return False
+
+
+def waiting_text(found: Sequence[Parked]) -> str:
+    """Return how many notifications of an agent are parked, why, and what decides on them; empty where none is."""
+    if not found:
+        return ""
+    behind = sum(each.record.behind for each in found)
+    waits = f", and {behind} wait behind them" if behind else ""
+    of = found[0]
+    return (
+        f"{len(found)} wait for your decision{waits}: {of.record.error}; `agents retrying {of.app} {of.agent}` lists "
+        "them, `agents retry` or `agents skip` decides"
+    )
 
 
 async def retry(admin: Admin, *parked: Parked) -> None:

@@ -22,6 +22,7 @@ from aviso_workers.ops import agent_inventory, inventory, stuck
 from aviso_workers.ops.doctor import monitoring_port
 from aviso_workers.ops.doctor.monitoring_port import Monitored
 from aviso_workers.ops.inventory import Listing
+from aviso_workers.ops.parked import Parked
 from aviso_workers.state.consumer_records import ConsumerRecord
 
 __all__ = [
@@ -49,6 +50,8 @@ class ServerSnapshot(Struct, frozen=True, kw_only=True):
     """By stream and name."""
     records: Mapping[tuple[str, str], ConsumerRecord] = {}
     """The records that workers keep of consumers, by stream and name."""
+    parked: Mapping[tuple[str, str], tuple[Parked, ...]] = {}
+    """What waits for a person, by stream and name."""
 
 
 class StreamRow(Struct, frozen=True, kw_only=True):
@@ -138,21 +141,28 @@ async def take(admin: Admin, *, unavailable: Collection[str] = ()) -> ServerSnap
             continue
         consumers |= _by_name(name, found)
         unavailable = [*unavailable, *_unavailable(name, found)]
-    records = (await agent_inventory.recorded(admin)).consumers
+    recorded = await agent_inventory.recorded(admin)
     return ServerSnapshot(
-        at=anyio.current_time(), streams=streams, unavailable=unavailable, consumers=consumers, records=records
+        at=anyio.current_time(),
+        streams=streams,
+        unavailable=unavailable,
+        consumers=consumers,
+        records=recorded.consumers,
+        parked=recorded.parked,
     )
 
 
 async def take_consumers(admin: Admin, stream: str) -> ServerSnapshot:
     """Take a snapshot of the consumers of one stream. Raises `NotFoundError` and `BackendError`."""
     found = await inventory.consumers(admin, stream)
+    recorded = await agent_inventory.recorded(admin)
     return ServerSnapshot(
         at=anyio.current_time(),
         streams={},
         unavailable=_unavailable(stream, found),
         consumers=_by_name(stream, found),
-        records=(await agent_inventory.recorded(admin)).consumers,
+        records=recorded.consumers,
+        parked=recorded.parked,
     )
 
 
@@ -238,7 +248,7 @@ def _consumer_row(key: tuple[str, str], now: ServerSnapshot, before: ServerSnaps
         deliveries=found.deliveries,
         last_settled=found.last_settled,
         paused=found.paused,
-        stuck=stuck.why_stuck(found, known, now.records.get(key)),
+        stuck=stuck.why_stuck(found, known, now.records.get(key), now.parked.get(key, ())),
     )
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "BUCKET_SUFFIX",
     "KEPT",
     "PARKED",
+    "PARKED_SUBJECT",
     "ParkedRecord",
     "app_of",
     "parked",
@@ -36,6 +37,8 @@ PARKED = ".parked"
 BUCKET_SUFFIX = "_failures"
 BEGAN_SUBJECT = "$KV.*.*.*.*.*.began"
 """The filter subject of the records that a handler has begun, in the bucket of any app."""
+PARKED_SUBJECT = f"$KV.*.*.*.*.*{PARKED}"
+"""The same of the records of what is parked."""
 KEPT = (
     Kept(
         bucket=f"<app>{BUCKET_SUFFIX}",

@@ -172,6 +172,28 @@ async def test_an_agent_that_gets_nothing_done_is_stuck_until_it_does(
         await shown.until_value("stuck", labels, 0)
 
 
+async def test_what_is_parked_is_counted_and_not_stuck(
+    app: App, shown: Shown, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumer_records, "STUCK_SECONDS", 0.0)
+
+    @app.agent("field", ack_wait=0.1, retry=Backoff(attempts=1, then="park"))
+    async def index(notification: Notification[Any]) -> None:
+        raise ValueError("no such field")
+
+    labels = (app.name, "index", stream)
+    await app.notify("field", {"step": 0})
+    async with working(app):
+        await shown.until(lambda: shown.settled == 1)
+        async with observing(app):
+            await shown.until_value("parked", labels, 1)
+            await anyio.sleep(1.0)  # which is longer than it may be unfinished
+            polled = shown.gauges["last_poll_timestamp_seconds"][stream,]
+            await shown.until(lambda: shown.gauges["last_poll_timestamp_seconds"][stream,] > polled)
+            assert (shown.gauges["parked"][labels], shown.gauges["stuck"][labels]) == (1, 0)
+    await app.session.admin.delete_stream(f"KV_{app.name}_failures")  # which other observers would read
+
+
 async def test_an_agent_that_nobody_runs_is_stuck_too(app: App, shown: Shown, stream: str) -> None:
     await app.notify("field", {"step": 0})
     await app.session.backend.ensure_consumer(stream, durable("away__index", f"{stream.lower()}.>"))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
 
 from aviso_workers import App, Backoff, Breaker, Notification, Notify, Window, Windowing
 from aviso_workers.declare import verdicts
 from aviso_workers.declare.verdicts import Again
 from aviso_workers.engine import acknowledging
 from aviso_workers.errors import DeclarationError
-from aviso_workers.ops import parked
+from aviso_workers.ops import agent_report, parked
+from aviso_workers.ops.agent_report import AgentRow
 from aviso_workers.ops.parked import Parked
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
@@ -66,6 +69,18 @@ async def waiting(t: Harness) -> list[Parked]:
     return found
 
 
+async def rows(t: Harness) -> list[AgentRow]:
+    """Return what `agents ls` says of the agents, as if an hour had passed."""
+    found = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
+    later = [
+        structs.replace(each, events=structs.replace(each.events, time=each.events.time + timedelta(hours=1)))
+        for each in found
+        if each.events
+    ]
+    assert "3 delivered and not finished" in structs.replace(later[0], parked=()).trouble
+    return agent_report.rows(later, later, seconds=1.0)
+
+
 async def looked_at(t: Harness) -> None:
     """Let workers look twice at what is parked."""
     await t.advance(2.1 * verdicts.PARKED.after_seconds)
@@ -106,6 +121,13 @@ async def test_its_key_waits_until_it_is_skipped(app: App, url: str | None, hand
         assert sorted(handled.done) == [0, 1, 2, 10, 11, 12, 13, 14, 15], "what is behind it waits, and no other key"
         (found,) = await waiting(t)
         assert (found.record.ordering_key, found.record.behind) == ("od", 2)
+        (row,) = await rows(t)
+        assert (row.parked, row.trouble, row.state) == (
+            1,
+            "",
+            "parked: 1 wait for your decision, and 2 wait behind them: ValueError: no such field; `agents retrying "
+            "contract index` lists them, `agents retry` or `agents skip` decides",
+        )
         assert await t.skip_parked("index") == [found.sequence]
         await until(t, lambda: len(handled.done) == 11)
         await t.settle()

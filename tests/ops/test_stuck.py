@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
+from aviso_workers.ops.parked import Parked
 from aviso_workers.ops.stuck import why_stuck
 from aviso_workers.state.consumer_records import ConsumerRecord
+from aviso_workers.state.failure_counts import ParkedRecord
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 LONG_AGO = NOW - timedelta(minutes=10)
@@ -82,3 +84,26 @@ def test_what_is_to_be_tried_again_and_nobody_takes(stated: dict[str, Any], reco
     found = consumer(num_pending=5, num_ack_pending=3, **stated)
     policy = record(**{"longest_seconds": 86_400.0, "attempt_seconds": 300.0} | recorded)
     assert why_stuck(found, found, policy) == why
+
+
+def parked(*, behind: int = 0) -> Parked:
+    held = ParkedRecord(since=LONG_AGO, attempts=2, error="ValueError", behind=behind)
+    return Parked(app="a", agent="b", stream="MARS", sequence=8, record=held, key="8")
+
+
+@pytest.mark.parametrize(
+    ("now", "behind", "why"),
+    [
+        pytest.param({}, 0, "", id="it is parked itself"),
+        pytest.param({"num_ack_pending": 3}, 2, "", id="others wait behind it"),
+        pytest.param({"num_ack_pending": 3, "last_settled": NOW}, 1, "", id="others are handled beside it"),
+        pytest.param({"num_ack_pending": 3}, 1, OLDEST.replace("1 d", "3 d"), id="one hangs beside it"),
+    ],
+)
+def test_what_is_parked_is_not_stuck(now: dict[str, Any], behind: int, why: str) -> None:
+    found = consumer(**now)
+    assert why_stuck(found, found, record(), [parked(behind=behind)]) == why
+    assert why_stuck(found, found, record(), []), "without it"
+    alone = consumer(num_pending=5, num_ack_pending=1)
+    abandoned = why_stuck(alone, alone, record(attempt_seconds=300.0), [parked()])
+    assert abandoned == "5 pending and 1 not finished, and no worker pulls them"

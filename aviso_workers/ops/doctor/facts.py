@@ -39,6 +39,7 @@ from aviso_workers.ops.doctor.divergence import Looks
 from aviso_workers.ops.doctor.monitoring_port import Monitored
 from aviso_workers.ops.doctor.replicas import Groups
 from aviso_workers.ops.mirrors import Link, Mirrors
+from aviso_workers.ops.parked import Parked
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import LastFailure
 from aviso_workers.state.outage_records import OutageRecord
@@ -116,6 +117,8 @@ class _UnsampledFacts(Struct, frozen=True, kw_only=True):
     """The outages for whose end agents wait, by app and agent."""
     pauses: Mapping[tuple[str, str], Pause]
     """The pauses of timers, by app and timer."""
+    parked: Mapping[tuple[str, str], tuple[Parked, ...]]
+    """Notifications that wait for a person, by stream and consumer."""
     run_alone: tuple[RunAlone, ...]
     """Notifications that are run alone, because a worker process ended while they ran."""
     due: Mapping[str, int]
@@ -264,6 +267,7 @@ async def _unsampled_facts(
         failures=kept.failures if kept else {},
         outages=kept.outages if kept else {},
         pauses=kept.pauses if kept else {},
+        parked=kept.parked if kept else {},
         run_alone=tuple(run_alone.result or ()),
         due=due.result or {},
         monitored=servers,

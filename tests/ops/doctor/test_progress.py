@@ -22,8 +22,10 @@ from aviso_workers.ops.agent_inventory import RunAlone
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Advisory
 from aviso_workers.ops.doctor.facts import Facts
+from aviso_workers.ops.parked import Parked
 from aviso_workers.state import delayed_messages
 from aviso_workers.state.consumer_records import ConsumerRecord
+from aviso_workers.state.failure_counts import ParkedRecord
 from aviso_workers.state.failure_records import Retrying
 from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.state.own_streams import DELAYED
@@ -295,6 +297,15 @@ def test_what_is_unfinished_because_it_fails_is_told_with_its_error(working: See
     outage = OutageRecord(since=now, reason="OSError: away", again_in_seconds=4.0, written=now)
     waiting = judged(structs.replace(facts, outages={("field", "index"): outage}))
     assert (waiting.found("JS058"), len(waiting.found("JS078"))) == ({}, 1), "one of them says it"
+    held = ParkedRecord(since=now, attempts=3, error="KeyError: 'x'", behind=4)
+    stopped = Parked(app="field", agent="index", stream=SHARED, sequence=1, record=held, key="1")
+    parked = judged(structs.replace(facts, parked={key: (stopped,)}))
+    assert parked.found("JS058") == {}
+    assert parked.found("JS079") == {
+        f"{SHARED} > field__index": "1 wait for your decision, and 4 wait behind them: KeyError: 'x'; `agents retrying "
+        "field index` lists them, `agents retry` or `agents skip` decides"
+    }
+    assert "agents retry index --app field --all" in parked.findings("JS079")[f"{SHARED} > field__index"].cure
 
 
 def recorded(working: Seen, *, minutes: float, longest_seconds: float = 300.0) -> ConsumerRecord:

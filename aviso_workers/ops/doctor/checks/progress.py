@@ -16,7 +16,7 @@ from aviso_workers.errors import WorkerDiedError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
-from aviso_workers.ops import agent_inventory, agent_report, stuck
+from aviso_workers.ops import agent_inventory, agent_report, parked, stuck
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
 from aviso_workers.state import delayed_messages
@@ -243,14 +243,15 @@ def hidden(facts: Facts) -> Iterator[Finding]:
 )
 def unfinished(facts: Facts) -> Iterator[Finding]:
     """The check fails when the oldest delivered notification is unfinished for longer than the policy of its agent
-    allows ([the rules](lag.md#when-a-consumer-is-stuck)), unless the agent waits for the end of an outage (JS078).
+    allows ([the rules](lag.md#when-a-consumer-is-stuck)), unless the agent waits for the end of an outage (JS078), or
+    what is unfinished is parked (JS079).
     """
     waiting = {agents.durable_name(*of) for of, outage in facts.outages.items() if not outage.is_abandoned(facts.now)}
     for key, after in facts.consumers.items():
         before = facts.before.consumers.get(key, after)
         record = facts.records.get(key)
         now = structs.replace(after, time=facts.now)
-        why = stuck.why_stuck(now, before, record)
+        why = stuck.why_stuck(now, before, record, facts.parked.get(key, ()))
         if not why or _delivers_due(after) or not (after.num_ack_pending or after.num_waiting):
             continue  # JS076 or JS030 says it
         if after.name in waiting:
@@ -397,6 +398,24 @@ def waiting_for_an_outage(facts: Facts) -> Iterator[Finding]:
     for (app, agent), outage in facts.outages.items():
         if waiting := agent_report.waiting_text(outage, now=facts.now):
             yield Finding(place=f"{app} > agent {agent}", found=waiting)
+
+
+@declare(
+    "JS079",
+    "No notification waits for a decision",
+    why="A notification has failed in all of its attempts and is parked: it stays in the stream until a person "
+    "decides. With `order_by`, later notifications of its key wait behind it.",
+    cure="Repair the cause of the error. Then `aviso-workers agents retry {agent} --app {app} --all` has what is "
+    "parked tried again; `agents skip` makes dead letters of it.",
+    needs=("consumers", "records"),
+)
+def waiting_for_a_person(facts: Facts) -> Iterator[Finding]:
+    """The check warns of each agent with [parked](../agents/retries.md#park-what-cannot-be-handled) notifications, from
+    the first minute on. `agents ls` says so too, and the observer counts them (`aviso_observer_parked`).
+    """
+    for (stream, consumer), found in facts.parked.items():
+        if not facts.lacks(stream, consumer):
+            yield Finding(stream=stream, consumer=consumer, found=parked.waiting_text(found))
 
 
 @declare(
