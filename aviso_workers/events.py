@@ -293,6 +293,17 @@ class Acked(Event, frozen=True, kw_only=True):
     """How many of them had been delivered before."""
 
 
+class Sampled(Event, frozen=True, kw_only=True):
+    """A delivery was settled whose call has a sampled span, and took so many seconds; stated where traces are on."""
+
+    lines = only_counted
+
+    agent: str
+    seconds: float
+    trace_id: str
+    span_id: str
+
+
 class Passed(Struct, frozen=True):
     """How far a consumer that reads the whole of its stream has come."""
 

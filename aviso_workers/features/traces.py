@@ -34,7 +34,7 @@ from aviso_workers.engine.acknowledging import OnDeadLetter
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.handlers.one import Guard, Step
 from aviso_workers.engine.publisher import Publisher
-from aviso_workers.events import Events, Settled
+from aviso_workers.events import Events, Sampled, Settled
 from aviso_workers.version import __version__
 
 __all__ = ["Spans", "TracedPublisher"]
@@ -77,11 +77,18 @@ class Spans:
         self._destinations: dict[str, dict[str, str]] = {}
         """By event type, the attributes of its destination."""
         self._processed: dict[tuple[str, int], SpanContext] = {}
-        """By agent and sequence, the span of each call that is not settled. Empty unless settlements have spans."""
+        """By agent and sequence, the span of each call that is not settled. Empty unless settlements are heard."""
+        self._events: Events | None = None
+        """Where settlements are heard."""
 
     def hearing(self, events: Events) -> AbstractContextManager[None]:
-        """Make a span of each settlement while the block runs, where the configuration says so."""
-        return events.heard_by(self._settled, Settled) if self._settings.settle else nullcontext()
+        """While the block runs, make a span of each settlement where the configuration says so, and state which span is
+        of a call that took so long, where somebody listens, as the metrics do.
+        """
+        if not self._settings.settle and not events.listeners(Sampled):
+            return nullcontext()
+        self._events = events
+        return events.heard_by(self._settled, Settled)
 
     def publisher(self, backend: Backend, **given: Any) -> TracedPublisher:
         """Return a publisher that makes these spans. `given` is as for `Publisher`."""
@@ -141,7 +148,7 @@ class Spans:
                 attributes[MESSAGE_COUNT] = len(handled)
         links = [found for each in handled if (found := _creation(each.headers))]
         with self._received(agent.event_type, links, attributes, alone=isinstance(argument, Notification)) as span:
-            if self._settings.settle:
+            if self._events is not None and (self._settings.settle or span.get_span_context().trace_flags.sampled):
                 for each in handled:
                     self._processed[agent.name, each.sequence] = span.get_span_context()
                 while len(self._processed) > MAX_PROCESSED:
@@ -196,6 +203,11 @@ class Spans:
     def _settled(self, event: Settled) -> None:
         processed = self._processed.pop((event.agent, event.sequence), None)
         if processed is None:  # no call was made for it
+            return
+        if self._events is not None and processed.trace_flags.sampled:
+            trace_id, span_id = trace.format_trace_id(processed.trace_id), trace.format_span_id(processed.span_id)
+            self._events.emit(Sampled(agent=event.agent, seconds=event.seconds, trace_id=trace_id, span_id=span_id))
+        if not self._settings.settle:
             return
         parent = trace.set_span_in_context(trace.NonRecordingSpan(processed), Context())
         attributes = {GROUP: event.agent, MESSAGE_ID: event.notification}

@@ -1,4 +1,5 @@
-"""Prometheus' text format, written and put together: the same bytes that its own client makes, in a tenth of the time.
+"""Prometheus' text format and OpenMetrics 1.0, written and put together: the same bytes that Prometheus' own client
+makes, in a tenth of the time.
 
 That client builds an object for each sample and escapes every label of it again at each scrape, which takes 0.7 seconds
 for the 45,000 samples of 500 agents. Here what stands before a value is made once (`labelled`, `heading`), and only the
@@ -8,14 +9,29 @@ numbers are written by that client, as Go writes them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Literal
 
 from prometheus_client.utils import floatToGoString
 
-__all__ = ["Kind", "heading", "joined", "labelled", "number"]
+__all__ = [
+    "END",
+    "OPEN_METRICS",
+    "Kind",
+    "answer",
+    "exemplar",
+    "heading",
+    "joined",
+    "labelled",
+    "number",
+    "open_metrics",
+]
 
 Kind = Literal["counter", "gauge", "histogram"]
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+HEADING = re.compile(r"^# HELP (\w+?)(_total)? (.*)\n# TYPE \S+ (\w+)$", re.MULTILINE)
+END = "# EOF\n"
 SAMPLE = re.compile(r"^(\w+)(?:\{|(?= ))", re.MULTILINE)
 """How the line of a sample begins, with labels or without."""
 
@@ -46,12 +62,43 @@ def joined(texts: Mapping[str, str], *, label: str) -> str:
     families: dict[str, list[str]] = {}
     for value, text in texts.items():
         added = f'{label}="{_escaped(value)}"'
-        for family in text.split("# HELP ")[1:]:
+        for family in text.removesuffix(END).split("# HELP ")[1:]:
             head, _, rest = family.partition("\n")
             type_line, _, samples = rest.partition("\n")
             whole = families.setdefault(head.split(" ", 1)[0], [f"# HELP {head}\n{type_line}\n"])
             whole.append(_with_label(samples, added))
     return "".join(part for whole in families.values() for part in whole)
+
+
+def exemplar(labels: Iterable[tuple[str, str]], value: float, timestamp: float) -> str:
+    """Return what stands behind a sample's value: one that it counts, with labels of at most 128 characters."""
+    return f" # {labelled('', labels)}{number(value)} {timestamp:.3f}"
+
+
+def open_metrics(text: str) -> str:
+    """Return what is in Prometheus' text format in OpenMetrics 1.0; what is so already, as it is."""
+    return text if text.endswith(END) else f"{HEADING.sub(_open_heading, text)}{END}"
+
+
+def _open_heading(found: re.Match[str]) -> str:
+    name, total, text, kind = found.groups("")
+    name = name if kind == "counter" else f"{name}{total}"
+    quoted = text.replace('"', r"\"")
+    return f"# HELP {name} {quoted}\n# TYPE {name} {kind}"
+
+
+def answer(accept: str, text: Callable[[], bytes], open_metrics: Callable[[], bytes] | None) -> tuple[bytes, str]:
+    """Return the body and the Content-Type of what a header Accept prefers, of these two formats."""
+    weights = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
+    for each in accept.split(","):
+        kind, *given = (part.strip() for part in each.split(";"))
+        parameters = {name: value for name, _, value in (part.partition("=") for part in given)}
+        if kind in weights and (kind == "text/plain" or parameters.get("version", "1.0.0") == "1.0.0"):
+            with suppress(ValueError):
+                weights[kind] = max(weights[kind], float(parameters.get("q", "1")))
+    if open_metrics and weights["application/openmetrics-text"] > weights["text/plain"]:
+        return open_metrics(), OPEN_METRICS
+    return text(), "text/plain; version=0.0.4; charset=utf-8"
 
 
 def _with_label(samples: str, added: str) -> str:

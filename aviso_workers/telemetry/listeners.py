@@ -126,7 +126,7 @@ def listening(app: Observable, *, status: Status | None) -> Iterator[Listeners]:
                 host=status.host,
                 port=status.port,
                 health=listeners.readiness.health,
-                metrics=listeners.metrics.render,
+                metrics=listeners.metrics.answer,
                 token=status.token,
             )
             listeners.url = stack.enter_context(port).url

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import add
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -49,6 +49,7 @@ from aviso_workers.events import (
     Passed,
     Published,
     ReadAgain,
+    Sampled,
     Suspected,
     TaskFailed,
     Ticked,
@@ -107,6 +108,13 @@ class _Seconds:
 
     def __init__(self) -> None:
         self._histogram = _Histogram([0] * len(BOUNDS), 0.0, [])
+        self.exemplars: dict[int, str] = {}
+        """The newest of each bucket, by its place, as it is written; empty unless there are traces."""
+
+    def sampled(self, event: Sampled) -> None:
+        """Note the span of one of these times."""
+        labels = (("trace_id", event.trace_id), ("span_id", event.span_id))
+        self.exemplars[bisect_left(BUCKETS, event.seconds)] = exposition.exemplar(labels, event.seconds, time.time())
 
     def add(self, seconds: Sequence[float]) -> None:
         new = self._histogram.new
@@ -560,7 +568,8 @@ class Metrics:
         self._measured: dict[str, Measured] = {}
         self._gone: set[tuple[str, str]] = set()
         """Agents and streams of which one or the other's consumer was not found."""
-        self._table = _Table()
+        self._traced = app.config.workers.traces.enabled
+        self._table, self._open_table = _Table(), _Table(exemplars=True)
 
     def observe(self, event: Event) -> None:
         """Count an event of the engine; the observer of those that are `OBSERVED`."""
@@ -579,9 +588,21 @@ class Metrics:
         """Return the numbers in Prometheus' text format."""
         return self._table.render(METRICS, self._rows) + render_gauges(tuple(self._measured.values()))
 
+    def answer(self, accept: str) -> tuple[bytes, str]:
+        """Return the numbers in the format that a header Accept prefers, and its name: OpenMetrics only with traces."""
+        return exposition.answer(accept, self.render, self._render_open if self._traced else None)
+
+    def _render_open(self) -> bytes:
+        own = self._open_table.render(METRICS, self._rows) + render_gauges(tuple(self._measured.values()))
+        return exposition.open_metrics(own.decode()).encode()
+
     def _settled(self, event: Acked | Failed) -> None:
         if event.agent in self._agents:  # else it is a subscription of our own; so below
             self._agents[event.agent].settled(event)
+
+    def _sampled(self, event: Sampled) -> None:
+        if event.agent in self._agents:
+            self._agents[event.agent].handler.sampled(event)
 
     def _count_published(self, event: Published) -> None:
         numbers = self._published[event.event_type]
@@ -686,6 +707,7 @@ class Metrics:
         AgentResumed: _halt,
         Published: _count_published,
         ReadAgain: _read_again,
+        Sampled: _sampled,
         Suspected: _suspected,
         TaskFailed: _task_failed,
         Ticked: _ticked,
@@ -715,10 +737,13 @@ class FleetMetrics:
     """The numbers of a fleet: those of its supervisor, and those of all its processes with the label `process`.
 
     They are not summed: a process that is replaced begins at zero, which Prometheus recognises only in a series of
-    its own. `scrape` returns what the processes show, by name.
+    its own. `scrape` returns what the processes show to a header Accept, by name.
     """
 
-    def __init__(self, app: str, processes: Iterable[str], *, scrape: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(
+        self, app: str, processes: Iterable[str], *, scrape: Callable[[str], Mapping[str, str]], traced: bool = False
+    ) -> None:
+        self._traced = traced
         self._processes = {name: _Process() for name in processes}
         self._rows: dict[tuple[str, ...], _Process] = {(app, name): one for name, one in self._processes.items()}
         self._scrape = scrape
@@ -736,8 +761,19 @@ class FleetMetrics:
 
     def render(self) -> bytes:
         """Return the numbers in Prometheus' text format."""
-        own = self._table.render(FLEET_METRICS, dict.fromkeys(FLEET_METRICS, self._rows))
-        return own + exposition.joined(self._scrape(), label="process").encode()
+        return self._render_own() + exposition.joined(self._scrape(""), label="process").encode()
+
+    def answer(self, accept: str) -> tuple[bytes, str]:
+        """Return the numbers as `Metrics.answer` does, with the exemplars of the processes."""
+        return exposition.answer(accept, self.render, self._render_open if self._traced else None)
+
+    def _render_open(self) -> bytes:
+        own = exposition.open_metrics(self._render_own().decode())
+        shown = {name: exposition.open_metrics(text) for name, text in self._scrape(exposition.OPEN_METRICS).items()}
+        return f"{own.removesuffix(exposition.END)}{exposition.joined(shown, label='process')}{exposition.END}".encode()
+
+    def _render_own(self) -> bytes:
+        return self._table.render(FLEET_METRICS, dict.fromkeys(FLEET_METRICS, self._rows))
 
 
 Rows = Mapping[tuple[str, ...], Any]
@@ -747,7 +783,8 @@ Rows = Mapping[tuple[str, ...], Any]
 class _Table:
     """Writes out a table of metrics again and again. What stands before a number is made once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, exemplars: bool = False) -> None:
+        self._exemplars = exemplars
         self._known: dict[tuple[str, ...], list[str]] = {}
         """What stands before the numbers of a metric, by its name and the values of its labels."""
 
@@ -763,8 +800,10 @@ class _Table:
         for key, numbers in rows[labels].items():
             match metric.read(numbers):
                 case _Seconds() as seconds:
-                    for before, value in zip(self._of_histogram(metric, labels, key), seconds.values(), strict=True):
-                        yield f"{before}{exposition.number(value)}\n"
+                    shown = dict(seconds.exemplars) if self._exemplars else {}  # at once, as below
+                    parts = zip(self._of_histogram(metric, labels, key), seconds.values(), strict=True)
+                    for place, (before, value) in enumerate(parts):
+                        yield f"{before}{exposition.number(value)}{shown.get(place, '')}\n"
                 case _Counts() as counts:
                     for word, count in dict(counts).items():  # at once: the loop's thread may add to it meanwhile
                         yield self._line(metric, (*labels, *metric.by), (*key, word), count)

@@ -83,7 +83,7 @@ def run(app: App, plan: FleetPlan, *, status_port: int | None = None) -> None:
     fleet = Fleet(app, plan)
     port = settings.status.port if status_port is None else status_port
     with StatusServer(
-        host=settings.status.host, port=port, health=fleet, metrics=fleet.metrics.render, token=settings.status.token
+        host=settings.status.host, port=port, health=fleet, metrics=fleet.metrics.answer, token=settings.status.token
     ) as status:
         log.info("fleet.started", app=app.name, processes=plan.processes, status=status.url)
         anyio.run(fleet.work)
@@ -152,13 +152,13 @@ class _Slot:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
-    def ask(self, path: str) -> tuple[int, str]:
+    def ask(self, path: str, accept: str = "") -> tuple[int, str]:
         """Return what the process answers: a status and a body. The status is 0 where there is nobody to ask."""
         if not self.status:
             return 0, "is starting" if self.process is not None else "does not run"
         try:
             with closing(http.client.HTTPConnection(self.status, timeout=ANSWER_SECONDS)) as connection:
-                connection.request("GET", path, headers=self._headers)
+                connection.request("GET", path, headers={**self._headers, "Accept": accept})
                 answer = connection.getresponse()
                 return answer.status, answer.read().decode()
         except TimeoutError:
@@ -201,7 +201,7 @@ class Fleet:
         """Whether a process had to be ended by force when the fleet stopped."""
         self._failure: WorkerProcessError | None = None
         names = [place.name for place in self._places]
-        self.metrics = FleetMetrics(app.name, names, scrape=self._scrape)
+        self.metrics = FleetMetrics(app.name, names, scrape=self._scrape, traced=app.config.workers.traces.enabled)
 
     @property
     def unready(self) -> list[str]:
@@ -349,10 +349,12 @@ class Fleet:
         self._woken.set()
         self._woken = anyio.Event()
 
-    def _ask(self, path: str) -> Iterator[tuple[_Slot, int, str]]:
+    def _ask(self, path: str, accept: str = "") -> Iterator[tuple[_Slot, int, str]]:
         """Yield all at a time, because one that is stuck takes its time."""
         with ThreadPoolExecutor(len(self._places)) as pool:
-            for place, answer in zip(self._places, pool.map(lambda place: place.ask(path), self._places), strict=True):
+            for place, answer in zip(
+                self._places, pool.map(lambda place: place.ask(path, accept), self._places), strict=True
+            ):
                 yield place, *answer
 
     def _problems(self, path: str, *, statuses: tuple[int, ...]) -> list[str]:
@@ -363,5 +365,5 @@ class Fleet:
             for problem in body.splitlines()
         ]
 
-    def _scrape(self) -> dict[str, str]:
-        return {place.name: body for place, status, body in self._ask("/metrics") if status == 200}
+    def _scrape(self, accept: str) -> dict[str, str]:
+        return {place.name: body for place, status, body in self._ask("/metrics", accept) if status == 200}

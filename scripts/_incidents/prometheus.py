@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+import time
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
@@ -57,6 +58,7 @@ class Prometheus:
                     f"--storage.tsdb.path={directory / 'prometheus'}",
                     f"--web.listen-address=127.0.0.1:{port}",
                     "--log.level=warn",
+                    "--enable-feature=exemplar-storage",
                 ],
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -99,6 +101,12 @@ class Prometheus:
         found = self._ask(f"/api/v1/query?{urllib.parse.urlencode({'query': expression})}")
         return [float(series["value"][1]) for series in found["result"]]
 
+    def exemplars(self, expression: str) -> list[dict[str, Any]]:
+        """Return the series that it has for an expression, each with its exemplars of the last minute."""
+        now = time.time()
+        asked = urllib.parse.urlencode({"query": expression, "start": now - 60, "end": now + 60})
+        return list(self._ask_for(f"/api/v1/query_exemplars?{asked}") or ())
+
     def _write_config(self, workers: Sequence[int]) -> None:
         shipped = yaml.safe_load((ROOT / "config/prometheus.yml").read_text())
         shipped["global"] = {"scrape_interval": LOOK, "scrape_timeout": LOOK, "evaluation_interval": LOOK}
@@ -110,11 +118,15 @@ class Prometheus:
         self._config.write_text(yaml.safe_dump(shipped))
 
     def _ask(self, path: str) -> dict[str, Any]:
+        return dict(self._ask_for(path) or {"result": []})
+
+    def _ask_for(self, path: str) -> Any:
+        """Return what it answers; None where it does not."""
         try:
             with urllib.request.urlopen(f"{self._url}{path}", timeout=ANSWER_SECONDS) as answer:
-                return dict(json.loads(answer.read())["data"])
+                return json.loads(answer.read())["data"]
         except OSError:
-            return {"result": []}
+            return None
 
 
 def waits() -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from aviso_workers import (
     App,
@@ -27,6 +28,8 @@ from aviso_workers import (
 )
 from aviso_workers.backends import Message
 from aviso_workers.errors import InvalidNotificationError
+from aviso_workers.telemetry import metrics as telemetry_metrics
+from aviso_workers.telemetry.metrics import Metrics
 from aviso_workers.testing import harness
 from tests import spans as spans_of_process
 from tests.contract.settings import app_config, mars
@@ -440,3 +443,55 @@ async def test_a_window_begins_a_trace_and_a_stream_has_no_span(app: App, url: s
     process = one("process plain")
     assert (parent(process), links(process)) == (None, [])
     assert parent(one("publish mars")) == ids(process)
+
+
+OPEN_METRICS = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
+
+
+def exemplars(metrics: Metrics) -> dict[str, tuple[str, str]]:
+    """The trace and the span of each exemplar of the durations, by its bucket."""
+    body, _ = metrics.answer(OPEN_METRICS)
+    families = text_string_to_metric_families(body.decode())  # type: ignore[no-untyped-call]
+    samples = [one for family in families for one in family.samples]
+    return {
+        f"{one.name} {one.labels['le']}": (one.exemplar.labels["trace_id"], one.exemplar.labels["span_id"])
+        for one in samples
+        if one.exemplar
+    }
+
+
+@pytest.mark.parametrize("settle", ["false", "true"])
+async def test_durations_carry_the_spans_of_their_calls(
+    app: App, url: str | None, settle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"{VARIABLE}SETTLE", settle)
+
+    @app.agent("plain", retry=PROMPT)
+    async def index(notification: Notification[Any]) -> None:
+        if notification.identifier["a"] == "bad":
+            raise ValueError("no such field")
+
+    metrics = Metrics(app, ready=lambda: True, loop_lag_seconds=lambda: 0.0)
+    app.events.listen(metrics.observe, *telemetry_metrics.OBSERVED)
+    async with harness(app, server=url) as t:
+        for a in ("good", "bad", "good"):
+            await app.notify("plain", {"a": a, "b": "x"})
+        await t.settle()
+        found = exemplars(metrics)
+    processed = {(f"{trace_id:032x}", f"{span_id:016x}") for trace_id, span_id in map(ids, spans("process plain"))}
+    assert len(processed) == 5
+    assert found
+    assert {*found.values()} <= processed
+    assert {name.split()[0] for name in found} == {"aviso_worker_handler_seconds_bucket"}
+
+
+async def test_a_span_that_is_not_sampled_is_no_exemplar(app: App, url: str | None) -> None:
+    @app.agent("plain")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    metrics = Metrics(app, ready=lambda: True, loop_lag_seconds=lambda: 0.0)
+    app.events.listen(metrics.observe, *telemetry_metrics.OBSERVED)
+    async with harness(app, server=url) as t:
+        await app.notify("plain", {"a": "a", "b": "x"}, headers={"traceparent": SOUND.removesuffix("1") + "0"})
+        await t.settle()
+    assert (exemplars(metrics), spans("process plain")) == ({}, [])

@@ -6,19 +6,24 @@ import math
 import subprocess
 import time
 import timeit
+from contextlib import closing
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 import pytest
 from msgspec import structs
 from prometheus_client import Metric as Family
 from prometheus_client import generate_latest
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from _incidents.prometheus import Prometheus
 from aviso_workers import App, Notification, Window, Windowing
 from aviso_workers.aviso.codec import Message
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.config import load
+from aviso_workers.config.settings import Traces
 from aviso_workers.engine.buffer import Buffer
 from aviso_workers.errors import DeclarationError, NotFoundError, UnavailableError, UndecodableError
 from aviso_workers.events import (
@@ -33,6 +38,7 @@ from aviso_workers.events import (
     Passed,
     Published,
     ReadAgain,
+    Sampled,
     Suspected,
     Ticked,
     Unreadable,
@@ -40,8 +46,11 @@ from aviso_workers.events import (
 )
 from aviso_workers.jetstream import identities
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
+from aviso_workers.telemetry import exposition
 from aviso_workers.telemetry.metrics import MAX_REASONS, RETRY_REASONS, FleetMetrics, Metrics, Missed
+from aviso_workers.telemetry.status import Health, StatusServer
 from tests import programs
+from tests.waits import PATIENCE_SECONDS
 
 OF_APP = {"app": "field-index"}
 OF_BASE = {**OF_APP, "base": "fields"}
@@ -489,7 +498,7 @@ def test_a_value_that_does_not_fit_the_labels_is_refused(app: App) -> None:
 def test_a_fleet_shows_the_series_of_all_processes_under_one_heading(metrics: Metrics) -> None:
     metrics.observe(settled("acked"))
     one = metrics.render().decode()
-    fleet = FleetMetrics("stories", ["1", "2"], scrape=lambda: {"1": one, "2": one})
+    fleet = FleetMetrics("stories", ["1", "2"], scrape=lambda _: {"1": one, "2": one})
     fleet.started("1")
     shown = fleet.render().decode()
     of_processes = samples(one, process="1") | samples(one, process="2")
@@ -523,6 +532,123 @@ def test_promtool_finds_nothing_to_complain_of(app: App, metrics: Metrics) -> No
     metrics.observe(Published(event_type="mars", outcome="stored", attempts=2))
     app.measure("aviso_test_depth", "How deep it is.", labels=("agent",), values={("a",): 1})
     assert check() == ""
+
+
+OPEN = f"{exposition.OPEN_METRICS},text/plain;version=0.0.4;q=0.5"
+
+
+@pytest.fixture
+def traced(app: App) -> Metrics:
+    workers = structs.replace(app.config.workers, traces=Traces(enabled=True))
+    app.configure(structs.replace(app.config, workers=workers))
+    metrics = Metrics(app, ready=lambda: True, loop_lag_seconds=lambda: 0.0)
+    app.events.listen(metrics.observe)
+    return metrics
+
+
+def sampled(number: int, *, seconds: float) -> Sampled:
+    return Sampled(agent="index", seconds=seconds, trace_id=f"{number:032x}", span_id=f"{number:016x}")
+
+
+def exemplars(shown: str) -> list[tuple[str, str, float]]:
+    """The bucket, the trace and the value of each, as Prometheus' own client reads it."""
+    families = openmetrics.text_string_to_metric_families(shown)  # type: ignore[no-untyped-call]
+    samples = [one for family in families for one in family.samples if one.exemplar]
+    return [(one.labels["le"], one.exemplar.labels["trace_id"][-2:], one.exemplar.value) for one in samples]
+
+
+def test_each_bucket_of_durations_has_its_newest_exemplar(app: App, traced: Metrics) -> None:
+    app.measure("aviso_test", 'A "quoted" help.', labels=(), values={(): 1})
+    for number in range(1, 2000):
+        traced.observe(settled("acked", seconds=0.02))
+        traced.observe(sampled(number % 100, seconds=0.02))
+    for number, seconds in ((100, 0.05), (101, 7200.0)):
+        traced.observe(settled("acked", seconds=seconds))
+        traced.observe(sampled(number, seconds=seconds))
+    body, content_type = traced.answer(OPEN)
+    shown = body.decode()
+    assert content_type == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    assert exemplars(shown) == [("0.025", "63", 0.02), ("0.05", "64", 0.05), ("+Inf", "65", 7200.0)]
+    assert shown.endswith("\n# EOF\n")
+    assert "# TYPE aviso_worker_notifications counter\n" in shown
+    assert len(next(line for line in shown.splitlines() if " # {" in line).partition(" # {")[2]) < 128
+    plain = traced.render().decode()
+    assert traced.answer("text/plain") == (plain.encode(), "text/plain; version=0.0.4; charset=utf-8")
+    assert "# {" not in plain
+    assert openmetrics_samples(shown) == samples(plain), "the same numbers"
+
+
+def openmetrics_samples(shown: str) -> set[tuple[str, frozenset[tuple[str, str]], str]]:
+    families = openmetrics.text_string_to_metric_families(shown)  # type: ignore[no-untyped-call]
+    found = [one for family in families for one in family.samples]
+    return {(one.name, frozenset(one.labels.items()), str(float(one.value))) for one in found}
+
+
+def test_a_fleet_shows_the_exemplars_of_its_processes(traced: Metrics) -> None:
+    traced.observe(settled("acked"))
+    traced.observe(sampled(7, seconds=0.02))
+    open_one, plain = (traced.answer(accept)[0].decode() for accept in (OPEN, ""))
+    fleet = FleetMetrics("stories", ["1", "2"], scrape=lambda accept: {"1": open_one, "2": plain}, traced=True)
+    body, content_type = fleet.answer(OPEN)
+    assert content_type == exposition.OPEN_METRICS
+    assert exemplars(body.decode()) == [("0.025", "07", 0.02)]
+    assert body.count(b"# EOF") == 1
+    assert openmetrics_samples(open_one) <= {
+        (name, frozenset(label for label in labels if label[0] != "process"), value)
+        for name, labels, value in openmetrics_samples(body.decode())
+    }
+    untraced = FleetMetrics("stories", ["1"], scrape=lambda accept: {accept: plain})
+    assert untraced.answer(OPEN)[1] == "text/plain; version=0.0.4; charset=utf-8"
+    assert 'process=""' in untraced.answer(OPEN)[0].decode(), "its processes are asked as ever"
+
+
+PROMETHEUS_ASKS = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;q=0.5,"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+)
+
+
+@pytest.mark.parametrize(
+    ("accept", "is_open"),
+    [
+        (PROMETHEUS_ASKS, True),
+        ("application/openmetrics-text", True),
+        ("application/openmetrics-text; version=1.0.0; charset=utf-8", True),
+        ("application/openmetrics-text;version=0.0.1,text/plain;q=0.1", False),
+        ("application/openmetrics-text;q=0.3,text/plain;q=0.4", False),
+        ("application/openmetrics-text;q=0", False),
+        ("application/openmetrics-text;q=much,text/plain;q=0.1", False),
+        ("text/html,*/*", False),
+        (";;,=", False),
+        ("", False),
+    ],
+)
+def test_openmetrics_is_for_who_prefers_it(accept: str, is_open: bool, metrics: Metrics, traced: Metrics) -> None:
+    assert traced.answer(accept)[1].startswith("application/openmetrics-text") is is_open
+
+
+def test_without_traces_the_bytes_are_those_of_the_text_format(metrics: Metrics) -> None:
+    metrics.observe(settled("acked"))
+    assert metrics.answer(OPEN) == (metrics.render(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+def test_prometheus_stores_the_exemplars(traced: Metrics, tmp_path: Path, free_port: int) -> None:
+    """A real one, which asks as it does by default."""
+    traced.observe(settled("acked"))
+    traced.observe(sampled(7, seconds=0.02))
+    program = programs.find("prometheus", package="prometheus")
+    with StatusServer(host="127.0.0.1", port=0, health=Health(), metrics=traced.answer) as server:
+        port = int(server.url.rpartition(":")[2])
+        prometheus = Prometheus(tmp_path, port=free_port, workers=[port], program=program, window="1s")
+        with closing(prometheus):
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while not (found := prometheus.exemplars("aviso_worker_handler_seconds_bucket")):
+                assert time.monotonic() < deadline, prometheus.log
+    (series,) = found
+    assert series["seriesLabels"]["le"] == "0.025"
+    (one,) = series["exemplars"]
+    assert (one["labels"], one["value"]) == ({"trace_id": f"{7:032x}", "span_id": f"{7:016x}"}, "0.02")
 
 
 class Collected:

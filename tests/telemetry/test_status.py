@@ -16,6 +16,8 @@ from aviso_workers.telemetry import status
 from aviso_workers.telemetry.status import Health, StatusServer
 from tests.waits import PATIENCE_SECONDS
 
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
 
 @pytest.fixture
 def health() -> Health:
@@ -24,7 +26,9 @@ def health() -> Health:
 
 @pytest.fixture
 def server(health: Health) -> Iterator[StatusServer]:
-    with StatusServer(host="127.0.0.1", port=0, health=health, metrics=lambda: b"aviso_worker_up 1\n") as server:
+    with StatusServer(
+        host="127.0.0.1", port=0, health=health, metrics=lambda _: (b"aviso_worker_up 1\n", TEXT)
+    ) as server:
         yield server
 
 
@@ -113,7 +117,7 @@ def test_a_connection_that_says_nothing_is_closed_after_a_while(
     health: Health, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "READ_SECONDS", 0.05)
-    with StatusServer(host="127.0.0.1", port=0, health=health, metrics=lambda: b"") as server:
+    with StatusServer(host="127.0.0.1", port=0, health=health, metrics=lambda _: (b"", "text/plain")) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as idle:
             assert idle.recv(1) == b""
@@ -122,7 +126,9 @@ def test_a_connection_that_says_nothing_is_closed_after_a_while(
 @pytest.mark.parametrize("header", ["", "Bearer wrong", "Bearer ", "Basic the-token", "Bearer the-tokenx"])
 def test_metrics_with_a_token_are_for_who_sends_it(health: Health, header: str) -> None:
     token = Secret("the-token")
-    with StatusServer(host="127.0.0.1", port=0, health=health, metrics=lambda: b"up 1\n", token=token) as server:
+    with StatusServer(
+        host="127.0.0.1", port=0, health=health, metrics=lambda _: (b"up 1\n", "text/plain"), token=token
+    ) as server:
         code, body = get(server, "/metrics", authorization=header)
         assert (code, "Authorization: Bearer" in body) == (401, True)
         assert get(server, "/metrics", authorization="Bearer the-token") == (200, "up 1\n")
@@ -132,12 +138,12 @@ def test_metrics_with_a_token_are_for_who_sends_it(health: Health, header: str) 
 def test_a_port_in_use_is_named(server: StatusServer, health: Health) -> None:
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=rf"workers.status.port: cannot listen on 127.0.0.1:{port} \(Address already"):
-        StatusServer(host="127.0.0.1", port=port, health=health, metrics=bytes)
+        StatusServer(host="127.0.0.1", port=port, health=health, metrics=lambda _: (b"", "text/plain"))
 
 
 def test_the_port_is_free_again_afterwards(health: Health) -> None:
-    with StatusServer(host="127.0.0.1", port=0, health=health, metrics=bytes) as server:
+    with StatusServer(host="127.0.0.1", port=0, health=health, metrics=lambda _: (b"", "text/plain")) as server:
         port = int(server.url.rpartition(":")[2])
         assert "status" in [thread.name for thread in threading.enumerate()]
-    with StatusServer(host="127.0.0.1", port=port, health=health, metrics=bytes) as server:
+    with StatusServer(host="127.0.0.1", port=port, health=health, metrics=lambda _: (b"", "text/plain")) as server:
         assert get(server, "/livez") == (200, "ok\n")

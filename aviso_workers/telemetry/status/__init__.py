@@ -37,6 +37,9 @@ READ_SECONDS = 5.0
 MAX_CONNECTIONS = 32
 """Where more are open, the oldest is closed: Prometheus and the probes of an orchestrator need a few."""
 
+Shown = Callable[[str], tuple[bytes, str]]
+"""Returns the body and the Content-Type of `/metrics` for a header Accept."""
+
 
 class Probed(Protocol):
     """What probes ask: a process about itself, or a fleet about all of its processes."""
@@ -98,9 +101,7 @@ class StatusServer:
     Raises `ConfigError` where the port is taken.
     """
 
-    def __init__(
-        self, *, host: str, port: int, health: Probed, metrics: Callable[[], bytes], token: Secret | None = None
-    ) -> None:
+    def __init__(self, *, host: str, port: int, health: Probed, metrics: Shown, token: Secret | None = None) -> None:
         try:
             self._server = _ThreadedServer((host, port), health, metrics, token)
         except OSError as error:
@@ -135,9 +136,7 @@ class _ThreadedServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(
-        self, address: tuple[str, int], health: Probed, metrics: Callable[[], bytes], token: Secret | None
-    ) -> None:
+    def __init__(self, address: tuple[str, int], health: Probed, metrics: Shown, token: Secret | None) -> None:
         self.health, self.metrics, self.token = health, metrics, token
         self._open: dict[socket.socket, None] = {}
         """The connections, oldest first."""
@@ -177,7 +176,7 @@ class _Request(BaseHTTPRequestHandler):
             case "/metrics" if not self._is_allowed():
                 self._send(401, b"send the token of workers.status.token: Authorization: Bearer ...\n")
             case "/metrics":
-                self._send(200, self.server.metrics(), "text/plain; version=0.0.4; charset=utf-8")
+                self._send(200, *self.server.metrics(self.headers.get("Accept", "")))
             case _:
                 self._send(404, b"/livez /readyz /metrics\n")
 
