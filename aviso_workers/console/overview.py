@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 import anyio
 import structlog
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.backends import Admin
@@ -24,8 +24,9 @@ from aviso_workers.ops.reports import ServerSnapshot, StreamRow
 from aviso_workers.state import declarations
 from aviso_workers.state.declarations import AppDeclarations
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
+from aviso_workers.state.worker_records import AtWork, WorkerRecord
 
-__all__ = ["AgentView", "Overview", "Watcher", "is_trouble", "stale_text", "state_of"]
+__all__ = ["AgentView", "Overview", "Watcher", "WorkerView", "is_trouble", "stale_text", "state_of"]
 
 EVERY_SECONDS = 2.0
 RATES_SECONDS = 30.0
@@ -63,6 +64,15 @@ UNASKED_SECONDS = 60.0
 log = structlog.get_logger("aviso_workers.console")
 
 
+class WorkerView(Struct, frozen=True, kw_only=True):
+    """A worker that lives, and what it handles of one agent."""
+
+    worker: WorkerRecord
+    at_work: AtWork
+    said: datetime
+    """When the worker said so."""
+
+
 class AgentView(Struct, frozen=True, kw_only=True):
     """An agent on one event stream."""
 
@@ -81,6 +91,22 @@ class AgentView(Struct, frozen=True, kw_only=True):
     """For how long nobody has asked for its notifications, as far as was looked; 0 where somebody does."""
     still_seconds: float
     """For how long nothing was delivered or settled, as far as was looked."""
+    workers: list[WorkerView] = []
+    """Those that live, as far as they have recorded themselves."""
+
+    @property
+    def at_once(self) -> int:
+        """How many notifications the calls of all its workers can take at once; 0 where no worker is recorded."""
+        return sum(each.at_work.at_once for each in self.workers)
+
+    @property
+    def in_flight(self) -> int:
+        """How many of them are handled, as the workers have said within the last half minute, or, where no worker is
+        recorded, how many are delivered and not settled. Of those that the workers have said, no more are left than
+        that.
+        """
+        unsettled = self.progress.ack_pending
+        return min(sum(each.at_work.in_flight for each in self.workers), unsettled) if self.workers else unsettled
 
     @property
     def catches_up_seconds(self) -> float | None:
@@ -201,7 +227,10 @@ class Watcher:
             time=datetime.now(UTC),
             seconds=seconds,
             config=config,
-            agents=self._views(progress, before.progress if before else [], seconds, snapshot.streams),
+            agents=[
+                structs.replace(view, workers=_workers(view.progress, recorded))
+                for view in self._views(progress, before.progress if before else [], seconds, snapshot.streams)
+            ],
             failing=agent_report.failing(recorded),
             streams=reports.streams(snapshot, before.snapshot if before else snapshot),
             unavailable=snapshot.unavailable,
@@ -259,6 +288,14 @@ class Watcher:
 
 def _key(progress: AgentProgress) -> tuple[str, str, str]:
     return progress.app, progress.agent, progress.stream
+
+
+def _workers(progress: AgentProgress, recorded: Recorded) -> list[WorkerView]:
+    return [
+        WorkerView(worker=worker, at_work=at_work, said=said)
+        for worker, said in recorded.workers.get(progress.app, ())
+        if (at_work := worker.agents.get(progress.agent)) and at_work.stream == progress.stream
+    ]
 
 
 def _moves(progress: AgentProgress) -> tuple[int, ...]:

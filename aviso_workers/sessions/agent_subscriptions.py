@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from aviso_workers.features.traces import Spans
     from aviso_workers.features.windows.handler import WindowHandler
 
-__all__ = ["AgentSubscriptions"]
+__all__ = ["AgentSubscriptions", "at_once"]
 
 ORDERED_PREFETCH = 1000
 """Deliveries that may wait with an ordered agent: more than its concurrency, because what waits behind
@@ -406,6 +406,12 @@ def _prefetch(agent: Agent[Any, Any]) -> int:
     policy = agent.policy
     if policy.order_by:
         return max(ORDERED_PREFETCH, policy.concurrency)
+    return at_once(agent)
+
+
+def at_once(agent: Agent[Any, Any]) -> int:
+    """Return how many notifications the calls of an agent can take at once, in one worker."""
+    policy = agent.policy
     return policy.concurrency * {Batch: policy.batch.size, Stream: STREAM_PREFETCH}.get(agent.form, 1)
 
 

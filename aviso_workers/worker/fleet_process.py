@@ -14,7 +14,6 @@ import signal
 import socket
 import threading
 from contextlib import suppress
-from pathlib import Path
 
 import anyio
 from msgspec import Struct
@@ -22,6 +21,7 @@ from msgspec import Struct
 from aviso_workers.aviso.literals import Size
 from aviso_workers.errors import ConfigError
 from aviso_workers.events import Acked, Failed
+from aviso_workers.sessions import worker_recorder
 
 __all__ = ["ENDS_IN_ORDER", "FleetMember", "RecycleLimits"]
 
@@ -31,7 +31,6 @@ end: a library may have exited."""
 CHECK_SECONDS = 0.25
 SPREAD = 0.1
 """Part of `max_notifications` by which it is raised at random, so that processes that began together part ways."""
-STATM = Path("/proc/self/statm")
 
 
 class RecycleLimits(Struct, frozen=True, kw_only=True):
@@ -90,7 +89,6 @@ class FleetMember:
 def _resident() -> int:
     """Bytes. Raises `ConfigError`."""
     try:
-        pages = int(STATM.read_text().split()[1])
+        return worker_recorder.resident_bytes()
     except OSError as error:
-        raise ConfigError([f"--max-rss needs {STATM}, which this system does not have"]) from error
-    return pages * os.sysconf("SC_PAGE_SIZE")
+        raise ConfigError([f"--max-rss needs {worker_recorder.STATM}, which this system does not have"]) from error

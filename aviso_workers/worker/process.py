@@ -14,6 +14,7 @@ from msgspec import structs
 from aviso_workers.app import App
 from aviso_workers.errors import ConfigError
 from aviso_workers.events import Acked, ConnectionChanged, Failed
+from aviso_workers.sessions.worker_recorder import MEMBER
 from aviso_workers.task_groups import task_group
 from aviso_workers.telemetry import logs
 from aviso_workers.telemetry.listeners import Listeners, listening
@@ -46,6 +47,7 @@ def run(
     """
     if member is not None:
         structlog.contextvars.bind_contextvars(process=member.name)
+        MEMBER.set(member.name)
     if mistakes := app.mistakes():
         raise ConfigError(mistakes)
     ending = Ending(drain_timeout_seconds=app.config.workers.drain_timeout_seconds, running=lambda: _running(app))
