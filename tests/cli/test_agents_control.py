@@ -392,6 +392,21 @@ def delete_consumer(config: Path, stream: str, consumer: str) -> None:
     anyio.run(delete)
 
 
+def of_workers(config: Path, *, killed: str = "") -> list[str]:
+    """The keys of what workers have recorded of the app, but for its agents' names; the one of a `killed` worker is
+    added before.
+    """
+
+    async def keys() -> list[str]:
+        async with App("operator", config=config) as app:
+            bucket = await app.key_value("aviso_workers_consumers")
+            if killed:
+                await bucket.put(killed, b"{}", ttl_seconds=90)
+            return [key for key in await bucket.keys() if key.startswith("field/") and key != "field/agents"]
+
+    return anyio.run(keys)
+
+
 def test_an_app_that_is_retired_leaves_nothing_but_its_notifications(
     run: Run, config: Path, agents: str, worked: Callable[..., list[str]]
 ) -> None:
@@ -404,10 +419,13 @@ def test_an_app_that_is_retired_leaves_nothing_but_its_notifications(
     assert "MARS > field__everything" in preview.out
     assert "say --yes to remove it" in preview.err
     assert len(listed(run, config)) == 2, "nothing was done"
+    kept = of_workers(config, killed="field/workers/killed/alive")
+    assert {"field/declared", "field/deploys", "field/workers/killed/alive"} <= {*kept}
 
     ran = run("agents", "rm", "field", "--workers-stopped", "--yes", "--config", config)
     assert (ran.code, ran.lines[-1]) == (0, "field is gone from the server")
     assert listed(run, config) == []
+    assert of_workers(config) == []
     again = run("agents", "rm", "field", "--config", config)
     assert (again.code, again.err) == (1, "aviso-workers: there is nothing of app field on this server\n")
     replayed = run("replay", "mars", "--config", config)

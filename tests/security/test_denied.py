@@ -12,7 +12,7 @@ from aviso_workers import App, Limit, Notification, config
 from aviso_workers.backends.jetstream.connection import MAX_DENIALS, NatsConnection
 from aviso_workers.engine import replay
 from aviso_workers.errors import DeniedError, UnansweredError
-from aviso_workers.events import AgentDisturbed, LeadershipHindered
+from aviso_workers.events import AgentDisturbed, LeadershipHindered, WorkerNotRecorded
 from aviso_workers.server import NatsServer
 from tests.conftest import write_mars_config
 from tests.waits import PATIENCE_SECONDS
@@ -58,6 +58,35 @@ async def test_what_is_denied_is_told_once_for_each_kind_of_subject(tmp_path: Pa
         "publish to mars.>",
     ]
     assert remembered <= MAX_DENIALS
+
+
+async def test_a_worker_that_may_not_record_itself_works_and_ends_as_ever(tmp_path: Path) -> None:
+    users = (
+        "authorization { users: [{user: worker, password: right, "
+        "permissions: {publish: {deny: ['$KV.aviso_workers_consumers.>']}}}] }\n"
+    )
+    with NatsServer.start(store_dir=tmp_path / "store", config=users) as server:
+        app = App("field", config=write_mars_config(tmp_path / "c.yaml", server.url, user="worker", password="right"))
+        handled, told = anyio.Event(), anyio.Event()
+        stated: list[WorkerNotRecorded] = []
+
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None:
+            handled.set()
+
+        def hear(event: WorkerNotRecorded) -> None:
+            stated.append(event)
+            told.set()
+
+        app.events.listen(hear, WorkerNotRecorded)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            async with app.running():
+                await app.notify("mars", {"class": "od", "step": 6})
+                await handled.wait()
+                await told.wait()
+    (event,) = stated
+    assert isinstance(event.error, DeniedError)
+    assert "$KV.aviso_workers_consumers" in str(event.error)
 
 
 @pytest.mark.parametrize("read", ["replay", "watch"])

@@ -1,0 +1,222 @@
+"""What workers record of themselves and of deploys, in the test harness: in virtual time and on a server."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import App, Backoff, KeyValue, Notification
+from aviso_workers.testing import Harness, harness
+from tests.contract.settings import app_config, mars
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = [pytest.mark.anyio, pytest.mark.needs_server(2, 11)]
+
+BUCKET = "aviso_workers_consumers"
+TTL_SECONDS = 90
+Records = Callable[[dict[str, dict[str, Any]]], Any]
+
+
+async def bucket_of(t: Harness) -> KeyValue:
+    return await t.app.key_value(BUCKET)
+
+
+async def records(t: Harness) -> dict[str, dict[str, Any]]:
+    """The records of the workers, by their keys."""
+    found = await (await bucket_of(t)).entries()
+    return {entry.key: json.loads(entry.value) for entry in found if entry.key.startswith("contract/workers/")}
+
+
+async def recorded(t: Harness, fits: Records) -> dict[str, dict[str, Any]]:
+    """The records of the workers, once they fit."""
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not fits(found := await records(t)):
+                await t.advance(0.5)
+    except TimeoutError:
+        pytest.fail(f"what workers have recorded is {found}")
+    return found
+
+
+def works(found: dict[str, dict[str, Any]]) -> list[str]:
+    """The keys of those workers that work as the singleton."""
+    return [key for key, each in found.items() if each["agents"]["alone"]["pinned"]]
+
+
+async def deploys(t: Harness) -> list[dict[str, Any]]:
+    entry = await (await bucket_of(t)).get("contract/deploys")
+    return json.loads(entry.value) if entry else []
+
+
+async def deployed(t: Harness, number: int) -> list[list[str]]:
+    """What changed in each deploy, once there are so many."""
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while len(found := await deploys(t)) < number:
+            await t.advance(0.1)
+    await t.settle()
+    return [each["changed"] for each in found]
+
+
+@pytest.fixture
+def begun() -> list[int]:
+    """The steps whose calls have begun."""
+    return []
+
+
+@pytest.fixture
+def busy(app: App, begun: list[int]) -> App:
+    """An app with an agent whose calls do not end, and a singleton."""
+
+    @app.agent("mars", concurrency=4, where={"stream": "oper"})
+    async def index(notification: Notification[Any]) -> None:
+        begun.append(int(notification.identifier["step"]))
+        await anyio.sleep_forever()
+
+    @app.agent("mars", singleton=True, ack_wait=2.0, where={"stream": "enfo"})
+    async def alone(notification: Notification[Any]) -> None:
+        pass
+
+    return app
+
+
+@pytest.fixture
+async def two(busy: App, url: str | None) -> AsyncIterator[Harness]:
+    async with harness(busy, server=url, workers=2) as t:
+        yield t
+
+
+async def test_a_worker_says_where_it_runs_and_what_it_handles(busy: App, url: str | None, begun: list[int]) -> None:
+    async with harness(busy, server=url) as t:
+        await recorded(t, bool)
+        for step in range(3):
+            await t.app.notify("mars", mars(step=step), {})
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while len(begun) < 3:
+                await t.advance(0.1)
+        await t.app.notify("mars", mars(stream="enfo"), {})  # it is pinned, and so it says all again
+        ((key, found),) = (await recorded(t, works)).items()
+        entry = await (await bucket_of(t)).get(key)
+        assert entry is not None
+        assert entry.ttl_seconds == TTL_SECONDS
+    assert (found["host"], found["process"], found["member"]) == (socket.gethostname(), os.getpid(), "")
+    assert found["rss"] > 2**20
+    assert found["agents"] == {
+        "index": {"stream": "MARS", "in_flight": 3, "at_once": 4, "pinned": None},
+        "alone": {"stream": "MARS", "in_flight": 0, "at_once": 1, "pinned": True},
+    }
+
+
+async def test_of_a_singletons_workers_one_works_and_the_others_stand_by(two: Harness) -> None:
+    await two.app.notify("mars", mars(stream="enfo"), {})
+    found = await recorded(two, lambda found: len(found) == 2 and works(found))
+    assert sorted(each["agents"]["alone"]["pinned"] for each in found.values()) == [False, True]
+
+
+async def test_another_worker_says_soon_that_it_works_where_the_one_before_was_killed(two: Harness) -> None:
+    await two.app.notify("mars", mars(stream="enfo"), {})
+    (before,) = works(await recorded(two, works))
+    for _ in range(2):  # one of them is it
+        await two.crash()
+    await two.app.notify("mars", mars(stream="enfo", step=13), {})
+    now = works(await recorded(two, lambda found: any(key != before for key in works(found))))
+    assert set(now) - {before}
+
+
+async def test_a_worker_that_ends_takes_its_record_back_and_a_killed_one_does_not(app: App, url: str | None) -> None:
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None:
+        pass
+
+    async with harness(app, server=url) as t:
+        first = await recorded(t, bool)
+        await t.crash()
+        both = await recorded(t, lambda found: len(found) == 2)
+        assert first.keys() < both.keys()
+        await t.stop()
+        await recorded(t, lambda found: found.keys() == first.keys())
+        if url is None:  # a server's own time is real
+            await t.advance(TTL_SECONDS + 1)
+            assert await records(t) == {}
+
+
+def version(kind: str, nats_url: str, attempts: int, *, names: tuple[str, ...] = ("index",)) -> App:
+    """A version of the app, with agents of these names."""
+    app = App("contract", config=app_config(kind, nats_url))
+    for name in names:
+
+        @app.agent("mars", name=name, retry=Backoff(attempts=attempts), start="new")
+        async def index(notification: Notification[Any]) -> None:
+            pass
+
+    return app
+
+
+async def test_of_workers_that_start_at_once_one_adds_a_deploy(kind: str, nats_url: str, url: str | None) -> None:
+    async with harness(version(kind, nats_url, 3), server=url, workers=4) as t:
+        assert await deployed(t, 1) == [["the first start that was recorded"]]
+        await t.deploy(version(kind, nats_url, 5, names=("index", "other")))
+        assert await deployed(t, 2) == [
+            ["the first start that was recorded"],
+            ["agent index: retry: 3 attempts -> 5 attempts", "agent other added"],
+        ]
+
+
+async def test_code_that_starts_again_after_other_code_gets_no_second_entry(
+    kind: str, nats_url: str, url: str | None
+) -> None:
+    old, new = version(kind, nats_url, 3), version(kind, nats_url, 5)
+    async with harness(old, server=url) as t:
+        await deployed(t, 1)
+        await t.deploy(new)
+        await deployed(t, 2)
+        assert [each["again"] for each in await deploys(t)] == [None, None]
+        await t.deploy(version(kind, nats_url, 3))
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while (await deploys(t))[-1]["again"] is None:
+                await t.advance(0.1)
+        rolled_back = await deploys(t)
+    assert [each["changed"] for each in rolled_back] == [
+        ["agent index: retry: 3 attempts -> 5 attempts"],
+        ["the first start that was recorded"],
+    ]
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Write this text as the module `shop_agents`, and import it."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(text: str) -> ModuleType:
+        (tmp_path / "shop_agents.py").write_text(f"async def handle(notification):\n    {text}\n")
+        sys.modules.pop("shop_agents", None)
+        importlib.invalidate_caches()
+        module = importlib.import_module("shop_agents")
+        module.handle.__annotations__["notification"] = Notification[Any]
+        return module
+
+    return write
+
+
+async def test_other_code_of_the_same_declarations_is_a_deploy(
+    kind: str, nats_url: str, url: str | None, code: Callable[[str], ModuleType]
+) -> None:
+    def app_of(text: str) -> App:
+        app = App("contract", config=app_config(kind, nats_url))
+        app.agent("mars", start="new")(code(text).handle)
+        return app
+
+    async with harness(app_of("first = 1"), server=url) as t:
+        await deployed(t, 1)
+        await t.deploy(app_of("second = 'longer'"))
+        assert (await deployed(t, 2))[-1] == ["code of shop_agents changed"]
