@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 from typing import Any
 
 import anyio
@@ -18,7 +20,10 @@ from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control, agent_report
 from aviso_workers.server import NatsServer
-from aviso_workers.testing import Harness
+from aviso_workers.sessions import worker_recorder
+from aviso_workers.state import consumer_records
+from aviso_workers.testing import Harness, harness
+from aviso_workers.version import __version__
 from tests.console.conftest import READER, Served, confirmed, publish, served, shown, text_of
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -162,6 +167,69 @@ async def test_a_paused_agent_is_nobodys_alarm(console: Served, app: App, runnin
     async with console.client() as client:
         page = await shown(client, "/", "Paused by somebody", "field-index/index until", "lag 1")
     assert "Nothing needs you." in page
+
+
+async def test_workers_are_listed_with_what_they_handle(
+    console: Served, app: App, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_recorder, "WRITE_SECONDS", 1.0)
+    begun, forever = anyio.Event(), anyio.Event()
+
+    @app.agent("mars", concurrency=3)
+    async def waits(notification: Notification[Any]) -> None:
+        begun.set()
+        await forever.wait()
+
+    here = f"{socket.gethostname()}:{os.getpid()}"
+    async with harness(app, server=nats_server.url, workers=2), console.client() as client:
+        await publish(app, 1)
+        await begun.wait()
+        page = await shown(client, "/agents/field-index/waits", f"{here} – {__version__}", " MB 1 of 3 ", " MB 0 of 3 ")
+        assert "standby" not in page
+        await shown(client, "/agents?q=waits", "waits MARS working – 1 1 of 6 2 ")
+        forever.set()
+        await shown(client, "/agents?q=waits", "waits MARS idle – 0 0 of 6 2 ")
+
+
+async def test_of_a_singleton_it_is_shown_which_worker_works(
+    console: Served, app: App, nats_server: NatsServer
+) -> None:
+    @app.agent("mars", singleton=True)
+    async def alone(notification: Notification[Any]) -> None:
+        pass
+
+    async with harness(app, server=nats_server.url, workers=2), console.client() as client:
+        await shown(client, "/agents/field-index/alone", "0 of 1 standby", without="works 0")
+        await publish(app, 1)
+        page = await shown(client, "/agents/field-index/alone", "0 of 1 works", "0 of 1 standby")
+        assert (page.count("of 1 works"), page.count("of 1 standby")) == (1, 1)
+
+
+async def test_a_worker_that_has_not_recorded_itself_is_missed(console: Served, app: App, running: Harness) -> None:
+    async with console.client() as client:
+        await shown(client, "/agents/field-index/index", f"{socket.gethostname()}:{os.getpid()}")
+        bucket = await consumer_records.bucket(console.admin)
+        for key in await bucket.keys():
+            if "/workers/" in key:
+                await bucket.delete(key)
+        await shown(client, "/agents/field-index/index", "None is recorded, although somebody asks")
+        await shown(client, "/agents?q=/index", "idle – 0 0 – ")
+
+
+async def test_the_last_deploys_are_shown_with_what_changed(console: Served, app: App, running: Harness) -> None:
+    other = App("field-index", config=console.config)
+
+    @other.agent("mars", concurrency=7)
+    async def index(notification: Notification[Any]) -> None:
+        pass
+
+    async with console.client() as client:
+        await shown(client, "/apps", "the first start that was recorded")
+        await running.deploy(other)
+        change = "agent index: concurrency: 1 -&gt; 7; agent fails removed"
+        await shown(client, "/agents/field-index/index", "Last deploys of field-index", change)
+        page = await shown(client, "/apps", "Last deploys", change)
+    assert page.index(change) < page.index("the first start that was recorded"), "the newest comes first"
 
 
 async def test_a_lost_consumer_needs_somebody(console: Served, app: App, nats_server: NatsServer) -> None:

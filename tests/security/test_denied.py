@@ -14,6 +14,7 @@ from aviso_workers.engine import replay
 from aviso_workers.errors import DeniedError, UnansweredError
 from aviso_workers.events import AgentDisturbed, LeadershipHindered, WorkerNotRecorded
 from aviso_workers.server import NatsServer
+from aviso_workers.sessions.worker_recorder import END_SECONDS
 from tests.conftest import write_mars_config
 from tests.waits import PATIENCE_SECONDS
 
@@ -67,12 +68,12 @@ async def test_a_worker_that_may_not_record_itself_works_and_ends_as_ever(tmp_pa
     )
     with NatsServer.start(store_dir=tmp_path / "store", config=users) as server:
         app = App("field", config=write_mars_config(tmp_path / "c.yaml", server.url, user="worker", password="right"))
-        handled, told = anyio.Event(), anyio.Event()
+        ticked, told = anyio.Event(), anyio.Event()
         stated: list[WorkerNotRecorded] = []
 
-        @app.agent("mars")
-        async def index(notification: Notification[Any]) -> None:
-            handled.set()
+        @app.every("1s")
+        async def tick() -> None:
+            ticked.set()
 
         def hear(event: WorkerNotRecorded) -> None:
             stated.append(event)
@@ -81,9 +82,11 @@ async def test_a_worker_that_may_not_record_itself_works_and_ends_as_ever(tmp_pa
         app.events.listen(hear, WorkerNotRecorded)
         with anyio.fail_after(PATIENCE_SECONDS):
             async with app.running():
-                await app.notify("mars", {"class": "od", "step": 6})
-                await handled.wait()
+                await ticked.wait()
+                assert not told.is_set(), "nothing waits for the record"
                 await told.wait()
+                began = anyio.current_time()
+        assert anyio.current_time() - began < END_SECONDS, "nothing is removed that was not stored"
     (event,) = stated
     assert isinstance(event.error, DeniedError)
     assert "$KV.aviso_workers_consumers" in str(event.error)
