@@ -15,6 +15,7 @@ from aviso_workers.state import (
     delayed_messages,
     own_buckets,
     own_streams,
+    worker_records,
 )
 from aviso_workers.state.own_streams import COUNTERS
 from tests.contract import settings
@@ -50,6 +51,7 @@ def test_each_bucket_of_an_app_is_listed() -> None:
         "field_windows_daily": ["<app>_windows_<agent>"],
         "field__newest": ["<app>__<table>"],
         consumer_records.BUCKET: [consumer_records.BUCKET],
+        worker_records.BUCKET: [worker_records.BUCKET],
     }
 
 

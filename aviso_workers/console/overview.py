@@ -21,7 +21,7 @@ from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import AgentProgress, AgentRow
 from aviso_workers.ops.parked import Parked
 from aviso_workers.ops.reports import ServerSnapshot, StreamRow
-from aviso_workers.state import declarations
+from aviso_workers.state import declarations, worker_records
 from aviso_workers.state.declarations import AppDeclarations
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 from aviso_workers.state.worker_records import AtWork, WorkerRecord
@@ -221,6 +221,7 @@ class Watcher:
         snapshot = await reports.take(self._admin, unavailable=before.unavailable if before else ())
         progress = await agent_report.of_deployment(self._admin, config, unavailable=snapshot.unavailable)
         recorded = await agent_inventory.recorded(self._admin)
+        workers = await worker_records.stored(self._admin)
         progress += _without_consumer(config, recorded, apps, progress)
         seconds = snapshot.at - before.snapshot.at if before else 0.0
         return Overview(
@@ -228,7 +229,7 @@ class Watcher:
             seconds=seconds,
             config=config,
             agents=[
-                structs.replace(view, workers=_workers(view.progress, recorded))
+                structs.replace(view, workers=_workers(view.progress, workers))
                 for view in self._views(progress, before.progress if before else [], seconds, snapshot.streams)
             ],
             failing=agent_report.failing(recorded),
@@ -290,10 +291,12 @@ def _key(progress: AgentProgress) -> tuple[str, str, str]:
     return progress.app, progress.agent, progress.stream
 
 
-def _workers(progress: AgentProgress, recorded: Recorded) -> list[WorkerView]:
+def _workers(
+    progress: AgentProgress, workers: Mapping[str, Iterable[tuple[WorkerRecord, datetime]]]
+) -> list[WorkerView]:
     return [
         WorkerView(worker=worker, at_work=at_work, said=said)
-        for worker, said in recorded.workers.get(progress.app, ())
+        for worker, said in workers.get(progress.app, ())
         if (at_work := worker.agents.get(progress.agent)) and at_work.stream == progress.stream
     ]
 

@@ -29,7 +29,6 @@ from aviso_workers.state import (
     outage_records,
     timer_pauses,
     versions,
-    worker_records,
 )
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.deploys import Deploy
@@ -37,7 +36,6 @@ from aviso_workers.state.failure_records import LastFailure
 from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
 from aviso_workers.state.timer_pauses import Pause
-from aviso_workers.state.worker_records import WorkerRecord
 
 __all__ = [
     "ConsumerInfo",
@@ -82,8 +80,6 @@ class Recorded(Struct, frozen=True, kw_only=True):
     """The pauses of timers that last, by app and timer."""
     parked: dict[tuple[str, str], tuple[Parked, ...]]
     """What waits for a person, the oldest first, by stream and consumer."""
-    workers: dict[str, list[tuple[WorkerRecord, datetime]]] = {}
-    """The workers that live, by app, each with when it was renewed."""
     deploys: dict[str, tuple[Deploy, ...]] = {}
     """The last deploys, by app, the newest last."""
 
@@ -129,7 +125,6 @@ async def recorded(admin: Admin) -> Recorded:
             (stream, agents_.durable_name(owner, agent)): found
             for (owner, agent, stream), found in (await parked.everywhere(admin)).items()
         },
-        workers=worker_records.parsed(entries),
         deploys=deploys.parsed(entries),
     )
 

@@ -25,6 +25,7 @@ from aviso_workers.state import (
     failure_counts,
     own_buckets,
     table_records,
+    worker_records,
 )
 from aviso_workers.state.own_streams import COUNTERS, RETRIES
 
@@ -130,6 +131,7 @@ async def retire(admin: Admin, plan: Retirement) -> None:
     await consumer_records.remove_notes(admin, app=plan.app, agent=plan.agent)
     if not plan.agent:
         await declarations.remove(admin, app=plan.app)
+        await worker_records.remove(admin, app=plan.app)
     for stream, subject in plan.subjects:
         with suppress(NotFoundError):
             await admin.purge_stream(stream, subject=subject)

@@ -26,8 +26,8 @@ from aviso_workers.engine.subscription import SubscriptionRun
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.events import Events, WorkerNotRecorded
 from aviso_workers.sessions import agent_subscriptions
-from aviso_workers.state import consumer_records, worker_records
-from aviso_workers.state.worker_records import TTL_SECONDS, WRITE_SECONDS, AtWork, WorkerRecord
+from aviso_workers.state import worker_records
+from aviso_workers.state.worker_records import BUCKET, TTL_SECONDS, WRITE_SECONDS, AtWork, WorkerRecord
 from aviso_workers.version import __version__
 
 __all__ = ["MEMBER", "WorkerRecorder", "resident_bytes"]
@@ -61,7 +61,9 @@ class WorkerRecorder:
         self._host, self._process, self._member = socket.gethostname(), os.getpid(), MEMBER.get()
         self._started = clocks.utc_now(backend.clock)
         self._key = worker_records.key_of(app, f"{self._host}_{self._process}_{secrets.token_hex(4)}")
-        self._bucket = RetryingKeyValue(backend, consumer_records.BUCKET, patience_seconds=LOOK_SECONDS, own=True)
+        self._bucket = RetryingKeyValue(
+            backend, BUCKET, ttl_seconds=TTL_SECONDS, patience_seconds=LOOK_SECONDS, own=True
+        )
         self._stored = self._reported = False
 
     async def keep_writing(self) -> None:
@@ -88,14 +90,14 @@ class WorkerRecorder:
     async def _write(self) -> None:
         self._stored = True  # or it may be, where no answer comes
         try:
-            await self._bucket.put(self._key, msgspec.json.encode(self._record()), ttl_seconds=TTL_SECONDS)
+            await self._bucket.put(self._key, msgspec.json.encode(self._record()))
         except UnavailableError:
             return  # it is put again; that the connection is lost is stated elsewhere
         except BackendError as error:
             self._stored = not isinstance(error, RefusedError)
             if not self._reported:
                 self._reported = True
-                self._events.emit(WorkerNotRecorded(bucket=consumer_records.BUCKET, error=error))
+                self._events.emit(WorkerNotRecorded(bucket=BUCKET, error=error))
         else:
             self._reported = False
 

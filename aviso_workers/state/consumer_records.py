@@ -34,7 +34,6 @@ from aviso_workers.jetstream.key_value import Entry, KeyValue
 from aviso_workers.state.kept import Kept
 
 __all__ = [
-    "ALIVE",
     "BUCKET",
     "FAILURE",
     "HALT",
@@ -79,8 +78,6 @@ KEPT = (
 FAILURE, OUTAGE, HALT, PAUSE = NOTES = ("failure", "outage", "halt", "pause")
 """What workers note for operators of an agent, a timer or a task, or (`PAUSE`) the other way round, as the last part of
 its key."""
-ALIVE = "alive"
-"""What a worker process notes of itself (`worker_records`), in the same way."""
 NO_KEY = re.compile(r"[^-_A-Za-z0-9]")
 """What a key of a bucket cannot have, as the name of a task that is a lambda."""
 STUCK_SECONDS = 300.0
@@ -188,7 +185,7 @@ async def remove(backend: Backend, *, app: str, agent: str, stream: str) -> None
 
 
 def notes(entries: Iterable[Entry], note: str) -> Iterator[tuple[tuple[str, str, str], Entry]]:
-    """Return the entries of the bucket that are of one of `NOTES`, or `ALIVE`, each after its app, kind and name."""
+    """Return the entries of the bucket that are of this one of `NOTES`, each after its app, kind and name."""
     for each in entries:
         app, *key = each.key.split("/")
         if len(key) == 3 and key[2] == note:
@@ -200,7 +197,7 @@ async def remove_notes(backend: Backend, *, app: str, agent: str = "") -> None:
     `BackendError`.
     """
     found = await entries(backend)
-    for note in (*NOTES, ALIVE):
+    for note in NOTES:
         for (owner, kind, name), each in notes(found, note):
             if owner == app and (not agent or (kind, name) == ("agents", agent)):
                 await (await bucket(backend)).delete(each.key)

@@ -23,12 +23,13 @@ from aviso_workers.state import (
     table_records,
     timer_records,
     window_records,
+    worker_records,
 )
 
 __all__ = ["Kind", "OwnBuckets", "is_of", "kind_of", "of_app"]
 
 Kind = Literal["table", "windows", "timers", "failures", "other"]
-"""What a bucket keeps: `timers` are leases and ticks, `failures` the counts of failures."""
+"""What a bucket keeps: `timers` are leases, ticks and the workers that live, `failures` the counts of failures."""
 
 
 class OwnBuckets(Struct, frozen=True, kw_only=True):
@@ -54,7 +55,7 @@ def of_app(
     leases, claims = lease_records.bucket_of(app), timer_records.bucket_of(app)
     by_key: list[str] = []
     if agents or timers:
-        by_key.append(consumer_records.BUCKET)
+        by_key += [consumer_records.BUCKET, worker_records.BUCKET]
     if agents:
         by_key.append(f"{app}{failure_counts.BUCKET_SUFFIX}")
     limits = [limit for agent in agents for limit in agent.policy.limits]
@@ -82,7 +83,7 @@ def kind_of(bucket: str) -> Kind:
         return "table"
     if window_records.BUCKET_INFIX in bucket:
         return "windows"
-    if bucket.endswith((lease_records.LEASES, timer_records.CLAIMS)):
+    if bucket.endswith((lease_records.LEASES, timer_records.CLAIMS)) or bucket == worker_records.BUCKET:
         return "timers"
     return "failures" if bucket.endswith(failure_counts.BUCKET_SUFFIX) else "other"
 

@@ -1,31 +1,32 @@
 """The worker processes that live, as each of them has said of itself: where it runs, and what it handles.
 
-A worker has one record in the bucket of `consumer_records`, under `<app>/workers/<worker>/alive`. It puts it again and
-again (`sessions.worker_recorder`), and the server forgets the record of one that was killed. Nothing depends on these
-records: a worker without the right to write them works as ever, and is not listed.
+All apps have them in one bucket, which forgets a record that is not put again. A worker puts its own again and again
+(`sessions.worker_recorder`), so that a killed one is soon forgotten. Nothing depends on these records: a worker
+without the right to write them works as ever, and is not listed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from datetime import datetime
 
 from msgspec import Struct
 
 from aviso_workers.aviso.codec import read_json
+from aviso_workers.backends import Backend
+from aviso_workers.backends.buckets import open_existing
 from aviso_workers.errors import UndecodableError
-from aviso_workers.jetstream.key_value import Entry
-from aviso_workers.state import consumer_records
+from aviso_workers.jetstream.key_value import Entry, encode_key
 from aviso_workers.state.kept import Kept
 
-__all__ = ["KEPT", "TTL_SECONDS", "WRITE_SECONDS", "AtWork", "WorkerRecord", "key_of", "parsed"]
+__all__ = ["BUCKET", "KEPT", "TTL_SECONDS", "WRITE_SECONDS", "AtWork", "WorkerRecord", "key_of", "remove", "stored"]
 
+BUCKET = "aviso_workers_processes"
 WRITE_SECONDS = 30.0
 TTL_SECONDS = 3 * WRITE_SECONDS
 KEPT = (
     Kept(
-        bucket=consumer_records.BUCKET,
-        key=f"<app>/workers/<worker>/{consumer_records.ALIVE}",
+        bucket=BUCKET,
+        key="<app>/<host, process and number of the worker>",
         holds="that a worker process lives, and what it handles (`WorkerRecord`)",
         until=f"until the worker ends, or {TTL_SECONDS:g} s after it was renewed",
     ),
@@ -62,18 +63,27 @@ class WorkerRecord(Struct, frozen=True, kw_only=True):
 
 
 def key_of(app: str, worker: str) -> str:
-    return consumer_records.note_key(app, "workers", worker, consumer_records.ALIVE)
+    return encode_key(f"{app}/{worker}")
 
 
-def parsed(entries: Iterable[Entry]) -> dict[str, list[tuple[WorkerRecord, datetime]]]:
-    """Return the workers among the entries of the bucket, by app, each with when it was renewed by the server's
-    clock.
+async def stored(backend: Backend) -> dict[str, list[tuple[WorkerRecord, datetime]]]:
+    """Return the workers that live, by app, each with when it was renewed by the server's clock. Raises
+    `BackendError`.
     """
+    bucket = await open_existing(backend, BUCKET, ttl_seconds=TTL_SECONDS, own=True)
     found: dict[str, list[tuple[WorkerRecord, datetime]]] = {}
-    for (app, _, _), entry in consumer_records.notes(entries, consumer_records.ALIVE):
+    for entry in await bucket.entries() if bucket is not None else ():
         if record := _read(entry):
-            found.setdefault(app, []).append((record, entry.time))
+            found.setdefault(entry.key.partition("/")[0], []).append((record, entry.time))
     return {app: sorted(each, key=lambda one: (one[0].host, one[0].process)) for app, each in found.items()}
+
+
+async def remove(backend: Backend, *, app: str) -> None:
+    """Forget the workers of a retired app. Raises `BackendError`."""
+    bucket = await open_existing(backend, BUCKET, ttl_seconds=TTL_SECONDS, own=True)
+    for key in await bucket.keys() if bucket is not None else ():
+        if bucket is not None and key.startswith(f"{app}/"):
+            await bucket.delete(key)
 
 
 def _read(entry: Entry) -> WorkerRecord | None:

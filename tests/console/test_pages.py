@@ -21,7 +21,7 @@ from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control, agent_report
 from aviso_workers.server import NatsServer
 from aviso_workers.sessions import worker_recorder
-from aviso_workers.state import consumer_records
+from aviso_workers.state import worker_records
 from aviso_workers.testing import Harness, harness
 from aviso_workers.version import __version__
 from tests.console.conftest import READER, Served, confirmed, publish, served, shown, text_of
@@ -208,10 +208,7 @@ async def test_of_a_singleton_it_is_shown_which_worker_works(
 async def test_a_worker_that_has_not_recorded_itself_is_missed(console: Served, app: App, running: Harness) -> None:
     async with console.client() as client:
         await shown(client, "/agents/field-index/index", f"{socket.gethostname()}:{os.getpid()}")
-        bucket = await consumer_records.bucket(console.admin)
-        for key in await bucket.keys():
-            if "/workers/" in key:
-                await bucket.delete(key)
+        await worker_records.remove(console.admin, app="field-index")
         await shown(client, "/agents/field-index/index", "None is recorded, although somebody asks")
         await shown(client, "/agents?q=/index", "idle – 0 0 – ")
 

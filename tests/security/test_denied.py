@@ -64,7 +64,7 @@ async def test_what_is_denied_is_told_once_for_each_kind_of_subject(tmp_path: Pa
 async def test_a_worker_that_may_not_record_itself_works_and_ends_as_ever(tmp_path: Path) -> None:
     users = (
         "authorization { users: [{user: worker, password: right, "
-        "permissions: {publish: {deny: ['$KV.aviso_workers_consumers.>']}}}] }\n"
+        "permissions: {publish: {deny: ['$KV.aviso_workers_processes.>']}}}] }\n"
     )
     with NatsServer.start(store_dir=tmp_path / "store", config=users) as server:
         app = App("field", config=write_mars_config(tmp_path / "c.yaml", server.url, user="worker", password="right"))
@@ -89,7 +89,7 @@ async def test_a_worker_that_may_not_record_itself_works_and_ends_as_ever(tmp_pa
         assert anyio.current_time() - began < END_SECONDS, "nothing is removed that was not stored"
     (event,) = stated
     assert isinstance(event.error, DeniedError)
-    assert "$KV.aviso_workers_consumers" in str(event.error)
+    assert "$KV.aviso_workers_processes.field/" in str(event.error)
 
 
 @pytest.mark.parametrize("read", ["replay", "watch"])

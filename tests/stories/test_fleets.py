@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -12,8 +13,10 @@ from typing import Any
 import anyio
 import pytest
 
+from aviso_workers import App
 from tests.commands import Command
-from tests.stories.processes import Record, Worker, until
+from tests.contract.settings import app_config
+from tests.stories.processes import Record, Server, Worker, until
 from tests.waits import LONG_SECONDS, PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -70,15 +73,28 @@ async def test_nothing_is_lost_though_a_process_is_killed_every_two_seconds(
     assert 'aviso_worker_process_exits_total{app="stories",ending="crashed",process="1"} 1.0' in fleet.get("/metrics")
 
 
+async def members(url: str) -> dict[str, int]:
+    """The process ids of the workers that have recorded themselves, by their names in the fleet."""
+    async with App("operator", config=app_config("jetstream", url)) as app:
+        entries = await (await app.key_value("aviso_workers_processes")).entries()
+    found = [json.loads(entry.value) for entry in entries]
+    return {each["member"]: each["process"] for each in found}
+
+
 async def test_one_signal_drains_all_processes(
-    run_worker: Callable[..., Worker], publish: Callable[..., Any], record: Record
+    server: Server, run_worker: Callable[..., Worker], publish: Callable[..., Any], record: Record
 ) -> None:
     fleet = run_worker(options=("--processes", "3"))
     await fleet.ready()
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while (found := await members(server.url)).keys() != {"1", "2", "3"}:
+            await fleet.ready()
+    assert found == running(fleet)
     await publish(range(30), seconds=0.4)
     await until(lambda: len({act.pid for act in record.of("begun")}) == 3, what=lambda: record.acts)
     fleet.terminate()
     assert await fleet.ended() == 0
+    assert await members(server.url) == {}, "each has taken its record back"
     assert record.numbers("begun") == record.numbers("done"), "what was begun is finished"
     stopped = [entry for entry in fleet.logged("agent.stopped") if entry["agent"] == "work"]
     assert sorted(entry["process"] for entry in stopped) == ["1", "2", "3"]
