@@ -115,6 +115,8 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     lost: bool = False
     trace: dict[str, str] = {}
     """The headers of its events that say in which trace it runs: they stand at the beginning of its log."""
+    name: str = ""
+    """The name of the application, which stands there too."""
 
 
 router = Router("spark-events", settings=SparkEvents)
@@ -511,7 +513,9 @@ class _ApplicationLog:
             # Task events alone are not worth a write; the end is, so that a restart need not open what is complete.
             if batch.events or goes_on or (grown.complete and not more and moved):
                 level = self._stored.level if more else min(grown.modified, time.time())
-                await self._store(grown, Checkpoint(position=reader.position, level=level, trace=self._decode.trace))
+                decode = self._decode
+                checkpoint = Checkpoint(position=reader.position, level=level, trace=decode.trace, name=decode.name)
+                await self._store(grown, checkpoint)
         if grown.unread_bytes(reader.position) and not self.incomplete:
             self.incomplete = "left_out"  # by an earlier reading, which said so
         if self.overdue(grown):
@@ -544,7 +548,8 @@ class _ApplicationLog:
                 "spark_events.checkpoint_unreadable", path=self.path, problem=str(error), then="read from its beginning"
             )
         self._published_to = self._stored.position
-        self._decode = job_events.Decoder(SparkApplication.of_log(grown.name), trace=self._stored.trace)
+        application = SparkApplication.of_log(grown.name)
+        self._decode = job_events.Decoder(application, trace=self._stored.trace, name=self._stored.name)
         return EventLogReader(self._decode, self._stored.position, open_file=self._open_file)
 
     async def _store(self, grown: EventLog, checkpoint: Checkpoint) -> None:
@@ -579,6 +584,12 @@ class _ApplicationLog:
             return
 
     async def _notify(self, event: JobEvent) -> None:
+        """Publish an event, unless the stream has it, and tell what it says of a run."""
+        await self._publish_one(event)
+        if run := job_events.run_of(event, self._settings.cluster, name=self._decode.name):
+            self._app.events.emit(run)
+
+    async def _publish_one(self, event: JobEvent) -> None:
         message_id = event.message_id(self._settings.cluster)
         if message_id in self._held:
             self._held.remove(message_id)

@@ -1196,6 +1196,24 @@ class ForeignAnswer(Event, frozen=True, kw_only=True):
         return f"{self.answer}, and was ignored" if self.times == 1 else ""
 
 
+class SparkRun(Event, frozen=True, kw_only=True):
+    """An application of Spark, or a job of one, has begun, goes on or has ended, as its event log says."""
+
+    lines = unheard
+
+    run: str
+    """What identifies the run of the application: the same from every publisher, and on every repeat."""
+    application: str
+    """The application's name; its id where the log does not say the name."""
+    job: str
+    """The id of the job; empty for the application itself."""
+    state: Literal["START", "RUNNING", "COMPLETE", "FAIL", "ABORT"]
+    time: datetime | None
+    """When that was, by Spark's clock; None where Spark does not say it."""
+    error: str = ""
+    """Why it has failed."""
+
+
 class LineageTold(Event, frozen=True, kw_only=True):
     """A run event of lineage was sent, or (with an error) is lost."""
 

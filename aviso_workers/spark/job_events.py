@@ -14,14 +14,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from datetime import datetime
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct, field, structs
 
 from aviso_workers.config import Config
 from aviso_workers.errors import UndecodableError
+from aviso_workers.events import SparkRun
 from aviso_workers.spark import trace_contexts
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "decode",
     "lost",
     "resumed",
+    "run_of",
 ]
 
 EVENT_TYPE = "spark_job"
@@ -49,6 +51,9 @@ YARN_ATTEMPT = re.compile(r"(application_\d+_\d+)_(\d+)")
 OBJECT_HASH = re.compile(r"@[0-9a-f]+$")
 SPELLING = str.maketrans(dict.fromkeys(" :/", "-") | dict.fromkeys(".${}'\"", "_"))
 
+STATES: Mapping[str, Literal["START", "RUNNING", "ABORT"]] = {"start": "START", "resumed": "RUNNING", "lost": "ABORT"}
+LATEST = 253_402_300_799_000
+"""The last millisecond that has a date; a log may say anything."""
 SUCCEEDED, FAILED, UNKNOWN = "succeeded", "failed", "unknown"
 
 Json = Mapping[str, Any]
@@ -152,9 +157,13 @@ class Decoder:
     history server, and `unknown` where it has none, or not all of them were read.
     """
 
-    def __init__(self, application: SparkApplication, *, trace: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, application: SparkApplication, *, trace: Mapping[str, str] | None = None, name: str = ""
+    ) -> None:
         self.trace = dict(trace or {})
         """The headers that its properties say: in which trace it runs."""
+        self.name = name
+        """The name of the application; empty until the log has said it."""
         self._application = application
         self._jobs: dict[str, dict[str, str]] = {}
         """By SQL execution that has begun, the status of each of its jobs."""
@@ -166,6 +175,8 @@ class Decoder:
                 self.trace = trace_contexts.of_properties(msgspec.json.decode(line, type=_Environment).properties.get)
         event = decode(line, self._application)
         match event:
+            case JobEvent(kind="application", event="start"):
+                self.name = str(event.payload.get("name", ""))
             case JobEvent(kind="sql", event="start"):
                 self._jobs[event.id] = {}
             case JobEvent(kind="job", event="start"):
@@ -241,6 +252,26 @@ def _of_loss(application: SparkApplication, begun: Begun | None, event: str, sin
         id=begun.id,
         occurrence=f"{begun.occurrence}/{milliseconds}",
         payload={"last_heard": milliseconds},
+    )
+
+
+def run_of(event: JobEvent, cluster: str, *, name: str) -> SparkRun | None:
+    """Return what an event says of the run of its application, whose name is given, or of a job; None where it is of
+    something else.
+    """
+    if event.kind not in ("application", "job"):
+        return None
+    given = event.payload
+    error = f"exit code {given['exit_code']}" if given.get("exit_code") else str(given.get("error", ""))
+    ended: Literal["FAIL", "COMPLETE"] = "FAIL" if error or given.get("status") == FAILED else "COMPLETE"
+    time = given.get("last_heard" if event.event == "lost" else "time")
+    return SparkRun(
+        run=event.application.message_ids(cluster),
+        application=name or event.application.id,
+        job=event.id if event.kind == "job" else "",
+        state=STATES.get(event.event, ended),
+        time=datetime.fromtimestamp(time / 1000, UTC) if isinstance(time, int) and 0 < time < LATEST else None,
+        error=error,
     )
 
 

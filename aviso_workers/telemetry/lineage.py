@@ -1,4 +1,5 @@
-"""Run events of OpenLineage: of a worker, of its agents, of windows that are over, and of commands on Spark.
+"""Run events of OpenLineage: of a worker, of its agents, of windows that are over, and of Spark: of commands, and of
+what `spark-events` reads of applications and their jobs.
 
 Each life of a worker is a run of the app's job, and each agent a streaming job with a run within it. They are told when
 they begin, every five minutes, and when they end; a worker that is killed tells no end. An observer of the engine's
@@ -18,6 +19,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
+from uuid import NAMESPACE_URL, uuid5
 
 import anyio
 import anyio.to_thread
@@ -32,7 +34,7 @@ from aviso_workers.config.settings import Lineage
 from aviso_workers.declare import outputs
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import ConfigError, text_of
-from aviso_workers.events import Acked, AgentStarted, Event, Events, LineageTold, Published, WindowDone
+from aviso_workers.events import Acked, AgentStarted, Event, Events, LineageTold, Published, SparkRun, WindowDone
 from aviso_workers.task_groups import task_group
 from aviso_workers.version import __version__
 
@@ -115,7 +117,7 @@ class LineageReporter:
         state, error = RunState.ABORT, ""
         sent, sending = anyio.Event(), anyio.CancelScope(shield=True)
         async with task_group() as tasks:
-            with self._app.events.heard_by(self.observe, AgentStarted, Acked, Published, WindowDone):
+            with self._app.events.heard_by(self.observe, AgentStarted, Acked, Published, SparkRun, WindowDone):
                 self._begin(WORKER)
                 tasks.start_soon(self._tell_running)
                 tasks.start_soon(self._send_all, _sender(self._settings, backend), sent, sending)
@@ -149,6 +151,8 @@ class LineageReporter:
                 self._begin(event.agent)
             case WindowDone() if event.error is None or event.dead_lettered:
                 self._tell_window(event)
+            case SparkRun():
+                self._tell_spark(event)
 
     def _begin(self, name: str) -> None:
         self._begun.append(name)
@@ -187,6 +191,23 @@ class LineageReporter:
         began, state = self._time(before_seconds=event.seconds), RunState.FAIL if failed else RunState.COMPLETE
         for time, each in ((began, RunState.START), (self._time(), state)):
             self._put(_event(time, each, run, job, inputs, self._written[event.agent]))
+
+    def _tell_spark(self, event: SparkRun) -> None:
+        """Tell the run of an application of Spark, or of a job within it. What is told twice is of the same run."""
+        made: dict[str, Any] = {}
+        if event.job:
+            made["parent"] = facets.parent_run.ParentRunFacet(
+                run=facets.parent_run.Run(_spark_run(event.run)),
+                job=facets.parent_run.Job(self._settings.namespace, f"spark.{event.application}"),
+            )
+        if event.error:
+            made["errorMessage"] = facets.error_message_run.ErrorMessageRunFacet(event.error, "SCALA")
+        kind, name = ("JOB", ".job") if event.job else ("APPLICATION", "")
+        of: dict[str, Any] = {"jobType": facets.job_type_job.JobTypeJobFacet("BATCH", "SPARK", kind)}
+        job = Job(self._settings.namespace, f"spark.{event.application}{name}", of)
+        time = event.time.isoformat() if event.time else self._time()
+        run = Run(_spark_run(f"{event.run}{event.job}"), made)
+        self._put(_event(time, RunState[event.state], run, job, [], []))
 
     def _time(self, *, before_seconds: float = 0.0) -> str:
         return (clocks.utc_now(self._clock) - timedelta(seconds=before_seconds)).isoformat()
@@ -362,6 +383,11 @@ def _engine_and_error(error: str) -> dict[str, Any]:
     if error:
         made["errorMessage"] = facets.error_message_run.ErrorMessageRunFacet(error, "PYTHON")
     return made
+
+
+def _spark_run(of: str) -> str:
+    """Return the id of a run, the same from every worker and on every repeat: `of` has application, attempt and job."""
+    return str(uuid5(NAMESPACE_URL, of))
 
 
 def _named(agent: Agent[Any, Any], known: Collection[str]) -> list[str]:

@@ -7,21 +7,25 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
-from uuid import UUID
+from uuid import NAMESPACE_URL, UUID, uuid5
 
 import anyio
 import pytest
 from msgspec import structs
 from openlineage.client import event_v2
 
+from aviso_agents import spark_events
 from aviso_workers import App, Notification, Notify, Window, Windowing, config
 from aviso_workers.backends import Admin, Message, open_backend
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.config import Config
 from aviso_workers.config.settings import Lineage
-from aviso_workers.events import Acked, Event, LineageTold, WindowDone
+from aviso_workers.events import Acked, Event, LineageTold, SparkRun, WindowDone
 from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.spark import job_events
+from aviso_workers.spark.job_events import SparkApplication
 from aviso_workers.telemetry import lineage
 from tests.contract.settings import app_config
 from tests.waits import PATIENCE_SECONDS
@@ -33,11 +37,14 @@ OLD = datetime(2026, 11, 20, 6, 30, tzinfo=UTC)
 
 
 @pytest.fixture
-def settings(kind: str, nats_url: str) -> Config:
+def settings(kind: str, nats_url: str, tmp_path: Path) -> Config:
     loaded = config.load(app_config(kind, nats_url), environ={})
-    return structs.replace(
-        loaded, workers=structs.replace(loaded.workers, lineage=Lineage(subject=SUBJECT, namespace="tests"))
+    workers = structs.replace(
+        loaded.workers,
+        lineage=Lineage(subject=SUBJECT, namespace="tests"),
+        agents={"spark-events": {"event_log_dirs": [str(tmp_path)], "poll_seconds": 0.01}},
     )
+    return structs.replace(loaded, workers=workers)
 
 
 @pytest.fixture
@@ -247,3 +254,93 @@ async def test_an_endpoint_that_fails_disturbs_no_agent(app: App, kept: Admin, m
     changes = [line.event for event in told for line in event.lines()]
     assert changes == ["lineage.not_sent", "lineage.sent_again"]
     assert "COMPLETE" in states(runs(await stored(kept))["fields.tell"])
+
+
+def spark_run(kind: str, event: str, payload: dict[str, Any], *, name: str = "nightly", attempt: str = "0") -> SparkRun:
+    application = SparkApplication(id="application_1_0001", attempt=attempt)
+    of = job_events.JobEvent(application=application, kind=kind, event=event, id="7", occurrence="7", payload=payload)
+    found = job_events.run_of(of, "local", name=name)
+    assert found is not None
+    return found
+
+
+async def spark_runs(app: App, kept: Admin, *told: SparkRun, workers: int = 1) -> dict[str, list[dict[str, Any]]]:
+    """What is told of the runs of Spark, by so many workers after each other."""
+    await make_stream(kept)
+    for _ in range(workers):
+        async with lineage.LineageReporter(app, Lineage(subject=SUBJECT, namespace="tests")).told(kept):
+            for each in told:
+                app.events.emit(each)
+    return {job: events for job, events in runs(await stored(kept)).items() if job.startswith("spark.")}
+
+
+async def test_a_job_of_spark_is_a_run_within_that_of_its_application(app: App, kept: Admin) -> None:
+    found = await spark_runs(
+        app,
+        kept,
+        spark_run("application", "start", {"time": 1000, "name": "nightly"}),
+        spark_run("job", "start", {"time": 2000}),
+        spark_run("job", "end", {"time": 3500, "status": "failed", "error": "no such file"}),
+        spark_run("application", "end", {"time": 4000, "exit_code": 1}),
+    )
+    assert {job: states(events) for job, events in found.items()} == {
+        "spark.nightly": ["START", "FAIL"],
+        "spark.nightly.job": ["START", "FAIL"],
+    }
+    (began, ended), (job, failed) = found["spark.nightly"], found["spark.nightly.job"]
+    of_application = str(uuid5(NAMESPACE_URL, "spark:local:application_1_0001:0:"))
+    assert [each["run"]["runId"] for each in (began, ended)] == [of_application] * 2
+    assert [each["run"]["runId"] for each in (job, failed)] == [
+        str(uuid5(NAMESPACE_URL, "spark:local:application_1_0001:0:7"))
+    ] * 2
+    assert [each["eventTime"] for each in (began, job, failed, ended)] == [
+        "1970-01-01T00:00:01+00:00",
+        "1970-01-01T00:00:02+00:00",
+        "1970-01-01T00:00:03.500000+00:00",
+        "1970-01-01T00:00:04+00:00",
+    ]
+    for each in (job, failed):
+        parent = each["run"]["facets"]["parent"]
+        assert (parent["run"]["runId"], parent["job"]["name"]) == (of_application, "spark.nightly")
+    assert [each["run"]["facets"]["errorMessage"]["message"] for each in (failed, ended)] == [
+        "no such file",
+        "exit code 1",
+    ]
+    assert "parent" not in began["run"]["facets"]
+
+
+async def test_what_two_workers_tell_of_spark_is_of_the_same_runs_and_stored_once(app: App, kept: Admin) -> None:
+    told = [
+        spark_run("job", "end", {"time": 3000, "status": "succeeded"}),  # out of order
+        spark_run("job", "start", {"time": 2000}),
+    ]
+    found = await spark_runs(app, kept, *told, workers=2)
+    assert states(found["spark.nightly.job"]) == ["COMPLETE", "START"]
+    (another,) = {spark_run("job", "end", {}, attempt="1").run} - {told[0].run}
+    assert another == "spark:local:application_1_0001:1:"
+
+
+async def test_the_router_of_event_logs_tells_what_it_reads(app: App, kept: Admin, tmp_path: Path) -> None:
+    """Also after a restart in the middle of a log: the name stands at its beginning."""
+    app.include(spark_events.router)
+    app.event_type("spark_job", base="lineage-spark", key=["cluster", "application", "kind", "event", "id"])
+    await make_stream(kept)
+    ends = {state: anyio.Event() for state in ("START", "COMPLETE")}
+    app.events.listen(lambda run: ends[run.state].set() if run.job else None, SparkRun)
+    log = tmp_path / "local-1.inprogress"
+    began = {"Event": "SparkListenerApplicationStart", "App Name": "nightly", "Timestamp": 1}
+    job = {"Event": "SparkListenerJobStart", "Job ID": 0, "Submission Time": 2, "Stage Infos": []}
+    done = {
+        "Event": "SparkListenerJobEnd",
+        "Job ID": 0,
+        "Completion Time": 3,
+        "Job Result": {"Result": "JobSucceeded"},
+    }
+    for lines, state in (([began, job], "START"), ([done], "COMPLETE")):
+        with log.open("a") as out:
+            out.writelines(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            async with app.running():
+                await ends[state].wait()
+    found = runs(await stored(kept))
+    assert (states(found["spark.nightly"]), states(found["spark.nightly.job"])) == (["START"], ["START", "COMPLETE"])

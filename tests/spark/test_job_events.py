@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -340,6 +341,39 @@ def test_the_end_of_an_sql_execution_whose_beginning_was_not_read_is_not_known()
 def test_long_texts_are_cut() -> None:
     event = decode(SQL + "End", {"executionId": 1, "time": 9, "errorMessage": "x" * 100_000})
     assert event.payload["error"] == "x" * (job_events.TEXT_LIMIT - 1) + "…"
+
+
+@pytest.mark.parametrize(
+    ("of", "event", "payload", "state", "error", "milliseconds"),
+    [
+        ("application", "end", {"time": 1, "exit_code": 0}, "COMPLETE", "", 1),
+        ("application", "end", {"time": 1}, "COMPLETE", "", 1),
+        ("application", "lost", {"last_heard": 5}, "ABORT", "", 5),
+        ("application", "resumed", {"last_heard": 5}, "RUNNING", "", None),
+        ("job", "lost", {"last_heard": 5}, "ABORT", "", 5),
+        ("job", "end", {"time": 9, "status": "failed"}, "FAIL", "", 9),
+        ("job", "end", {"time": 9, "status": "succeeded"}, "COMPLETE", "", 9),
+        ("job", "start", {"time": "odd"}, "START", "", None),
+        ("job", "start", {"time": 10**30}, "START", "", None),
+    ],
+)
+def test_each_event_of_spark_is_a_state_of_a_run(
+    of: str, event: str, payload: dict[str, Any], state: str, error: str, milliseconds: int | None
+) -> None:
+    found = job_events.run_of(
+        JobEvent(application=APPLICATION, kind=of, event=event, id="7", occurrence="7", payload=payload),
+        "local",
+        name="",
+    )
+    assert found is not None
+    time = None if milliseconds is None else datetime.fromtimestamp(milliseconds / 1000, UTC)
+    assert (found.state, found.error, found.time) == (state, error, time)
+    assert found.application == APPLICATION.id, "the log has not said its name"
+
+
+def test_only_applications_and_jobs_are_runs() -> None:
+    of = JobEvent(application=APPLICATION, kind="stage", event="start", id="1.0", occurrence="1.0", payload={})
+    assert job_events.run_of(of, "local", name="a") is None
 
 
 # Ids
