@@ -1196,7 +1196,7 @@ class ForeignAnswer(Event, frozen=True, kw_only=True):
         return f"{self.answer}, and was ignored" if self.times == 1 else ""
 
 
-class SparkRun(Event, frozen=True, kw_only=True):
+class SparkRunChanged(Event, frozen=True, kw_only=True):
     """An application of Spark, or a job of one, has begun, goes on or has ended, as its event log says."""
 
     lines = unheard

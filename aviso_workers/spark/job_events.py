@@ -22,7 +22,7 @@ from msgspec import Struct, field, structs
 
 from aviso_workers.config import Config
 from aviso_workers.errors import UndecodableError
-from aviso_workers.events import SparkRun
+from aviso_workers.events import SparkRunChanged
 from aviso_workers.spark import trace_contexts
 
 __all__ = [
@@ -255,7 +255,7 @@ def _of_loss(application: SparkApplication, begun: Begun | None, event: str, sin
     )
 
 
-def run_of(event: JobEvent, cluster: str, *, name: str) -> SparkRun | None:
+def run_of(event: JobEvent, cluster: str, *, name: str) -> SparkRunChanged | None:
     """Return what an event says of the run of its application, whose name is given, or of a job; None where it is of
     something else.
     """
@@ -265,7 +265,7 @@ def run_of(event: JobEvent, cluster: str, *, name: str) -> SparkRun | None:
     error = f"exit code {given['exit_code']}" if given.get("exit_code") else str(given.get("error", ""))
     ended: Literal["FAIL", "COMPLETE"] = "FAIL" if error or given.get("status") == FAILED else "COMPLETE"
     time = given.get("last_heard" if event.event == "lost" else "time")
-    return SparkRun(
+    return SparkRunChanged(
         run=event.application.message_ids(cluster),
         application=name or event.application.id,
         job=event.id if event.kind == "job" else "",

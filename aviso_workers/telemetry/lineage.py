@@ -34,7 +34,7 @@ from aviso_workers.config.settings import Lineage
 from aviso_workers.declare import outputs
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import ConfigError, text_of
-from aviso_workers.events import Acked, AgentStarted, Event, Events, LineageTold, Published, SparkRun, WindowDone
+from aviso_workers.events import Acked, AgentStarted, Event, Events, LineageTold, Published, SparkRunChanged, WindowDone
 from aviso_workers.task_groups import task_group
 from aviso_workers.version import __version__
 
@@ -117,7 +117,7 @@ class LineageReporter:
         state, error = RunState.ABORT, ""
         sent, sending = anyio.Event(), anyio.CancelScope(shield=True)
         async with task_group() as tasks:
-            with self._app.events.heard_by(self.observe, AgentStarted, Acked, Published, SparkRun, WindowDone):
+            with self._app.events.heard_by(self.observe, AgentStarted, Acked, Published, SparkRunChanged, WindowDone):
                 self._begin(WORKER)
                 tasks.start_soon(self._tell_running)
                 tasks.start_soon(self._send_all, _sender(self._settings, backend), sent, sending)
@@ -151,7 +151,7 @@ class LineageReporter:
                 self._begin(event.agent)
             case WindowDone() if event.error is None or event.dead_lettered:
                 self._tell_window(event)
-            case SparkRun():
+            case SparkRunChanged():
                 self._tell_spark(event)
 
     def _begin(self, name: str) -> None:
@@ -192,7 +192,7 @@ class LineageReporter:
         for time, each in ((began, RunState.START), (self._time(), state)):
             self._put(_event(time, each, run, job, inputs, self._written[event.agent]))
 
-    def _tell_spark(self, event: SparkRun) -> None:
+    def _tell_spark(self, event: SparkRunChanged) -> None:
         """Tell the run of an application of Spark, or of a job within it. What is told twice is of the same run."""
         made: dict[str, Any] = {}
         if event.job:

@@ -22,7 +22,7 @@ from aviso_workers.backends import Admin, Message, open_backend
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.config import Config
 from aviso_workers.config.settings import Lineage
-from aviso_workers.events import Acked, Event, LineageTold, SparkRun, WindowDone
+from aviso_workers.events import Acked, Event, LineageTold, SparkRunChanged, WindowDone
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.spark import job_events
 from aviso_workers.spark.job_events import SparkApplication
@@ -256,7 +256,9 @@ async def test_an_endpoint_that_fails_disturbs_no_agent(app: App, kept: Admin, m
     assert "COMPLETE" in states(runs(await stored(kept))["fields.tell"])
 
 
-def spark_run(kind: str, event: str, payload: dict[str, Any], *, name: str = "nightly", attempt: str = "0") -> SparkRun:
+def spark_run(
+    kind: str, event: str, payload: dict[str, Any], *, name: str = "nightly", attempt: str = "0"
+) -> SparkRunChanged:
     application = SparkApplication(id="application_1_0001", attempt=attempt)
     of = job_events.JobEvent(application=application, kind=kind, event=event, id="7", occurrence="7", payload=payload)
     found = job_events.run_of(of, "local", name=name)
@@ -264,7 +266,9 @@ def spark_run(kind: str, event: str, payload: dict[str, Any], *, name: str = "ni
     return found
 
 
-async def spark_runs(app: App, kept: Admin, *told: SparkRun, workers: int = 1) -> dict[str, list[dict[str, Any]]]:
+async def spark_runs(
+    app: App, kept: Admin, *told: SparkRunChanged, workers: int = 1
+) -> dict[str, list[dict[str, Any]]]:
     """What is told of the runs of Spark, by so many workers after each other."""
     await make_stream(kept)
     for _ in range(workers):
@@ -326,7 +330,7 @@ async def test_the_router_of_event_logs_tells_what_it_reads(app: App, kept: Admi
     app.event_type("spark_job", base="lineage-spark", key=["cluster", "application", "kind", "event", "id"])
     await make_stream(kept)
     ends = {state: anyio.Event() for state in ("START", "COMPLETE")}
-    app.events.listen(lambda run: ends[run.state].set() if run.job else None, SparkRun)
+    app.events.listen(lambda run: ends[run.state].set() if run.job else None, SparkRunChanged)
     log = tmp_path / "local-1.inprogress"
     began = {"Event": "SparkListenerApplicationStart", "App Name": "nightly", "Timestamp": 1}
     job = {"Event": "SparkListenerJobStart", "Job ID": 0, "Submission Time": 2, "Stage Infos": []}
