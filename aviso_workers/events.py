@@ -82,7 +82,6 @@ __all__ = [
     "WindowDone",
     "WindowFunctionsChanged",
     "WindowsResized",
-    "WorkerNotRecorded",
     "all_kinds",
     "only_counted",
     "unheard",
@@ -973,20 +972,6 @@ class ConsumerNotRecorded(Event, frozen=True, kw_only=True):
     )
 
     agent: str
-    bucket: str
-    error: Exception
-
-
-class WorkerNotRecorded(Event, frozen=True, kw_only=True):
-    """That this worker lives, and what it handles, cannot be recorded. Stated once, until it can be again."""
-
-    lines = logged(
-        "warning",
-        "worker.not_recorded",
-        cure="the worker goes on, and the console does not list it; where a right is missing, let the worker's user "
-        "write the bucket",
-    )
-
     bucket: str
     error: Exception
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 import anyio
 import structlog
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.backends import Admin
@@ -26,7 +26,7 @@ from aviso_workers.state.declarations import AppDeclarations
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 from aviso_workers.state.worker_records import AtWork, WorkerRecord
 
-__all__ = ["AgentView", "Overview", "Watcher", "WorkerView", "is_trouble", "stale_text", "state_of"]
+__all__ = ["AgentView", "Overview", "Watcher", "is_trouble", "stale_text", "state_of"]
 
 EVERY_SECONDS = 2.0
 RATES_SECONDS = 30.0
@@ -64,15 +64,6 @@ UNASKED_SECONDS = 60.0
 log = structlog.get_logger("aviso_workers.console")
 
 
-class WorkerView(Struct, frozen=True, kw_only=True):
-    """A worker that lives, and what it handles of one agent."""
-
-    worker: WorkerRecord
-    at_work: AtWork
-    said: datetime
-    """When the worker said so."""
-
-
 class AgentView(Struct, frozen=True, kw_only=True):
     """An agent on one event stream."""
 
@@ -91,22 +82,21 @@ class AgentView(Struct, frozen=True, kw_only=True):
     """For how long nobody has asked for its notifications, as far as was looked; 0 where somebody does."""
     still_seconds: float
     """For how long nothing was delivered or settled, as far as was looked."""
-    workers: list[WorkerView] = []
-    """Those that live, as far as they have recorded themselves."""
+    workers: list[tuple[WorkerRecord, AtWork]]
+    """Those that live, as far as they have recorded themselves, and what each handles of it."""
 
     @property
     def at_once(self) -> int:
-        """How many notifications the calls of all its workers can take at once; 0 where no worker is recorded."""
-        return sum(each.at_work.at_once for each in self.workers)
+        """How many notifications its workers can handle at once; 0 where none is recorded."""
+        return sum(at_work.at_once for _, at_work in self.workers)
 
     @property
     def in_flight(self) -> int:
-        """How many of them are handled, as the workers have said within the last half minute, or, where no worker is
-        recorded, how many are delivered and not settled. Of those that the workers have said, no more are left than
-        that.
+        """How many they handle, as they said within the last half minute, and as are not settled since; where none is
+        recorded, how many are delivered and not settled.
         """
-        unsettled = self.progress.ack_pending
-        return min(sum(each.at_work.in_flight for each in self.workers), unsettled) if self.workers else unsettled
+        said = (at_work.in_flight for _, at_work in self.workers)
+        return min(sum(said), self.progress.ack_pending) if self.workers else self.progress.ack_pending
 
     @property
     def catches_up_seconds(self) -> float | None:
@@ -221,17 +211,19 @@ class Watcher:
         snapshot = await reports.take(self._admin, unavailable=before.unavailable if before else ())
         progress = await agent_report.of_deployment(self._admin, config, unavailable=snapshot.unavailable)
         recorded = await agent_inventory.recorded(self._admin)
-        workers = await worker_records.stored(self._admin)
         progress += _without_consumer(config, recorded, apps, progress)
         seconds = snapshot.at - before.snapshot.at if before else 0.0
         return Overview(
             time=datetime.now(UTC),
             seconds=seconds,
             config=config,
-            agents=[
-                structs.replace(view, workers=_workers(view.progress, workers))
-                for view in self._views(progress, before.progress if before else [], seconds, snapshot.streams)
-            ],
+            agents=self._views(
+                progress,
+                before.progress if before else [],
+                seconds,
+                snapshot.streams,
+                await worker_records.stored(self._admin),
+            ),
             failing=agent_report.failing(recorded),
             streams=reports.streams(snapshot, before.snapshot if before else snapshot),
             unavailable=snapshot.unavailable,
@@ -255,6 +247,7 @@ class Watcher:
         before: Iterable[AgentProgress],
         seconds: float,
         streams: Collection[str],
+        workers: Mapping[str, list[WorkerRecord]],
     ) -> list[AgentView]:
         known = {_key(each): each for each in before}
         time = anyio.current_time()
@@ -276,6 +269,7 @@ class Watcher:
                 unasked_seconds=time - self._unasked.get(_key(each), time),
                 still_seconds=time - self._moved[_key(each)][1],
                 has_stream=each.stream in streams,
+                workers=workers.get(each.app, []),
             )
             for each in now
         ]
@@ -289,16 +283,6 @@ class Watcher:
 
 def _key(progress: AgentProgress) -> tuple[str, str, str]:
     return progress.app, progress.agent, progress.stream
-
-
-def _workers(
-    progress: AgentProgress, workers: Mapping[str, Iterable[tuple[WorkerRecord, datetime]]]
-) -> list[WorkerView]:
-    return [
-        WorkerView(worker=worker, at_work=at_work, said=said)
-        for worker, said in workers.get(progress.app, ())
-        if (at_work := worker.agents.get(progress.agent)) and at_work.stream == progress.stream
-    ]
 
 
 def _moves(progress: AgentProgress) -> tuple[int, ...]:
@@ -334,6 +318,7 @@ def _view(
     unasked_seconds: float,
     still_seconds: float,
     has_stream: bool,
+    workers: Iterable[WorkerRecord],
 ) -> AgentView:
     lag_rate = (now.lag - before.lag) / seconds if before and seconds else 0.0
     delivered = _deliveries(now) - _deliveries(before) if before else 0
@@ -360,6 +345,11 @@ def _view(
         parked=[each for each in now.parked if each.stream == now.stream],
         unasked_seconds=unasked_seconds,
         still_seconds=still_seconds,
+        workers=[
+            (worker, at_work)
+            for worker in workers
+            if (at_work := worker.agents.get(now.agent)) and at_work.stream == now.stream
+        ],
     )
 
 

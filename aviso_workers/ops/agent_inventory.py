@@ -22,8 +22,8 @@ from aviso_workers.ops.parked import Parked
 from aviso_workers.state import (
     consumer_records,
     dead_letter_records,
+    declarations,
     delayed_messages,
-    deploys,
     failure_counts,
     failure_records,
     outage_records,
@@ -31,7 +31,7 @@ from aviso_workers.state import (
     versions,
 )
 from aviso_workers.state.consumer_records import ConsumerRecord
-from aviso_workers.state.deploys import Deploy
+from aviso_workers.state.declarations import Deploy
 from aviso_workers.state.failure_records import LastFailure
 from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
@@ -125,7 +125,7 @@ async def recorded(admin: Admin) -> Recorded:
             (stream, agents_.durable_name(owner, agent)): found
             for (owner, agent, stream), found in (await parked.everywhere(admin)).items()
         },
-        deploys=deploys.parsed(entries),
+        deploys=declarations.deploys(entries),
     )
 
 

@@ -131,7 +131,6 @@ async def retire(admin: Admin, plan: Retirement) -> None:
     await consumer_records.remove_notes(admin, app=plan.app, agent=plan.agent)
     if not plan.agent:
         await declarations.remove(admin, app=plan.app)
-        await worker_records.remove(admin, app=plan.app)
     for stream, subject in plan.subjects:
         with suppress(NotFoundError):
             await admin.purge_stream(stream, subject=subject)
@@ -141,12 +140,13 @@ async def retire(admin: Admin, plan: Retirement) -> None:
 
 
 async def _subjects(admin: Admin, owner: str, agent: str) -> dict[tuple[str, str], int]:
-    """Return the number of messages to purge by stream and subject: the retries, and the counters of the app or the
-    failure counts of the agent.
+    """Return the number of messages to purge by stream and subject: the retries, and the counters and workers of the
+    app or the failure counts of the agent.
     """
     wanted = [(RETRIES, dead_letter_records.retry_subject(owner, agent or "*"))]
     if not agent:
         wanted.append((COUNTERS, f"{table_records.COUNTERS_SUBJECT}.{owner}.>"))
+        wanted.append((f"KV_{worker_records.BUCKET}", f"$KV.{worker_records.BUCKET}.{owner}.>"))
     if agent:
         wanted.append(
             (f"KV_{owner}{failure_counts.BUCKET_SUFFIX}", f"$KV.{owner}{failure_counts.BUCKET_SUFFIX}.{agent}.>")

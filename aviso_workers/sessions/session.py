@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -50,9 +51,8 @@ from aviso_workers.events import (
 )
 from aviso_workers.features import delayed_delivery
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.sessions import replicas
+from aviso_workers.sessions import replicas, worker_recorder
 from aviso_workers.sessions.agent_subscriptions import AgentSubscriptions
-from aviso_workers.sessions.worker_recorder import WorkerRecorder
 from aviso_workers.state import (
     consumer_records,
     declarations,
@@ -291,7 +291,9 @@ class Session:
                 watching.start_soon(self._record_failures)
                 watching.start_soon(self._record_declared, app)
                 if agents or timers:
-                    watching.start_soon(self._recorder(agents).keep_writing)
+                    of_streams = {agent.name: (agent, self._stream(agent.event_type).name) for agent in agents}
+                    at_work = partial(worker_recorder.at_work, of_streams, self.runs)
+                    watching.start_soon(worker_recorder.keep_recorded, self.backend, self._app, at_work)
                 if begun is not None:
                     watching.start_soon(self._tell_begun, agents, begun)  # first, so that it hears of all of them
                 for agent in agents:
@@ -303,10 +305,6 @@ class Session:
                     work.start_soon(run_task, task)
                 await stop.wait()
             watching.cancel_scope.cancel()
-
-    def _recorder(self, agents: Sequence[Agent[Any, Any]]) -> WorkerRecorder:
-        with_streams = {agent.name: (agent, self._stream(agent.event_type).name) for agent in agents}
-        return WorkerRecorder(self.backend, app=self._app, agents=with_streams, runs=self.runs, events=self._events)
 
     async def _run_timers(self, timers: Sequence[Timer[Any, Any]], stop: anyio.Event) -> None:
         from aviso_workers.features.timers import run_timers

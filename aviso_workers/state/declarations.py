@@ -2,8 +2,11 @@
 
 An event type that is declared in Python is in no configuration file, so an operator's commands would not know its
 stream. A worker that starts records what its app declares in the bucket of `consumer_records`, under
-`<app>/declared`. The newest start counts: where two versions of an app run side by side, neither writes again. What is
-different from the record before is a deploy (`deploys`).
+`<app>/declared`. The newest start counts: where two versions of an app run side by side, neither writes again.
+
+A start with something else than the record before is a deploy. The last ones are kept beside it, by compare-and-set: of
+many workers that start at once, one adds an entry. Code that starts again after other code, as in a rolling deploy or
+after a rollback, gets no second entry: its first one moves to the end.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct, structs
@@ -31,22 +34,23 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.batches import Batch
 from aviso_workers.declare.retry import Backoff
 from aviso_workers.errors import BackendError, UndecodableError
+from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
-from aviso_workers.state import consumer_records, deploys
-from aviso_workers.state.deploys import Deploy
+from aviso_workers.state import consumer_records
 from aviso_workers.state.kept import Kept
 from aviso_workers.version import __version__
 
-__all__ = ["KEPT", "AppDeclarations", "event_types", "policy", "record", "remove", "stored"]
+__all__ = ["KEPT", "AppDeclarations", "Deploy", "deploys", "event_types", "policy", "record", "remove", "stored"]
 
-END = "declared"
-MAX_CHANGES = 20
-"""Changes of one deploy that are told."""
+T = TypeVar("T")
+END, DEPLOYS = "declared", "deploys"
+MAX_DEPLOYS, MAX_CHANGES = 10, 20
+"""How many are kept, and how many changes of one are told."""
 KEPT = (
     Kept(
         bucket=consumer_records.BUCKET,
-        key=f"<app>/{END}",
-        holds="what the code of the app declares (`AppDeclarations`)",
+        key=f"<app>/{END}, or <app>/{DEPLOYS}",
+        holds=f"what the code of the app declares (`AppDeclarations`), or its last {MAX_DEPLOYS} deploys (`Deploy`)",
         until="until `agents rm` of the app",
     ),
 )
@@ -69,10 +73,24 @@ class AppDeclarations(Struct, frozen=True, kw_only=True):
     policies: dict[str, dict[str, str]] = {}
     """By agent, its policy as `policy` returns it; none in a record of a version that did not say it."""
     code: dict[str, str] = {}
-    """By module that the functions of agents, timers and tasks are in, the digest of its file; none in a record of a
-    version that did not say it."""
+    """By module that the functions of agents, timers and tasks are in, the digest of its file."""
     event_types: dict[str, Any]
     """The entries of `notification_schema` of the event types that its agents read."""
+
+
+class Deploy(Struct, frozen=True, kw_only=True):
+    """What workers of an app have started with. Times are by their clocks."""
+
+    time: datetime
+    """When the first of them started."""
+    version: str
+    """Of aviso-workers."""
+    fingerprint: str
+    """The digest of all that is declared, and of the code."""
+    changed: tuple[str, ...]
+    """What was different from the start before, in words."""
+    again: datetime | None = None
+    """When one last started after one that had started with something else; None where none has."""
 
 
 async def record(
@@ -88,97 +106,106 @@ async def record(
         timers={timer.name: timer.schedule.text for timer in declared.timers},
         tasks=tuple(task.name for task in declared.tasks),
         policies={agent.name: policy(schema, agent) for agent in agents},
-        code=dict(_digests({str(getattr(function, "__module__", "")) for function in functions})),
+        code=_digests({str(getattr(function, "__module__", "")) for function in functions}),
         event_types={
             name: node_of(schema[name], KeyPlace(rank=IN_PYTHON, line=0, source="")).resolved
             for name in sorted({agent.event_type for agent in agents})
         },
     )
     with suppress(BackendError):
-        known = _read(await consumer_records.entry(backend, _key(app)))
+        known = _read(await consumer_records.entry(backend, _key(app)), AppDeclarations)
         if known is None or structs.replace(found, time=known.time) != known:
-            # First, so that a worker that is killed in between leaves it to the next one.
-            await deploys.note(backend, app, _deploy(known, found))
-            await (await consumer_records.bucket(backend)).put(_key(app), msgspec.json.encode(found))
-
-
-def _digests(modules: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the modules whose files can be read, in order, each with the digest of its file."""
-    for name in sorted(modules):
-        if file := getattr(sys.modules.get(name), "__file__", None):
-            with suppress(OSError):  # as of a module in an archive
-                yield name, _digest(Path(file).read_bytes())
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:12]
-
-
-def _deploy(known: AppDeclarations | None, found: AppDeclarations) -> Deploy:
-    changes = list(_changes(known, found)) if known else ["the first start that was recorded"]
-    more = len(changes) - MAX_CHANGES
-    return Deploy(
-        time=found.time,
-        version=found.version,
-        fingerprint=_digest(msgspec.json.encode(structs.replace(found, time=datetime.min), order="sorted")),
-        changed=tuple(changes) if more <= 0 else (*changes[:MAX_CHANGES], f"and {more} more"),
-    )
-
-
-def _changes(known: AppDeclarations, found: AppDeclarations) -> Iterator[str]:
-    """Yield in words what is different from the record before."""
-    if found.version != known.version:
-        yield f"aviso-workers {known.version} -> {found.version}"
-    for module, digest in found.code.items() if known.code else ():
-        if known.code.get(module) != digest:
-            yield f"code of {module} {'changed' if module in known.code else 'added'}"
-    before, now = _settings(known), _settings(found)
-    for name in [*before, *(each for each in now if each not in before)]:
-        if name not in before or name not in now:
-            yield f"{name} {'added' if name in now else 'removed'}"
-        else:
-            yield from (f"{name}: {change}" for change in _different(before[name], now[name]))
-    for name in found.event_types:
-        if name in known.event_types and known.event_types[name] != found.event_types[name]:
-            yield f"event type {name} changed"
-
-
-def _settings(declared: AppDeclarations) -> dict[str, Mapping[str, str]]:
-    """Return the settings of agents, timers and tasks as text, by kind and name."""
-    return {
-        **{f"agent {name}": declared.policies.get(name, {}) for name in declared.agents},
-        **{f"timer {name}": {"schedule": schedule} for name, schedule in declared.timers.items()},
-        **{f"task {name}": {} for name in declared.tasks},
-    }
-
-
-def _different(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
-    """Yield the settings that differ; none where the ones before are not known."""
-    for setting in sorted(before.keys() | now.keys()) if before else ():
-        was, is_ = before.get(setting, "none"), now.get(setting, "none")
-        if was != is_:
-            yield f"{setting}: {_apart(was, is_)}"
-
-
-def _apart(was: str, is_: str) -> str:
-    """Return both texts, without the parts between semicolons in which they are the same."""
-    parts = [each for each in zip(was.split("; "), is_.split("; "), strict=False) if each[0] != each[1]]
-    if was.count("; ") == is_.count("; "):
-        was, is_ = ("; ".join(each) for each in zip(*parts, strict=True))
-    return f"{was} -> {is_}"
+            bucket = await consumer_records.bucket(backend)
+            # The deploy first, so that a worker that is killed in between leaves both to the next one.
+            await key_value.compare_and_set(
+                bucket, f"{app}/{DEPLOYS}", read=_read_deploys, change=lambda kept: _noted(kept, known, found)
+            )
+            await bucket.put(_key(app), msgspec.json.encode(found))
 
 
 async def stored(backend: Backend) -> dict[str, AppDeclarations]:
     """Return what apps declare, by app. Raises `BackendError`."""
-    found = [(each.key.split("/"), _read(each)) for each in await consumer_records.entries(backend)]
+    found = [(each.key.split("/"), _read(each, AppDeclarations)) for each in await consumer_records.entries(backend)]
     return {key[0]: declared for key, declared in found if declared and len(key) == 2 and key[1] == END}
 
 
 async def remove(backend: Backend, *, app: str) -> None:
     """Forget what a retired app declares. Raises `BackendError`."""
-    for key in (_key(app), deploys.key_of(app)):
+    for key in (_key(app), f"{app}/{DEPLOYS}"):
         if await consumer_records.entry(backend, key) is not None:
             await (await consumer_records.bucket(backend)).delete(key)
+
+
+def deploys(entries: Iterable[Entry]) -> dict[str, tuple[Deploy, ...]]:
+    """Return the last deploys among the entries of the bucket, by app, the newest last."""
+    found = [(each.key.split("/"), each) for each in entries]
+    return {key[0]: _read_deploys(each) for key, each in found if len(key) == 2 and key[1] == DEPLOYS}
+
+
+def _noted(kept: tuple[Deploy, ...], known: AppDeclarations | None, found: AppDeclarations) -> tuple[Deploy, ...]:
+    """Return the deploys with the one that is `found` at the end."""
+    fingerprint = _digest(msgspec.json.encode(structs.replace(found, time=datetime.min), order="sorted"))
+    same = [each for each in kept if each.fingerprint == fingerprint]
+    if same and kept[-1] in same:
+        return kept
+    changed = list(_changes(known, found)) if known else ["the first start that was recorded"]
+    if (more := len(changed) - MAX_CHANGES) > 0:
+        changed[MAX_CHANGES:] = [f"and {more} more"]
+    new = Deploy(time=found.time, version=found.version, fingerprint=fingerprint, changed=tuple(changed))
+    newest = structs.replace(same[0], again=found.time) if same else new
+    return (*(each for each in kept if each not in same), newest)[-MAX_DEPLOYS:]
+
+
+def _changes(known: AppDeclarations, found: AppDeclarations) -> Iterator[str]:
+    """Yield in words what is different from the record before, which one of an older version may not say."""
+    before, now = _settings(known), _settings(found)
+    for name in [*before, *(each for each in now if each not in before)]:
+        if name not in before or name not in now:
+            yield f"{name} {_word(name, before, now)}"
+        for setting in sorted(before[name].keys() | now[name].keys()) if before.get(name) and name in now else ():
+            was, is_ = before[name].get(setting, "none"), now[name].get(setting, "none")
+            if was != is_ and name in ("code", "event types"):  # of which the values tell nobody anything
+                yield f"{setting} {_word(setting, before[name], now[name])}"
+            elif was != is_:
+                yield f"{name}: {setting}: {_apart(was, is_)}"
+
+
+def _word(name: str, before: Collection[str], now: Collection[str]) -> str:
+    return "added" if name not in before else "changed" if name in now else "removed"
+
+
+def _settings(declared: AppDeclarations) -> dict[str, dict[str, str]]:
+    """Return what changes are looked for in, as text: by kind and name, and by setting."""
+    entries = {name: msgspec.json.encode(entry, order="sorted") for name, entry in declared.event_types.items()}
+    return {
+        "aviso-workers": {"version": declared.version},
+        "code": {f"code of {module}": digest for module, digest in declared.code.items()},
+        **{f"agent {name}": declared.policies.get(name, {}) for name in declared.agents},
+        **{f"timer {name}": {"schedule": schedule} for name, schedule in declared.timers.items()},
+        **{f"task {name}": {} for name in declared.tasks},
+        "event types": {f"event type {name}": entry.decode() for name, entry in entries.items()},
+    }
+
+
+def _apart(was: str, is_: str) -> str:
+    """Return both texts, without the parts between semicolons in which they are the same."""
+    if was.count("; ") == is_.count("; "):
+        parts = [each for each in zip(was.split("; "), is_.split("; "), strict=True) if each[0] != each[1]]
+        was, is_ = ("; ".join(each) for each in zip(*parts, strict=True))
+    return f"{was} -> {is_}"
+
+
+def _digests(modules: Iterable[str]) -> dict[str, str]:
+    """Return the digests of the files of these modules, but for those that cannot be read, as in an archive."""
+    found = {}
+    for name in sorted(modules):
+        with suppress(OSError):
+            found[name] = _digest(Path(getattr(sys.modules.get(name), "__file__", None) or "").read_bytes())
+    return found
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
 
 
 def event_types(
@@ -245,8 +272,12 @@ def _key(app: str) -> str:
     return f"{app}/{END}"
 
 
-def _read(entry: Entry | None) -> AppDeclarations | None:
+def _read(entry: Entry | None, kind: type[T]) -> T | None:
     try:
-        return read_json(entry.value, AppDeclarations) if entry is not None else None
+        return read_json(entry.value, kind) if entry is not None else None
     except UndecodableError:
         return None  # of a version that writes another one, or not ours
+
+
+def _read_deploys(entry: Entry | None) -> tuple[Deploy, ...]:
+    return _read(entry, tuple[Deploy, ...]) or ()

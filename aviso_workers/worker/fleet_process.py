@@ -21,7 +21,7 @@ from msgspec import Struct
 from aviso_workers.aviso.literals import Size
 from aviso_workers.errors import ConfigError
 from aviso_workers.events import Acked, Failed
-from aviso_workers.sessions import worker_recorder
+from aviso_workers.sessions.worker_recorder import STATM, resident_bytes
 
 __all__ = ["ENDS_IN_ORDER", "FleetMember", "RecycleLimits"]
 
@@ -88,7 +88,6 @@ class FleetMember:
 
 def _resident() -> int:
     """Bytes. Raises `ConfigError`."""
-    try:
-        return worker_recorder.resident_bytes()
-    except OSError as error:
-        raise ConfigError([f"--max-rss needs {worker_recorder.STATM}, which this system does not have"]) from error
+    if (found := resident_bytes()) is None:
+        raise ConfigError([f"--max-rss needs {STATM}, which this system does not have"])
+    return found

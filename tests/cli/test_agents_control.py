@@ -403,7 +403,7 @@ def of_workers(config: Path, *, killed: str = "") -> list[str]:
             if killed:
                 await buckets[1].put(killed, b"{}")
             keys = [key for bucket in buckets for key in await bucket.keys()]
-            return [key for key in keys if key.startswith("field/") and key != "field/agents"]
+            return [key for key in keys if key.startswith(("field/", "field.")) and key != "field/agents"]
 
     return anyio.run(keys)
 
@@ -420,8 +420,8 @@ def test_an_app_that_is_retired_leaves_nothing_but_its_notifications(
     assert "MARS > field__everything" in preview.out
     assert "say --yes to remove it" in preview.err
     assert len(listed(run, config)) == 2, "nothing was done"
-    kept = of_workers(config, killed="field/killed")
-    assert {"field/declared", "field/deploys", "field/killed"} <= {*kept}
+    kept = of_workers(config, killed="field.killed")
+    assert {"field/declared", "field/deploys", "field.killed"} <= {*kept}
 
     ran = run("agents", "rm", "field", "--workers-stopped", "--yes", "--config", config)
     assert (ran.code, ran.lines[-1]) == (0, "field is gone from the server")

@@ -208,7 +208,7 @@ async def test_of_a_singleton_it_is_shown_which_worker_works(
 async def test_a_worker_that_has_not_recorded_itself_is_missed(console: Served, app: App, running: Harness) -> None:
     async with console.client() as client:
         await shown(client, "/agents/field-index/index", f"{socket.gethostname()}:{os.getpid()}")
-        await worker_records.remove(console.admin, app="field-index")
+        await console.admin.purge_stream(f"KV_{worker_records.BUCKET}", subject=">")
         await shown(client, "/agents/field-index/index", "None is recorded, although somebody asks")
         await shown(client, "/agents?q=/index", "idle – 0 0 – ")
 

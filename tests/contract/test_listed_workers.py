@@ -30,7 +30,7 @@ Records = Callable[[dict[str, dict[str, Any]]], Any]
 async def records(t: Harness) -> dict[str, dict[str, Any]]:
     """The records of the workers, by their keys."""
     found = await (await t.app.key_value(OF_WORKERS)).entries()
-    assert all(entry.key.startswith("contract/") for entry in found)
+    assert all(entry.key.startswith("contract.") for entry in found)
     return {entry.key: json.loads(entry.value) for entry in found}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import anyio
@@ -12,7 +11,7 @@ from msgspec import structs
 from aviso_workers import App, Notification, config
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.config import Config, completed
-from aviso_workers.state import consumer_records, declarations, deploys
+from aviso_workers.state import consumer_records, declarations
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -105,16 +104,16 @@ async def test_what_changed_is_told_in_words(backend: InMemoryBackend) -> None:
         event_types={**before.event_types, "kept": {}},
     )
     assert list(declarations._changes(before, after)) == [
-        f"aviso-workers {before.version} -> 0.9.0",
-        f"code of {__name__} changed",
+        f"aviso-workers: version: {before.version} -> 0.9.0",
         "code of shop.agents added",
+        f"code of {__name__} changed",
         "agent index_plain: batch: none -> 10, or what came",
         f"agent index_plain: concurrency: {before.policies['index_plain']['concurrency']} -> 7",
         "agent index_kept removed",
         "timer report: schedule: every 3600s -> every 60s",
+        "event type kept changed",
         "agent added added",
         "task watch added",
-        "event type kept changed",
     ]
 
 
@@ -123,13 +122,13 @@ async def test_a_record_that_does_not_say_code_and_policies_is_compared_in_what_
 ) -> None:
     after = await recorded(backend, app_with("plain"))
     before = structs.replace(after, code={}, policies={}, version="0.0.9")
-    assert list(declarations._changes(before, after)) == [f"aviso-workers 0.0.9 -> {after.version}"]
+    assert list(declarations._changes(before, after)) == [f"aviso-workers: version: 0.0.9 -> {after.version}"]
 
 
 async def test_of_very_many_changes_the_first_are_told(backend: InMemoryBackend) -> None:
     before = await recorded(backend, app_with("plain"))
     after = structs.replace(before, agents=before.agents | {f"agent{number}": "plain" for number in range(50)})
-    changed = declarations._deploy(before, after).changed
+    changed = declarations._noted((), before, after)[0].changed
     assert changed[-2:] == ("agent agent19 added", "and 30 more")
 
 
@@ -141,25 +140,28 @@ async def test_a_deploy_is_in_the_list_although_the_worker_that_added_it_was_kil
     await recorded(backend, app_with("named"))
     await bucket.put("fields/declared", declared.value)  # as where it was killed before it wrote this
     await recorded(backend, app_with("named"))
-    found = deploys.parsed(await bucket.entries())["fields"]
+    found = declarations.deploys(await bucket.entries())["fields"]
     assert [each.changed[0] for each in found] == ["the first start that was recorded", "agent index_plain removed"]
 
 
 async def test_so_many_deploys_are_kept_and_the_oldest_go(backend: InMemoryBackend) -> None:
     for number in range(15):
-        time = datetime(2026, 11, 1, tzinfo=UTC) + timedelta(days=number)
-        await deploys.note(backend, "fields", deploys.Deploy(time=time, version="0.1.0", fingerprint=str(number)))
-    found = deploys.parsed(await consumer_records.entries(backend))["fields"]
-    assert [each.fingerprint for each in found] == [str(number) for number in range(5, 15)]
+        app = app_with()
+        app.every(f"{number + 1}s")(report)
+        await recorded(backend, app)
+    found = declarations.deploys(await consumer_records.entries(backend))["fields"]
+    assert [each.changed[0] for each in found] == [
+        f"timer report: schedule: every {number}s -> every {number + 1}s" for number in range(5, 15)
+    ]
 
 
 @pytest.mark.parametrize("data", [b"", b"[7]", b"{}", b'[{"time": "x"}]'])
 async def test_a_list_of_deploys_that_cannot_be_read_is_begun_again(backend: InMemoryBackend, data: bytes) -> None:
     bucket = await consumer_records.bucket(backend)
     await bucket.put("fields/deploys", data)
-    assert deploys.parsed(await bucket.entries()).get("fields", ()) == ()
+    assert declarations.deploys(await bucket.entries()).get("fields", ()) == ()
     await recorded(backend, app_with("plain"))
-    (found,) = deploys.parsed(await bucket.entries())["fields"]
+    (found,) = declarations.deploys(await bucket.entries())["fields"]
     assert found.changed == ("the first start that was recorded",)
 
 
