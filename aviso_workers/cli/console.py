@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from typing import Annotated
 
 import anyio
+import structlog
+import typer
 from msgspec import structs
 
 from aviso_workers.cli.options import option
@@ -12,7 +16,7 @@ from aviso_workers.cli.output import echo
 from aviso_workers.cli.signals import until_signal
 from aviso_workers.cli.targets import ConfigOption, load, opened
 from aviso_workers.config import Config
-from aviso_workers.errors import DeclarationError
+from aviso_workers.errors import ConfigError
 from aviso_workers.telemetry import logs
 
 __all__ = ["console"]
@@ -32,25 +36,37 @@ def console(
         ),
     ] = None,
     config: ConfigOption = None,
+    member: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Serve pages that say what needs an operator, and why, until SIGTERM or Ctrl-C. Needs the extra `console`.
 
     Example: aviso-workers console --port 9480
     """
-    try:
-        from aviso_workers.console.serve import serve
-    except ModuleNotFoundError as error:
-        raise DeclarationError(
-            f"the console needs {error.name}, which is not installed: pip install 'aviso-workers[console]'"
-        ) from error
-    loaded = _with(load(config), host, port)
+    loaded = _with(load(config), host, port) if member is None else _of_fleet(load(config))
+    if refusals := loaded.workers.console.refusals(loaded.workers.console.host):
+        raise ConfigError(refusals)
+    from aviso_workers.console.serve import serve
+
     logs.configure(loaded.workers.logging)
+    line = None
+    if member is not None:
+        name, _, descriptor = member.partition(":")
+        structlog.contextvars.bind_contextvars(process=name)
+        line = socket.socket(fileno=int(descriptor))
 
     async def work() -> None:
         async with opened(loaded) as server:
-            await serve(server.admin, server.config, on_listening=lambda url: echo(f"console: {url}", err=True))
+            await serve(
+                server.admin, server.config, on_listening=lambda url: echo(f"console: {url}", err=True), line=line
+            )
 
     anyio.run(until_signal, work)
+
+
+def _of_fleet(config: Config) -> Config:
+    """Return the configuration of a console on a fleet's status port, which waits for its server as workers do."""
+    waiting = config.with_defaults(retry_attempts=sys.maxsize, max_reconnect_attempts=0)
+    return _with(waiting, config.workers.status.host, config.workers.status.port)
 
 
 def _with(config: Config, host: str | None, port: int | None) -> Config:

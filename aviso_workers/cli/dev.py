@@ -20,7 +20,7 @@ from aviso_workers.aviso.notifications import Notify
 from aviso_workers.cli.options import flag
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.targets import AgentOption, ConfigOption, ConfigSource, Target, find_app, shared
-from aviso_workers.cli.worker import Reload, StatusPort, fleet_command
+from aviso_workers.cli.worker import Reload, StatusPort, console_command, fleet_command
 from aviso_workers.config import Config
 from aviso_workers.config.nats_server import LOOPBACK_NAMES
 from aviso_workers.declare.agents import Agent
@@ -67,7 +67,8 @@ def dev(
                 _tell(app, node, source, ephemeral=ephemeral)
                 echo("The agents start again when a file changes. Ctrl-C ends all.", err=True)
                 command = fleet_command(target, agent, config, quiet=not verbose)
-                fleet.run(app, FleetPlan(command=command, processes=1, reload=True), status_port=status_port)
+                plan = FleetPlan(command=command, processes=1, reload=True, console=console_command(target, config))
+                fleet.run(app, plan, status_port=status_port)
                 return
 
             def ready(status_url: str) -> None:

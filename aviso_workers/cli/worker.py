@@ -15,7 +15,7 @@ from aviso_workers.worker import fleet, process
 from aviso_workers.worker.fleet import FleetPlan
 from aviso_workers.worker.fleet_process import FleetMember, RecycleLimits
 
-__all__ = ["Reload", "StatusPort", "fleet_command", "worker"]
+__all__ = ["Reload", "StatusPort", "console_command", "fleet_command", "worker"]
 
 StatusPort = Annotated[
     int | None,
@@ -66,7 +66,9 @@ def worker(
         process.run(app, status_port=status_port)
         return
     command = fleet_command(target, agent, config, max_notifications=max_notifications, max_rss=max_rss)
-    fleet.run(app, FleetPlan(command=command, processes=processes or 1, reload=reload), status_port=status_port)
+    console = console_command(target, config)
+    plan = FleetPlan(command=command, processes=processes or 1, reload=reload, console=console)
+    fleet.run(app, plan, status_port=status_port)
 
 
 def fleet_command(
@@ -74,10 +76,21 @@ def fleet_command(
 ) -> tuple[str, ...]:
     """Return the command line of one process of a fleet, which logs warnings only where it is `quiet`."""
     source = config or ConfigSource()
-    options = {"agent": agent, "config": source.path, "context": source.context, **limits}
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
-    given += ["--quiet"] * quiet + ([target] if target else [])
-    return (sys.executable, "-P", "-m", "aviso_workers.cli", "worker", *given)
+    command = _command("worker", agent=agent, config=source.path, context=source.context, **limits)
+    return (*command, *["--quiet"] * quiet, *([target] if target else []))
+
+
+def console_command(target: str | None, config: ConfigSource | None) -> tuple[str, ...]:
+    """Return the command line of a console with the configuration of the fleet: the app's code is run only where no
+    file is named.
+    """
+    source = config or ConfigSource()
+    return _command("console", config=source.path, context=source.context, app=None if source.path else target)
+
+
+def _command(name: str, **options: object) -> tuple[str, ...]:
+    given = [f"--{option.replace('_', '-')}={value}" for option, value in options.items() if value is not None]
+    return (sys.executable, "-P", "-m", "aviso_workers.cli", name, *given)
 
 
 def _size(text: str | None) -> Size | None:

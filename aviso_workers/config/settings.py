@@ -11,6 +11,7 @@ is `ours`: aviso-server cannot have meant that one.
 
 from datetime import datetime
 from importlib.util import find_spec
+from ipaddress import ip_address
 from typing import Annotated, Any, Literal, Self
 
 from msgspec import Meta, Struct, field, structs
@@ -43,6 +44,7 @@ __all__ = [
     "Tls",
     "Traces",
     "Workers",
+    "is_loopback",
 ]
 
 DEFAULT_URL = "nats://localhost:4222"
@@ -369,7 +371,7 @@ class ConsoleProxy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Console(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The pages that `aviso-workers console` serves. Workers do not read this section."""
+    """The pages that `aviso-workers console` serves, or a fleet on its status port."""
 
     host: Annotated[Text, about("Address to listen on. Beyond the loopback, users or a proxy must be configured.")] = (
         "127.0.0.1"
@@ -388,6 +390,37 @@ class Console(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         about("Users by name. Without users and proxy, everybody on this machine has all rights."),
     ] = {}
     proxy: Annotated[ConsoleProxy | None, about("The proxy that names users, if there is one.")] = None
+    on_status_port: Annotated[
+        bool,
+        about(
+            "Let a fleet (`worker --processes N`) serve the console on its status port, beside /metrics, /livez and "
+            "/readyz. host and port above do not count for it."
+        ),
+    ] = False
+
+    def refusals(self, host: str, *, key: str = "workers.console.host") -> list[str]:
+        """Return why a console must not be served at the address that `key` has; empty where it may be."""
+        tokens, found = {user.token.reveal() for user in self.users.values()}, []
+        if missing := [name for name in ("starlette", "uvicorn", "jinja2") if find_spec(name) is None]:
+            found.append(
+                f"the console needs {missing[0]}, which is not installed: pip install 'aviso-workers[console]'"
+            )
+        if len(tokens) < len(self.users):
+            found.append("workers.console.users: two users have the same token; a bearer token names its user")
+        if not self.users and self.proxy is None and not is_loopback(host):
+            found.append(
+                f"{key}: {host} can be reached by others, and everybody would have all rights; configure users or a "
+                "proxy in workers.console, or listen on 127.0.0.1"
+            )
+        return found
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether it is an address that only this machine reaches."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class Workers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

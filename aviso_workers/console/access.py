@@ -12,7 +12,6 @@ import base64
 import binascii
 import hashlib
 import hmac
-import ipaddress
 import re
 from typing import get_args
 
@@ -20,7 +19,7 @@ from msgspec import Struct
 from starlette.requests import HTTPConnection
 
 from aviso_workers.config import Config
-from aviso_workers.config.settings import Right
+from aviso_workers.config.settings import Right, is_loopback
 from aviso_workers.errors import AvisoWorkersError, ConfigError
 
 __all__ = ["Access", "ForbiddenError", "Visitor"]
@@ -61,15 +60,8 @@ class Access:
         """
         self._settings = settings = config.workers.console
         self._users = {name: (_digest(user.token.reveal()), user.rights) for name, user in settings.users.items()}
-        if len({digest for digest, _ in self._users.values()}) < len(self._users):
-            raise ConfigError(["workers.console.users: two users have the same token; a bearer token names its user"])
-        if not self._users and settings.proxy is None and not _is_loopback(settings.host):
-            raise ConfigError(
-                [
-                    f"workers.console.host: {settings.host} can be reached by others, and everybody would have all "
-                    "rights; configure users or a proxy, or listen on 127.0.0.1"
-                ]
-            )
+        if refusals := settings.refusals(settings.host):
+            raise ConfigError(refusals)
 
     def visitor(self, request: HTTPConnection) -> Visitor | None:
         """Return the user of a request; None where it shows no user that we know."""
@@ -77,7 +69,7 @@ class Access:
             return named
         if self._users:
             return self._with_token(request)
-        if self._settings.proxy is None and request.client is not None and _is_loopback(request.client.host):
+        if self._settings.proxy is None and request.client is not None and is_loopback(request.client.host):
             return Visitor(name="somebody on this machine", rights=ALL)
         return None
 
@@ -86,7 +78,7 @@ class Access:
         found = HOST.fullmatch(name.lower())
         host = (found["address"] or found["name"]) if found else ""
         known = {each.lower() for each in ("localhost", self._settings.host, *self._settings.names)}
-        return host in known or _is_loopback(host)
+        return host in known or is_loopback(host)
 
     def is_own_page(self, request: HTTPConnection) -> bool:
         """Return whether a request that changes something comes from a page of ours, or from no page at all."""
@@ -133,10 +125,3 @@ def _credentials(header: str) -> tuple[str | None, str]:
 
 def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -1,11 +1,12 @@
-"""Serves the console: a connection to the server, a socket, and uvicorn on it."""
+"""Serves the console: a connection to the server, and uvicorn on a socket of its own or on what a fleet hands over."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import anyio
 import uvicorn
@@ -16,7 +17,7 @@ from aviso_workers.config import Config
 from aviso_workers.console.access import Access
 from aviso_workers.console.actions import Actions
 from aviso_workers.console.overview import Watcher
-from aviso_workers.console.web import application
+from aviso_workers.console.web import HANDED_OVER, application
 from aviso_workers.errors import ServerProcessError
 
 __all__ = ["serve"]
@@ -61,13 +62,17 @@ class _Server(uvicorn.Server):
         yield  # whoever calls `serve` hears them
 
 
-async def serve(admin: Admin, config: Config, *, on_listening: Callable[[str], None]) -> None:
+async def serve(
+    admin: Admin, config: Config, *, on_listening: Callable[[str], None], line: socket.socket | None = None
+) -> None:
     """Serve the console until it is cancelled; `on_listening` is told its address.
+
+    With a `line` to a fleet it listens nowhere: it takes the connections that come by it, until the fleet is gone.
 
     Raises `ConfigError` where it must not be served, `ServerProcessError` where the port is taken.
     """
     access, settings = Access(config), config.workers.console
-    listening = _listen(settings.host, settings.port)
+    listening = [_listen(settings.host, settings.port)] if line is None else []
     watcher = Watcher(admin, config)
     async with anyio.create_task_group() as tasks:
         app = application(watcher, Actions(admin, config, tasks), access)
@@ -89,18 +94,42 @@ async def serve(admin: Admin, config: Config, *, on_listening: Callable[[str], N
 
         async def run() -> None:
             with anyio.CancelScope(shield=True):
-                await server.serve(sockets=[listening])
+                await server.serve(sockets=listening)
             ended.set()
 
         tasks.start_soon(watcher.run)
         tasks.start_soon(run)
-        host, port = listening.getsockname()[:2]
-        on_listening(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
         try:
-            await ended.wait()
+            if line is None:
+                on_listening(_address(*listening))
+                await ended.wait()
+            else:
+                await _take(line, server)
         finally:
             server.should_exit = True
             tasks.cancel_scope.cancel()
+
+
+async def _take(line: socket.socket, server: _Server) -> None:
+    """Tell the fleet that connections are taken, and take them until the fleet is gone."""
+    loop = asyncio.get_running_loop()
+    connection = partial(
+        _Connection, config=server.config, server_state=server.server_state, app_state={HANDED_OVER: True}
+    )
+    line.setblocking(False)
+    with line, suppress(ConnectionError):
+        line.sendall(b"\n")
+        said = b"+"
+        while said:
+            await anyio.wait_readable(line)
+            said, handed, _, _ = socket.recv_fds(line, 1, 1)
+            for descriptor in handed:
+                await loop.connect_accepted_socket(connection, socket.socket(fileno=descriptor))
+
+
+def _address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -33,9 +33,10 @@ from aviso_workers.console.overview import Watcher
 from aviso_workers.console.pages import PAGES, Page, Question
 from aviso_workers.console.shown import FILTERS
 from aviso_workers.errors import AvisoWorkersError, BackendError, NotFoundError, UnavailableError, describe
+from aviso_workers.telemetry.status import PATHS
 from aviso_workers.version import __version__
 
-__all__ = ["application"]
+__all__ = ["HANDED_OVER", "application"]
 
 MAX_FORM_BYTES = 64 * 1024
 FORM_SECONDS = 10.0
@@ -50,6 +51,8 @@ WRITE_SECONDS = 10.0
 UNCHANGED_SECONDS = 15.0
 """After so long without a change, a comment shows that the console is there."""
 LIVE = "live"
+HANDED_OVER = "handed_over"
+"""A key of the state of connections that the status port of a fleet has accepted."""
 
 log = structlog.get_logger("aviso_workers.console")
 
@@ -94,6 +97,9 @@ class _Guard:
     def _refusal(self, request: HTTPConnection, visitor: Visitor | None) -> Response | None:
         """Return the answer to a request that goes no further."""
         path, method = request.scope["path"], request.scope["method"]
+        if path.encode() in PATHS and HANDED_OVER in request.scope["state"]:
+            text = f"{path} is answered on a connection of its own: ask again.\n"
+            return PlainTextResponse(text, 421, headers={"connection": "close"})
         if not self._access.is_host(request.headers.get("host", "")):
             return PlainTextResponse("This console is not known by that host name: see workers.console.names.\n", 421)
         if visitor is None:

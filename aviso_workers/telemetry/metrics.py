@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import add
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -737,14 +738,15 @@ class FleetMetrics:
     """The numbers of a fleet: those of its supervisor, and those of all its processes with the label `process`.
 
     They are not summed: a process that is replaced begins at zero, which Prometheus recognises only in a series of
-    its own. `scrape` returns what the processes show to a header Accept, by name.
+    its own. `scrape` returns what the processes show to a header Accept, by name. Another process than these has no
+    series: the console's.
     """
 
     def __init__(
         self, app: str, processes: Iterable[str], *, scrape: Callable[[str], Mapping[str, str]], traced: bool = False
     ) -> None:
         self._traced = traced
-        self._processes = {name: _Process() for name in processes}
+        self._processes = defaultdict(_Process, {name: _Process() for name in processes})
         self._rows: dict[tuple[str, ...], _Process] = {(app, name): one for name, one in self._processes.items()}
         self._scrape = scrape
         self._table = _Table()

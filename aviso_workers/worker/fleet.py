@@ -6,7 +6,8 @@ was recycled, or somebody stopped it) is replaced at once; one that crashed is r
 process that crashes again and again ends the fleet. A process tells where its status port is, and that it is about to
 end in order (`fleet_process`): an exit code of 0 that it has not told of is a crash. A process that was told to end, or
 has said that it will, and has not ended some seconds after its drain timeout, is killed. The fleet's own port answers
-for all of them.
+for all of them, and hands other connections to the process of the console, where there is one. That process is no
+worker: it is kept like the others, and whatever becomes of it, the fleet goes on and is ready.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -54,6 +56,9 @@ ANSWER_SECONDS = 0.8
 KILL_SECONDS = 2 * GRACE_SECONDS
 """How long after its drain timeout, or after a second signal, a process is killed. It ends itself before that, unless a
 function that is not Python's does not let it."""
+CONSOLE = "console"
+"""The name of the console's process in the log."""
+STATUS_HOST = "workers.status.host, at which workers.console.on_status_port serves the console"
 NOT_STARTED = 127
 """The exit code of what did not even begin, as in a shell."""
 CONFIG_FILES = (".yaml", ".yml")
@@ -67,6 +72,8 @@ class FleetPlan(Struct, frozen=True, kw_only=True):
     processes: int
     reload: bool = False
     """Whether the processes are replaced when the sources of the app, or its configuration, change."""
+    console: tuple[str, ...] = ()
+    """Runs the console that the status port serves where the configuration says so, called with the same option."""
 
 
 def run(app: App, plan: FleetPlan, *, status_port: int | None = None) -> None:
@@ -79,11 +86,20 @@ def run(app: App, plan: FleetPlan, *, status_port: int | None = None) -> None:
     if mistakes := app.mistakes():
         raise ConfigError(mistakes)
     settings = app.config.workers
+    if settings.console.on_status_port and (
+        refusals := settings.console.refusals(settings.status.host, key=STATUS_HOST)
+    ):
+        raise ConfigError(refusals)
     logs.configure(settings.logging)
     fleet = Fleet(app, plan)
     port = settings.status.port if status_port is None else status_port
     with StatusServer(
-        host=settings.status.host, port=port, health=fleet, metrics=fleet.metrics.answer, token=settings.status.token
+        host=settings.status.host,
+        port=port,
+        health=fleet,
+        metrics=fleet.metrics.answer,
+        token=settings.status.token,
+        hand_over=fleet.console.hand_over if fleet.console else None,
     ) as status:
         log.info("fleet.started", app=app.name, processes=plan.processes, status=status.url)
         anyio.run(fleet.work)
@@ -97,15 +113,17 @@ def run(app: App, plan: FleetPlan, *, status_port: int | None = None) -> None:
 class _Slot:
     """A place in the fleet, and the process that has it now."""
 
-    def __init__(self, name: str, *, token: Secret | None) -> None:
+    def __init__(self, name: str, command: Sequence[str], *, token: Secret | None = None) -> None:
         self.name = name
+        self.command = command
         self._headers = {"Authorization": f"Bearer {token.reveal()}"} if token else {}
-        self.process: Process | None = None
-        self.begin(None)
+        self.lock = threading.Lock()
+        """Held by the thread that uses the line, or takes it away."""
+        self.begin(None, None)
 
-    def begin(self, process: Process | None) -> None:
-        """Have this process from now on."""
-        self.process = process
+    def begin(self, process: Process | None, line: socket.socket | None) -> None:
+        """Have this process from now on, at the other end of this line."""
+        self.process, self.line = process, line
         self.told_to_stop = self.killed = False
         self.ends, self.hurries = anyio.Event(), anyio.Event()
         """Set when the process is about to end, and when it is told so a second time."""
@@ -124,6 +142,19 @@ class _Slot:
         if self.killed or (about_to and code == NOT_ENDED):
             return "killed"
         return "in_order" if self.told_to_stop or (about_to and code == 0) else "crashed"
+
+    def hand_over(self, connection: socket.socket) -> str:
+        """Hand a copy of a connection to the process, without waiting; return why it cannot be, or an empty text."""
+        with self.lock:
+            if self.line is None or self.told_to_stop:
+                return f"the {self.name} does not run"
+            if not self.said:
+                return f"the {self.name} is starting"
+            try:
+                socket.send_fds(self.line, [b"+"], [connection.fileno()])
+            except OSError as error:
+                return f"the {self.name} takes no connection: {error.strerror}"
+        return ""
 
     def hear(self, line: socket.socket) -> bool:
         """Take in what the process has told since, without waiting; return whether there was anything."""
@@ -190,11 +221,13 @@ class Fleet:
     """The processes of one app. What probes and Prometheus ask of it is answered on the status port's threads."""
 
     def __init__(self, app: App, plan: FleetPlan) -> None:
-        self._command = plan.command
         self._sources = _Sources(app.config.sources) if plan.reload else None
-        token = app.config.workers.status.token
-        self._places = [_Slot(str(number), token=token) for number in range(1, plan.processes + 1)]
-        self._drain_timeout_seconds = app.config.workers.drain_timeout_seconds
+        settings = app.config.workers
+        token = settings.status.token
+        self._places = [_Slot(str(number), plan.command, token=token) for number in range(1, plan.processes + 1)]
+        self.console = _Slot(CONSOLE, plan.console) if settings.console.on_status_port else None
+        self._kept = [*self._places, *([self.console] if self.console else [])]
+        self._drain_timeout_seconds = settings.drain_timeout_seconds
         self._health = Health()
         self._stopping = False
         self.forced = False
@@ -224,7 +257,7 @@ class Fleet:
             if self._sources is not None:
                 watching.start_soon(self._follow, self._sources.changes(done))
             async with anyio.create_task_group() as keeping:
-                for place in self._places:
+                for place in self._kept:
                     keeping.start_soon(self._keep_running, place)
             done.set()
             watching.cancel_scope.cancel()
@@ -239,7 +272,7 @@ class Fleet:
             code = await self._run(place)
             ending = place.ending(code)
             if self._stopping:
-                self.forced = self.forced or ending == "killed"
+                self.forced = self.forced or (ending == "killed" and place is not self.console)
                 log.info("process.stopped", process=place.name, exit_code=code)
                 return
             self.metrics.exited(place.name, ending)
@@ -252,10 +285,10 @@ class Fleet:
         """Wait until a crashed process may be started again, or give the fleet up."""
         delay, crashes = restarts.next_wait(time.monotonic()), restarts.failures
         how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
-        if self._sources is not None:
+        if self._sources is not None and place is not self.console:
             log.error("process.crashed", process=place.name, ended_with=how, again="after a change")
             await self._woken.wait()
-        elif crashes < RESTARTS.attempts:
+        elif crashes < RESTARTS.attempts or place is self.console:
             log.error("process.crashed", process=place.name, ended_with=how, again_in_seconds=round(delay, 1))
             with anyio.move_on_after(delay):
                 await self._woken.wait()
@@ -273,11 +306,11 @@ class Fleet:
         with ours:
             with theirs:
                 try:
-                    process = await self._start(place.name, theirs.fileno())
+                    process = await self._start(place, theirs.fileno())
                 except OSError as error:
                     log.error("process.not_started", process=place.name, reason=str(error))
                     return NOT_STARTED
-            place.begin(process)
+            place.begin(process, ours)
             if self._stopping:
                 place.stop()
             self.metrics.started(place.name)
@@ -288,6 +321,8 @@ class Fleet:
                 await process.wait()
                 listening.cancel_scope.cancel()
             place.hear(ours)
+            with place.lock:
+                place.line = None
         place.process = None
         self.metrics.ended(place.name)
         assert process.returncode is not None
@@ -303,9 +338,9 @@ class Fleet:
         log.error("process.killed", process=place.name, seconds=round(time.monotonic() - began, 1))
         place.kill()
 
-    async def _start(self, name: str, line: int) -> Process:
+    async def _start(self, place: _Slot, line: int) -> Process:
         return await anyio.open_process(
-            (*self._command, "--member", f"{name}:{line}"),
+            (*place.command, "--member", f"{place.name}:{line}"),
             stdin=subprocess.DEVNULL,
             stdout=None,
             stderr=None,
@@ -327,7 +362,7 @@ class Fleet:
                 self._stop()
             async for number in signals:
                 log.warning("fleet.killing", signal=number.name)
-                for place in self._places:
+                for place in self._kept:
                     place.kill()
 
     async def _follow(self, changes: AsyncIterator[list[str]]) -> None:
@@ -344,7 +379,7 @@ class Fleet:
 
     def _stop_processes(self) -> None:
         """Let the processes that run end in order, and those that wait to be started again wait no longer."""
-        for place in self._places:
+        for place in self._kept:
             place.stop()
         self._woken.set()
         self._woken = anyio.Event()

@@ -30,6 +30,7 @@ Ready = Callable[[str], None]
 """Called once all agents read their streams, with the URL of the status port."""
 MAX_TOLD = 20
 """How many running notifications are named, any of which may have ended the event loop."""
+ONLY_FLEETS = "workers.console.on_status_port: only a fleet serves the console there, such as one of --processes 1"
 
 
 def run(
@@ -82,6 +83,8 @@ async def serve(
     log.write_from("warning" if quiet else "info")
     if nothing := app._nothing_to_run():
         log.warning("config.warning", text=nothing)
+    if settings.console.on_status_port and member is None:
+        log.warning("config.warning", text=ONLY_FLEETS)
     status = settings.status if status_port is None else structs.replace(settings.status, port=status_port)
     if member is not None:
         app.events.listen(member.observe, Acked, Failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 import urllib.error
@@ -146,4 +147,35 @@ def test_the_port_is_free_again_afterwards(health: Health) -> None:
         port = int(server.url.rpartition(":")[2])
         assert "status" in [thread.name for thread in threading.enumerate()]
     with StatusServer(host="127.0.0.1", port=port, health=health, metrics=lambda _: (b"", "text/plain")) as server:
+        assert get(server, "/livez") == (200, "ok\n")
+
+
+def test_a_connection_for_another_path_is_handed_over_with_its_request_unread(health: Health) -> None:
+    handed: queue.Queue[socket.socket] = queue.Queue()
+
+    def take(connection: socket.socket) -> str:
+        handed.put(connection.dup())
+        return ""
+
+    with StatusServer(host="127.0.0.1", port=0, health=health, metrics=lambda: b"up 1\n", hand_over=take) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        for asked in (b"POST /mcp HTTP/1.1\r\n", b"GET /metricsx ", b"GET /", b"x" * 300):
+            with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as client:
+                client.sendall(asked)
+                if asked == b"GET /":
+                    assert get(server, "/livez") == (200, "ok\n")
+                    assert handed.empty(), "the path may still become one of ours"
+                    client.sendall(b"x HTTP/1.1\r\n")
+                with handed.get(timeout=PATIENCE_SECONDS) as taken:
+                    taken.settimeout(PATIENCE_SECONDS)
+                    assert taken.recv(len(asked)) == asked
+                    for _ in range(status.MAX_CONNECTIONS + 1):
+                        assert get(server, "/metrics") == (200, "up 1\n")
+                    taken.sendall(b"answer")
+                    assert client.recv(6) == b"answer", "it is not among the open ones, of which the oldest is closed"
+
+
+def test_who_is_not_taken_is_told_why(health: Health) -> None:
+    with StatusServer(host="127.0.0.1", port=0, health=health, metrics=bytes, hand_over=lambda _: "not now") as server:
+        assert get(server, "/") == (503, "not now\n")
         assert get(server, "/livez") == (200, "ok\n")

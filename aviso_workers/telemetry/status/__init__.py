@@ -1,14 +1,16 @@
-"""The status port: `/livez`, `/readyz` and `/metrics`.
+"""The status port: `/livez`, `/readyz` and `/metrics`, and what others answer.
 
 It answers from threads of its own, so that a stuck event loop is seen and not hidden. Whoever reaches the port may open
 connections and say nothing: a few are kept, each for a few seconds, and the newest one is always served, so that a
-probe is answered.
+probe is answered. A connection whose first request is for another path is handed over, where somebody takes it: the
+request is left unread, and the connection is no longer ours.
 """
 
 from __future__ import annotations
 
 import hmac
 import math
+import re
 import socket
 import sys
 import threading
@@ -25,7 +27,7 @@ import anyio
 from aviso_workers.config import Secret
 from aviso_workers.errors import ConfigError
 
-__all__ = ["Health", "Probed", "StatusServer"]
+__all__ = ["PATHS", "Health", "Probed", "StatusServer"]
 
 STUCK_SECONDS = 10.0
 """An event loop that has not turned for so long is not alive."""
@@ -36,6 +38,16 @@ READ_SECONDS = 5.0
 """A connection that sends nothing for so long, or takes nothing, is closed."""
 MAX_CONNECTIONS = 32
 """Where more are open, the oldest is closed: Prometheus and the probes of an orchestrator need a few."""
+PATHS = (b"/livez", b"/readyz", b"/metrics")
+REQUEST_LINE = re.compile(rb"\S* ([^ ?\r\n]*)[ ?\r\n]")
+"""The begin of a request up to the end of its path (RFC 9112)."""
+MAX_LOOKED_AT = 256
+"""Bytes of a request that are looked at; ours are shorter."""
+MAX_REFUSED = 64 * 1024
+UNAVAILABLE = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\n{}\n"
+
+HandOver = Callable[[socket.socket], str]
+"""Hands a connection to another process, without waiting; returns why that takes it not, or an empty text."""
 
 Shown = Callable[[str], tuple[bytes, str]]
 """Returns the body and the Content-Type of `/metrics` for a header Accept."""
@@ -98,10 +110,20 @@ class StatusServer:
     """Serves while its `with` block runs.
 
     With a `token`, `/metrics` is only for who sends it as a bearer token (RFC 6750); the probes are for everybody.
-    Raises `ConfigError` where the port is taken.
+    Connections for other paths are given to `hand_over`, from the threads of their own. Raises
+    `ConfigError` where the port is taken.
     """
 
-    def __init__(self, *, host: str, port: int, health: Probed, metrics: Shown, token: Secret | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        host: str,
+        port: int,
+        health: Probed,
+        metrics: Shown,
+        token: Secret | None = None,
+        hand_over: HandOver | None = None,
+    ) -> None:
         try:
             self._server = _ThreadedServer((host, port), health, metrics, token)
         except OSError as error:
@@ -111,6 +133,7 @@ class StatusServer:
                     "choose another, or 0 for any free one"
                 ]
             ) from error
+        self._server.hand_over = hand_over
         serve = partial(self._server.serve_forever, poll_interval=STOP_SECONDS)
         self._thread = threading.Thread(target=serve, name="status", daemon=True)
 
@@ -135,6 +158,7 @@ class _ThreadedServer(ThreadingHTTPServer):
 
     daemon_threads = True
     request_queue_size = 128
+    hand_over: HandOver | None = None
 
     def __init__(self, address: tuple[str, int], health: Probed, metrics: Shown, token: Secret | None) -> None:
         self.health, self.metrics, self.token = health, metrics, token
@@ -153,6 +177,18 @@ class _ThreadedServer(ThreadingHTTPServer):
             self._open[request] = None
         super().process_request(request, client_address)
 
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        if self.hand_over is None or not (path := _path(request)) or path in PATHS:
+            super().finish_request(request, client_address)
+            return
+        with self._lock:  # while it is among the open ones, it may be shut down
+            if not (refusal := self.hand_over(request)):
+                self._open.pop(request, None)
+                request.close()  # our copy only
+                return
+        request.recv(MAX_REFUSED)  # what is unread when it is closed could cost the client the answer
+        request.sendall(UNAVAILABLE.format(refusal).encode())
+
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
             self._open.pop(request, None)
@@ -161,6 +197,21 @@ class _ThreadedServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], OSError):  # who asks may leave before the answer
             super().handle_error(request, client_address)
+
+
+def _path(connection: socket.socket) -> bytes:
+    """Return the path of a connection's first request, and leave the request unread; the begin of the request where
+    that is no path. Raises `TimeoutError`."""
+    connection.settimeout(READ_SECONDS)
+    seen = b""
+    while (found := REQUEST_LINE.match(seen)) is None and len(seen) < MAX_LOOKED_AT:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(seen) + 1)  # wakes us when there is more
+        now = connection.recv(MAX_LOOKED_AT, socket.MSG_PEEK)
+        if len(now) <= len(seen):
+            break
+        seen = now
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    return found[1] if found else seen
 
 
 class _Request(BaseHTTPRequestHandler):
