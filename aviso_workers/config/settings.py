@@ -445,7 +445,7 @@ class Workers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dead_letters: Annotated[DeadLetters, about("The stream of notifications that could not be handled.")] = (
         DeadLetters()
     )
-    console: Annotated[Console, about("The pages of `aviso-workers console`.")] = Console()
+    console: Annotated[Console, about("The pages of `aviso-workers console`, and of a fleet.")] = Console()
     lineage: Annotated[
         Lineage | None, about("OpenLineage run events of workers, agents and windows. Default: none are sent.")
     ] = None

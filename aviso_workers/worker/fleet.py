@@ -147,7 +147,7 @@ class _Slot:
         """Hand a copy of a connection to the process, without waiting; return why it cannot be, or an empty text."""
         with self.lock:
             if self.line is None or self.told_to_stop:
-                return f"the {self.name} does not run"
+                return f"the {self.name} does not run; the log of the fleet says why"
             if not self.said:
                 return f"the {self.name} is starting"
             try:
@@ -285,7 +285,7 @@ class Fleet:
         """Wait until a crashed process may be started again, or give the fleet up."""
         delay, crashes = restarts.next_wait(time.monotonic()), restarts.failures
         how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
-        if self._sources is not None and place is not self.console:
+        if self._sources is not None and (code > 0 or place is not self.console):
             log.error("process.crashed", process=place.name, ended_with=how, again="after a change")
             await self._woken.wait()
         elif crashes < RESTARTS.attempts or place is self.console:

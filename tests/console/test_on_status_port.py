@@ -140,7 +140,7 @@ def test_a_console_that_is_killed_is_started_again_and_the_fleet_is_ready_meanwh
     os.kill(console, signal.SIGKILL)
     crashed = served.command.until("process.crashed")
     assert (crashed["process"], crashed["ended_with"]) == ("console", "signal 9 (Killed)")
-    assert served.get("/") == (503, "the console does not run\n")
+    assert served.get("/") == (503, "the console does not run; the log of the fleet says why\n")
     assert httpx.post(f"{served.url}/", trust_env=False).status_code == 503
     assert served.get("/readyz") == (200, "ok\n")
     served.shows("/agents", "field-index")
@@ -188,7 +188,13 @@ def test_the_console_reads_the_configuration_of_the_app_where_no_file_is_named(
 def test_a_console_of_a_reloaded_fleet_has_the_new_configuration(serve: Callable[..., Served], file: Path) -> None:
     served = serve("--reload", "--config", "aviso.yaml")
     served.shows("/settings", "workers.console")
-    file.write_text(f"{file.read_text()}\napplication: {{base_url: 'http://changed.example'}}\n")
+    file.write_text(file.read_text().replace("1000", "many"))
+    crashed = served.command.until("process.crashed"), served.command.until("process.crashed")
+    assert {(one["process"], one["again"]) for one in crashed} == {
+        (name, "after a change") for name in ("1", "console")
+    }
+    section = '"application": {"base_url": "http://changed.example"}, "workers": {'
+    file.write_text(file.read_text().replace("many", "1000").replace('"workers": {', section))
     served.shows("/settings", "http://changed.example")
     assert served.command.end(signal.SIGTERM) == 0
 
