@@ -42,31 +42,29 @@ def console(
 
     Example: aviso-workers console --port 9480
     """
-    loaded = _with(load(config), host, port) if member is None else _of_fleet(load(config))
+    loaded, line = load(config), None
+    if member is not None:
+        name, _, descriptor = member.partition(":")
+        structlog.contextvars.bind_contextvars(process=name)
+        line = socket.socket(fileno=int(descriptor))
+        loaded = loaded.with_defaults(retry_attempts=sys.maxsize, max_reconnect_attempts=0)  # as workers do
+        host = loaded.workers.status.host
+    loaded = _with(loaded, host, port)
     if refusals := loaded.workers.console.refusals(loaded.workers.console.host):
         raise ConfigError(refusals)
     from aviso_workers.console.serve import serve
 
     logs.configure(loaded.workers.logging)
-    line = None
-    if member is not None:
-        name, _, descriptor = member.partition(":")
-        structlog.contextvars.bind_contextvars(process=name)
-        line = socket.socket(fileno=int(descriptor))
 
     async def work() -> None:
         async with opened(loaded) as server:
-            await serve(
-                server.admin, server.config, on_listening=lambda url: echo(f"console: {url}", err=True), line=line
-            )
+            await serve(server.admin, server.config, on_listening=_tell, line=line)
 
     anyio.run(until_signal, work)
 
 
-def _of_fleet(config: Config) -> Config:
-    """Return the configuration of a console on a fleet's status port, which waits for its server as workers do."""
-    waiting = config.with_defaults(retry_attempts=sys.maxsize, max_reconnect_attempts=0)
-    return _with(waiting, config.workers.status.host, config.workers.status.port)
+def _tell(url: str) -> None:
+    echo(f"console: {url}", err=True)
 
 
 def _with(config: Config, host: str | None, port: int | None) -> Config:

@@ -81,9 +81,7 @@ def fleet_command(
 
 
 def console_command(target: str | None, config: ConfigSource | None) -> tuple[str, ...]:
-    """Return the command line of a console with the configuration of the fleet: the app's code is run only where no
-    file is named.
-    """
+    """Return the command line of a fleet's console, which runs code of the app only where no configuration is named."""
     source = config or ConfigSource()
     return _command("console", config=source.path, context=source.context, app=None if source.path else target)
 

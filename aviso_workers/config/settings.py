@@ -392,19 +392,14 @@ class Console(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     proxy: Annotated[ConsoleProxy | None, about("The proxy that names users, if there is one.")] = None
     on_status_port: Annotated[
         bool,
-        about(
-            "Let a fleet (`worker --processes N`) serve the console on its status port, beside /metrics, /livez and "
-            "/readyz. host and port above do not count for it."
-        ),
+        about("Let a fleet (`worker --processes N`) serve the console on its status port, not on host and port above."),
     ] = False
 
     def refusals(self, host: str, *, key: str = "workers.console.host") -> list[str]:
         """Return why a console must not be served at the address that `key` has; empty where it may be."""
         tokens, found = {user.token.reveal() for user in self.users.values()}, []
         if missing := [name for name in ("starlette", "uvicorn", "jinja2") if find_spec(name) is None]:
-            found.append(
-                f"the console needs {missing[0]}, which is not installed: pip install 'aviso-workers[console]'"
-            )
+            found.append(f"the console needs {missing[0]}, which is missing: pip install 'aviso-workers[console]'")
         if len(tokens) < len(self.users):
             found.append("workers.console.users: two users have the same token; a bearer token names its user")
         if not self.users and self.proxy is None and not is_loopback(host):

@@ -80,8 +80,10 @@ class Access:
         known = {each.lower() for each in ("localhost", self._settings.host, *self._settings.names)}
         return host in known or is_loopback(host)
 
-    def is_own_page(self, request: HTTPConnection) -> bool:
-        """Return whether a request that changes something comes from a page of ours, or from no page at all."""
+    def is_own_page(self, request: HTTPConnection, *, only_reads: bool) -> bool:
+        """Return whether a request comes from a page of ours, or from no page at all. One that changes something has a
+        bearer token then.
+        """
         site = request.headers.get("sec-fetch-site")
         if site is not None:
             return site == "same-origin"
@@ -89,7 +91,7 @@ class Access:
         origin, bearer = request.headers.get("origin"), request.headers.get("authorization", "").lower()
         if origin is not None:
             return origin.partition("://")[2] == request.headers.get("host")
-        return bearer.startswith("bearer ")
+        return only_reads or bearer.startswith("bearer ")
 
     def _named_by_proxy(self, request: HTTPConnection) -> Visitor | None:
         proxy = self._settings.proxy

@@ -101,7 +101,8 @@ async def serve(
         tasks.start_soon(run)
         try:
             if line is None:
-                on_listening(_address(*listening))
+                host, port = listening[0].getsockname()[:2]
+                on_listening(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
                 await ended.wait()
             else:
                 await _take(line, server)
@@ -113,9 +114,7 @@ async def serve(
 async def _take(line: socket.socket, server: _Server) -> None:
     """Tell the fleet that connections are taken, and take them until the fleet is gone."""
     loop = asyncio.get_running_loop()
-    connection = partial(
-        _Connection, config=server.config, server_state=server.server_state, app_state={HANDED_OVER: True}
-    )
+    connection = partial(_Connection, server.config, server.server_state, {HANDED_OVER: True})
     line.setblocking(False)
     with line, suppress(ConnectionError):
         line.sendall(b"\n")
@@ -124,12 +123,8 @@ async def _take(line: socket.socket, server: _Server) -> None:
             await anyio.wait_readable(line)
             said, handed, _, _ = socket.recv_fds(line, 1, 1)
             for descriptor in handed:
-                await loop.connect_accepted_socket(connection, socket.socket(fileno=descriptor))
-
-
-def _address(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+                with suppress(OSError):  # it may have been reset meanwhile
+                    await loop.connect_accepted_socket(connection, socket.socket(fileno=descriptor))
 
 
 def _listen(host: str, port: int) -> socket.socket:

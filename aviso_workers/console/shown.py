@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from aviso_workers.aviso.literals import body_text, time_text
 from aviso_workers.console.history import sparkline, spoken
 
-__all__ = ["FILTERS"]
+__all__ = ["FILTERS", "body"]
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
 SLOWEST = 0.05

@@ -18,6 +18,7 @@ import anyio
 import structlog
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from msgspec import structs
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
@@ -27,6 +28,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aviso_workers.aviso.literals import printable_lines
+from aviso_workers.console import mcp
 from aviso_workers.console.access import Access, ForbiddenError, Visitor
 from aviso_workers.console.actions import ACTIONS, Actions, Confirmation
 from aviso_workers.console.overview import Watcher
@@ -46,6 +48,8 @@ MAX_LIVE_EACH = 100
 """Of one user."""
 PAGE_SECONDS = 40.0
 """How long a page may be made: the doctor asks the servers for many things."""
+MCP_SECONDS = 10.0
+"""How long a tool may take."""
 WRITE_SECONDS = 10.0
 """How long somebody may take to receive a part of a page."""
 UNCHANGED_SECONDS = 15.0
@@ -64,6 +68,7 @@ def application(watcher: Watcher, actions: Actions, access: Access) -> ASGIApp:
         routes=[
             *(Route(path, views.of_page(make), name=make.__name__) for path, make in PAGES.items()),
             *(Route(f"/actions/{name}", views.of_action(name), methods=["POST"]) for name in ACTIONS),
+            Route(mcp.PATH, views.of_mcp, methods=["POST"]),
             Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
         ],
         exception_handlers={HTTPException: views.failed, AvisoWorkersError: views.failed, Exception: views.failed},
@@ -107,7 +112,7 @@ class _Guard:
             return PlainTextResponse("Who are you? Give your name and your token.\n", 401, headers=asks)
         if method not in ("GET", "HEAD", "POST"):
             return PlainTextResponse("Only GET and POST are known here.\n", 405)
-        if method == "POST" and not self._access.is_own_page(request):
+        if method == "POST" and not self._access.is_own_page(request, only_reads=path == mcp.PATH):
             log.warning("console.foreign_page", who=visitor.name, path=path)
             return PlainTextResponse("This request comes from no page of this console.\n", 403)
         if not visitor.may("read"):
@@ -187,7 +192,8 @@ class _Views:
 
     def of_action(self, name: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            visitor, form = _visitor(request), await _form(request)
+            visitor, body = _visitor(request), await _body(request, "application/x-www-form-urlencoded")
+            form = dict(parse_qsl(body.decode(errors="replace")))
             action = ACTIONS[name]
             try:
                 visitor.require(action.right)
@@ -201,6 +207,15 @@ class _Views:
             return RedirectResponse(done, 303)
 
         return answer
+
+    async def of_mcp(self, request: Request) -> Response:
+        async def ask(make: Callable[[Question], Awaitable[Page]], fields: dict[str, str]) -> Page:
+            question = structs.replace(self._question(request), path=fields, query=fields)
+            return await _in_time(make(question), MCP_SECONDS)
+
+        body = await _body(request, "application/json")
+        status, answer = await mcp.answered(body, request.headers, ask, payloads=_visitor(request).may("payload"))
+        return Response(answer, status, media_type="application/json" if answer else None)
 
     async def failed(self, request: Request, error: Exception) -> Response:
         status, text = _said(error)
@@ -265,13 +280,13 @@ def _spelled(value: Any) -> Any:
     return printable_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-async def _in_time(making: Awaitable[Page]) -> Page:
+async def _in_time(making: Awaitable[Page], seconds: float = PAGE_SECONDS) -> Page:
     """Return the page. Raises `UnavailableError` where the server takes too long."""
     try:
-        with anyio.fail_after(PAGE_SECONDS):
+        with anyio.fail_after(seconds):
             return await making
     except TimeoutError as error:
-        raise UnavailableError(f"the server has not answered within {PAGE_SECONDS:g} s") from error
+        raise UnavailableError(f"the server has not answered within {seconds:g} s") from error
 
 
 def _event(html: str) -> str:
@@ -284,19 +299,19 @@ def _visitor(request: Request) -> Visitor:
     return visitor
 
 
-async def _form(request: Request) -> dict[str, str]:
-    """Return the fields of a form. Raises `HTTPException` for another or a large one."""
-    if request.headers.get("content-type", "").partition(";")[0] != "application/x-www-form-urlencoded":
-        raise HTTPException(415, "an action takes a form")
+async def _body(request: Request, content_type: str) -> bytes:
+    """Return the body of a request. Raises `HTTPException` for another type, a large one and one that does not come."""
+    if request.headers.get("content-type", "").partition(";")[0] != content_type:
+        raise HTTPException(415, f"{request.url.path} takes {content_type}")
     body = b""
     with anyio.move_on_after(FORM_SECONDS) as taking:
         async for chunk in request.stream():
             body += chunk
             if len(body) > MAX_FORM_BYTES:
-                raise HTTPException(413, f"an action takes a form of at most {MAX_FORM_BYTES} bytes")
+                raise HTTPException(413, f"{request.url.path} takes at most {MAX_FORM_BYTES} bytes")
     if taking.cancelled_caught:
-        raise HTTPException(408, f"the form has not come within {FORM_SECONDS:g} s")
-    return dict(parse_qsl(body.decode(errors="replace")))
+        raise HTTPException(408, f"the body has not come within {FORM_SECONDS:g} s")
+    return body
 
 
 def _address(path: str, query: dict[str, str], live: str, changed: dict[str, Any]) -> str:

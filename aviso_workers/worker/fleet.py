@@ -56,8 +56,6 @@ ANSWER_SECONDS = 0.8
 KILL_SECONDS = 2 * GRACE_SECONDS
 """How long after its drain timeout, or after a second signal, a process is killed. It ends itself before that, unless a
 function that is not Python's does not let it."""
-CONSOLE = "console"
-"""The name of the console's process in the log."""
 STATUS_HOST = "workers.status.host, at which workers.console.on_status_port serves the console"
 NOT_STARTED = 127
 """The exit code of what did not even begin, as in a shell."""
@@ -225,7 +223,7 @@ class Fleet:
         settings = app.config.workers
         token = settings.status.token
         self._places = [_Slot(str(number), plan.command, token=token) for number in range(1, plan.processes + 1)]
-        self.console = _Slot(CONSOLE, plan.console) if settings.console.on_status_port else None
+        self.console = _Slot("console", plan.console) if settings.console.on_status_port else None
         self._kept = [*self._places, *([self.console] if self.console else [])]
         self._drain_timeout_seconds = settings.drain_timeout_seconds
         self._health = Health()

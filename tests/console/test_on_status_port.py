@@ -213,7 +213,7 @@ def test_a_console_without_its_packages_is_refused(
     monkeypatch.setenv("AVISO_WORKERS_WORKERS__CONSOLE__ON_STATUS_PORT", "true")
     monkeypatch.setattr(settings, "find_spec", lambda name: None)
     app = App("fleet-tests", config=write_config("nats://127.0.0.1:1"))
-    with pytest.raises(ConfigError, match=r"needs starlette, which is not installed: pip install 'aviso-workers\["):
+    with pytest.raises(ConfigError, match=r"needs starlette, which is missing: pip install 'aviso-workers\["):
         fleet.run(app, FleetPlan(command=(), processes=1), status_port=0)
 
 

@@ -43,11 +43,10 @@ REQUEST_LINE = re.compile(rb"\S* ([^ ?\r\n]*)[ ?\r\n]")
 """The begin of a request up to the end of its path (RFC 9112)."""
 MAX_LOOKED_AT = 256
 """Bytes of a request that are looked at; ours are shorter."""
-MAX_REFUSED = 64 * 1024
 UNAVAILABLE = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\n{}\n"
 
 HandOver = Callable[[socket.socket], str]
-"""Hands a connection to another process, without waiting; returns why that takes it not, or an empty text."""
+"""Hands a connection to another process, without waiting; returns why that is not possible, or an empty text."""
 
 Shown = Callable[[str], tuple[bytes, str]]
 """Returns the body and the Content-Type of `/metrics` for a header Accept."""
@@ -110,8 +109,7 @@ class StatusServer:
     """Serves while its `with` block runs.
 
     With a `token`, `/metrics` is only for who sends it as a bearer token (RFC 6750); the probes are for everybody.
-    Connections for other paths are given to `hand_over`, from the threads of their own. Raises
-    `ConfigError` where the port is taken.
+    Connections for other paths are given to `hand_over`. Raises `ConfigError` where the port is taken.
     """
 
     def __init__(
@@ -186,7 +184,7 @@ class _ThreadedServer(ThreadingHTTPServer):
                 self._open.pop(request, None)
                 request.close()  # our copy only
                 return
-        request.recv(MAX_REFUSED)  # what is unread when it is closed could cost the client the answer
+        request.recv(65_536)  # what is unread when it is closed could cost the client the answer
         request.sendall(UNAVAILABLE.format(refusal).encode())
 
     def shutdown_request(self, request: Any) -> None:

@@ -1,0 +1,235 @@
+"""The Model Context Protocol of the console, asked by a client of others and message by message."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import httpx2
+import msgspec
+import pytest
+from mcp import Client
+from mcp.client.streamable_http import streamable_http_client
+
+from aviso_workers import App
+from aviso_workers.config import Config
+from aviso_workers.console import mcp, overview, web
+from aviso_workers.server import NatsServer
+from aviso_workers.testing import Harness
+from tests.console.conftest import OPERATOR, READER, USERS, Served, publish, served, shown, with_console
+
+pytestmark = pytest.mark.anyio
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "now": {},
+    "agents": {"state": "parked"},
+    "agent": {"app": "field-index", "agent": "parks"},
+    "dead_letters": {"agent": "fails"},
+    "dead_letter": {"sequence": 1},
+    "notification": {"name": "mars@2"},
+    "timers": {},
+    "streams": {"all": "yes"},
+    "spark": {},
+    "apps": {},
+    "doctor": {},
+    "audit": {},
+}
+SECRET = "/data/of-step-3"
+MODERN = {"mcp-protocol-version": "2026-07-28", "mcp-method": "tools/list"}
+
+
+async def said(client: Client, tool: str) -> Any:
+    """What a tool says, read from its JSON."""
+    (content,) = (result := await client.call_tool(tool, ARGUMENTS[tool])).content
+    assert content.type == "text"
+    assert not result.is_error, content.text
+    return msgspec.json.decode(content.text)
+
+
+async def told(console: Served, user: tuple[str, str], *, mode: Any = "auto") -> dict[str, Any]:
+    """What all tools say to a client of this user."""
+    async with (
+        httpx2.AsyncClient(headers=bearer(user), trust_env=False) as http,
+        Client(streamable_http_client(f"{console.url}/mcp", http_client=http), mode=mode) as client,
+    ):
+        assert client.protocol_version == {"auto": "2026-07-28", "legacy": "2025-11-25"}[mode]
+        listed = await client.list_tools()
+        assert sorted(tool.name for tool in listed.tools) == sorted(ARGUMENTS)
+        assert all(tool.description and tool.annotations and tool.annotations.read_only_hint for tool in listed.tools)
+        return {tool: await said(client, tool) for tool in ARGUMENTS}
+
+
+def bearer(user: tuple[str, str]) -> dict[str, str]:
+    return {"authorization": f"Bearer {user[1]}"}
+
+
+async def post(console: Served, content: Any, headers: Mapping[str, str] = {}) -> httpx.Response:
+    """The answer to one message of the operator, or of who these headers name."""
+    body = content if isinstance(content, bytes) else msgspec.json.encode({"jsonrpc": "2.0", "id": 7, **content})
+    given = {"content-type": "application/json", **bearer(OPERATOR), **headers}
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return await client.post(f"{console.url}/mcp", content=body, headers=given)
+
+
+async def called(console: Served, tool: str, **arguments: Any) -> tuple[str, bool]:
+    """What a tool says, and whether as an error."""
+    params = {"name": tool, "arguments": arguments}
+    result = (await post(console, {"method": "tools/call", "params": params})).json()["result"]
+    return result["content"][0]["text"], result["isError"]
+
+
+async def prepared(console: Served, app: App) -> None:
+    """Have a dead letter and a parked notification."""
+    await publish(app, 1, 3, payload={"path": SECRET})
+    async with console.client() as browser:
+        await shown(browser, "/dead-letters", "1 of 1 dead letters.")
+        await shown(browser, "/agents/field-index/parks", "parked")
+
+
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+async def test_a_client_reads_what_the_pages_show(console: Served, app: App, running: Harness, mode: str) -> None:
+    await prepared(console, app)
+    found = await told(console, OPERATOR, mode=mode)
+    assert found["now"]["sentence"] == "1 agent needs you, 1 dead letter of the last day waits."
+    (parks,) = found["agents"]["agents"]
+    assert (parks["progress"]["agent"], parks["state"], parks["progress"]["lag"]) == ("parks", "parked", 1)
+    assert found["agent"]["parked"][0]["record"]["error"] == "KeyError: 'step 3'"
+    assert found["dead_letters"]["found"]["count"] == 1
+    assert found["dead_letter"]["found"]["error"] == "ValueError: no such field <b>3</b>"
+    assert SECRET in found["dead_letter"]["found"]["original"]["data"]
+    assert SECRET in found["notification"]["trail"]["message"]["data"]
+    fates = {fate["view"]["progress"]["agent"]: fate["state"] for fate in found["notification"]["trail"]["fates"]}
+    assert fates == {"fails": "dead letter", "index": "settled", "parks": "parked"}
+    assert found["timers"]["timers"][0]["timer"] == "report"
+    assert "MARS" in [row["stream"] for row in found["streams"]["streams"]]
+    assert found["spark"]["runs"] == []
+    assert found["apps"]["apps"][0][0] == "field-index"
+    assert "FAIL" in {result["state"] for result in found["doctor"]["report"]["results"]}
+    assert found["audit"]["actions"] == []
+
+
+async def test_a_user_without_the_right_gets_no_payload_and_nobody_a_secret(
+    console: Served, app: App, running: Harness
+) -> None:
+    await prepared(console, app)
+    text = msgspec.json.encode(await told(console, READER)).decode()
+    assert SECRET not in text
+    assert "bytes; you have no right to see payloads" in text
+    everything = text + msgspec.json.encode(await told(console, OPERATOR)).decode()
+    assert OPERATOR[1] not in everything
+    assert READER[1] not in everything
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "text"),
+    [
+        ("agent", {"app": "field-index", "agent": "nobody"}, "no agent nobody of app field-index reads one of"),
+        ("agent", {"app": "field-index"}, "agent needs app, agent, and takes nothing besides"),
+        ("agents", {"nme": "x"}, "agents needs nothing, and takes q, app, state, order besides"),
+        ("dead_letter", {"sequence": "many"}, "'many' is no number"),
+        ("dead_letters", {"since": "yesterday"}, "since"),
+    ],
+)
+async def test_what_a_tool_cannot_show_it_says_as_an_error(
+    console: Served, running: Harness, tool: str, arguments: dict[str, Any], text: str
+) -> None:
+    found, is_error = await called(console, tool, **arguments)
+    assert (text in found, is_error) == (True, True), found
+
+
+async def test_a_result_that_is_too_large_says_so(
+    console: Served, running: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mcp, "MAX_CHARACTERS", 10)
+    text, is_error = await called(console, "streams")
+    assert (text.endswith("characters, more than 10: ask for less"), is_error) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "code"),
+    [
+        (b"{", {}, 400, -32700),
+        (b"\xff", {}, 400, -32700),
+        (b"[]", {}, 400, -32600),
+        (b'{"jsonrpc": "1.0", "method": "ping", "id": 1}', {}, 400, -32600),
+        ({"id": None, "method": "ping"}, {}, 400, -32600),
+        ({"method": "prompts/list"}, {}, 404, -32601),
+        ({"method": "tools/call", "params": {"name": "reset"}}, {}, 400, -32602),
+        ({"method": "tools/call", "params": {"name": ["now"]}}, {}, 400, -32602),
+        ({"method": "ping"}, {"mcp-protocol-version": "1999-01-01"}, 400, -32020),
+        ({"method": "tools/list"}, MODERN, 400, -32020),
+        ({"method": "tools/list", "params": {"_meta": {mcp.REVISION: "2026-07-28"}}}, {}, 400, -32020),
+        (
+            {"method": "tools/list", "params": {"_meta": {mcp.REVISION: "2099-01-01"}}},
+            {**MODERN, "mcp-protocol-version": "2099-01-01"},
+            400,
+            -32022,
+        ),
+    ],
+)
+async def test_a_message_that_is_none_is_refused_as_the_protocol_says(
+    console: Served, content: Any, headers: dict[str, str], status: int, code: int
+) -> None:
+    answer = await post(console, content, headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
+
+
+async def test_a_notification_and_a_ping_are_answered(console: Served) -> None:
+    noted = await post(console, b'{"jsonrpc": "2.0", "method": "notifications/initialized"}')
+    assert (noted.status_code, noted.content) == (202, b"")
+    assert (await post(console, {"method": "ping"})).json() == {"jsonrpc": "2.0", "id": 7, "result": {}}
+    asked = {"method": "initialize", "params": {"protocolVersion": "2024-11-05"}}
+    assert (await post(console, asked)).json()["result"]["protocolVersion"] == "2025-11-25"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"authorization": ""}, 401),
+        ({"authorization": "Bearer other"}, 401),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"host": "evil.example"}, 421),
+        ({"content-type": "text/plain"}, 415),
+        ({}, 200),
+    ],
+)
+async def test_it_has_the_rules_of_the_pages(console: Served, headers: dict[str, str], status: int) -> None:
+    assert (await post(console, {"method": "ping"}, headers)).status_code == status
+
+
+async def test_it_takes_posts_of_bounded_size_only(console: Served) -> None:
+    async with console.client() as client:
+        assert (await client.get("/mcp")).status_code == 405
+    assert (await post(console, b" " * 100_000)).status_code == 413
+
+
+async def test_without_users_a_program_on_this_machine_asks_and_a_foreign_page_does_not(config: Config) -> None:
+    async with served(with_console(config)) as console:
+        assert (await post(console, {"method": "ping"}, {"authorization": ""})).status_code == 200
+        foreign = {"authorization": "", "origin": "http://evil.example"}
+        assert (await post(console, {"method": "ping"}, foreign)).status_code == 403
+
+
+async def test_a_user_without_the_right_to_read_asks_nothing(config: Config) -> None:
+    users = {**USERS, READER[0]: type(USERS[READER[0]])(token=USERS[READER[0]].token, rights=("pause",))}
+    async with served(with_console(config, users=users)) as console:
+        assert (await post(console, {"method": "tools/list"}, bearer(READER))).status_code == 403
+
+
+async def test_it_says_in_time_that_the_server_does_not_answer(
+    console: Served, running: Harness, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert overview.PATIENCE_SECONDS < web.MCP_SECONDS <= 10
+    assert (await called(console, "dead_letters"))[1] is False
+    monkeypatch.setattr(web, "MCP_SECONDS", 0.5)
+    os.kill(nats_server.process.pid, signal.SIGSTOP)
+    try:
+        text, is_error = await called(console, "dead_letters")
+    finally:
+        os.kill(nats_server.process.pid, signal.SIGCONT)
+    assert (text, is_error) == ("UnavailableError: the server has not answered within 0.5 s", True)
