@@ -102,7 +102,7 @@ class _Guard:
     def _refusal(self, request: HTTPConnection, visitor: Visitor | None) -> Response | None:
         """Return the answer to a request that goes no further."""
         path, method = request.scope["path"], request.scope["method"]
-        if path.encode() in PATHS and HANDED_OVER in request.scope["state"]:
+        if path.encode() in PATHS and hasattr(request.state, HANDED_OVER):
             text = f"{path} is answered on a connection of its own: ask again.\n"
             return PlainTextResponse(text, 421, headers={"connection": "close"})
         if not self._access.is_host(request.headers.get("host", "")):

@@ -40,6 +40,11 @@ if sys.argv[-1].startswith("1:"):
 time.sleep(60)
 """
 
+CRASHES = """
+open("starts", "a").write("again\\n")
+raise SystemExit(3)
+"""
+
 DEAF = """
 import signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -82,6 +87,28 @@ async def test_a_process_that_leaves_with_0_though_nothing_has_stopped_it_counts
     assert 'aviso_worker_process_exits_total{app="fleet-tests",ending="crashed",process="1"} 3.0' in shown
 
 
+async def test_a_console_that_crashes_again_and_again_does_not_end_the_fleet(
+    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AVISO_WORKERS_WORKERS__CONSOLE__ON_STATUS_PORT", "true")
+    monkeypatch.setattr(fleet, "RESTARTS", Backoff(first=0.01, max=0.01, attempts=2))
+    waits = (sys.executable, "-c", "import time; time.sleep(60)")
+    going_on = Fleet(app, FleetPlan(command=waits, processes=1, console=(sys.executable, "-c", CRASHES)))
+    starts = tmp_path / "starts"
+    with capture_logs() as log:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(going_on.work)
+            await until(lambda: starts.exists() and starts.read_text().count("again") > 4, what=lambda: log)
+            assert going_on.unready == ["process 1: is starting"], "its workers count, and the console does not"
+            assert going_on.console is not None
+            with socket.socket() as connection:
+                assert going_on.console.hand_over(connection).startswith("the console ")
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert not going_on.forced
+    assert "console" not in going_on.metrics.render().decode()
+
+
 async def test_a_third_signal_kills_what_does_not_obey(
     app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +123,7 @@ async def test_a_third_signal_kills_what_does_not_obey(
             tasks.start_soon(stubborn.work)
             await until((tmp_path / "deaf").exists, what=lambda: log)
             for event in ("fleet.stopping", "fleet.cancelling", "fleet.killing"):
-                assert "process 1: is starting" in stubborn.unready
+                await until(lambda: "process 1: is starting" in stubborn.unready, what=lambda: log)
                 os.kill(os.getpid(), signal.SIGTERM)
                 await until(partial(is_logged, event), what=lambda: log)
     assert stubborn.unready == ["stopping", "process 1: does not run"]
