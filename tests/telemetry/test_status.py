@@ -157,7 +157,9 @@ def test_a_connection_for_another_path_is_handed_over_with_its_request_unread(he
         handed.put(connection.dup())
         return ""
 
-    with StatusServer(host="127.0.0.1", port=0, health=health, metrics=lambda: b"up 1\n", hand_over=take) as server:
+    with StatusServer(
+        host="127.0.0.1", port=0, health=health, metrics=lambda _: (b"up 1\n", TEXT), hand_over=take
+    ) as server:
         host, port = server.url.removeprefix("http://").split(":")
         for asked in (b"POST /mcp HTTP/1.1\r\n", b"GET /metricsx ", b"GET /", b"x" * 300):
             with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as client:
@@ -176,6 +178,8 @@ def test_a_connection_for_another_path_is_handed_over_with_its_request_unread(he
 
 
 def test_who_is_not_taken_is_told_why(health: Health) -> None:
-    with StatusServer(host="127.0.0.1", port=0, health=health, metrics=bytes, hand_over=lambda _: "not now") as server:
+    with StatusServer(
+        host="127.0.0.1", port=0, health=health, metrics=lambda _: (b"", TEXT), hand_over=lambda _: "not now"
+    ) as server:
         assert get(server, "/") == (503, "not now\n")
         assert get(server, "/livez") == (200, "ok\n")
