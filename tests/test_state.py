@@ -43,7 +43,7 @@ def test_each_bucket_of_an_app_is_listed() -> None:
     async def tick() -> None: ...
 
     own = own_buckets.of_app("field", agents=app.agents, timers=app.timers, tables=app.tables)
-    buckets = {*own.by_key, *own.listed}
+    buckets = {*own.by_key, *own.listed, *own.written}
     assert {bucket: _listed(bucket) for bucket in buckets} == {
         "field_failures": ["<app>_failures"],
         "field_leases": ["<app>_leases"],

@@ -175,6 +175,9 @@ def _working(api: _Api, app: Router, buckets: Iterable[str]) -> Iterator[str]:
     own = own_buckets.of_app(app.name, agents=app.agents, timers=app.timers, tables=app.tables)
     for bucket in (*own.by_key, *own.listed):
         yield from _bucket(api, bucket)
+    for bucket in own.written:
+        yield f"$KV.{bucket}.>"
+        yield from api.use(f"KV_{bucket}")
     for bucket in own.listed:
         yield from api.read(f"KV_{bucket}")
     for bucket in buckets:

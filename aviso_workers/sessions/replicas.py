@@ -29,7 +29,7 @@ def configured(config: Config, buckets: OwnBuckets) -> dict[str, int]:
     of_all = config.notification_backend.jetstream.replicas
     of_streams = config.workers.dead_letters.replicas or of_all
     wanted = {DEAD_LETTERS: of_streams, COUNTERS: of_streams}
-    wanted |= {f"KV_{bucket}": of_all for bucket in (*buckets.by_key, *buckets.listed)}
+    wanted |= {f"KV_{bucket}": of_all for bucket in (*buckets.by_key, *buckets.listed, *buckets.written)}
     return {stream: replicas for stream, replicas in wanted.items() if replicas}
 
 

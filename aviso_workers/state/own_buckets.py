@@ -39,6 +39,8 @@ class OwnBuckets(Struct, frozen=True, kw_only=True):
     """Those of which workers read one key at a time."""
     listed: tuple[str, ...]
     """Those of which they also list the keys."""
+    written: tuple[str, ...] = ()
+    """Those of which they read nothing."""
 
 
 def of_app(
@@ -55,7 +57,7 @@ def of_app(
     leases, claims = lease_records.bucket_of(app), timer_records.bucket_of(app)
     by_key: list[str] = []
     if agents or timers:
-        by_key += [consumer_records.BUCKET, worker_records.BUCKET]
+        by_key.append(consumer_records.BUCKET)
     if agents:
         by_key.append(f"{app}{failure_counts.BUCKET_SUFFIX}")
     limits = [limit for agent in agents for limit in agent.policy.limits]
@@ -67,6 +69,7 @@ def of_app(
         by_key.append(claims)
     return OwnBuckets(
         by_key=tuple(by_key),
+        written=(worker_records.BUCKET,) if agents or timers else (),
         listed=(
             *(window_records.bucket_of(app, agent) for agent in windows),
             *(table_records.bucket_of(app, name) for name, table in tables.items() if not isinstance(table, Counter)),
