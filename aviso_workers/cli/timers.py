@@ -1,25 +1,27 @@
-"""`timers ls|run|pause|resume|catch-up`: when timers run, their pauses, and single or missed runs in this process."""
+"""`timers ls|run|pause|resume|catch-up`: when timers run, their pauses, and single or missed runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timedelta
 from typing import Annotated, Any
 
+import anyio
 import typer
 
 from aviso_workers.app import App
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.aviso.positions import parse_date
-from aviso_workers.cli.arguments import parse_pause
+from aviso_workers.cli.arguments import parse_duration, parse_pause
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.options import For, argument, flag, option
 from aviso_workers.cli.output import AsJson, echo, print_rows, print_table
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected, find_app, run_connected
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, run_connected
 from aviso_workers.errors import DeclarationError, describe
 from aviso_workers.events import Ticked
 from aviso_workers.ops import timer_control, timer_report
 from aviso_workers.ops.agent_control import end_text
-from aviso_workers.ops.timer_report import TimerRow, paused_text
+from aviso_workers.ops.timer_report import TimerRow, paused_text, run_text
 
 __all__ = ["timers"]
 
@@ -28,6 +30,10 @@ timers = typer.Typer(help="Show when timers run, pause them, and run one now.", 
 TIMERS = ("timer", "schedule", "leader", "last", "next", "state")
 SHOWN, SHOWN_AS_JSON = 1, 3
 """Next ticks, where nobody says how many."""
+LOOK_SECONDS = 0.5
+"""How often it is looked what became of a run."""
+LATE = timedelta(seconds=5)
+"""How long a worker may take to record that it has taken a run."""
 
 OfApp = Annotated[str, argument("MODULE:APP", "Module and variable of the app, e.g. fields:app.")]
 Name = Annotated[str, argument("TIMER", "Name of the timer, as `timers ls` lists it.")]
@@ -63,21 +69,54 @@ def list_timers(
 
 
 @timers.command()
-def run(app: OfApp, name: Name, config: ConfigOption = None) -> None:
+def run(
+    app: OfApp,
+    name: Name,
+    ask: Annotated[bool, flag("--ask", "Ask a worker to run it, and wait for the outcome.")] = False,
+    wait: Annotated[str, option("DURATION", "With --ask, how long to wait for its end.")] = "1h",
+    config: ConfigOption = None,
+) -> None:
     """Run a timer once, now, in this process, with the resources of the app. Exit with 1 if it fails.
 
-    The ticks of the workers stay as they are, and a pause of the timer holds only for them. With leader=True, the
+    The ticks of the workers stay as they are, and a pause of the timer holds only for these. With leader=True, the
     leader may run a tick at the same time, and `tick.token` is None.
+
+    With --ask, one of the workers runs it, within about 5 seconds; with leader=True the leader, between its ticks. Exit
+    with 1 also if no worker takes it within 60 seconds; then none runs it later.
 
     Example: aviso-workers timers run fields:app daily_report
     """
+    longest = parse_duration(wait, name="--wait")
     found, timer = _found(app, name, config)
+    if ask:
+        succeeded, said = connected(found.config, lambda server: _asked(server, found.name, name, longest))
+        echo(f"{name}: {said}", err=not succeeded)
+        raise typer.Exit(int(not succeeded))
 
     ticked = run_connected(found, lambda app: app.session.run_timer(app, timer))[0]
     if ticked.error is not None:
         echo(f"{name} failed after {ticked.seconds:.1f} s: {describe(ticked.error)}", err=True)
         raise typer.Exit(1)
     echo(f"{name} ran, in {ticked.seconds:.1f} s")
+
+
+async def _asked(server: OpenedServer, app: str, timer: str, longest: float) -> tuple[bool, str]:
+    """Ask for a run; return whether it has succeeded, and what became of it when it has ended, is void or takes too
+    long.
+    """
+    run, began = await timer_control.ask(server.admin, app, timer), anyio.current_time()
+
+    def now() -> datetime:
+        return run.asked + timedelta(seconds=anyio.current_time() - began)
+
+    with anyio.move_on_after(longest):
+        while run.seconds is None and (run.worker or run.is_open(now() - LATE)):
+            await anyio.sleep(LOOK_SECONDS)
+            newest = await timer_control.asked(server.admin, app, timer)
+            if newest is None or newest.asked != run.asked:
+                return False, "somebody else has asked for a run meanwhile, and what became of this one is not known"
+            run = newest
+    return run.seconds is not None and not run.error, run_text(run, now=now())
 
 
 @timers.command()

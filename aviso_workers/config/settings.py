@@ -337,7 +337,7 @@ class Doctor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     accepted: Annotated[tuple[Accepted, ...], about("Findings that are shown as accepted, and are no failures.")] = ()
 
 
-Right = Literal["read", "payload", "pause", "reset", "retry", "drop", "apply"]
+Right = Literal["read", "payload", "pause", "run", "reset", "retry", "drop", "apply"]
 """What a user of the console may do."""
 
 
@@ -351,9 +351,9 @@ class ConsoleUser(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         tuple[Right, ...],
         about(
             "Rights of the user. read: all pages, without payloads; payload: also payloads; pause: pause and resume "
-            "agents and timers; reset: move an agent to another position; retry: have dead letters and parked "
-            "notifications tried again; drop: erase dead letters and skip parked notifications; "
-            "apply: bring streams in line with the configuration."
+            "agents and timers; run: have a worker run a timer at once; reset: move an agent to another position; "
+            "retry: have dead letters and parked notifications tried again; drop: erase dead letters and skip parked "
+            "notifications; apply: bring streams in line with the configuration."
         ),
     ] = ("read",)
 

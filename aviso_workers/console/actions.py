@@ -364,6 +364,26 @@ async def _resume_timer(actions: Actions, form: Form, _visitor: Visitor) -> Plan
     )
 
 
+async def _run_timer(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
+    app, timer = await _timer(actions, form)
+
+    async def run(result: ActionResult) -> None:
+        await timer_control.ask(actions.admin, app, timer, by=visitor.name)
+        result.text = "asked for"
+
+    return PlannedAction(
+        of=f"{app}/{timer}",
+        says=(
+            f"A worker runs the timer {timer} of {app} once, within about 5 seconds, also while it is paused. Its "
+            "ticks stay as they are.",
+            "If no worker takes it within 60 seconds, none runs it later.",
+        ),
+        fields=_given(form, "app", "timer"),
+        back="/timers",
+        run=run,
+    )
+
+
 async def _timer(actions: Actions, form: Form) -> tuple[str, str]:
     """Return the app and the timer. Raises `NotFoundError` where no worker has recorded such a timer."""
     app, timer = form.get("app", ""), form.get("timer", "")
@@ -460,5 +480,6 @@ ACTIONS = {
         Action(name="apply-streams", title="Apply the configuration to streams", right="apply", plan=_apply_streams),
         Action(name="pause-timer", title="Pause a timer", right="pause", plan=_pause_timer),
         Action(name="resume-timer", title="Resume a timer", right="pause", plan=_resume_timer),
+        Action(name="run-timer", title="Run a timer now", right="run", plan=_run_timer),
     )
 }

@@ -20,8 +20,9 @@ from aviso_workers.ops import stream_policy
 from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import failing_text
 from aviso_workers.ops.reports import StreamRow
-from aviso_workers.ops.timer_report import paused_text
+from aviso_workers.ops.timer_report import paused_text, run_text
 from aviso_workers.state import consumer_records, lease_records, timer_records, versions
+from aviso_workers.state.timer_runs import Run
 
 __all__ = ["PAGES", "Page", "Question"]
 
@@ -244,6 +245,9 @@ class _TimerRow(Struct, frozen=True, kw_only=True):
     last: datetime | None
     paused: str
     failing: str
+    run: Run | None
+    """The last run that somebody has asked for."""
+    run_text: str
 
 
 async def timers(question: Question) -> Page:
@@ -257,6 +261,7 @@ async def timers(question: Question) -> Page:
         leader, claims = await lease_records.leader(admin, app), await timer_records.claims(admin, app)
         for name, schedule in declared.timers.items():
             claim, pause = claims.get(name), overview.recorded.pauses.get((app, name))
+            run = overview.recorded.runs.get((app, name))
             rows.append(
                 _TimerRow(
                     app=app,
@@ -266,6 +271,8 @@ async def timers(question: Question) -> Page:
                     last=claim.time if claim and claim.token else None,
                     paused=paused_text(pause) if pause else "",
                     failing=_failing(overview.recorded, app, name, overview.time),
+                    run=run,
+                    run_text=run_text(run, now=overview.time) if run else "",
                 )
             )
     values = {"timers": rows, "stale": stale_text(overview, question.watcher)}

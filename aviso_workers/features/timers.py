@@ -7,9 +7,11 @@ claim before: of two leaders, one succeeds. What was claimed is kept, and tells 
 from __future__ import annotations
 
 import math
+import os
 import secrets
+import socket
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -36,6 +38,7 @@ from aviso_workers.errors import (
     RefusedError,
     UnavailableError,
     UndecodableError,
+    describe,
 )
 from aviso_workers.events import (
     Events,
@@ -44,10 +47,11 @@ from aviso_workers.events import (
     TimerRescheduled,
     Unreadable,
 )
-from aviso_workers.jetstream.key_value import Entry, KeyValue
-from aviso_workers.state import consumer_records, timer_pauses, timer_records
+from aviso_workers.jetstream.key_value import Entry, KeyValue, compare_and_set
+from aviso_workers.state import consumer_records, timer_pauses, timer_records, timer_runs
 from aviso_workers.state.timer_pauses import Pause
 from aviso_workers.state.timer_records import Claim
+from aviso_workers.state.timer_runs import Run
 
 __all__ = [
     "run_now",
@@ -65,6 +69,10 @@ LOOK_AGAIN_SECONDS = 30.0
 """When that is asked again after it was not answered, so that a missing right does not delay every tick."""
 RESUME_SECONDS = 5.0
 """How often it is looked whether a paused timer was resumed."""
+ASKED_SECONDS = 5.0
+"""How often it is looked whether somebody has asked for a run."""
+MAX_ERROR = 500
+"""Characters of an error that are recorded."""
 PATIENCE_SECONDS = 5.0
 
 
@@ -79,17 +87,18 @@ async def run_timers(
 ) -> None:
     """Run them until `stop`; what runs then may take until the drain timeout is over."""
     clock = backend.clock
-    pauses = Pauses(backend, app)
+    own, led = ([timer for timer in declared if timer.leader is leader] for leader in (False, True))
+    control = Control(backend, app, timers={timer.name for timer in own})
     async with drained(stop, clock=clock, timeout_seconds=drain_timeout_seconds), anyio.create_task_group() as running:
-        for timer in declared:
-            if not timer.leader:
-                running.start_soon(_keep_ticking, timer, pauses, clock, events, stop, None)
-        if led := [timer for timer in declared if timer.leader]:
-            running.start_soon(_lead, led, pauses, backend, app, events, stop)
+        running.start_soon(control.keep_looking, stop)
+        for timer in own:
+            running.start_soon(_keep_ticking, timer, control, clock, events, stop, None)
+        if led:
+            running.start_soon(_lead, led, control, backend, app, events, stop)
 
 
 async def _lead(
-    led: Sequence[Timer[Any, Any]], pauses: Pauses, backend: Backend, app: str, events: Events, stop: anyio.Event
+    led: Sequence[Timer[Any, Any]], control: Control, backend: Backend, app: str, events: Events, stop: anyio.Event
 ) -> None:
     """Run these whenever this worker is the leader."""
     clock = backend.clock
@@ -98,7 +107,9 @@ async def _lead(
     outage = Outage(bucket, clock=clock, events=events)
     lease = Lease(backend, app, events=events)
     in_doubt: defaultdict[str, dict[str, datetime]] = defaultdict(dict)
+    names = {timer.name for timer in led}
     while await lease.take(stop):
+        control.timers |= names
         events.emit(LeadershipChanged(leads=True, token=lease.token))
         async with lease.renewed(), anyio.create_task_group() as running:
             for timer in led:
@@ -111,7 +122,8 @@ async def _lead(
                     in_doubt=in_doubt[timer.name],
                     events=events,
                 )
-                running.start_soon(_keep_ticking, timer, pauses, clock, events, stop, of_timer)
+                running.start_soon(_keep_ticking, timer, control, clock, events, stop, of_timer)
+        control.timers -= names
         outage.end()  # only a leader claims ticks
         events.emit(LeadershipChanged(leads=False, token=lease.token))
 
@@ -121,41 +133,109 @@ async def run_now(timer: Timer[Any, Any], *, time: datetime, clock: Clock, event
     await _run(timer, Tick(timer=timer.name, time=time), clock, events)
 
 
-class Pauses:
-    """Which timers of an app are paused, as far as this worker knows."""
+class Control:
+    """What operators have recorded for the timers of an app, as far as this worker knows: pauses, and runs at once."""
 
-    def __init__(self, backend: Backend, app: str) -> None:
+    def __init__(self, backend: Backend, app: str, *, timers: set[str]) -> None:
+        self.timers = timers
+        """Those that this worker runs now."""
+        self.news = anyio.Event()
+        """Set when a run is asked for, and when the worker stops."""
         self._backend = backend
         self._app = app
         self._bucket: KeyValue | None = None
         self._known: dict[str, Pause | None] = {}
         self._again_at = -math.inf
+        self._asked: dict[str, Run] = {}
+        self._void: dict[str, Run] = {}
+        self._worker = f"{socket.gethostname()}:{os.getpid()}"
+        self._records = RetryingKeyValue(backend, consumer_records.BUCKET, patience_seconds=PATIENCE_SECONDS, own=True)
 
     async def left_seconds(self, timer: str) -> float:
         """Return for how long the timer is paused; 0 where it is not. Where the server does not tell, what it told last
         holds; where it has told nothing yet, the timer is not paused.
         """
-        clock = self._backend.clock
-        if self._backend.connection.ready and clock.monotonic() >= self._again_at and not await self._look(timer):
-            self._again_at = clock.monotonic() + LOOK_AGAIN_SECONDS
+
+        async def read() -> None:
+            self._known[timer] = timer_pauses.read(await self._entry(timer_pauses.key_of(self._app, timer)))
+
+        await self._look(read)
         pause = self._known.get(timer)
-        return 0.0 if pause is None else max(0.0, (pause.until - clocks.utc_now(clock)).total_seconds())
+        now = clocks.utc_now(self._backend.clock)
+        return 0.0 if pause is None else max(0.0, (pause.until - now).total_seconds())
 
-    async def _look(self, timer: str) -> bool:
-        """Return whether the server has told."""
-        with suppress(BackendError), clocks.move_on_after(self._backend.clock, LOOK_SECONDS):
-            self._known[timer] = await self._read(timer)
-            return True
-        return False
+    async def keep_looking(self, stop: anyio.Event) -> None:
+        """Look again and again which runs are asked for, until `stop`."""
 
-    async def _read(self, timer: str) -> Pause | None:
+        async def read() -> None:
+            found = timer_runs.read(await self._entry(timer_runs.key_of(self._app)))
+            self._asked = {
+                timer: run
+                for timer, run in found.items()
+                if timer in self.timers and not run.worker and run != self._void.get(timer)
+            }
+
+        while not stop.is_set():
+            if self.timers:
+                await self._look(read)
+            if self._asked:
+                self.news.set()
+                self.news = anyio.Event()
+            await clocks.sleep_until(self._backend.clock, ASKED_SECONDS, stop)
+        self.news.set()
+
+    async def take(self, timer: str) -> Run | None:
+        """Return the run of the timer that somebody has asked for, which is this worker's from now on; None where there
+        is none, another worker has taken it, it is void, or it cannot be recorded that it is taken.
+        """
+        if (asked := self._asked.pop(timer, None)) is None:
+            return None
+        with suppress(BackendError):
+            now = await self._records.time()
+            if not asked.is_open(now):
+                self._void[timer] = asked
+                return None
+
+            def change(run: Run) -> Run:
+                return structs.replace(run, worker=self._worker) if run.is_open(now) else run
+
+            return await self._change(timer, change)
+        return None
+
+    async def note_end(self, timer: str, run: Run, *, seconds: float, error: str) -> None:
+        """Record what became of a run that was taken; where that fails, it stays recorded as taken."""
+        ended = structs.replace(run, seconds=seconds, error=error[:MAX_ERROR])
+        with suppress(BackendError):
+            await self._change(timer, lambda known: ended if known == run else known)
+
+    async def _change(self, timer: str, change: Callable[[Run], Run]) -> Run | None:
+        """Return the run of the timer as it is recorded now; None where `change` has left it as it was."""
+
+        def changed(runs: dict[str, Run]) -> dict[str, Run]:
+            return {**runs, timer: change(runs[timer])} if timer in runs else runs
+
+        key = timer_runs.key_of(self._app)
+        before, after = await compare_and_set(self._records, key, read=timer_runs.read, change=changed)
+        return after[timer] if after != before else None
+
+    async def _look(self, read: Callable[[], Awaitable[None]]) -> None:
+        """Read from the server what it tells in time."""
+        clock = self._backend.clock
+        if not self._backend.connection.ready or clock.monotonic() < self._again_at:
+            return
+        with suppress(BackendError), clocks.move_on_after(clock, LOOK_SECONDS):
+            await read()
+            return
+        self._again_at = clock.monotonic() + LOOK_AGAIN_SECONDS
+
+    async def _entry(self, key: str) -> Entry | None:
         if self._bucket is None:
             self._bucket = await open_existing(self._backend, consumer_records.BUCKET, own=True)
         try:
-            entry = await self._bucket.get(timer_pauses.key_of(self._app, timer)) if self._bucket else None
+            return await self._bucket.get(key) if self._bucket else None
         except NotFoundError:  # the bucket was deleted
-            self._bucket = entry = None
-        return timer_pauses.read(entry)
+            self._bucket = None
+        return None
 
 
 class Claims:
@@ -271,7 +351,7 @@ class Claims:
 
 async def _keep_ticking(
     timer: Timer[Any, Any],
-    pauses: Pauses,
+    control: Control,
     clock: Clock,
     events: Events,
     stop: anyio.Event,
@@ -280,17 +360,18 @@ async def _keep_ticking(
     last = None if claims else clocks.utc_now(clock)
     while not stop.is_set():
         try:
-            paused_seconds = await pauses.left_seconds(timer.name)
+            await _run_asked(timer, control, clock, events, claims)
+            paused_seconds = await control.left_seconds(timer.name)
             now = clocks.utc_now(clock)
             if last is None or last - now > MAX_SKEW:  # at first, and after the clock was set back
                 last = await claims.last(now) if claims else now
             tick = timers.next_tick(timer.schedule, last, now=now, catch_up=timer.catch_up)
             if tick > now:
                 seconds = min((tick - now).total_seconds(), LONGEST_SLEEP_SECONDS)
-                await clocks.sleep_until(clock, seconds, stop)
+                await clocks.sleep_until(clock, seconds, control.news)
                 continue
             if paused_seconds:  # the tick is missed if the pause goes on
-                await clocks.sleep_until(clock, min(RESUME_SECONDS, paused_seconds), stop)
+                await clocks.sleep_until(clock, min(RESUME_SECONDS, paused_seconds), control.news)
                 continue
             if claims is None or await claims.claim(tick):
                 token = claims.token if claims else None
@@ -304,7 +385,18 @@ async def _keep_ticking(
             await clocks.sleep_until(clock, AGAIN_SECONDS, stop)
 
 
-async def _run(timer: Timer[Any, Any], tick: Tick, clock: Clock, events: Events) -> None:
+async def _run_asked(
+    timer: Timer[Any, Any], control: Control, clock: Clock, events: Events, claims: Claims | None
+) -> None:
+    """Run the timer at once, where somebody has asked for that and no other worker was faster."""
+    if run := await control.take(timer.name):
+        tick = Tick(timer=timer.name, time=run.asked, token=claims.token if claims else None)
+        seconds, error = await _run(timer, tick, clock, events)
+        await control.note_end(timer.name, run, seconds=seconds, error=error)
+
+
+async def _run(timer: Timer[Any, Any], tick: Tick, clock: Clock, events: Events) -> tuple[float, str]:
+    """Run the timer, and return for how long, and why it failed; empty where it has not."""
     began = clock.monotonic()
     late = (clocks.utc_now(clock) - tick.time).total_seconds()
     given = {timer.tick_argument: tick} if timer.tick_argument else {}
@@ -317,4 +409,6 @@ async def _run(timer: Timer[Any, Any], tick: Tick, clock: Clock, events: Events)
     error = returned.error if isinstance(returned, Failure) else None
     seconds = clock.monotonic() - began
     events.emit(Ticked(timer=timer.name, time=tick.time, late_seconds=late, seconds=seconds, error=error))
+    said = describe(error) if error is not None else ""
     del returned, error  # the frames of the traceback lead to this one, and would be kept until the next collection
+    return seconds, said

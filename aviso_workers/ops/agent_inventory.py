@@ -28,6 +28,7 @@ from aviso_workers.state import (
     failure_records,
     outage_records,
     timer_pauses,
+    timer_runs,
     versions,
 )
 from aviso_workers.state.consumer_records import ConsumerRecord
@@ -36,6 +37,7 @@ from aviso_workers.state.failure_records import LastFailure
 from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
 from aviso_workers.state.timer_pauses import Pause
+from aviso_workers.state.timer_runs import Run
 
 __all__ = [
     "ConsumerInfo",
@@ -78,6 +80,8 @@ class Recorded(Struct, frozen=True, kw_only=True):
     """The outages that last, by app and agent."""
     pauses: dict[tuple[str, str], Pause]
     """The pauses of timers that last, by app and timer."""
+    runs: dict[tuple[str, str], Run]
+    """The last runs of timers that somebody has asked for, by app and timer."""
     parked: dict[tuple[str, str], tuple[Parked, ...]]
     """What waits for a person, the oldest first, by stream and consumer."""
     deploys: dict[str, tuple[Deploy, ...]] = {}
@@ -121,6 +125,7 @@ async def recorded(admin: Admin) -> Recorded:
         failures=failure_records.parsed(entries),
         outages=outage_records.parsed(entries),
         pauses=timer_pauses.parsed(entries, now=datetime.now(UTC)),
+        runs=timer_runs.parsed(entries),
         parked={
             (stream, agents_.durable_name(owner, agent)): found
             for (owner, agent, stream), found in (await parked.everywhere(admin)).items()

@@ -1,6 +1,6 @@
 """Control of timers from outside of their workers: pause and resume, and which missed ticks are to be run.
 
-Called by the commands `timers pause|resume|catch-up`, as `agent_control` is for agents.
+Called by the commands `timers pause|resume|catch-up|run`, as `agent_control` is for agents.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from aviso_workers.backends import Admin
 from aviso_workers.declare import timers
 from aviso_workers.declare.timers import LATE_SECONDS, Timer
 from aviso_workers.errors import DeclarationError
+from aviso_workers.jetstream.key_value import compare_and_set
 from aviso_workers.ops.agent_control import UNTIL_RESUMED
-from aviso_workers.state import consumer_records, timer_pauses, timer_records
+from aviso_workers.state import consumer_records, timer_pauses, timer_records, timer_runs
 from aviso_workers.state.timer_pauses import Pause
+from aviso_workers.state.timer_runs import Run
 
-__all__ = ["PlannedTick", "declared", "pause", "plan_catch_up", "resume"]
+__all__ = ["PlannedTick", "ask", "asked", "declared", "pause", "plan_catch_up", "resume"]
 
 MAX_TICKS = 10_000
 """Of one catch-up."""
@@ -68,7 +70,7 @@ async def pause(
         until = UNTIL_RESUMED if seconds is None else now + timedelta(seconds=seconds)
     if until <= now:
         raise DeclarationError(f"the pause would end at {time_text(until)}, which is over: say a later time")
-    made = Pause(since=now, until=until, by=f"{_user()}@{socket.gethostname()}", note=note)
+    made = Pause(since=now, until=until, by=_here(), note=note)
     await bucket.put(timer_pauses.key_of(app, timer), msgspec.json.encode(made))
     return made
 
@@ -78,6 +80,29 @@ async def resume(admin: Admin, app: str, timer: str) -> None:
     key = timer_pauses.key_of(app, timer)
     if await consumer_records.entry(admin, key) is not None:
         await (await consumer_records.bucket(admin)).delete(key)
+
+
+async def ask(admin: Admin, app: str, timer: str, *, by: str = "") -> Run:
+    """Ask the workers of the app to run the timer at once, also where it is paused, and return what is recorded.
+
+    Raises `DeclarationError` where somebody else has asked and no worker has taken that yet, `BackendError`.
+    """
+    bucket = await consumer_records.bucket(admin)
+    now = await bucket.time()
+    wanted = Run(asked=now, by=by or _here())
+
+    def change(runs: dict[str, Run]) -> dict[str, Run]:
+        if (known := runs.get(timer)) and known.is_open(now):
+            raise DeclarationError(f"{known.by} has asked for a run of {timer} already, and no worker has taken it yet")
+        return {**runs, timer: wanted}
+
+    await compare_and_set(bucket, timer_runs.key_of(app), read=timer_runs.read, change=change)
+    return wanted
+
+
+async def asked(admin: Admin, app: str, timer: str) -> Run | None:
+    """Return the last run of the timer that somebody has asked for. Raises `BackendError`."""
+    return timer_runs.read(await consumer_records.entry(admin, timer_runs.key_of(app))).get(timer)
 
 
 async def plan_catch_up(
@@ -112,8 +137,10 @@ async def plan_catch_up(
     return [PlannedTick(tick, why_not(tick)) for tick in ticks]
 
 
-def _user() -> str:
+def _here() -> str:
+    """Return the user and the host of this process."""
     try:
-        return getpass.getuser()
+        user = getpass.getuser()
     except (ImportError, KeyError, OSError):  # a user without a name, as in a container
-        return "unknown"
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"

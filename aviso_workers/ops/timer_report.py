@@ -19,8 +19,9 @@ from aviso_workers.ops.agent_control import UNTIL_RESUMED, end_text
 from aviso_workers.ops.agent_report import failing_text
 from aviso_workers.state import consumer_records, failure_records, lease_records, timer_pauses, timer_records
 from aviso_workers.state.timer_pauses import Pause
+from aviso_workers.state.timer_runs import VOID_SECONDS, Run
 
-__all__ = ["TimerRow", "of_app", "paused_text"]
+__all__ = ["TimerRow", "of_app", "paused_text", "run_text"]
 
 LAST = UNTIL_RESUMED - timedelta(seconds=1)
 """The last time at which a tick is listed: there is none after a pause without end."""
@@ -73,3 +74,15 @@ def paused_text(pause: Pause) -> str:
     """Return until when, since when and by whom a timer is paused."""
     note = f": {pause.note}" if pause.note else ""
     return printable(f"paused until {end_text(pause.until)}, since {time_text(pause.since)} by {pause.by}{note}")
+
+
+def run_text(run: Run, *, now: datetime) -> str:
+    """Return what has become of a run that somebody has asked for."""
+    if run.seconds is not None:
+        how = f"failed after {run.seconds:.1f} s: {run.error}" if run.error else f"done in {run.seconds:.1f} s"
+        return printable(f"taken by {run.worker}, {how}")
+    if run.worker:
+        return printable(f"taken by {run.worker}, which has not recorded its end")
+    if run.is_open(now):
+        return "no worker has taken it yet"
+    return f"no worker has taken it within {VOID_SECONDS:g} s, and none will: none runs the timer, or it is too old to"

@@ -41,6 +41,7 @@ __all__ = [
     "NOTES",
     "OUTAGE",
     "PAUSE",
+    "RUN",
     "STUCK_SECONDS",
     "ConsumerRecord",
     "alive",
@@ -75,9 +76,9 @@ KEPT = (
         until="for ever",
     ),
 )
-FAILURE, OUTAGE, HALT, PAUSE = NOTES = ("failure", "outage", "halt", "pause")
-"""What workers note for operators of an agent, a timer or a task, or (`PAUSE`) the other way round, as the last part of
-its key."""
+FAILURE, OUTAGE, HALT, PAUSE, RUN = NOTES = ("failure", "outage", "halt", "pause", "run")
+"""What workers note for operators of an agent, a timer or a task, or (`PAUSE`, `RUN`) the other way round, as the last
+part of its key."""
 NO_KEY = re.compile(r"[^-_A-Za-z0-9]")
 """What a key of a bucket cannot have, as the name of a task that is a lambda."""
 STUCK_SECONDS = 300.0

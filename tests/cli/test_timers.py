@@ -36,6 +36,11 @@ async def tidy(tick: Tick) -> None:
     print(f"tidied for {tick.time.hour}, {tick.token}")
 
 
+@app.every("1h")
+async def fails() -> None:
+    raise RuntimeError("the archive is away")
+
+
 @app.resource(scope="call")
 async def session() -> AsyncIterator[dict]:
     yield {}
@@ -98,6 +103,23 @@ def test_a_timer_is_run_also_while_it_is_paused(run: Run, config: Path, app: str
     assert run("timers", "run", app, "report", "--config", config).out.startswith("reported\nreport ran, in ")
 
 
+def test_a_worker_runs_a_timer_that_is_asked_for(run: Run, config: Path, app: str, start: Start) -> None:
+    worker = start("worker", app, "--config", config)
+    worker.lines(1)
+    run("timers", "pause", app, "report", "--config", config)
+    ran = run("timers", "run", app, "report", "--ask", "--config", config)
+    assert (ran.code, ran.err) == (0, "")
+    assert re.fullmatch(rf"report: taken by \S+:{worker.process.pid}, done in 0\.\d s\n", ran.out)
+    failed = run("timers", "run", app, "fails", "--ask", "--config", config)
+    assert (failed.code, failed.out) == (1, "")
+    assert re.search(r"fails: taken by \S+, failed after 0\.\d s: RuntimeError: the archive is away", failed.err)
+    worker.end(signal.SIGTERM)
+    nobody = run("timers", "run", app, "report", "--ask", "--wait", "1s", "--config", config)
+    assert (nobody.code, nobody.out, nobody.err) == (1, "", "report: no worker has taken it yet\n")
+    again = run("timers", "run", app, "report", "--ask", "--config", config)
+    assert (again.code, "has asked for a run of report already" in again.err) == (2, True)
+
+
 def test_a_timer_that_takes_a_resource_of_a_call_is_run(run: Run, config: Path, app: str) -> None:
     ran = run("timers", "run", app, "purge", "--config", config)
     assert (ran.code, ran.err) == (0, "")
@@ -120,8 +142,8 @@ def test_a_pause_has_an_end_to_come(run: Run, config: Path, app: str, options: t
 
 def test_so_many_next_ticks_are_listed(run: Run, config: Path, app: str) -> None:
     found = rows(run, config, app, "--next", "5")
-    assert [len(each["next"]) for each in found.values()] == [5, 5, 5]
-    assert len(run("timers", "ls", app, "--next", "5", "--config", config).lines) == 1 + 3 * 5
+    assert [len(each["next"]) for each in found.values()] == [5, 5, 5, 5]
+    assert len(run("timers", "ls", app, "--next", "5", "--config", config).lines) == 1 + 4 * 5
 
 
 def test_missed_ticks_are_shown_and_run_with_yes(run: Run, config: Path, app: str) -> None:

@@ -30,7 +30,7 @@ OPERATOR = ("anna", "an-operators-token")
 READER = ("rolf", "a-readers-token")
 USERS = {
     OPERATOR[0]: ConsoleUser(
-        token=Secret(OPERATOR[1]), rights=("read", "payload", "pause", "reset", "retry", "drop", "apply")
+        token=Secret(OPERATOR[1]), rights=("read", "payload", "pause", "run", "reset", "retry", "drop", "apply")
     ),
     READER[0]: ConsoleUser(token=Secret(READER[1])),
 }

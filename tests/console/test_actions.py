@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+from datetime import timedelta
 from functools import partial
 
 import anyio
+import msgspec
 import pytest
 
 from aviso_workers import App
+from aviso_workers.state import consumer_records, timer_runs
 from aviso_workers.state.own_streams import AUDIT
+from aviso_workers.state.timer_runs import Run
 from aviso_workers.testing import Harness
 from tests.console.conftest import Served, confirmed, hidden_fields, publish, served, shown, text_of
 
@@ -152,6 +157,24 @@ async def test_a_timer_is_paused_and_resumed(console: Served, app: App, running:
         await shown(client, "/timers", "paused until it is resumed", "the archive is down (anna, console)")
         await confirmed(client, "resume-timer", **REPORT)
         await shown(client, "/timers", without="paused until")
+
+
+async def test_a_worker_runs_a_timer_now(console: Served, app: App, running: Harness) -> None:
+    async with console.client() as client:
+        await shown(client, "/timers", "field-index/report", "Run now")
+        await confirmed(client, "run-timer", **REPORT)
+        await shown(client, "/timers", "asked for by anna", f":{os.getpid()}, done in 0.0 s")
+        await shown(client, "/audit", "anna run-timer field-index/report")
+    assert len(running.ticks("report")) == 1
+
+
+async def test_a_run_that_nobody_takes_says_so(console: Served, app: App, running: Harness) -> None:
+    bucket = await consumer_records.bucket(console.admin)
+    async with console.client() as client:
+        await shown(client, "/timers", "field-index/report")
+        late = Run(asked=await bucket.time() - timedelta(seconds=70), by="anna")
+        await bucket.put(timer_runs.key_of("field-index"), msgspec.json.encode({"report": late}))
+        await shown(client, "/timers", "asked for by anna 1 min ago: no worker has taken it within 60 s, and none will")
 
 
 async def test_the_configuration_is_applied_to_a_stream_that_differs(
