@@ -6,7 +6,7 @@ A notification is an identifier and a payload, with the sequence and the time at
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Generic
 
@@ -15,8 +15,9 @@ from typing_extensions import TypeVar
 
 from aviso_workers.aviso import payloads, spatial
 from aviso_workers.aviso.literals import AnyDuration, rfc3339
+from aviso_workers.errors import InvalidNotificationError
 
-__all__ = ["Notification", "Notify", "Receipt"]
+__all__ = ["Notification", "Notify", "Receipt", "parse_pairs"]
 
 T = TypeVar("T", default=Any)
 K = TypeVar("K", default=Any)
@@ -128,3 +129,16 @@ class Receipt(Struct, frozen=True, kw_only=True):
     message_id: str
     due: datetime | None = None
     """When it will be stored, if it waits."""
+
+
+def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:
+    """Parse pairs such as `["class=od", "step=12"]` into a mapping. Raises `InvalidNotificationError`."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise InvalidNotificationError(f"{pair!r} is not key=value")
+        if key in found:
+            raise InvalidNotificationError(f"{key!r} is given twice")
+        found[key] = value
+    return found

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from aviso_workers.aviso.literals import Duration
+from aviso_workers.aviso.notifications import parse_pairs
 from aviso_workers.errors import DeclarationError, InvalidNotificationError, InvalidPositionError
 
 __all__ = [
@@ -22,7 +23,6 @@ __all__ = [
     "LinesFile",
     "lines_file",
     "parse_duration",
-    "parse_pairs",
     "parse_pause",
     "parse_payload",
     "parse_where",
@@ -69,19 +69,6 @@ class _CloudEvent(msgspec.Struct, frozen=True):
             raise msgspec.ValidationError("its data has a payload and a payload_base64: give one")
         body = data.payload if data.payload_base64 is None else data.payload_base64
         return FileLine(self.type.removeprefix(TYPE), data.identifier, body)
-
-
-def parse_pairs(pairs: Sequence[str]) -> dict[str, str]:
-    """Parse pairs such as `["class=od", "step=12"]` into a mapping. Raises `InvalidNotificationError`."""
-    found: dict[str, str] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise InvalidNotificationError(f"{pair!r} is not key=value")
-        if key in found:
-            raise InvalidNotificationError(f"{key!r} is given twice")
-        found[key] = value
-    return found
 
 
 def parse_where(pairs: Sequence[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from aviso_workers.cli.output import Columns, echo
 from aviso_workers.cli.targets import AgentOption, ConfigOption, Target, find_app, load, settings_of_installed
 from aviso_workers.config import display, shipped_files
 from aviso_workers.errors import ConfigError
-from aviso_workers.ops.asyncapi import document
+from aviso_workers.state.asyncapi import document
 
 __all__ = ["config"]
 

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from aviso_workers.aviso.codec import Message
-from aviso_workers.aviso.notifications import Notify
+from aviso_workers.aviso.notifications import Notify, parse_pairs
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
-from aviso_workers.cli.arguments import FileLine, LinesFile, lines_file, parse_duration, parse_pairs, parse_payload
+from aviso_workers.cli.arguments import FileLine, LinesFile, lines_file, parse_duration, parse_payload
 from aviso_workers.cli.details import time_text
 from aviso_workers.cli.options import argument, option
 from aviso_workers.cli.output import echo

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from aviso_workers.aviso.notifications import parse_pairs
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
-from aviso_workers.cli.arguments import parse_duration, parse_pairs, parse_where
+from aviso_workers.cli.arguments import parse_duration, parse_where
 from aviso_workers.cli.completion import Event
 from aviso_workers.cli.options import filter_argument, option
 from aviso_workers.cli.spark import spark

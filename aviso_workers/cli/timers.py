@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 import anyio
@@ -22,6 +21,7 @@ from aviso_workers.events import Ticked
 from aviso_workers.ops import timer_control, timer_report
 from aviso_workers.ops.agent_control import end_text
 from aviso_workers.ops.timer_report import TimerRow, paused_text, run_text
+from aviso_workers.state.timer_requests import VOID_SECONDS
 
 __all__ = ["timers"]
 
@@ -32,7 +32,7 @@ SHOWN, SHOWN_AS_JSON = 1, 3
 """Next ticks, where nobody says how many."""
 LOOK_SECONDS = 0.5
 """How often it is looked what became of a run."""
-LATE = timedelta(seconds=5)
+LATE_SECONDS = 5.0
 """How long a worker may take to record that it has taken a run."""
 
 OfApp = Annotated[str, argument("MODULE:APP", "Module and variable of the app, e.g. fields:app.")]
@@ -101,22 +101,18 @@ def run(
 
 
 async def _asked(server: OpenedServer, app: str, timer: str, longest: float) -> tuple[bool, str]:
-    """Ask for a run; return whether it has succeeded, and what became of it when it has ended, is void or takes too
-    long.
-    """
-    run, began = await timer_control.ask(server.admin, app, timer), anyio.current_time()
-
-    def now() -> datetime:
-        return run.asked + timedelta(seconds=anyio.current_time() - began)
-
+    """Ask for a run; return whether it has succeeded, and what became of it by its end or when that is late."""
+    run = await timer_control.ask(server.admin, app, timer)
+    void_at = anyio.current_time() + VOID_SECONDS + LATE_SECONDS
     with anyio.move_on_after(longest):
-        while run.seconds is None and (run.worker or run.is_open(now() - LATE)):
+        while run.seconds is None and (run.worker or anyio.current_time() < void_at):
             await anyio.sleep(LOOK_SECONDS)
             newest = await timer_control.asked(server.admin, app, timer)
-            if newest is None or newest.asked != run.asked:
-                return False, "somebody else has asked for a run meanwhile, and what became of this one is not known"
-            run = newest
-    return run.seconds is not None and not run.error, run_text(run, now=now())
+            if newest and newest.asked > run.asked:
+                return False, "somebody else has asked for a run since, and what became of this one is not known"
+            if newest and newest.asked == run.asked:  # else a replica that is behind has told it
+                run = newest
+    return run.seconds is not None and not run.error, run_text(run, void=anyio.current_time() >= void_at)
 
 
 @timers.command()

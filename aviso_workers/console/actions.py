@@ -339,13 +339,7 @@ async def _pause_timer(actions: Actions, form: Form, visitor: Visitor) -> Planne
         result.text = f"paused until {end_text(made.until)}"
 
     how_long = f"for {form['for']}" if seconds else "until somebody resumes it"
-    return PlannedAction(
-        of=f"{app}/{timer}",
-        says=(f"No worker runs the timer {timer} of {app} {how_long}. A tick that runs is finished.",),
-        fields=_given(form, "app", "timer", "for", "note"),
-        back="/timers",
-        run=run,
-    )
+    return _on_timer(form, run, f"No worker runs the timer {timer} of {app} {how_long}. A tick that runs is finished.")
 
 
 async def _resume_timer(actions: Actions, form: Form, _visitor: Visitor) -> PlannedAction:
@@ -355,13 +349,8 @@ async def _resume_timer(actions: Actions, form: Form, _visitor: Visitor) -> Plan
         await timer_control.resume(actions.admin, app, timer)
         result.text = "resumed"
 
-    return PlannedAction(
-        of=f"{app}/{timer}",
-        says=(f"Workers run the timer {timer} of {app} again. What it missed is treated as if no worker had run.",),
-        fields=_given(form, "app", "timer"),
-        back="/timers",
-        run=run,
-    )
+    says = f"Workers run the timer {timer} of {app} again. What it missed is treated as if no worker had run."
+    return _on_timer(form, run, says)
 
 
 async def _run_timer(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
@@ -371,17 +360,15 @@ async def _run_timer(actions: Actions, form: Form, visitor: Visitor) -> PlannedA
         await timer_control.ask(actions.admin, app, timer, by=visitor.name)
         result.text = "asked for"
 
-    return PlannedAction(
-        of=f"{app}/{timer}",
-        says=(
-            f"A worker runs the timer {timer} of {app} once, within about 5 seconds, also while it is paused. Its "
-            "ticks stay as they are.",
-            "If no worker takes it within 60 seconds, none runs it later.",
-        ),
-        fields=_given(form, "app", "timer"),
-        back="/timers",
-        run=run,
+    says = f"A worker runs the timer {timer} of {app} once, within about 5 seconds, also while it is paused."
+    return _on_timer(
+        form, run, says, "If no worker takes it within 60 seconds, none runs it later. Ticks stay as they are."
     )
+
+
+def _on_timer(form: Form, run: Callable[[ActionResult], Awaitable[None]], *says: str) -> PlannedAction:
+    fields = _given(form, "app", "timer", "for", "note")
+    return PlannedAction(of=f"{fields['app']}/{fields['timer']}", says=says, fields=fields, back="/timers", run=run)
 
 
 async def _timer(actions: Actions, form: Form) -> tuple[str, str]:

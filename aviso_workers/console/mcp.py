@@ -40,6 +40,7 @@ TOOLS: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
     **{make.__name__: (make, (), ()) for make in (pages.now, pages.timers, pages.spark, pages.apps, pages.doctor)},
     "agents": (pages.agents, (), ("q", "app", "state", "order")),
     "agent": (pages.agent, ("app", "agent"), ()),
+    "app": (pages.app, ("app",), ()),
     "dead_letters": (pages.all_dead_letters, (), dead_letters.FILTERS),
     "dead_letter": (pages.dead_letter, ("sequence",), ()),
     "notification": (pages.notification, ("name",), ()),

@@ -6,8 +6,14 @@ what workers have recorded is held against it: dead letters, what is tried again
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from contextlib import aclosing
+from datetime import datetime, timedelta
+
+import anyio
 from msgspec import Struct
 
+from aviso_workers.aviso import topics
 from aviso_workers.aviso.codec import Message, NotificationReader
 from aviso_workers.backends import Admin
 from aviso_workers.config.streams import event_streams
@@ -15,10 +21,17 @@ from aviso_workers.console import dead_letters
 from aviso_workers.console.overview import AgentView, Overview
 from aviso_workers.errors import AvisoWorkersError
 from aviso_workers.jetstream.subjects import matcher
-from aviso_workers.ops import aviso_admin
+from aviso_workers.ops import aviso_admin, inventory
 from aviso_workers.ops.inventory import StoredMessage
+from aviso_workers.state import asyncapi
 
 __all__ = ["Fate", "PublishedBy", "Trail", "trail"]
+
+MAX_SCANNED = 3000
+"""Messages among which outputs are looked for."""
+SCAN_SECONDS = 1.0
+SKEW = timedelta(seconds=1)
+"""The servers that store a notification and its outputs may have different clocks."""
 
 
 class Fate(Struct, frozen=True, kw_only=True):
@@ -54,6 +67,10 @@ class Trail(Struct, frozen=True, kw_only=True):
     """Why it cannot be read; empty where it can."""
     origin: PublishedBy
     fates: list[Fate]
+    outputs: list[tuple[str, tuple[str, str], str]]
+    """What agents published while they handled it: name such as `MARS@4712`, app and name of the agent, subject."""
+    unsure: list[str]
+    """Why there may be more of these, in sentences."""
 
 
 async def trail(admin: Admin, overview: Overview, name: str) -> Trail:
@@ -77,14 +94,50 @@ async def trail(admin: Admin, overview: Overview, name: str) -> Trail:
     if any(view.progress.dead_letters for view in readers):
         dead = await dead_letters.of_notification(admin, overview.config, message.stream, message.sequence)
     fates = [_fate(view, message, dead) for view in readers]
+    agents = [(view.progress.app, view.progress.agent) for view in readers]
+    outputs, unsure = await _outputs(admin, overview, message, agents)
     return Trail(
         message=message,
         event_type=event_type,
         identifier=identifier,
         unreadable=unreadable,
-        origin=_origin(message, overview),
+        origin=_origin(message.headers, overview),
         fates=fates,
+        outputs=outputs,
+        unsure=unsure,
     )
+
+
+async def _outputs(
+    admin: Admin, overview: Overview, message: StoredMessage, readers: Collection[tuple[str, str]]
+) -> tuple[list[tuple[str, tuple[str, str], str]], list[str]]:
+    """Return `outputs` and `unsure` of the trail: the streams are read that the code of the agents names."""
+    documents = {app: await asyncapi.stored(admin, app) or {} for app in sorted({app for app, _ in readers})}
+    sent = [each for app, agent in readers for each in asyncapi.operations(documents[app], "send", agent)]
+    unknown = [app for app, found in documents.items() if "operations" not in found]
+    unsure = [f"What the agents of {app} publish is not recorded." for app in unknown]
+    outputs, cause, looked_at = [], f"{message.stream}@{message.sequence}", 0
+    since = datetime.fromisoformat(message.time) - SKEW
+    with anyio.move_on_after(SCAN_SECONDS) as scan:
+        for base in sorted({each["channel"]["$ref"].rpartition("/")[2] for each in sent}):
+            stream = topics.stream_name(base)
+            if (info := await inventory.existing(admin.stream_info(stream))) is None:
+                continue
+            of_base = admin.read(
+                stream, filter_subjects=(f"{base}.>",), start_time=since, last_sequence=info.last_sequence
+            )
+            async with aclosing(of_base):
+                async for each in of_base:
+                    origin = _origin(each.headers or {}, overview)
+                    if origin.agent and origin.cause == cause:
+                        outputs.append((f"{stream}@{each.sequence}", origin.agent, each.subject))
+                    looked_at += 1
+                    if looked_at == MAX_SCANNED:
+                        scan.cancel()
+                        await anyio.sleep_forever()  # it ends here
+    if scan.cancelled_caught:
+        unsure.append(f"{looked_at:,} notifications since then were looked at, and there may be more.")
+    return outputs, unsure
 
 
 def _fate(view: AgentView, message: StoredMessage, dead: dict[tuple[str, str], str]) -> Fate:
@@ -107,11 +160,11 @@ def _fate(view: AgentView, message: StoredMessage, dead: dict[tuple[str, str], s
     return _by_position(view, message.sequence)
 
 
-def _origin(message: StoredMessage, overview: Overview) -> PublishedBy:
+def _origin(given: Mapping[str, str], overview: Overview) -> PublishedBy:
     """Return where a notification comes from: our message ids begin with who has published it, and of what it was made
     (`engine.idempotency`, `spark.job_events`).
     """
-    headers = {name.lower(): value for name, value in message.headers.items()}
+    headers = {name.lower(): value for name, value in given.items()}
     parent = headers.get("traceparent", "").split("-")
     trace_id = parent[1] if len(parent) == 4 and len(parent[1]) == 32 else ""
     message_id = headers.get("nats-msg-id", "")

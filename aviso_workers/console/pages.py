@@ -8,12 +8,14 @@ from typing import Any
 
 from msgspec import Struct
 
+from aviso_workers.aviso.schema import topic_of
 from aviso_workers.backends import Admin
 from aviso_workers.config import display
 from aviso_workers.console import dead_letters, notification_trail, spark_applications
 from aviso_workers.console.access import Visitor
 from aviso_workers.console.actions import Actions, whole_number
 from aviso_workers.console.overview import CALM, TROUBLES, AgentView, Overview, Watcher, is_trouble, stale_text
+from aviso_workers.console.trial import trial
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.ops import doctor as doctor_
 from aviso_workers.ops import stream_policy
@@ -21,8 +23,8 @@ from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import failing_text
 from aviso_workers.ops.reports import StreamRow
 from aviso_workers.ops.timer_report import paused_text, run_text
-from aviso_workers.state import consumer_records, lease_records, timer_records, versions
-from aviso_workers.state.timer_runs import Run
+from aviso_workers.state import asyncapi, consumer_records, lease_records, timer_records, versions
+from aviso_workers.state.timer_requests import Run
 
 __all__ = ["PAGES", "Page", "Question"]
 
@@ -35,6 +37,7 @@ class Page(Struct, frozen=True):
     """What a template is rendered with."""
 
     template: str
+    """Empty where the values are the answer, as JSON."""
     title: str
     values: Mapping[str, Any]
     live: bool = False
@@ -50,6 +53,8 @@ class Question(Struct, frozen=True, kw_only=True):
     visitor: Visitor
     path: Mapping[str, str]
     query: Mapping[str, str]
+    form: Mapping[str, str] = {}
+    """A form that was sent with it, of which nothing is stored."""
 
     @property
     def live(self) -> str:
@@ -272,7 +277,7 @@ async def timers(question: Question) -> Page:
                     paused=paused_text(pause) if pause else "",
                     failing=_failing(overview.recorded, app, name, overview.time),
                     run=run,
-                    run_text=run_text(run, now=overview.time) if run else "",
+                    run_text=run_text(run, void=not run.is_open(overview.time)) if run else "",
                 )
             )
     values = {"timers": rows, "stale": stale_text(overview, question.watcher)}
@@ -310,6 +315,30 @@ async def apps(question: Question) -> Page:
     """What the apps have declared when a worker of them started last."""
     overview = await question.overview()
     return Page("apps.html", "Apps", {"apps": sorted(overview.apps.items()), "overview": overview})
+
+
+async def app(question: Question) -> Page:
+    """What an app has declared, and what would become of a notification."""
+    overview = await question.overview()
+    name, admin, schema = question.path["app"], question.actions.admin, overview.config.notification_schema
+    if (declared := overview.apps.get(name)) is None:
+        raise NotFoundError(f"no worker has recorded what an app {name} declares")
+    found = await asyncapi.stored(admin, name)
+    if found and asyncapi.LEFT_OUT not in found and question.asked("as") == "asyncapi":
+        return Page("", "asyncapi.json", found)
+    channels = (found or {}).get("channels", {}).values()
+    names = {*declared.agents.values(), *(channel["title"] for channel in channels)} & schema.keys()
+    values = {
+        "app": name,
+        "overview": overview,
+        "declared": declared,
+        "document": found,
+        "event_types": [(each, topic_of(each, schema[each]), schema[each].identifier) for each in sorted(names)],
+        "form": question.form,
+        "trial": await trial(admin, overview, question.form) if question.form else None,
+        "deploys": overview.recorded.deploys.get(name, ()),
+    }
+    return Page("app.html", f"App {name}", values)
 
 
 async def doctor(question: Question) -> Page:
@@ -357,6 +386,7 @@ PAGES: dict[str, Callable[[Question], Awaitable[Page]]] = {
     "/streams": streams,
     "/spark": spark,
     "/apps": apps,
+    "/apps/{app}": app,
     "/doctor": doctor,
     "/audit": audit,
     "/settings": settings,

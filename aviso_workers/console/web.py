@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -22,7 +22,14 @@ from msgspec import structs
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
-from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -66,7 +73,7 @@ def application(watcher: Watcher, actions: Actions, access: Access) -> ASGIApp:
     views = _Views(watcher, actions)
     app = Starlette(
         routes=[
-            *(Route(path, views.of_page(make), name=make.__name__) for path, make in PAGES.items()),
+            *(Route(path, views.of_page(make), methods=["GET", "POST"]) for path, make in PAGES.items()),
             *(Route(f"/actions/{name}", views.of_action(name), methods=["POST"]) for name in ACTIONS),
             Route(mcp.PATH, views.of_mcp, methods=["POST"]),
             Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
@@ -182,8 +189,10 @@ class _Views:
 
     def of_page(self, make: Callable[[Question], Awaitable[Page]]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            question = self._question(request)
+            question = self._question(request, await _form(request) if request.method == "POST" else None)
             page = await _in_time(make(question))
+            if not page.template:
+                return JSONResponse(page.values, headers={"content-disposition": f"attachment; filename={page.title}"})
             if question.live == "stream" and page.live and request.method == "GET":
                 return self._stream(request, page, lambda: make(question))
             return HTMLResponse(self._whole(request, page), page.status)
@@ -192,8 +201,7 @@ class _Views:
 
     def of_action(self, name: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            visitor, body = _visitor(request), await _body(request, "application/x-www-form-urlencoded")
-            form = dict(parse_qsl(body.decode(errors="replace")))
+            visitor, form = _visitor(request), await _form(request)
             action = ACTIONS[name]
             try:
                 visitor.require(action.right)
@@ -222,13 +230,14 @@ class _Views:
         page = Page("error.html", "Not shown", {"text": text}, status=status)
         return HTMLResponse(self._whole(request, page), status)
 
-    def _question(self, request: Request) -> Question:
+    def _question(self, request: Request, form: Mapping[str, str] | None = None) -> Question:
         return Question(
             watcher=self._watcher,
             actions=self._actions,
             visitor=_visitor(request),
             path={name: str(value) for name, value in request.path_params.items()},
             query=dict(request.query_params),
+            form=form or {},
         )
 
     def _context(self, request: Request, page: Page) -> dict[str, Any]:
@@ -297,6 +306,12 @@ def _visitor(request: Request) -> Visitor:
     visitor = request.state.visitor
     assert isinstance(visitor, Visitor)
     return visitor
+
+
+async def _form(request: Request) -> dict[str, str]:
+    """Return the fields of a form. Raises as `_body` does."""
+    body = await _body(request, "application/x-www-form-urlencoded")
+    return dict(parse_qsl(body.decode(errors="replace")))
 
 
 async def _body(request: Request, content_type: str) -> bytes:

@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -48,15 +48,11 @@ from aviso_workers.events import (
     Unreadable,
 )
 from aviso_workers.jetstream.key_value import Entry, KeyValue, compare_and_set
-from aviso_workers.state import consumer_records, timer_pauses, timer_records, timer_runs
-from aviso_workers.state.timer_pauses import Pause
+from aviso_workers.state import consumer_records, timer_records, timer_requests
 from aviso_workers.state.timer_records import Claim
-from aviso_workers.state.timer_runs import Run
+from aviso_workers.state.timer_requests import Pause, Run
 
-__all__ = [
-    "run_now",
-    "run_timers",
-]
+__all__ = ["run_now", "run_timers"]
 
 LONGEST_SLEEP_SECONDS = 30.0
 """The time of day may be set while a timer waits for it."""
@@ -155,29 +151,20 @@ class Control:
         """Return for how long the timer is paused; 0 where it is not. Where the server does not tell, what it told last
         holds; where it has told nothing yet, the timer is not paused.
         """
-
-        async def read() -> None:
-            self._known[timer] = timer_pauses.read(await self._entry(timer_pauses.key_of(self._app, timer)))
-
-        await self._look(read)
+        if told := await self._look(timer_requests.pause_key(self._app, timer)):
+            self._known[timer] = timer_requests.read_pause(*told)
         pause = self._known.get(timer)
         now = clocks.utc_now(self._backend.clock)
         return 0.0 if pause is None else max(0.0, (pause.until - now).total_seconds())
 
     async def keep_looking(self, stop: anyio.Event) -> None:
         """Look again and again which runs are asked for, until `stop`."""
-
-        async def read() -> None:
-            found = timer_runs.read(await self._entry(timer_runs.key_of(self._app)))
-            self._asked = {
-                timer: run
-                for timer, run in found.items()
-                if timer in self.timers and not run.worker and run != self._void.get(timer)
-            }
-
         while not stop.is_set():
-            if self.timers:
-                await self._look(read)
+            if self.timers and (told := await self._look(timer_requests.runs_key(self._app))):
+                found = {timer: run for timer, run in timer_requests.read_runs(*told).items() if timer in self.timers}
+                self._asked = {
+                    timer: run for timer, run in found.items() if not run.worker and run != self._void.get(timer)
+                }
             if self._asked:
                 self.news.set()
                 self.news = anyio.Event()
@@ -185,48 +172,37 @@ class Control:
         self.news.set()
 
     async def take(self, timer: str) -> Run | None:
-        """Return the run of the timer that somebody has asked for, which is this worker's from now on; None where there
-        is none, another worker has taken it, it is void, or it cannot be recorded that it is taken.
+        """Return the run of the timer that is asked for, and this worker's from now on; None where there is none, it is
+        void, another worker was faster, or it cannot be recorded that it is taken.
         """
         if (asked := self._asked.pop(timer, None)) is None:
             return None
         with suppress(BackendError):
-            now = await self._records.time()
-            if not asked.is_open(now):
-                self._void[timer] = asked
-                return None
-
-            def change(run: Run) -> Run:
-                return structs.replace(run, worker=self._worker) if run.is_open(now) else run
-
-            return await self._change(timer, change)
+            if asked.is_open(await self._records.time()):
+                taken = structs.replace(asked, worker=self._worker)
+                return taken if await self.replace(timer, asked, taken) else None
+            self._void[timer] = asked
         return None
 
-    async def note_end(self, timer: str, run: Run, *, seconds: float, error: str) -> None:
-        """Record what became of a run that was taken; where that fails, it stays recorded as taken."""
-        ended = structs.replace(run, seconds=seconds, error=error[:MAX_ERROR])
-        with suppress(BackendError):
-            await self._change(timer, lambda known: ended if known == run else known)
+    async def replace(self, timer: str, known: Run, run: Run) -> bool:
+        """Return whether a run could be recorded in the place of the `known` one. Raises `BackendError`."""
 
-    async def _change(self, timer: str, change: Callable[[Run], Run]) -> Run | None:
-        """Return the run of the timer as it is recorded now; None where `change` has left it as it was."""
+        def change(runs: dict[str, Run]) -> dict[str, Run]:
+            return {**runs, timer: run} if runs.get(timer) == known else runs
 
-        def changed(runs: dict[str, Run]) -> dict[str, Run]:
-            return {**runs, timer: change(runs[timer])} if timer in runs else runs
+        key = timer_requests.runs_key(self._app)
+        before, after = await compare_and_set(self._records, key, read=timer_requests.read_runs, change=change)
+        return after != before
 
-        key = timer_runs.key_of(self._app)
-        before, after = await compare_and_set(self._records, key, read=timer_runs.read, change=changed)
-        return after[timer] if after != before else None
-
-    async def _look(self, read: Callable[[], Awaitable[None]]) -> None:
-        """Read from the server what it tells in time."""
+    async def _look(self, key: str) -> tuple[Entry | None] | None:
+        """Return the entry of a key, if there is one; None where the server does not tell in time."""
         clock = self._backend.clock
         if not self._backend.connection.ready or clock.monotonic() < self._again_at:
-            return
+            return None
         with suppress(BackendError), clocks.move_on_after(clock, LOOK_SECONDS):
-            await read()
-            return
+            return (await self._entry(key),)
         self._again_at = clock.monotonic() + LOOK_AGAIN_SECONDS
+        return None
 
     async def _entry(self, key: str) -> Entry | None:
         if self._bucket is None:
@@ -235,7 +211,7 @@ class Control:
             return await self._bucket.get(key) if self._bucket else None
         except NotFoundError:  # the bucket was deleted
             self._bucket = None
-        return None
+            return None
 
 
 class Claims:
@@ -392,7 +368,9 @@ async def _run_asked(
     if run := await control.take(timer.name):
         tick = Tick(timer=timer.name, time=run.asked, token=claims.token if claims else None)
         seconds, error = await _run(timer, tick, clock, events)
-        await control.note_end(timer.name, run, seconds=seconds, error=error)
+        with suppress(BackendError):  # it stays recorded as taken
+            ended = structs.replace(run, seconds=seconds, error=error[:MAX_ERROR])
+            await control.replace(timer.name, run, ended)
 
 
 async def _run(timer: Timer[Any, Any], tick: Tick, clock: Clock, events: Events) -> tuple[float, str]:

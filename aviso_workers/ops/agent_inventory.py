@@ -27,8 +27,7 @@ from aviso_workers.state import (
     failure_counts,
     failure_records,
     outage_records,
-    timer_pauses,
-    timer_runs,
+    timer_requests,
     versions,
 )
 from aviso_workers.state.consumer_records import ConsumerRecord
@@ -36,8 +35,7 @@ from aviso_workers.state.declarations import Deploy
 from aviso_workers.state.failure_records import LastFailure
 from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
-from aviso_workers.state.timer_pauses import Pause
-from aviso_workers.state.timer_runs import Run
+from aviso_workers.state.timer_requests import Pause, Run
 
 __all__ = [
     "ConsumerInfo",
@@ -124,8 +122,8 @@ async def recorded(admin: Admin) -> Recorded:
         functions={key: names for key, names in functions.items() if len(names) > 1},
         failures=failure_records.parsed(entries),
         outages=outage_records.parsed(entries),
-        pauses=timer_pauses.parsed(entries, now=datetime.now(UTC)),
-        runs=timer_runs.parsed(entries),
+        pauses=timer_requests.pauses(entries, now=datetime.now(UTC)),
+        runs=timer_requests.runs(entries),
         parked={
             (stream, agents_.durable_name(owner, agent)): found
             for (owner, agent, stream), found in (await parked.everywhere(admin)).items()

@@ -23,9 +23,8 @@ from aviso_workers.declare.timers import LATE_SECONDS, Timer
 from aviso_workers.errors import DeclarationError
 from aviso_workers.jetstream.key_value import compare_and_set
 from aviso_workers.ops.agent_control import UNTIL_RESUMED
-from aviso_workers.state import consumer_records, timer_pauses, timer_records, timer_runs
-from aviso_workers.state.timer_pauses import Pause
-from aviso_workers.state.timer_runs import Run
+from aviso_workers.state import consumer_records, timer_records, timer_requests
+from aviso_workers.state.timer_requests import Pause, Run
 
 __all__ = ["PlannedTick", "ask", "asked", "declared", "pause", "plan_catch_up", "resume"]
 
@@ -71,13 +70,13 @@ async def pause(
     if until <= now:
         raise DeclarationError(f"the pause would end at {time_text(until)}, which is over: say a later time")
     made = Pause(since=now, until=until, by=_here(), note=note)
-    await bucket.put(timer_pauses.key_of(app, timer), msgspec.json.encode(made))
+    await bucket.put(timer_requests.pause_key(app, timer), msgspec.json.encode(made))
     return made
 
 
 async def resume(admin: Admin, app: str, timer: str) -> None:
     """Resume the timer. Raises `BackendError`."""
-    key = timer_pauses.key_of(app, timer)
+    key = timer_requests.pause_key(app, timer)
     if await consumer_records.entry(admin, key) is not None:
         await (await consumer_records.bucket(admin)).delete(key)
 
@@ -96,13 +95,13 @@ async def ask(admin: Admin, app: str, timer: str, *, by: str = "") -> Run:
             raise DeclarationError(f"{known.by} has asked for a run of {timer} already, and no worker has taken it yet")
         return {**runs, timer: wanted}
 
-    await compare_and_set(bucket, timer_runs.key_of(app), read=timer_runs.read, change=change)
+    await compare_and_set(bucket, timer_requests.runs_key(app), read=timer_requests.read_runs, change=change)
     return wanted
 
 
 async def asked(admin: Admin, app: str, timer: str) -> Run | None:
     """Return the last run of the timer that somebody has asked for. Raises `BackendError`."""
-    return timer_runs.read(await consumer_records.entry(admin, timer_runs.key_of(app))).get(timer)
+    return timer_requests.read_runs(await consumer_records.entry(admin, timer_requests.runs_key(app))).get(timer)
 
 
 async def plan_catch_up(

@@ -17,9 +17,8 @@ from aviso_workers.backends import Admin
 from aviso_workers.declare.timers import Timer, ticks_between
 from aviso_workers.ops.agent_control import UNTIL_RESUMED, end_text
 from aviso_workers.ops.agent_report import failing_text
-from aviso_workers.state import consumer_records, failure_records, lease_records, timer_pauses, timer_records
-from aviso_workers.state.timer_pauses import Pause
-from aviso_workers.state.timer_runs import VOID_SECONDS, Run
+from aviso_workers.state import consumer_records, failure_records, lease_records, timer_records, timer_requests
+from aviso_workers.state.timer_requests import VOID_SECONDS, Pause, Run
 
 __all__ = ["TimerRow", "of_app", "paused_text", "run_text"]
 
@@ -51,7 +50,7 @@ async def of_app(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]], *, t
     noted = await consumer_records.entries(admin)
     failures = failure_records.parsed(noted)
     now = datetime.now(UTC)  # after that: the last tick is none of the next ones
-    pauses = timer_pauses.parsed(noted, now=now)
+    pauses = timer_requests.pauses(noted, now=now)
     rows = []
     for timer in timers:
         pause, claim = pauses.get((app, timer.name)), claims.get(timer.name)
@@ -76,13 +75,13 @@ def paused_text(pause: Pause) -> str:
     return printable(f"paused until {end_text(pause.until)}, since {time_text(pause.since)} by {pause.by}{note}")
 
 
-def run_text(run: Run, *, now: datetime) -> str:
-    """Return what has become of a run that somebody has asked for."""
+def run_text(run: Run, *, void: bool) -> str:
+    """Return what has become of a run that somebody has asked for; `void`: no worker may take it any more."""
     if run.seconds is not None:
         how = f"failed after {run.seconds:.1f} s: {run.error}" if run.error else f"done in {run.seconds:.1f} s"
-        return printable(f"taken by {run.worker}, {how}")
+    else:
+        how = "which has not recorded its end"
     if run.worker:
-        return printable(f"taken by {run.worker}, which has not recorded its end")
-    if run.is_open(now):
-        return "no worker has taken it yet"
-    return f"no worker has taken it within {VOID_SECONDS:g} s, and none will: none runs the timer, or it is too old to"
+        return printable(f"taken by {run.worker}, {how}")
+    none = f"no worker has taken it within {VOID_SECONDS:g} s, and none will: none runs the timer, or it is too old to"
+    return none if void else "no worker has taken it yet"

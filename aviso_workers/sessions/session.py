@@ -72,6 +72,8 @@ __all__ = ["Session", "breaker", "is_stopping", "open_session"]
 
 UPGRADED_SECONDS = 5.0
 """How often a worker looks whether a server that was too old to deliver later has been upgraded; nothing is sent."""
+DOCUMENT_SECONDS = 2.0
+"""After so long, a worker records the AsyncAPI document of its app: its start does not wait for that."""
 LAST_RECORD_SECONDS = 2.0
 """How long a worker that stops takes at most to record its last failures."""
 MAX_FOREIGN = 10_000
@@ -329,6 +331,10 @@ class Session:
         timers, tasks = ([each.name for each in declared] for declared in (app.timers, app.tasks))
         with suppress(BackendError):
             await failure_records.remove_others(self.backend, app=self._app, timers=timers, tasks=tasks)
+        await self.backend.clock.sleep(DOCUMENT_SECONDS)
+        from aviso_workers.state import asyncapi
+
+        await asyncapi.record(self.backend, self._config, app)
 
     async def _record_failures(self) -> None:
         with self._events.heard_by(self._last_failures.observe, Ticked, TaskFailed, WindowDone):

@@ -40,7 +40,18 @@ from aviso_workers.state import consumer_records
 from aviso_workers.state.kept import Kept
 from aviso_workers.version import __version__
 
-__all__ = ["KEPT", "AppDeclarations", "Deploy", "deploys", "event_types", "policy", "record", "remove", "stored"]
+__all__ = [
+    "KEPT",
+    "AppDeclarations",
+    "Deploy",
+    "deploys",
+    "document_key",
+    "event_types",
+    "policy",
+    "record",
+    "remove",
+    "stored",
+]
 
 T = TypeVar("T")
 END, DEPLOYS = "declared", "deploys"
@@ -131,7 +142,7 @@ async def stored(backend: Backend) -> dict[str, AppDeclarations]:
 
 async def remove(backend: Backend, *, app: str) -> None:
     """Forget what a retired app declares. Raises `BackendError`."""
-    for key in (_key(app), f"{app}/{DEPLOYS}"):
+    for key in (_key(app), f"{app}/{DEPLOYS}", document_key(app)):
         if await consumer_records.entry(backend, key) is not None:
             await (await consumer_records.bucket(backend)).delete(key)
 
@@ -266,6 +277,11 @@ def _retry(backoff: Backoff) -> str:
 
 def _name(payload_type: Any) -> str:
     return payload_type.__name__ if isinstance(payload_type, type) else str(payload_type).replace("typing.", "")
+
+
+def document_key(app: str) -> str:
+    """Return the key under which `asyncapi` records the document of an app."""
+    return f"{app}/asyncapi"
 
 
 def _key(app: str) -> str:

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from aviso_workers import App
-from aviso_workers.state import consumer_records, timer_runs
+from aviso_workers.state import consumer_records, timer_requests
 from aviso_workers.state.own_streams import AUDIT
-from aviso_workers.state.timer_runs import Run
+from aviso_workers.state.timer_requests import Run
 from aviso_workers.testing import Harness
 from tests.console.conftest import Served, confirmed, hidden_fields, publish, served, shown, text_of
 
@@ -173,7 +173,7 @@ async def test_a_run_that_nobody_takes_says_so(console: Served, app: App, runnin
     async with console.client() as client:
         await shown(client, "/timers", "field-index/report")
         late = Run(asked=await bucket.time() - timedelta(seconds=70), by="anna")
-        await bucket.put(timer_runs.key_of("field-index"), msgspec.json.encode({"report": late}))
+        await bucket.put(timer_requests.runs_key("field-index"), msgspec.json.encode({"report": late}))
         await shown(client, "/timers", "asked for by anna 1 min ago: no worker has taken it within 60 s, and none will")
 
 

@@ -374,7 +374,7 @@ async def test_timers_and_apps_are_those_that_workers_have_recorded(
 ) -> None:
     async with console.client() as client:
         timers = await shown(client, "/timers", "field-index/report every 3600s")
-        apps = await shown(client, "/apps", "field-index/parks", "Timers: report (every 3600s).")
+        apps = await shown(client, "/apps", "field-index", "index, fails, parks report (every 3600s)")
     assert "ok" in timers
     assert "mars" in apps
 

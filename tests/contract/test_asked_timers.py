@@ -11,8 +11,8 @@ import pytest
 from aviso_workers import App, Tick
 from aviso_workers.errors import DeclarationError
 from aviso_workers.ops import timer_control
-from aviso_workers.state import consumer_records, timer_runs
-from aviso_workers.state.timer_runs import Run
+from aviso_workers.state import consumer_records, timer_requests
+from aviso_workers.state.timer_requests import Run
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config
 from tests.waits import PATIENCE_SECONDS
@@ -80,7 +80,7 @@ async def test_what_nobody_has_taken_in_time_is_void() -> None:
     async with harness(app, start=datetime(2026, 11, 26, 12, 5, tzinfo=UTC)) as t:
         bucket = await consumer_records.bucket(t.app.session.admin)
         late = Run(asked=await bucket.time() - timedelta(seconds=61), by="anna")
-        await bucket.put(timer_runs.key_of("contract"), msgspec.json.encode({"report": late, "unknown": late}))
+        await bucket.put(timer_requests.runs_key("contract"), msgspec.json.encode({"report": late, "unknown": late}))
         await t.advance(30)
         assert ran == []
         assert await timer_control.asked(t.app.session.admin, "contract", "report") == late
@@ -99,3 +99,27 @@ async def test_two_do_not_ask_at_the_same_time() -> None:
         await timer_control.ask(t.app.session.admin, "contract", "report", by="anna")
         with pytest.raises(DeclarationError, match="anna has asked for a run of report already"):
             await timer_control.ask(t.app.session.admin, "contract", "report", by="rolf")
+
+
+async def test_a_run_whose_worker_dies_does_not_run_again(kind: str, nats_url: str) -> None:
+    app = App("contract", config=app_config(kind, nats_url))
+    begun: list[Tick] = []
+    began = anyio.Event()
+
+    @app.every("1h")
+    async def report(tick: Tick) -> None:
+        begun.append(tick)
+        began.set()
+        await anyio.sleep_forever()
+
+    async with harness(app, server=nats_url if kind == "jetstream" else None) as t:
+        await timer_control.ask(t.app.session.admin, "contract", "report")
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not began.is_set():
+                await t.advance(1)
+        await t.crash()  # another worker comes in its place
+        await t.advance(12)
+        run = await timer_control.asked(t.app.session.admin, "contract", "report")
+    assert len(begun) == 1
+    assert run is not None
+    assert (bool(run.worker), run.seconds) == (True, None)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import anyio
+import pydantic
 import pytest
 from msgspec import structs
 
 from aviso_workers import App, Notification, config
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.config import Config, completed
-from aviso_workers.state import consumer_records, declarations
+from aviso_workers.state import asyncapi, consumer_records, declarations
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -33,6 +35,12 @@ TYPES: dict[str, dict[str, Any]] = {
 
 
 EMPTY = config.Config(notification_backend=config.NotificationBackend(kind="jetstream"))
+
+
+class Odd(pydantic.BaseModel):
+    @classmethod
+    def __get_pydantic_json_schema__(cls, *_: Any) -> Any:
+        raise KeyError("no schema today")
 
 
 def app_with(*types: str, settings: Config = EMPTY) -> App:
@@ -191,9 +199,37 @@ async def test_a_record_of_another_version_counts_as_none(backend: InMemoryBacke
 
 async def test_a_retired_app_declares_nothing(backend: InMemoryBackend) -> None:
     await recorded(backend, app_with("plain"))
+    await asyncapi.record(backend, EMPTY, app_with("plain"))
     await declarations.remove(backend, app="fields")
     assert await declarations.stored(backend) == {}
     assert await consumer_records.entries(backend) == []
+
+
+async def test_a_document_is_recorded_once(backend: InMemoryBackend) -> None:
+    app = app_with("plain")
+    assert await asyncapi.stored(backend, "fields") is None
+    for _ in range(2):
+        await asyncapi.record(backend, app.config, app)
+    assert await asyncapi.stored(backend, "fields") == asyncapi.document(app.config, app, version="0.0.0")
+    assert len(await consumer_records.entries(backend)) == await (await consumer_records.bucket(backend)).revision()
+
+
+async def test_a_document_that_cannot_be_made_or_is_too_large_is_left_out(
+    backend: InMemoryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = app_with("plain")
+    monkeypatch.setattr(asyncapi, "MAX_BYTES", 1000)
+    await asyncapi.record(backend, app.config, app)
+    left_out = (await asyncapi.stored(backend, "fields") or {})[asyncapi.LEFT_OUT]
+    assert re.fullmatch(r"it has 1,\d+ bytes, and at most 1,000 are recorded", left_out)
+
+    @app.agent("plain")
+    async def odd(notification: Notification[Odd]) -> None: ...
+
+    await asyncapi.record(backend, app.config, app)
+    assert await asyncapi.stored(backend, "fields") == {
+        asyncapi.LEFT_OUT: "it cannot be made: KeyError: 'no schema today'"
+    }
 
 
 async def test_a_worker_records_them_when_it_starts() -> None:
@@ -202,6 +238,7 @@ async def test_a_worker_records_them_when_it_starts() -> None:
     async with app, anyio.create_task_group() as tasks:
         tasks.start_soon(app._work, stop)
         with anyio.fail_after(PATIENCE_SECONDS):
-            while not await declarations.stored(app.session.backend):
+            while not await asyncapi.stored(app.session.backend, "fields"):
                 await app.session.backend.clock.sleep(0.01)
+            assert (await declarations.stored(app.session.backend)).keys() == {"fields"}
         stop.set()

@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 from aviso_workers import config
-from aviso_workers.ops import asyncapi
+from aviso_workers.state import asyncapi
 from tests.interop import programs
-from tests.ops.test_asyncapi import FILE, app_of
+from tests.test_asyncapi import FILE, app_of
 from tests.waits import PATIENCE_SECONDS
 
 

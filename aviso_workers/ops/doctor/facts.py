@@ -43,7 +43,7 @@ from aviso_workers.ops.parked import Parked
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import LastFailure
 from aviso_workers.state.outage_records import OutageRecord
-from aviso_workers.state.timer_pauses import Pause
+from aviso_workers.state.timer_requests import Pause
 
 __all__ = ["Facts", "Need", "Sample", "Scope", "gather"]
 

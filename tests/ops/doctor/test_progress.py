@@ -29,7 +29,7 @@ from aviso_workers.state.failure_counts import ParkedRecord
 from aviso_workers.state.failure_records import Retrying
 from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.state.own_streams import DELAYED
-from aviso_workers.state.timer_pauses import Pause
+from aviso_workers.state.timer_requests import Pause
 from tests.failures import last_failure
 from tests.ops.doctor.conftest import (
     MONITORED,

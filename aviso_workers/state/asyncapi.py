@@ -1,7 +1,8 @@
 """An app as an AsyncAPI document: its servers, event types, payloads, and what its agents and timers read and publish.
 
 Plain data, made from the declarations and the configuration, without a connection. AsyncAPI 3.0.0:
-https://www.asyncapi.com/docs/reference/specification/v3.0.0. Its schemas are of JSON Schema draft 7.
+https://www.asyncapi.com/docs/reference/specification/v3.0.0. Its schemas are of JSON Schema draft 7. A worker that has
+started records it beside what `declarations` records, for those who do not have the code.
 """
 
 from __future__ import annotations
@@ -9,17 +10,38 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import msgspec
+from anyio import to_thread
+
 from aviso_workers.aviso import codec, payloads, topics
+from aviso_workers.aviso.codec import read_json
 from aviso_workers.aviso.schema import EnumHandler, EventType, PointCloudHandler, PolygonHandler, Rule, Topic, topic_of
+from aviso_workers.backends import Backend
 from aviso_workers.config import Config
 from aviso_workers.config.secrets import with_scheme
 from aviso_workers.declare import outputs, resources
 from aviso_workers.declare.agents import Agent, Router
-from aviso_workers.state import declarations
+from aviso_workers.errors import BackendError, UndecodableError, describe
+from aviso_workers.state import consumer_records, declarations
+from aviso_workers.state.kept import Kept
 
-__all__ = ["document"]
+__all__ = ["KEPT", "LEFT_OUT", "document", "operations", "record", "stored"]
+
+KEPT = (
+    Kept(
+        bucket=consumer_records.BUCKET,
+        key=declarations.document_key("<app>"),
+        holds="the AsyncAPI document of the app, or why it is left out",
+        until="until `agents rm` of the app",
+    ),
+)
+MAX_BYTES = 128 * 1024
+"""A larger document is left out: whoever looks at agents reads the whole bucket."""
+LEFT_OUT = "x-left-out"
+"""The only key of what is recorded where there is no document: why."""
 
 VERSION = "3.0.0"
 BINDING_VERSION = "0.1.0"
@@ -72,6 +94,43 @@ def document(config: Config, app: Router[Any], *, version: str) -> Document:
             "schemas": types.schemas,
         },
     }
+
+
+async def record(backend: Backend, config: Config, app: Router[Any]) -> None:
+    """Record the document of an app. Where that fails, the next start does it: nothing depends on it."""
+    made = await to_thread.run_sync(_encoded, config, app)
+    key = declarations.document_key(app.name)
+    with suppress(BackendError):
+        known = await consumer_records.entry(backend, key)
+        if known is None or known.value != made:
+            await (await consumer_records.bucket(backend)).put(key, made)
+
+
+async def stored(backend: Backend, app: str) -> Document | None:
+    """Return the document that a worker has recorded, or a dict with `LEFT_OUT`; None where there is neither, as of a
+    version that records none. Raises `BackendError`.
+    """
+    entry = await consumer_records.entry(backend, declarations.document_key(app))
+    try:
+        return read_json(entry.value, Document) if entry is not None else None
+    except UndecodableError:
+        return None
+
+
+def operations(found: Mapping[str, Any], action: str, agent: str) -> list[Document]:
+    """Return the operations of an agent in a document: `send`, or `receive`."""
+    every = found.get("operations", {}).values()
+    return [each for each in every if (each["action"], each["title"]) == (action, f"agent {agent}")]
+
+
+def _encoded(config: Config, app: Router[Any]) -> bytes:
+    try:
+        made = msgspec.json.encode(document(config, app, version="0.0.0"))
+    except Exception as error:  # of any kind: a type of the author's may raise where its schema is made
+        return msgspec.json.encode({LEFT_OUT: f"it cannot be made: {describe(error):.500}"})
+    if len(made) > MAX_BYTES:
+        return msgspec.json.encode({LEFT_OUT: f"it has {len(made):,} bytes, and at most {MAX_BYTES:,} are recorded"})
+    return made
 
 
 def _sent(config: Config, app: Router[Any]) -> Iterator[tuple[str, str, Callable[..., Any], set[str]]]:

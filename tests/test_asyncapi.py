@@ -16,9 +16,9 @@ from msgspec import Struct, defstruct
 from aviso_workers import App, Batch, GivenUp, Notification, Notify, Router, Window, Windowing, config
 from aviso_workers.config import Config
 from aviso_workers.config.settings import NotificationBackend
-from aviso_workers.ops import asyncapi
+from aviso_workers.state import asyncapi
 
-SCHEMA = json.loads((Path(__file__).parents[1] / "data/asyncapi-3.0.0.json").read_text())
+SCHEMA = json.loads((Path(__file__).parent / "data/asyncapi-3.0.0.json").read_text())
 IN_MEMORY = Config(notification_backend=NotificationBackend(kind="in_memory"))
 
 

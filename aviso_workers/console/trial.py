@@ -1,0 +1,89 @@
+"""What would become of a notification if it was published: tried in memory, with what workers have recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jsonschema
+from msgspec import Struct
+
+from aviso_workers.aviso.codec import Message, NotificationReader, read_json
+from aviso_workers.aviso.notifications import Notify, parse_pairs
+from aviso_workers.aviso.schema import parse_where, topic_of
+from aviso_workers.backends import Admin
+from aviso_workers.console.overview import Overview
+from aviso_workers.engine.publisher import encode
+from aviso_workers.errors import AvisoWorkersError, InvalidIdentifierError
+from aviso_workers.jetstream.subjects import matcher
+from aviso_workers.state import asyncapi
+
+__all__ = ["Trial", "trial"]
+
+
+class Trial(Struct, frozen=True, kw_only=True):
+    """What would become of a notification."""
+
+    refused: str = ""
+    """The error that its publisher would get; empty where it would be stored."""
+    message: Message | None = None
+    agents: list[tuple[str, str, str, str]] = []
+    """Those that read event types with the same topic base: app and name, why each would not get it (empty where it
+    would), and whether the payload fits."""
+
+
+async def trial(admin: Admin, overview: Overview, form: Mapping[str, str]) -> Trial:
+    """Return what would become of the notification of a form. Nothing is published. Raises `BackendError`."""
+    name, payload = form.get("event_type", "").strip(), form.get("payload", "").strip()
+    try:
+        pairs = parse_pairs(filter(None, map(str.strip, form.get("identifier", "").splitlines())))
+        message = encode(overview.config, Notify(name, pairs, read_json(payload.encode() or b"null", Any)))
+    except AvisoWorkersError as error:
+        return Trial(refused=str(error))
+    bases = {each: topic_of(each, found).base for each, found in overview.config.notification_schema.items()}
+    agents = []
+    for app, declared in sorted(overview.apps.items()):
+        readers = [agent for agent, read in declared.agents.items() if bases.get(read) == bases[name]]
+        document = (await asyncapi.stored(admin, app) or {}) if readers else {}
+        for agent in readers:
+            why_not = "; ".join(_why_not(overview, app, agent, message))
+            agents.append((app, agent, why_not, _fit(document, agent, message.data)))
+    return Trial(message=message, agents=agents)
+
+
+def _why_not(overview: Overview, app: str, agent: str, message: Message) -> Iterator[str]:
+    declared = overview.apps[app]
+    name, text = declared.agents[agent], declared.policies.get(agent, {}).get("where", "everything")
+    event_type = overview.config.notification_schema[name]
+    try:
+        for field, wanted in ({} if text == "everything" else json.loads(text)).items():
+            reader = NotificationReader(name, event_type, where=parse_where(name, event_type, {field: wanted}))
+            if not reader.matches(message):
+                yield f"where: {field} must be {json.dumps(wanted)}"
+    except InvalidIdentifierError as error:  # the app has another event type of this name
+        yield f"its filter cannot be read here: {error}"
+    for view in overview.agents:
+        if (view.progress.app, view.progress.agent) == (app, agent) and view.progress.events:
+            filters = view.progress.events.config.filters
+            if filters and not matcher(filters)(message.subject):
+                yield f"its consumer reads {', '.join(filters)}"
+
+
+def _fit(document: Mapping[str, Any], agent: str, data: bytes) -> str:
+    """Return whether a body fits the JSON Schema of an agent's payload, as far as that says it."""
+    keys = [
+        each["$ref"].rpartition("/")[2]
+        for found in asyncapi.operations(document, "receive", agent)
+        for each in found["messages"]
+    ]
+    schemas = [each["payload"] for key in keys if "payload" in (each := document["components"]["messages"][key])]
+    if not schemas:
+        return "no schema is recorded"
+    schema = {"allOf": schemas, "components": document["components"]}
+    try:
+        errors = jsonschema.Draft7Validator(schema).iter_errors(read_json(data or b"null", Any))
+        error = jsonschema.exceptions.best_match(errors)
+    except RecursionError:
+        return "nested too deeply to be held against a schema"
+    return f"does not fit: {error.json_path}: {error.message:.300}" if error else "fits its JSON Schema"

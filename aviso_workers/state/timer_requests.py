@@ -1,0 +1,104 @@
+"""What operators ask of an app's timers, and workers obey: pauses, and runs at once.
+
+Both are in the bucket of `consumer_records`. Each paused timer has a record, `<app>/timers/<timer>/pause`, that workers
+read before each tick. The last runs of all timers are one record, `<app>/timers/all/run`, so that a worker that looks
+again and again reads one key: who takes a run writes its name there by a compare-and-set before it begins, and at the
+end what became of it. Workers of a version that does not know a record go on as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+
+from msgspec import Struct
+
+from aviso_workers.aviso.codec import read_json
+from aviso_workers.errors import UndecodableError
+from aviso_workers.jetstream.fields import Time
+from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.state import consumer_records
+from aviso_workers.state.kept import Kept
+
+__all__ = ["KEPT", "VOID_SECONDS", "Pause", "Run", "pause_key", "pauses", "read_pause", "read_runs", "runs", "runs_key"]
+
+KEPT = (
+    Kept(
+        bucket=consumer_records.BUCKET,
+        key=f"<app>/timers/<timer>/{consumer_records.PAUSE}",
+        holds="that a timer is paused, by whom and until when (`Pause`)",
+        until="until the timer is resumed, or `agents rm` of the app",
+    ),
+    Kept(
+        bucket=consumer_records.BUCKET,
+        key=f"<app>/timers/all/{consumer_records.RUN}",
+        holds="the last run of each timer that somebody has asked for, and what became of it (`Run`)",
+        until="until `agents rm` of the app",
+    ),
+)
+VOID_SECONDS = 60.0
+"""A run that no worker has taken within this time is void: nobody wants it to come later."""
+
+
+class Pause(Struct, frozen=True, kw_only=True):
+    """A time in which no worker runs a timer. Times are by the server's clock."""
+
+    since: Time
+    until: Time
+    by: str
+    """The user and the host that paused it."""
+    note: str = ""
+
+
+class Run(Struct, frozen=True, kw_only=True):
+    """A run of a timer that somebody has asked for."""
+
+    asked: Time
+    """When, by the server's clock."""
+    by: str
+    """Who has asked."""
+    worker: str = ""
+    """The host and the process that have taken it; empty where none has."""
+    seconds: float | None = None
+    """How long it took; None while it has not ended."""
+    error: str = ""
+    """Why it failed; empty where it has not."""
+
+    def is_open(self, now: datetime) -> bool:
+        """Return whether a worker may take it."""
+        return not self.worker and (now - self.asked).total_seconds() <= VOID_SECONDS
+
+
+def pauses(entries: Iterable[Entry], *, now: datetime) -> dict[tuple[str, str], Pause]:
+    """Return the pauses that last, among the entries of the bucket, by app and timer."""
+    noted = consumer_records.notes(entries, consumer_records.PAUSE)
+    found = {(app, timer): read_pause(entry) for (app, kind, timer), entry in noted if kind == "timers"}
+    return {key: pause for key, pause in found.items() if pause and pause.until > now}
+
+
+def runs(entries: Iterable[Entry]) -> dict[tuple[str, str], Run]:
+    """Return the last runs among the entries of the bucket, by app and timer."""
+    noted = consumer_records.notes(entries, consumer_records.RUN)
+    return {(app, timer): run for (app, *_), entry in noted for timer, run in read_runs(entry).items()}
+
+
+def pause_key(app: str, timer: str) -> str:
+    return consumer_records.note_key(app, "timers", timer, consumer_records.PAUSE)
+
+
+def runs_key(app: str) -> str:
+    return consumer_records.note_key(app, "timers", "all", consumer_records.RUN)
+
+
+def read_pause(entry: Entry | None) -> Pause | None:
+    try:
+        return read_json(entry.value, Pause) if entry is not None else None
+    except UndecodableError:
+        return None  # another record, or none of ours
+
+
+def read_runs(entry: Entry | None) -> dict[str, Run]:
+    try:
+        return read_json(entry.value, dict[str, Run]) if entry is not None else {}
+    except UndecodableError:
+        return {}
