@@ -333,7 +333,7 @@ def _view(
     elif state == "working":
         catches_up = now.lag >= CATCHES_UP and (delivered > 0 or lag_rate < 0)
         still = f"nothing was delivered or settled for {still_seconds:.0f} s" if still_seconds > STALE_SECONDS else ""
-        state, why = ("catching up" if catches_up else "working"), "; ".join(filter(None, (still, still and nobody)))
+        state, why = "catching up" if catches_up else state, "; ".join(filter(None, (why, still, still and nobody)))
     elif state == "parked" and nobody:
         why = f"{why}; {nobody}"
     return AgentView(
@@ -374,9 +374,17 @@ def state_of(now: AgentProgress, before: AgentProgress | None = None) -> tuple[s
         return "parked", parked.waiting_text(now.parked)
     if now.paused_until:
         return "paused", f"until {now.paused_until}"
-    if now.failing:
+    if now.failing and not _has_recovered(now):
         return _failing(now)
-    return ("working" if now.lag else "idle"), ""
+    failed = ""
+    if now.failing and now.failure is not None:
+        failed = f"it failed last at {time_text(now.failure.last)}, and has finished what failed"
+    return ("working" if now.lag else "idle"), failed
+
+
+def _has_recovered(now: AgentProgress) -> bool:
+    """Return whether what has failed lately succeeded since: nothing is tried again, and nothing is a dead letter."""
+    return not (now.retrying or now.redelivered or now.dead_letters or (now.failure and now.failure.of_window))
 
 
 def _failing(now: AgentProgress) -> tuple[str, str]:

@@ -27,6 +27,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "now": {},
     "agents": {"state": "parked"},
     "agent": {"app": "field-index", "agent": "parks"},
+    "app": {"app": "field-index"},
     "dead_letters": {"agent": "fails"},
     "dead_letter": {"sequence": 1},
     "notification": {"name": "mars@2"},

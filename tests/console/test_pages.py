@@ -11,7 +11,7 @@ import anyio
 import httpx
 import pytest
 
-from aviso_workers import App, Notification, Notify
+from aviso_workers import App, Backoff, Notification, Notify
 from aviso_workers.config import Config
 from aviso_workers.console import overview, serve, web
 from aviso_workers.console.pages import PAGES
@@ -160,6 +160,23 @@ async def test_a_notification_says_where_it_comes_from(console: Served, app: App
     assert "MARS@1" in made
 
 
+async def test_an_agent_that_has_finished_what_failed_is_nobodys_alarm(
+    console: Served, nats_server: NatsServer
+) -> None:
+    app = App("stumbling", config=console.config)
+
+    @app.agent("mars", retry=Backoff(first=0.1), breaker=None)
+    async def stumbles(notification: Notification[Any]) -> None:
+        if notification.num_delivered == 1:
+            raise ValueError("at first")
+
+    async with harness(app, server=nats_server.url) as t, console.client() as client:
+        await publish(app, 1)
+        await t.settle()
+        await shown(client, "/agents/stumbling/stumbles", "idle it failed last at", "and has finished what failed")
+        await shown(client, "/", "Nothing needs you.")
+
+
 async def test_a_paused_agent_is_nobodys_alarm(console: Served, app: App, running: Harness) -> None:
     target = agent_control.declared(app, console.config, "index")
     await agent_control.pause(console.admin, target, seconds=3600)
@@ -221,11 +238,11 @@ async def test_the_last_deploys_are_shown_with_what_changed(console: Served, app
         pass
 
     async with console.client() as client:
-        await shown(client, "/apps", "the first start that was recorded")
+        await shown(client, "/apps/field-index", "the first start that was recorded")
         await running.deploy(other)
         change = "agent index: concurrency: 1 -&gt; 7; agent fails removed"
         await shown(client, "/agents/field-index/index", "Last deploys of field-index", change)
-        page = await shown(client, "/apps", "Last deploys", change)
+        page = await shown(client, "/apps/field-index", "Last deploys", change)
     assert page.index(change) < page.index("the first start that was recorded"), "the newest comes first"
 
 
