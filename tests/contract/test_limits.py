@@ -134,7 +134,7 @@ async def test_order_by_is_kept(app: App, url: str | None, calls: Calls) -> None
 
     async with harness(app, server=url) as t:
         await publish(app, 60)
-        await until(t, lambda: len(calls.steps) == 60)
+        await until(t, lambda: len(t.outcomes(index)) == 60)
         assert t.outcomes(index) == ["acked"] * 60
     assert calls.steps == list(range(60))
     assert most_within(calls.all, 1.0) <= 20 * (1 + LATE)
