@@ -21,7 +21,7 @@ from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import AgentProgress, AgentRow
 from aviso_workers.ops.parked import Parked
 from aviso_workers.ops.reports import ServerSnapshot, StreamRow
-from aviso_workers.state import declarations, worker_records
+from aviso_workers.state import dead_letter_records, declarations, worker_records
 from aviso_workers.state.declarations import AppDeclarations
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 from aviso_workers.state.worker_records import AtWork, WorkerRecord
@@ -61,6 +61,9 @@ UNASKED_SECONDS = 60.0
 """After so long without a worker, an agent without a lag needs somebody: longer than a server needs for an election."""
 
 
+COUNTED_SECONDS, COUNTED_AT_ONCE = 60.0, 10
+"""How often, and of how many agents in one snapshot, the dead letters of the last 24 hours are counted."""
+
 log = structlog.get_logger("aviso_workers.console")
 
 
@@ -82,6 +85,8 @@ class AgentView(Struct, frozen=True, kw_only=True):
     """For how long nobody has asked for its notifications, as far as was looked; 0 where somebody does."""
     still_seconds: float
     """For how long nothing was delivered or settled, as far as was looked."""
+    dead_letters_of_a_day: int | None
+    """Of its dead letters, those of the last 24 hours; None where they are not counted yet."""
     workers: list[tuple[WorkerRecord, AtWork]]
     """Those that live, as far as they have recorded themselves, and what each handles of it."""
 
@@ -148,6 +153,8 @@ class Watcher:
         self._rates = Rates()
         self._unasked: dict[tuple[str, str, str], float] = {}
         """Since when nobody asks for the notifications of an agent, by app, agent and stream."""
+        self._of_a_day: dict[tuple[str, str], tuple[int, float, int]] = {}
+        """By app and agent: all of its dead letters, when those of the last 24 hours were counted, and how many."""
         self._moved: dict[tuple[str, str, str], tuple[tuple[int, ...], float]] = {}
         """What moves where an agent does something, and since when it is the same."""
         self._asked = anyio.Event()
@@ -223,6 +230,7 @@ class Watcher:
                 seconds,
                 snapshot.streams,
                 await worker_records.stored(self._admin),
+                await self._dead_letters_of_a_day(snapshot, progress),
             ),
             failing=agent_report.failing(recorded),
             streams=reports.streams(snapshot, before.snapshot if before else snapshot),
@@ -248,6 +256,7 @@ class Watcher:
         seconds: float,
         streams: Collection[str],
         workers: Mapping[str, list[WorkerRecord]],
+        of_a_day: Mapping[tuple[str, str], int],
     ) -> list[AgentView]:
         known = {_key(each): each for each in before}
         time = anyio.current_time()
@@ -270,6 +279,7 @@ class Watcher:
                 still_seconds=time - self._moved[_key(each)][1],
                 has_stream=each.stream in streams,
                 workers=workers.get(each.app, []),
+                of_a_day=of_a_day.get((each.app, each.agent)) if each.dead_letters else 0,
             )
             for each in now
         ]
@@ -279,6 +289,26 @@ class Watcher:
             return 0
         since = snapshot.streams[DEAD_LETTERS].time - timedelta(days=1)
         return await self._admin.count(DEAD_LETTERS, filter_subjects=(), start_time=since)
+
+    async def _dead_letters_of_a_day(
+        self, snapshot: ServerSnapshot, progress: Iterable[AgentProgress]
+    ) -> dict[tuple[str, str], int]:
+        """Return the dead letters of the last 24 hours, by app and agent. A few agents are counted at a time: those
+        that have others than when they were counted, or were not for a while.
+        """
+        if DEAD_LETTERS not in snapshot.streams:
+            return {}
+        time = anyio.current_time()
+        totals = {(each.app, each.agent): each.dead_letters for each in progress if each.dead_letters}
+        known = {key: self._of_a_day.get(key, (0, -math.inf, 0)) for key in totals}
+        due = [key for key, total in totals.items() if known[key][0] != total or time - known[key][1] > COUNTED_SECONDS]
+        since = snapshot.streams[DEAD_LETTERS].time - timedelta(days=1)
+        for key in sorted(due, key=lambda key: known[key][1])[:COUNTED_AT_ONCE]:
+            of_agent = (f"{dead_letter_records.SUBJECT}.{'.'.join(key)}",)
+            count = await self._admin.count(DEAD_LETTERS, filter_subjects=of_agent, start_time=since)
+            known[key] = (totals[key], time, count)
+        self._of_a_day = known
+        return {key: count for key, (total, _, count) in known.items() if total}
 
 
 def _key(progress: AgentProgress) -> tuple[str, str, str]:
@@ -319,6 +349,7 @@ def _view(
     still_seconds: float,
     has_stream: bool,
     workers: Iterable[WorkerRecord],
+    of_a_day: int | None,
 ) -> AgentView:
     lag_rate = (now.lag - before.lag) / seconds if before and seconds else 0.0
     delivered = _deliveries(now) - _deliveries(before) if before else 0
@@ -345,6 +376,7 @@ def _view(
         parked=[each for each in now.parked if each.stream == now.stream],
         unasked_seconds=unasked_seconds,
         still_seconds=still_seconds,
+        dead_letters_of_a_day=of_a_day,
         workers=[
             (worker, at_work)
             for worker in workers

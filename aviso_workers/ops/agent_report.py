@@ -140,7 +140,9 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
         trouble = self.trouble_since(before)
         if trouble and trouble == self.waiting:  # which says the error already
             return f"{paused}; {trouble}" if paused else trouble
-        stopped = f"parked: {parked.waiting_text(self.parked)}" if self.parked else ""
+        stopped = ""
+        if self.parked:
+            stopped = f"parked: {parked.waiting_text(self.parked)}; {parked.commands_text(self.parked)}"
         said = (trouble or paused, stopped or (trouble and self.failing))
         return "; ".join(filter(None, said)) or self.failing or ("ok" if self.lag else "idle")
 

@@ -19,7 +19,7 @@ from aviso_workers.jetstream.key_value import KeyValue
 from aviso_workers.state import failure_counts
 from aviso_workers.state.failure_counts import ParkedRecord
 
-__all__ = ["Parked", "everywhere", "of_agent", "retry", "skip", "waiting_text"]
+__all__ = ["Parked", "commands_text", "everywhere", "of_agent", "retry", "skip", "waiting_text"]
 
 
 class Parked(Struct, frozen=True, kw_only=True):
@@ -82,16 +82,18 @@ async def _has_parked(admin: Admin, stream: str) -> bool:
 
 
 def waiting_text(found: Sequence[Parked]) -> str:
-    """Return how many notifications of an agent are parked, why, and what decides on them; empty where none is."""
+    """Return how many notifications of an agent are parked, and why; empty where none is."""
     if not found:
         return ""
     behind = sum(each.record.behind for each in found)
     waits = f", and {behind} wait behind them" if behind else ""
+    return f"{len(found)} wait for your decision{waits}: {found[0].record.error}"
+
+
+def commands_text(found: Sequence[Parked]) -> str:
+    """Return which commands list and decide on notifications that are parked."""
     of = found[0]
-    return (
-        f"{len(found)} wait for your decision{waits}: {of.record.error}; `agents retrying {of.app} {of.agent}` lists "
-        "them, `agents retry` or `agents skip` decides"
-    )
+    return f"`agents retrying {of.app} {of.agent}` lists them, `agents retry` or `agents skip` decides"
 
 
 async def retry(admin: Admin, *parked: Parked) -> None:

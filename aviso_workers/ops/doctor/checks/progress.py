@@ -415,7 +415,9 @@ def waiting_for_a_person(facts: Facts) -> Iterator[Finding]:
     """
     for (stream, consumer), found in facts.parked.items():
         if not facts.lacks(stream, consumer):
-            yield Finding(stream=stream, consumer=consumer, found=parked.waiting_text(found))
+            yield Finding(
+                stream=stream, consumer=consumer, found=f"{parked.waiting_text(found)}; {parked.commands_text(found)}"
+            )
 
 
 @declare(
