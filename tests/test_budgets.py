@@ -10,7 +10,7 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 74_488,
+    "lines": 74_493,
     "lines of the core": 41_153,
     "lines of agents": 836,
     "lines of aviso": 2_787,
@@ -39,7 +39,7 @@ BUDGETS = {
     "files that use limits": 5,
     "files that use delayed delivery": 9,
     "files that use singletons": 5,
-    "files that use dead letters": 15,
+    "files that use dead letters": 14,
     "files that use order": 3,
     "class names that stand twice": 3,
     "functions above a complexity of 10": 0,

@@ -21,7 +21,7 @@ from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import AgentProgress, AgentRow
 from aviso_workers.ops.parked import Parked
 from aviso_workers.ops.reports import ServerSnapshot, StreamRow
-from aviso_workers.state import dead_letter_records, declarations, worker_records
+from aviso_workers.state import declarations, worker_records
 from aviso_workers.state.declarations import AppDeclarations
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 from aviso_workers.state.worker_records import AtWork, WorkerRecord
@@ -304,9 +304,7 @@ class Watcher:
         due = [key for key, total in totals.items() if known[key][0] != total or time - known[key][1] > COUNTED_SECONDS]
         since = snapshot.streams[DEAD_LETTERS].time - timedelta(days=1)
         for key in sorted(due, key=lambda key: known[key][1])[:COUNTED_AT_ONCE]:
-            of_agent = (f"{dead_letter_records.SUBJECT}.{'.'.join(key)}",)
-            count = await self._admin.count(DEAD_LETTERS, filter_subjects=of_agent, start_time=since)
-            known[key] = (totals[key], time, count)
+            known[key] = (totals[key], time, await agent_inventory.dead_letters_since(self._admin, *key, since))
         self._of_a_day = known
         return {key: count for key, (total, _, count) in known.items() if total}
 

@@ -45,6 +45,7 @@ __all__ = [
     "agent_of",
     "agents",
     "dead_letters",
+    "dead_letters_since",
     "due",
     "elsewhere",
     "missing",
@@ -230,6 +231,12 @@ async def dead_letters(admin: Admin) -> dict[tuple[str, ...], int]:
         for subject, count in counts.items()
         if len(words := subject.split(".")) == SUBJECT_TOKENS  # else it is the first part of a large one
     }
+
+
+async def dead_letters_since(admin: Admin, app: str, agent: str, since: datetime) -> int:
+    """Return how many dead letters of an agent were stored since then. Raises `BackendError`."""
+    of_agent = (f"{dead_letter_records.SUBJECT}.{app}.{agent}",)
+    return await admin.count(DEAD_LETTERS, filter_subjects=of_agent, start_time=since)
 
 
 async def _subject_counts(admin: Admin, stream: str, subject: str = ">") -> dict[str, int]:
