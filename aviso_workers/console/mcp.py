@@ -27,6 +27,8 @@ MODERN, LEGACY = "2026-07-28", ("2025-11-25", "2025-06-18")
 REVISION = "io.modelcontextprotocol/protocolVersion"
 NO_JSON, NO_REQUEST, NO_METHOD = -32700, -32600, -32601
 WRONG_PARAMETERS, HEADERS_DIFFER, NO_REVISION = -32602, -32020, -32022
+MAX_ITEMS = 200
+"""Of a list."""
 MAX_CHARACTERS = 400_000
 """Where a result has more, whoever asks is told to ask for less."""
 NOT_SHOWN = {"overview", "config", "jobs", "State", "events", "retries", "stored", "judge"}
@@ -73,8 +75,8 @@ async def answered(message: bytes, headers: Mapping[str, str], ask: Ask, *, payl
         whose = {"id": call.id}
         _check_revision(call, headers)
         status, answer = 200, {"result": await _result(call, ask, payloads=payloads)}
-    except msgspec.DecodeError as error:
-        code = NO_REQUEST if isinstance(error, msgspec.ValidationError) else NO_JSON
+    except (msgspec.DecodeError, RecursionError) as error:
+        code = NO_REQUEST if isinstance(error, msgspec.ValidationError | RecursionError) else NO_JSON
         status, answer = 400, {"error": {"code": code, "message": f"this is no request of JSON-RPC 2.0: {error}"}}
     except _RefusedError as refused:
         status = 404 if refused.args[0] == NO_METHOD else 400
@@ -149,7 +151,8 @@ def _plain(value: Any, payloads: bool) -> Any:
         case Mapping():
             return {str(key): _plain(each, payloads) for key, each in value.items()}
         case list() | tuple():
-            return [_plain(each, payloads) for each in value]
+            more = [f"and {len(value) - MAX_ITEMS} more: ask for less"] if len(value) > MAX_ITEMS else []
+            return [*(_plain(each, payloads) for each in value[:MAX_ITEMS]), *more]
         case bytes():
             return body(value) if payloads else f"{len(value)} bytes; you have no right to see payloads"
     return value.name if isinstance(value, Enum) else value

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
 import anyio
 import structlog
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.console.history import Rates, rates
-from aviso_workers.errors import BackendError, UnavailableError, describe
+from aviso_workers.errors import BackendError, DeniedError, RefusedError, UnavailableError, describe
 from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, parked, reports
 from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import AgentProgress, AgentRow
@@ -85,6 +86,8 @@ class AgentView(Struct, frozen=True, kw_only=True):
     """For how long nobody has asked for its notifications, as far as was looked; 0 where somebody does."""
     still_seconds: float
     """For how long nothing was delivered or settled, as far as was looked."""
+    known_seconds: float
+    """For how long it is as it is, as far as was looked."""
     dead_letters_of_a_day: int | None
     """Of its dead letters, those of the last 24 hours; None where they are not counted yet."""
     workers: list[tuple[WorkerRecord, AtWork]]
@@ -134,6 +137,8 @@ class Overview(Struct, frozen=True, kw_only=True):
     recorded: Recorded
     apps: dict[str, AppDeclarations]
     """What the apps have declared when a worker of them started last."""
+    differing: list[str]
+    """In which event types the apps differ."""
     new_dead_letters: int
     """Those of the last 24 hours."""
     rates: Rates
@@ -162,6 +167,13 @@ class Watcher:
         self.error = ""
         """Why the last snapshot failed; empty where it did not."""
         self.failing_since: datetime | None = None
+        self.closed = False
+        """Whether nobody is to wait any more, because the console ends."""
+
+    def close(self) -> None:
+        """Have everybody who waits for a snapshot wait no more."""
+        self.closed = True
+        self._taken.set()
 
     async def run(self) -> None:
         """Take snapshots; never returns."""
@@ -187,7 +199,7 @@ class Watcher:
             while (self._newest is None or not self._newest.seconds) and not self.error:
                 await self._taken.wait()
         if self._newest is None or not self._newest.seconds:
-            raise UnavailableError(self.error or f"the server has not answered within {PATIENCE_SECONDS:g} s")
+            raise UnavailableError(self.error or f"The server has not answered within {PATIENCE_SECONDS:g} s")
         return self._newest
 
     async def changed(self) -> None:
@@ -201,8 +213,7 @@ class Watcher:
             with anyio.fail_after(TAKES_SECONDS):
                 self._newest = await self._take()
         except Exception as error:  # of any kind: the console goes on, and says it on each page
-            # One that takes too long says nothing by itself.
-            self.error = "the server does not answer" if isinstance(error, TimeoutError) else describe(error)
+            self.error = _why_unknown(error)
             self.failing_since = self.failing_since or datetime.now(UTC)
             if not isinstance(error, BackendError | TimeoutError):
                 log.exception("console.snapshot_failed")
@@ -213,7 +224,7 @@ class Watcher:
 
     async def _take(self) -> Overview:
         apps = await declarations.stored(self._admin)
-        config, _ = aviso_admin.with_declared(self._config, apps)
+        config, differing = aviso_admin.with_declared(self._config, apps)
         before = self._newest
         snapshot = await reports.take(self._admin, unavailable=before.unavailable if before else ())
         progress = await agent_report.of_deployment(self._admin, config, unavailable=snapshot.unavailable)
@@ -229,7 +240,7 @@ class Watcher:
                 before.progress if before else [],
                 seconds,
                 snapshot.streams,
-                await worker_records.stored(self._admin),
+                await self._workers(),
                 await self._dead_letters_of_a_day(snapshot, progress),
             ),
             failing=agent_report.failing(recorded),
@@ -237,11 +248,17 @@ class Watcher:
             unavailable=snapshot.unavailable,
             recorded=recorded,
             apps=apps,
+            differing=differing,
             new_dead_letters=await self._new_dead_letters(snapshot),
             rates=await self._newest_rates(),
             snapshot=snapshot,
             progress=progress,
         )
+
+    async def _workers(self) -> dict[str, list[WorkerRecord]]:
+        with suppress(DeniedError, UnavailableError):  # the other things are worth more
+            return await worker_records.stored(self._admin)
+        return {}
 
     async def _newest_rates(self) -> Rates:
         url = self._config.workers.console.prometheus
@@ -322,11 +339,18 @@ def _moves(progress: AgentProgress) -> tuple[int, ...]:
 def _without_consumer(
     config: Config, recorded: Recorded, apps: Mapping[str, AppDeclarations], known: Iterable[AgentProgress]
 ) -> list[AgentProgress]:
-    """Return the agents that have run and have no consumer, because their stream is gone or was made again.
+    """Return the agents that have no consumer: those that have run, because their stream is gone or was made again, and
+    those that are declared and have never run.
 
     One that reads another stream now is none of them, as far as its app has recorded that.
     """
     listed, found = {_key(each) for each in known}, []
+    consumers = {agent_inventory.agent_of(consumer) for _, consumer in recorded.consumers}
+    for app, declared_ones in apps.items():
+        for agent, event_type in declared_ones.agents.items():
+            if (app, agent) not in {key[:2] for key in listed} | consumers and event_type in config.notification_schema:
+                stream = aviso_admin.stream_of(config, event_type)
+                found.append(AgentProgress(app=app, agent=agent, stream=stream, events=None, retries=None))
     for (stream, consumer), record in recorded.consumers.items():
         of = agent_inventory.agent_of(consumer)
         if of is None or record.removed or stream == RETRIES or (*of, stream) in listed:
@@ -349,16 +373,24 @@ def _view(
     workers: Iterable[WorkerRecord],
     of_a_day: int | None,
 ) -> AgentView:
+    at_work = [
+        (structs.replace(worker, agents={}), of_agent)
+        for worker in workers
+        if (of_agent := worker.agents.get(now.agent)) and of_agent.stream == now.stream
+    ]
     lag_rate = (now.lag - before.lag) / seconds if before and seconds else 0.0
     delivered = _deliveries(now) - _deliveries(before) if before else 0
     state, why = state_of(now, before)
+    gone = not now.ack_pending or (not at_work and min(unasked_seconds, still_seconds) > UNASKED_SECONDS)
+    if state == "idle" and delivered > 0:  # it was quick
+        state = "working"
     nobody = f"nobody has asked for its notifications for {unasked_seconds:.0f} s" if unasked_seconds else ""
     if state == "no consumer" and not has_stream:
         why = f"its stream is gone, which it had settled up to sequence {now.record.ack_floor if now.record else 0}"
     elif state == "idle" and nobody:
         state, why = "no worker", nobody
-    elif state == "working" and nobody and still_seconds and not now.ack_pending:
-        state, why = "no worker", f"{now.pending} wait, and {nobody}"
+    elif state == "working" and nobody and still_seconds and gone:
+        state, why = "no worker", f"{now.lag} wait, and {nobody}"
     elif state == "working":
         catches_up = now.lag >= CATCHES_UP and (delivered > 0 or lag_rate < 0)
         still = f"nothing was delivered or settled for {still_seconds:.0f} s" if still_seconds > STALE_SECONDS else ""
@@ -374,12 +406,9 @@ def _view(
         parked=[each for each in now.parked if each.stream == now.stream],
         unasked_seconds=unasked_seconds,
         still_seconds=still_seconds,
+        known_seconds=still_seconds,
         dead_letters_of_a_day=of_a_day,
-        workers=[
-            (worker, at_work)
-            for worker in workers
-            if (at_work := worker.agents.get(now.agent)) and at_work.stream == now.stream
-        ],
+        workers=at_work,
     )
 
 
@@ -427,15 +456,29 @@ def _failing(now: AgentProgress) -> tuple[str, str]:
 
 def is_trouble(view: AgentView) -> bool:
     """Return whether somebody should look at the agent."""
+    if view.state == "never started":  # and a worker of its app has started, or nothing would be known of it
+        return view.progress.record is None and view.known_seconds > UNASKED_SECONDS
     if view.state in ("no worker", "working", "catching up"):  # a worker that is busy for long has what it asked for
         return min(view.unasked_seconds, view.still_seconds) > UNASKED_SECONDS
     return view.state in TROUBLES and view.state != "paused"
+
+
+def _why_unknown(error: Exception) -> str:
+    """Return in a sentence, without its full stop, why a snapshot failed."""
+    match error:
+        case TimeoutError():  # which says nothing by itself
+            return "The server does not answer"
+        case RefusedError():
+            return f"The server refuses what the console asks for, whose user needs the role operator: {error}"
+        case UnavailableError():
+            return f"The server does not answer: {describe(error)}"
+    return f"The console cannot read what the server has: {describe(error)}"
 
 
 def stale_text(overview: Overview, watcher: Watcher) -> str:
     """Return that the server does not answer, where that is so; else nothing."""
     shown = f"What is shown is of {time_text(overview.time)}."
     if watcher.error and watcher.failing_since is not None:
-        return f"The server has not answered since {time_text(watcher.failing_since)}: {watcher.error}. {shown}"
+        return f"{watcher.error}. This is so since {time_text(watcher.failing_since)}. {shown}"
     seconds = (datetime.now(UTC) - overview.time).total_seconds()
     return f"The server has not answered for {seconds:.0f} s. {shown}" if seconds > STALE_SECONDS else ""

@@ -107,6 +107,7 @@ async def serve(
             else:
                 await _take(line, server)
         finally:
+            watcher.close()
             server.should_exit = True
             tasks.cancel_scope.cancel()
 

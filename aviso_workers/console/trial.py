@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jsonschema
+import referencing
 from msgspec import Struct
 
 from aviso_workers.aviso.codec import Message, NotificationReader, read_json
@@ -80,10 +81,27 @@ def _fit(document: Mapping[str, Any], agent: str, data: bytes) -> str:
     schemas = [each["payload"] for key in keys if "payload" in (each := document["components"]["messages"][key])]
     if not schemas:
         return "no schema is recorded"
-    schema = {"allOf": schemas, "components": document["components"]}
     try:
-        errors = jsonschema.Draft7Validator(schema).iter_errors(read_json(data or b"null", Any))
-        error = jsonschema.exceptions.best_match(errors)
+        schema = _without_patterns({"allOf": schemas, "components": document["components"]})
+        errors = jsonschema.Draft7Validator(schema, registry=referencing.Registry()).iter_errors(
+            read_json(data or b"null", Any)
+        )
+        misfit = jsonschema.exceptions.best_match(errors)
     except RecursionError:
         return "nested too deeply to be held against a schema"
-    return f"does not fit: {error.json_path}: {error.message:.300}" if error else "fits its JSON Schema"
+    except Exception as error:  # of any kind: a schema may be anything, and names documents that are not fetched
+        return f"its JSON Schema cannot be used: {error!s:.300}"
+    return f"does not fit: {misfit.json_path}: {misfit.message:.300}" if misfit else "fits its JSON Schema"
+
+
+def _without_patterns(schema: Any) -> Any:
+    """Return a schema without its regular expressions: one can take longer than anybody waits, and holds up all."""
+    match schema:
+        case dict():
+            left_out = {key for key in ("pattern", "format") if isinstance(schema.get(key), str)}  # else a property
+            if "patternProperties" in schema:
+                left_out |= {"patternProperties", "additionalProperties"}
+            return {key: _without_patterns(each) for key, each in schema.items() if key not in left_out}
+        case list():
+            return [_without_patterns(each) for each in schema]
+    return schema

@@ -271,7 +271,7 @@ class _Views:
 
         async def events() -> AsyncIterator[str]:
             shown, now = "", self._part(request, page)
-            while True:
+            while not self._watcher.closed:
                 yield _event(now) if now != shown else ":\n\n"
                 shown = now
                 with anyio.move_on_after(UNCHANGED_SECONDS):
@@ -316,7 +316,7 @@ async def _form(request: Request) -> dict[str, str]:
 
 async def _body(request: Request, content_type: str) -> bytes:
     """Return the body of a request. Raises `HTTPException` for another type, a large one and one that does not come."""
-    if request.headers.get("content-type", "").partition(";")[0] != content_type:
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != content_type:
         raise HTTPException(415, f"{request.url.path} takes {content_type}")
     body = b""
     with anyio.move_on_after(FORM_SECONDS) as taking:

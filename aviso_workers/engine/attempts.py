@@ -189,10 +189,12 @@ class Failures:
     async def parked(self, delivery: Delivery) -> tuple[PriorRecord, ParkedRecord | None]:
         """Return what is known of a notification that was parked, which a person may have changed."""
         key = _key(delivery)
-        entry = await self._try(lambda values: values.get(self._parked_name(key)))
-        parked = failure_counts.parked(entry.value) if entry is not None else None
-        if entry is not None and parked is not None:
-            _remember(self._parked, key, (parked, entry.revision), most=MAX_REMEMBERED)
+        parked = None
+        if (found := await self._try(lambda values: _looked_up(values, self._parked_name(key)))) is not None:
+            self._parked.pop(key, None)  # a person has had it tried again: if it fails again, it is recorded anew
+            (entry,) = found
+            if entry is not None and (parked := failure_counts.parked(entry.value)) is not None:
+                _remember(self._parked, key, (parked, entry.revision), most=MAX_REMEMBERED)
         return await self.read(delivery), parked
 
     def note_postponed(self, delivery: Delivery, record: PriorRecord) -> None:
@@ -271,6 +273,10 @@ class Failures:
 async def _put_many(values: BulkKeyValue, counts: Mapping[str, bytes | None]) -> int:
     await values.put_many(counts)
     return len(counts)
+
+
+async def _looked_up(values: BulkKeyValue, key: str) -> tuple[Entry | None]:
+    return (await values.get(key),)
 
 
 async def _delete(key: str, values: BulkKeyValue) -> int:

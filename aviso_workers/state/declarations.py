@@ -86,7 +86,7 @@ class AppDeclarations(Struct, frozen=True, kw_only=True):
     code: dict[str, str] = {}
     """By module that the functions of agents, timers and tasks are in, the digest of its file."""
     event_types: dict[str, Any]
-    """The entries of `notification_schema` of the event types that its agents read."""
+    """The entries of `notification_schema` of the event types that its agents read, or that its code declares."""
 
 
 class Deploy(Struct, frozen=True, kw_only=True):
@@ -120,7 +120,8 @@ async def record(
         code=_digests({str(getattr(function, "__module__", "")) for function in functions}),
         event_types={
             name: node_of(schema[name], KeyPlace(rank=IN_PYTHON, line=0, source="")).resolved
-            for name in sorted({agent.event_type for agent in agents})
+            for name in sorted({*(agent.event_type for agent in agents), *(name for name, _ in declared.event_types)})
+            if name in schema
         },
     )
     with suppress(BackendError):

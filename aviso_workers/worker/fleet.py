@@ -234,17 +234,14 @@ class Fleet:
         names = [place.name for place in self._places]
         self.metrics = FleetMetrics(app.name, names, scrape=self._scrape, traced=app.config.workers.traces.enabled)
 
-    @property
-    def unready(self) -> list[str]:
-        return [*(["stopping"] if self._stopping else []), *self._problems("/readyz", statuses=(0, 503))]
-
-    @property
-    def notes(self) -> list[str]:
-        return [note for note in self._problems("/readyz", statuses=(200,)) if not note.endswith(": ok")]
+    def readiness(self) -> tuple[list[str], list[str]]:
+        answers = [*self._ask("/readyz")]  # once: a probe does not wait for long
+        unready = [*(["stopping"] if self._stopping else []), *_lines(answers, statuses=(0, 503))]
+        return unready, [note for note in _lines(answers, statuses=(200,)) if not note.endswith(": ok")]
 
     def stuck(self) -> list[str]:
         """Return what is stuck; a process that starts or has ended is not, because it is being taken care of."""
-        return [*self._health.stuck(), *self._problems("/livez", statuses=(503,))]
+        return [*self._health.stuck(), *_lines(self._ask("/livez"), statuses=(503,))]
 
     async def work(self) -> None:
         """Keep the processes until a signal. Raises `WorkerProcessError`."""
@@ -390,13 +387,15 @@ class Fleet:
             ):
                 yield place, *answer
 
-    def _problems(self, path: str, *, statuses: tuple[int, ...]) -> list[str]:
-        return [
-            f"process {place.name}: {problem}"
-            for place, status, body in self._ask(path)
-            if status in statuses
-            for problem in body.splitlines()
-        ]
-
     def _scrape(self, accept: str) -> dict[str, str]:
         return {place.name: body for place, status, body in self._ask("/metrics", accept) if status == 200}
+
+
+def _lines(answers: Iterable[tuple[_Slot, int, str]], *, statuses: tuple[int, ...]) -> list[str]:
+    """Return the lines of the answers that have one of these statuses, each with the name of its process."""
+    return [
+        f"process {place.name}: {line}"
+        for place, status, body in answers
+        if status in statuses
+        for line in body.splitlines()
+    ]

@@ -121,6 +121,7 @@ async def test_a_page_whose_updates_are_paused_stays_as_it_is(
         await page.goto("/agents?order=lag")
         await page.get_by_role("link", name="Pause updates").click()
         await expect(page.get_by_text("Updates are paused.")).to_be_visible()
+        await page.wait_for_load_state("networkidle")
         page.on("request", lambda request: asked.append(request.url))
         await publish(app, 3)
         async with console.client() as client:

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from aviso_workers import App, Notification, Notify
 from aviso_workers.config import Config
-from aviso_workers.console import notification_trail
+from aviso_workers.console import notification_trail, trial
 from aviso_workers.server import NatsServer
 from aviso_workers.state import asyncapi, consumer_records, declarations
 from aviso_workers.testing import Harness, harness
@@ -159,3 +159,25 @@ async def test_outputs_that_are_not_recorded_are_said_to_be_unknown(
         bucket = await consumer_records.bucket(console.admin)
         await bucket.put(declarations.document_key("field-index"), b"{}")
         await shown(client, "/notification?name=mars@1", "What the agents of field-index publish is not recorded.")
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"properties": {"path": {"pattern": "^(a+)+$"}}}, "fits its JSON Schema"),
+        ({"properties": {"path": {"pattern": r"^\p{L}+$"}}}, "fits its JSON Schema"),
+        ({"properties": {"path": {"pattern": "^b", "maxLength": 3}}}, "does not fit: $.path: "),
+        ({"patternProperties": {"^p": {"type": "integer"}}, "additionalProperties": False}, "fits its JSON Schema"),
+        ({"properties": {"pattern": {"type": "string"}}, "required": ["pattern"]}, "does not fit: $: "),
+        ({"$ref": "http://127.0.0.1:9/another.json"}, "its JSON Schema cannot be used: "),
+        ({"type": "no type"}, "its JSON Schema cannot be used: "),
+    ],
+)
+def test_a_schema_cannot_hold_up_the_console_or_have_it_fetch_anything(schema: dict[str, Any], says: str) -> None:
+    message = {"$ref": "#/components/messages/of-index"}
+    operation = {"action": "receive", "title": "agent index", "messages": [message]}
+    document = {
+        "operations": {"index": operation},
+        "components": {"messages": {"of-index": {"payload": schema}}, "schemas": {}},
+    }
+    assert trial._fit(document, "index", b'{"path": "' + b"a" * 40 + b'!"}').startswith(says)

@@ -40,7 +40,7 @@ async def wait_until(t: Harness, true: Callable[[], bool]) -> None:
         await t.advance(0.05)
 
 
-async def denied(backend: Admin, stream: str, sequence: int) -> Message | None:
+async def denied(backend: Admin, stream: str, sequence: int = 0, **_: Any) -> Message | None:
     """The backends' `message` where the user has no right to it."""
     raise RefusedError(f"$JS.API.STREAM.MSG.GET.{stream}: permissions violation")
 

@@ -107,6 +107,28 @@ async def test_it_waits_and_is_tried_again_with_all_attempts(app: App, url: str 
         assert await parked.of_agent(t.app.session.admin, "contract", "index") == []
 
 
+@pytest.mark.parametrize("order_by", [[], ["class"]])
+async def test_one_that_fails_again_is_parked_again(
+    app: App, url: str | None, handled: Handled, order_by: list[str]
+) -> None:
+    @app.agent("mars", retry=PARKING, order_by=order_by)
+    async def index(notification: Notification[Any]) -> None:
+        handled.handle(notification)
+
+    async with harness(app, server=url) as t:
+        await t.notify("mars", mars(step=3), {})
+        for times in (1, 2, 3):
+            (found,) = await waiting(t)
+            assert [attempt for _, attempt in handled.tried] == times * [1, 2]
+            assert (found.sequence, found.record.attempts) == (1, 2)
+            if times < 3:
+                await t.retry_parked(index)
+                await until(t, lambda times=times: len(handled.tried) == 2 * (times + 1))
+        await t.skip_parked(index)
+        await until(t, lambda: t.dead_letters)
+        assert await parked.of_agent(t.app.session.admin, "contract", "index") == []
+
+
 async def test_its_key_waits_until_it_is_skipped(app: App, url: str | None, handled: Handled) -> None:
     @app.agent("mars", retry=PARKING, order_by=["class"], concurrency=4)
     async def index(notification: Notification[Any]) -> None:

@@ -100,7 +100,7 @@ async def test_a_console_that_crashes_again_and_again_does_not_end_the_fleet(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(going_on.work)
             await until(lambda: starts.exists() and starts.read_text().count("again") > 4, what=lambda: log)
-            assert going_on.unready == ["process 1: is starting"], "its workers count, and the console does not"
+            assert going_on.readiness()[0] == ["process 1: is starting"], "its workers count, and the console does not"
             assert going_on.console is not None
             with socket.socket() as connection:
                 assert going_on.console.hand_over(connection).startswith("the console ")
@@ -123,10 +123,10 @@ async def test_a_third_signal_kills_what_does_not_obey(
             tasks.start_soon(stubborn.work)
             await until((tmp_path / "deaf").exists, what=lambda: log)
             for event in ("fleet.stopping", "fleet.cancelling", "fleet.killing"):
-                await until(lambda: "process 1: is starting" in stubborn.unready, what=lambda: log)
+                await until(lambda: "process 1: is starting" in stubborn.readiness()[0], what=lambda: log)
                 os.kill(os.getpid(), signal.SIGTERM)
                 await until(partial(is_logged, event), what=lambda: log)
-    assert stubborn.unready == ["stopping", "process 1: does not run"]
+    assert stubborn.readiness()[0] == ["stopping", "process 1: does not run"]
 
 
 async def test_a_process_that_cannot_be_started_counts_as_one_that_crashed(
@@ -139,15 +139,17 @@ async def test_a_process_that_cannot_be_started_counts_as_one_that_crashed(
 
 async def test_a_fleet_is_not_ready_before_its_processes_are(app: App) -> None:
     starting = Fleet(app, FleetPlan(command=(), processes=2))
-    assert starting.unready == ["process 1: does not run", "process 2: does not run"]
+    assert starting.readiness()[0] == ["process 1: does not run", "process 2: does not run"]
     assert starting.stuck() == []
 
 
 async def test_a_fleet_says_what_a_ready_process_waits_for(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet._Slot, "ask", lambda *_: (200, "ok\nagent index: waits for the end of an outage: away\n"))
     waiting = Fleet(app, FleetPlan(command=(), processes=2))
-    assert waiting.unready == []
-    assert waiting.notes == [f"process {name}: agent index: waits for the end of an outage: away" for name in (1, 2)]
+    assert waiting.readiness()[0] == []
+    assert waiting.readiness()[1] == [
+        f"process {name}: agent index: waits for the end of an outage: away" for name in (1, 2)
+    ]
 
 
 def test_a_reload_without_watchfiles_says_how_to_get_it(app: App, monkeypatch: pytest.MonkeyPatch) -> None:

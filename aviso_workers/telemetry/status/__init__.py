@@ -55,13 +55,8 @@ Shown = Callable[[str], tuple[bytes, str]]
 class Probed(Protocol):
     """What probes ask: a process about itself, or a fleet about all of its processes."""
 
-    @property
-    def unready(self) -> list[str]:
-        """Why `/readyz` says no; empty where it says yes."""
-
-    @property
-    def notes(self) -> list[str]:
-        """What `/readyz` says besides."""
+    def readiness(self) -> tuple[list[str], list[str]]:
+        """Why `/readyz` says no, empty where it says yes; and what it says besides."""
 
     def stuck(self) -> list[str]:
         """Why `/livez` says no; empty where it says yes."""
@@ -78,6 +73,9 @@ class Health:
         self._last_turn = time.monotonic()
         self._next_turn = math.inf
         self._late = 0.0
+
+    def readiness(self) -> tuple[list[str], list[str]]:
+        return self.unready, self.notes
 
     def turned(self, *, next_in_seconds: float) -> None:
         """Say that the loop has come round, and when it will again."""
@@ -221,7 +219,7 @@ class _Request(BaseHTTPRequestHandler):
             case "/livez":
                 self._answer(self.server.health.stuck())
             case "/readyz":
-                self._answer(self.server.health.unready, self.server.health.notes)
+                self._answer(*self.server.health.readiness())
             case "/metrics" if not self._is_allowed():
                 self._send(401, b"send the token of workers.status.token: Authorization: Bearer ...\n")
             case "/metrics":

@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 
 from aviso_workers.aviso import schema, topics
+from aviso_workers.aviso.literals import quoted
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.batches import Batch
 from aviso_workers.jetstream import metadata
@@ -233,8 +234,7 @@ def unused(facts: Facts) -> Iterator[Finding]:
     "No consumer and no timer is paused for more than a day",
     why="The server delivers nothing to a paused consumer, and its lag grows. No worker runs a paused timer.",
     cure="`aviso-workers agents resume {agent} --app {app}` ends the pause of an agent, and `nats consumer resume "
-    "{stream} {consumer}` that of another consumer. `aviso-workers timers resume MODULE:APP NAME` ends that of "
-    "a timer.",
+    "{stream} {consumer}` that of another consumer. `aviso-workers timers resume` ends that of a timer.",
 )
 def paused(facts: Facts) -> Iterator[Finding]:
     """A timer is found too that has been paused for more than a day."""
@@ -244,7 +244,8 @@ def paused(facts: Facts) -> Iterator[Finding]:
             yield about(consumer, f"paused for another {pause.days} days")
     for (app, timer), made in facts.pauses.items():
         if max(made.until - facts.now, facts.now - made.since).total_seconds() > LONG_PAUSE_SECONDS:
-            yield Finding(place=f"{app} > timer {timer}", found=paused_text(made))
+            cure = f"`aviso-workers timers resume MODULE:APP {quoted(timer)}` ends the pause, with the app of {app}"
+            yield Finding(place=f"{app} > timer {timer}", found=paused_text(made), cure=cure)
 
 
 @declare(
