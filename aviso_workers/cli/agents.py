@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -95,10 +95,12 @@ class _Asked(Struct, frozen=True):
     name: str | None
     """The name of the app; None for the agents of all apps."""
 
-    async def report(self, server: OpenedServer) -> list[AgentProgress]:
+    async def report(self, server: OpenedServer, before: Iterable[AgentProgress] = ()) -> list[AgentProgress]:
+        """Return the report. What an earlier one, `before`, has found unanswered is not waited for again."""
         if self.app is not None:
             return await agent_report.of_app(server.admin, server.config, self.app)
-        everyones = await agent_report.of_deployment(server.admin, server.config)
+        unavailable = {each.stream for each in before if each.unanswered}
+        everyones = await agent_report.of_deployment(server.admin, server.config, unavailable=unavailable)
         return _of_app(everyones, self.name) if self.name else everyones
 
     async def rows(
@@ -123,7 +125,7 @@ async def _compared(server: OpenedServer, asked: _Asked, seconds: float) -> list
     """Return the rows of two reports that are made `seconds` apart."""
     before, began = await asked.report(server), anyio.current_time()
     await anyio.sleep(seconds)
-    now = await asked.report(server)
+    now = await asked.report(server, before)
     rows = await asked.rows(server, now, before, seconds=anyio.current_time() - began)
     if elsewhere := await asked.unlisted(server):
         if not now:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
 import httpx
+import msgspec
 import pytest
+from msgspec import structs
 
 from aviso_workers import App, Backoff, Notification, Notify
 from aviso_workers.config import Config
@@ -21,7 +24,7 @@ from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control, agent_report
 from aviso_workers.server import NatsServer
 from aviso_workers.sessions import worker_recorder
-from aviso_workers.state import worker_records
+from aviso_workers.state import consumer_records, declarations, worker_records
 from aviso_workers.testing import Harness, harness
 from aviso_workers.version import __version__
 from tests.console.conftest import READER, Served, confirmed, publish, served, shown, text_of
@@ -312,6 +315,31 @@ async def test_the_first_look_says_what_is_wrong(app: App, config: Config) -> No
         page = text_of((await client.get("/")).text)
     assert "2 pending, and no worker pulls them" in page
     assert "Nothing needs you." not in page
+
+
+async def test_an_agent_that_has_never_started_needs_somebody(
+    console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overview, "UNASKED_SECONDS", 0.5)
+    declared = (await declarations.stored(console.admin))["field-index"]
+    refused = structs.replace(declared, agents={**declared.agents, "refused": "mars"})
+    bucket = await consumer_records.bucket(console.admin)
+    await bucket.put(f"field-index/{declarations.END}", msgspec.json.encode(refused))
+    async with console.client() as client:
+        why = "field-index/refused MARS never started no worker has ever created its consumer"
+        await shown(client, "/", "1 agent needs you", why)
+
+
+async def test_live_pages_end_with_the_console(config: Config) -> None:
+    async with AsyncExitStack() as left, AsyncExitStack() as serving:
+        console = await serving.enter_async_context(served(config))
+        client = await left.enter_async_context(console.client())
+        answer = await left.enter_async_context(client.stream("GET", "/agents?live=stream"))
+        lines = answer.aiter_lines()
+        assert (await anext(lines)).startswith("data:")
+        await serving.aclose()
+        async for _ in lines:  # it ends as a whole answer does, and is not cut off
+            pass
 
 
 @pytest.mark.parametrize(
