@@ -10,13 +10,13 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 74_562,
+    "lines": 74_564,
     "lines of the core": 41_156,
     "lines of agents": 836,
     "lines of aviso": 2_787,
     "lines of aviso_workers": 4_454,
     "lines of backends": 6_781,
-    "lines of cli": 6_280,
+    "lines of cli": 6_282,
     "lines of config": 2_894,
     "lines of console": 3_035,
     "lines of declare": 4_232,
