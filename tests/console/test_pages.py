@@ -303,7 +303,7 @@ async def test_what_a_worker_held_that_has_ended_needs_somebody(
             worker.cancel()  # as one that is killed: it settles nothing
             await anyio.sleep_forever()
     async with served(config) as console, console.client() as client:
-        await shown(client, "/", "field-index/holds MARS working nothing was delivered or settled for")
+        await shown(client, "/", "field-index/holds MARS no worker 1 wait, and nobody has asked")
 
 
 async def test_the_first_look_says_what_is_wrong(app: App, config: Config) -> None:
