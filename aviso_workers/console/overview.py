@@ -86,8 +86,6 @@ class AgentView(Struct, frozen=True, kw_only=True):
     """For how long nobody has asked for its notifications, as far as was looked; 0 where somebody does."""
     still_seconds: float
     """For how long nothing was delivered or settled, as far as was looked."""
-    known_seconds: float
-    """For how long it is as it is, as far as was looked."""
     dead_letters_of_a_day: int | None
     """Of its dead letters, those of the last 24 hours; None where they are not counted yet."""
     workers: list[tuple[WorkerRecord, AtWork]]
@@ -227,8 +225,10 @@ class Watcher:
         config, differing = aviso_admin.with_declared(self._config, apps)
         before = self._newest
         snapshot = await reports.take(self._admin, unavailable=before.unavailable if before else ())
-        progress = await agent_report.of_deployment(self._admin, config, unavailable=snapshot.unavailable)
         recorded = await agent_inventory.recorded(self._admin)
+        progress = await agent_report.of_deployment(
+            self._admin, config, recorded=recorded, unavailable=snapshot.unavailable
+        )
         progress += _without_consumer(config, recorded, apps, progress)
         seconds = snapshot.at - before.snapshot.at if before else 0.0
         return Overview(
@@ -310,9 +310,7 @@ class Watcher:
     async def _dead_letters_of_a_day(
         self, snapshot: ServerSnapshot, progress: Iterable[AgentProgress]
     ) -> dict[tuple[str, str], int]:
-        """Return the dead letters of the last 24 hours, by app and agent. A few agents are counted at a time: those
-        that have others than when they were counted, or were not for a while.
-        """
+        """Return the dead letters of the last 24 hours, by app and agent. A few agents at a time are counted anew."""
         if DEAD_LETTERS not in snapshot.streams:
             return {}
         time = anyio.current_time()
@@ -345,10 +343,10 @@ def _without_consumer(
     One that reads another stream now is none of them, as far as its app has recorded that.
     """
     listed, found = {_key(each) for each in known}, []
-    consumers = {agent_inventory.agent_of(consumer) for _, consumer in recorded.consumers}
+    ran = {key[:2] for key in listed} | {agent_inventory.agent_of(each) for _, each in recorded.consumers}
     for app, declared_ones in apps.items():
         for agent, event_type in declared_ones.agents.items():
-            if (app, agent) not in {key[:2] for key in listed} | consumers and event_type in config.notification_schema:
+            if (app, agent) not in ran and event_type in config.notification_schema:
                 stream = aviso_admin.stream_of(config, event_type)
                 found.append(AgentProgress(app=app, agent=agent, stream=stream, events=None, retries=None))
     for (stream, consumer), record in recorded.consumers.items():
@@ -406,7 +404,6 @@ def _view(
         parked=[each for each in now.parked if each.stream == now.stream],
         unasked_seconds=unasked_seconds,
         still_seconds=still_seconds,
-        known_seconds=still_seconds,
         dead_letters_of_a_day=of_a_day,
         workers=at_work,
     )
@@ -457,7 +454,7 @@ def _failing(now: AgentProgress) -> tuple[str, str]:
 def is_trouble(view: AgentView) -> bool:
     """Return whether somebody should look at the agent."""
     if view.state == "never started":  # and a worker of its app has started, or nothing would be known of it
-        return view.progress.record is None and view.known_seconds > UNASKED_SECONDS
+        return view.progress.record is None and view.still_seconds > UNASKED_SECONDS
     if view.state in ("no worker", "working", "catching up"):  # a worker that is busy for long has what it asked for
         return min(view.unasked_seconds, view.still_seconds) > UNASKED_SECONDS
     return view.state in TROUBLES and view.state != "paused"

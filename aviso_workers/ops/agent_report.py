@@ -241,18 +241,21 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
 async def of_app(admin: Admin, config: Config, app: Router) -> list[AgentProgress]:
     """Return the progress of the app's own agents. Raises `BackendError`."""
     streams = {agent.name: aviso_admin.stream_of(config, agent.event_type) for agent in app.agents}
-    snapshot = await _snapshot(admin, set(streams.values()))
+    snapshot = await _snapshot(admin, {*streams.values()}, await agent_inventory.recorded(admin), set())
     return [snapshot.progress(app.name, agent, stream) for agent, stream in streams.items()]
 
 
-async def of_deployment(admin: Admin, config: Config, *, unavailable: Collection[str] = ()) -> list[AgentProgress]:
+async def of_deployment(
+    admin: Admin, config: Config, *, recorded: Recorded | None = None, unavailable: Collection[str] = ()
+) -> list[AgentProgress]:
     """Return the progress of all agents, of whatever app, that have ever read one of the configured event streams.
 
-    `unavailable` are streams, and consumers as `MARS > app__agent`, that are known to be without a server that answers
-    for them: they are not asked for. Raises `BackendError` where more is away than single event streams.
+    `recorded` is what workers have recorded, if it was just read; `unavailable` are streams, and consumers such as
+    `MARS > app__agent`, that no server answers for. Raises `BackendError` where more is away than event streams.
     """
     streams = {aviso_admin.stream_of(config, name) for name in config.notification_schema}
-    snapshot = await _snapshot(admin, sorted(streams), unavailable)
+    recorded = recorded or await agent_inventory.recorded(admin)
+    snapshot = await _snapshot(admin, sorted(streams), recorded, {*unavailable})
     known = {*snapshot.consumers, *snapshot.behind, *snapshot.unanswered}
     return [snapshot.progress(*key) for key in sorted(known, key=lambda key: (key[2], key))]
 
@@ -282,8 +285,8 @@ def _row(now: AgentProgress, before: AgentProgress | None, seconds: float) -> Ag
     )
 
 
-async def _snapshot(admin: Admin, streams: Collection[str], unavailable: Collection[str] = ()) -> _Snapshot:
-    recorded, consumers, behind, away = await agent_inventory.recorded(admin), {}, {}, {*unavailable}
+async def _snapshot(admin: Admin, streams: Collection[str], recorded: Recorded, away: set[str]) -> _Snapshot:
+    consumers, behind = {}, {}
     for stream in streams:
         if stream in away:
             continue
