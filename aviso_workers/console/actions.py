@@ -35,10 +35,8 @@ from aviso_workers.ops.agent_control import AgentConsumer, end_text
 from aviso_workers.ops.doctor import Report, Scope, examine
 from aviso_workers.state import declarations
 
-__all__ = ["ACTIONS", "Action", "Actions", "Confirmation", "whole_number"]
+__all__ = ["ACTIONS", "Action", "Actions", "Confirmation"]
 
-MAX_DIGITS = 19
-"""Fewer than a sequence can have."""
 MAX_JOBS = 50
 """Jobs that are remembered; older ones are in the audit stream."""
 
@@ -262,7 +260,7 @@ async def _decide_parked(actions: Actions, form: Form, _visitor: Visitor, *, ski
 
 
 async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, drops: bool) -> PlannedAction:
-    last = whole_number(form.get("last", ""))
+    last = dead_letters.whole_number(form.get("last", ""))
     if form.get("last") and last is None:
         raise DeclarationError("last: it must be a sequence")
     config = await actions.known()
@@ -284,7 +282,7 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
 
 
 async def _stop_job(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
-    job = actions.job(whole_number(form.get("number", "")) or 0)
+    job = actions.job(dead_letters.whole_number(form.get("number", "")) or 0)
 
     async def run(result: ActionResult) -> None:
         job.scope.cancel()
@@ -412,11 +410,6 @@ def _duration(form: Form) -> float | None:
     if not seconds:
         raise DeclarationError("0s would pause nothing: say how long, or nothing to pause it until it is resumed")
     return float(seconds)
-
-
-def whole_number(text: str) -> int | None:
-    """Return the number that a text is; None where it is none that a sequence can be."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < MAX_DIGITS else None
 
 
 def _rate(form: Form) -> float | None:

@@ -14,7 +14,7 @@ from aviso_workers.aviso.positions import parse_date
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.console.jobs import Job
-from aviso_workers.errors import BackendError, describe
+from aviso_workers.errors import BackendError, InvalidPositionError, describe
 from aviso_workers.events import Events
 from aviso_workers.ops.dead_letters import (
     DeadLetter,
@@ -25,10 +25,12 @@ from aviso_workers.ops.dead_letters import (
     portions,
 )
 
-__all__ = ["FILTERS", "DeadLetterLists", "SelectedLetters", "act", "get", "of_notification", "selected"]
+__all__ = ["FILTERS", "DeadLetterLists", "SelectedLetters", "act", "get", "of_notification", "selected", "whole_number"]
 
-FILTERS = ("app", "agent", "reason", "stream", "error", "line", "since", "until")
+FILTERS = ("app", "agent", "reason", "stream", "error", "line", "since", "until", "sequence")
 """The fields of a filter."""
+MAX_DIGITS = 19
+"""Fewer than a sequence can have."""
 SHOWN = 20
 MAX_FAILURES = 100
 """After so many portions of a job that fail, it gives up."""
@@ -57,7 +59,9 @@ class DeadLetterLists:
         """The filter, when it began to be read, and what was found."""
 
     async def of(self, config: Config, fields: Mapping[str, str]) -> SelectedLetters:
-        """Return what a filter selects. Raises `InvalidPositionError` for a date that is none, `BackendError`."""
+        """Return what a filter selects. Raises `InvalidPositionError` for a date or a sequence that is none, and
+        `BackendError`.
+        """
         chosen, asked = {name: fields.get(name, "") for name in FILTERS}, anyio.current_time()
         async with self._reading:
             if self._newest is None or self._newest[0] != chosen or self._newest[1] < asked:
@@ -139,6 +143,7 @@ async def _selected(stored: StoredDeadLetters, wanted: Selection) -> AsyncIterat
 def _selection(fields: Mapping[str, str]) -> Selection:
     given = {name: fields[name].strip() for name in FILTERS if fields.get(name, "").strip()}
     return Selection(
+        sequences=frozenset({_sequence(given["sequence"])}) if "sequence" in given else frozenset(),
         app=given.get("app"),
         agent=given.get("agent"),
         reason=given.get("reason"),
@@ -148,6 +153,17 @@ def _selection(fields: Mapping[str, str]) -> Selection:
         since=_date(given, "since"),
         until=_date(given, "until"),
     )
+
+
+def _sequence(text: str) -> int:
+    if (sequence := whole_number(text)) is None:
+        raise InvalidPositionError(f"sequence: {text!r} is not the number of a dead letter")
+    return sequence
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that a text is; None where it is none that a sequence can be."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < MAX_DIGITS else None
 
 
 def _date(given: Mapping[str, str], name: str) -> datetime | None:

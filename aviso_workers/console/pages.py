@@ -13,7 +13,7 @@ from aviso_workers.backends import Admin
 from aviso_workers.config import display
 from aviso_workers.console import dead_letters, notification_trail, spark_applications
 from aviso_workers.console.access import Visitor
-from aviso_workers.console.actions import Actions, whole_number
+from aviso_workers.console.actions import Actions
 from aviso_workers.console.overview import CALM, TROUBLES, AgentView, Overview, Watcher, is_trouble, stale_text
 from aviso_workers.console.trial import trial
 from aviso_workers.errors import BackendError, NotFoundError
@@ -21,6 +21,7 @@ from aviso_workers.ops import doctor as doctor_
 from aviso_workers.ops import stream_policy
 from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import failing_text
+from aviso_workers.ops.doctor import output
 from aviso_workers.ops.reports import StreamRow
 from aviso_workers.ops.timer_report import paused_text, run_text
 from aviso_workers.state import asyncapi, consumer_records, lease_records, timer_records, versions
@@ -346,7 +347,7 @@ async def doctor(question: Question) -> Page:
     overview = await question.overview()
     scope = doctor_.Scope(seconds=DOCTOR_SECONDS)
     report = await question.actions.examined(overview.config, scope)
-    return Page("doctor.html", "Doctor", {"report": report, "State": doctor_.State})
+    return Page("doctor.html", "Doctor", {"report": report, "State": doctor_.State, "skipped": output.skipped(report)})
 
 
 async def audit(question: Question) -> Page:
@@ -368,7 +369,7 @@ async def settings(question: Question) -> Page:
 
 
 def _number(question: Question, name: str) -> int:
-    number = whole_number(question.path[name])
+    number = dead_letters.whole_number(question.path[name])
     if number is None:
         raise NotFoundError(f"{question.path[name]!r} is no number")
     return number

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
+from markupsafe import Markup, escape
 from rich.filesize import decimal
 
 from aviso_workers.aviso.literals import body_text, time_text
@@ -14,6 +16,7 @@ from aviso_workers.console.history import sparkline, spoken
 __all__ = ["FILTERS", "body"]
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
+BACKTICKS = re.compile(r"`([^`\n]+)`")
 SLOWEST = 0.05
 """Below this rate, nothing is said to change."""
 
@@ -59,6 +62,11 @@ def body(data: bytes) -> str:
     return text if text is not None else f"{len(data)} bytes that are no text"
 
 
+def commands(text: str) -> Markup:
+    """Return a text whose `backticks` enclose commands and names as HTML."""
+    return Markup(BACKTICKS.sub(r"<code>\1</code>", str(escape(text))))
+
+
 def pairs(value: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {each}" for name, each in value.items())
 
@@ -72,6 +80,7 @@ FILTERS = {
     "size": size,
     "part": part,
     "body": body,
+    "commands": commands,
     "pairs": pairs,
     "sparkline": sparkline,
     "spoken": spoken,

@@ -120,6 +120,19 @@ async def test_those_that_came_after_it_was_shown_are_left_alone(console: Served
         await shown(client, "/dead-letters", "1 of 1 dead letters.")
 
 
+async def test_one_dead_letter_is_erased_from_its_page(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 3, 3)
+    async with console.client() as client:
+        await shown(client, "/dead-letters", "2 of 2 dead letters.")
+        page = await client.get("/dead-letters/1")
+        asked = await client.post("/actions/drop-dead-letters", data=hidden_fields(page.text, "drop-dead-letters"))
+        assert "1 dead letters (sequence 1) are erased for good." in text_of(asked.text)
+        await client.post("/actions/drop-dead-letters", data=hidden_fields(asked.text, "drop-dead-letters"))
+        await shown(client, "/jobs/1", "Erase dead letters: done.", "1 of 1")
+        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+        assert (await client.get("/dead-letters/2")).status_code == 200
+
+
 async def test_a_job_is_stopped(console: Served, app: App, running: Harness) -> None:
     await publish(app, *[3] * 5)
     async with console.client() as client:

@@ -90,12 +90,14 @@ async def test_dead_letters_are_counted_over_what_is_listed(console: Served, app
     async with console.client() as client:
         page = await shown(client, "/dead-letters", "3 of 3 dead letters.")
         other = await shown(client, "/dead-letters?agent=index", "0 of 3 dead letters.")
-        await shown(client, "/agents?q=fails", "3 , 3 of 24 h")
+        await shown(client, "/agents?q=fails", "3 (3 of 24 h)")
         mistaken = await client.get("/dead-letters?since=yesterday")
+        not_a_number = await client.get("/dead-letters?sequence=1.5")
     assert "3 field-index/fails attempts_exhausted ValueError" in page
     assert "No dead letter matches." in other
     assert mistaken.status_code == 400
     assert "since" in text_of(mistaken.text)
+    assert "is not the number of a dead letter" in text_of(not_a_number.text)
 
 
 async def test_a_payload_is_for_those_who_may_see_it(console: Served, app: App, running: Harness) -> None:
@@ -118,6 +120,17 @@ async def test_what_could_hide_or_reorder_text_is_spelled_out(console: Served, a
             assert answer.status_code == 200
             assert "\u202e" not in answer.text
             assert "\\ud800 \\u202e" in answer.text
+
+
+async def test_the_doctor_says_once_why_checks_are_not_examined(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 3)
+    async with console.client() as client:
+        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+        answer = await client.get("/doctor")
+    assert "<code>aviso-workers dead-letters ls --app field-index --agent fails</code>" in answer.text
+    page = text_of(answer.text)
+    assert page.count("checked only with --production") == 1
+    assert "the agents are not known: give --app MODULE:APP: JS" in page
 
 
 @pytest.mark.parametrize("path", ["/dead-letters", "/doctor", "/settings"])

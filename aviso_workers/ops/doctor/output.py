@@ -14,7 +14,7 @@ from aviso_workers.ops.doctor import Report
 from aviso_workers.ops.doctor.judgements import Finding, Result, State
 from aviso_workers.telemetry.metrics import render_gauges
 
-__all__ = ["document", "gauges", "measured", "nagios", "text"]
+__all__ = ["document", "gauges", "measured", "nagios", "skipped", "text"]
 
 NAGIOS = {State.PASS: "OK", State.SKIP: "OK", State.ACCEPTED: "OK", State.WARN: "WARNING", State.FAIL: "CRITICAL"}
 MAX_FINDINGS = 10
@@ -34,7 +34,7 @@ def text(report: Report, *, lists_passed: bool) -> Iterator[str]:
         accepted = [finding for finding in result.findings if finding.state is State.ACCEPTED]
         for finding in _together(accepted):
             yield f"ACCEPTED {result.check.code} {_place(finding)} ({finding.accepted})"
-    for reason, codes in _skipped(report).items():
+    for reason, codes in skipped(report).items():
         yield f"SKIP {' '.join(codes)}: {reason}"
     passed = [result.check for result in report.results if result.state is State.PASS]
     if lists_passed:
@@ -150,7 +150,7 @@ def _places(findings: Iterable[Finding]) -> str:
     return ", ".join(finding.where for finding in findings if finding.where)
 
 
-def _skipped(report: Report) -> dict[str, list[str]]:
+def skipped(report: Report) -> dict[str, list[str]]:
     """Return the codes of the checks that were skipped, by reason."""
     reasons = defaultdict[str, list[str]](list)
     for result in report.results:
