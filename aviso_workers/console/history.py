@@ -79,13 +79,15 @@ def _filled(series: _Series, begin: float, step: float) -> list[float]:
 
 
 def sparkline(values: list[float]) -> str:
-    """Return the points of an SVG polyline, without a break where there is no value; empty where there is none."""
+    """Return the values as the data of an SVG path, with gaps where there is none; empty where there is none at all."""
     top = max((value for value in values if math.isfinite(value)), default=0.0)
-    return " ".join(
-        f"{WIDTH * place / POINTS:.0f},{HEIGHT - 1 - (HEIGHT - 2) * (value / top if top else 0):.1f}"
-        for place, value in enumerate(values)
-        if math.isfinite(value)
-    )
+    data, drawn = "", False
+    for place, value in enumerate(values):
+        if math.isfinite(value):
+            height = HEIGHT - 1 - (HEIGHT - 2) * (value / top if top else 0)
+            data += f"{'L' if drawn else 'M'}{WIDTH * place / POINTS:.0f},{height:.1f}{'' if drawn else 'h0'}"
+        drawn = math.isfinite(value)
+    return data
 
 
 def spoken(values: list[float]) -> str:

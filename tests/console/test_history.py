@@ -53,7 +53,7 @@ async def test_the_rate_of_an_agent_is_drawn_from_a_real_prometheus(
             html = (await client.get("/agents")).text
     assert "field-index/index" in page
     assert 'aria-label="acked per second in the last hour: now ' in html
-    assert "<polyline points=" in html
+    assert '<path d="M' in html
 
 
 async def test_a_prometheus_that_does_not_answer_is_said(
@@ -66,16 +66,16 @@ async def test_a_prometheus_that_does_not_answer_is_said(
 
 
 @pytest.mark.parametrize(
-    ("values", "points"),
+    ("values", "data"),
     [
         ([], ""),
         ([math.nan], ""),
-        ([0.0, 0.0], "0,21.0 2,21.0"),
-        ([0.0, math.nan, 5.0, 10.0], "0,21.0 4,11.0 6,1.0"),
+        ([0.0, 0.0], "M0,21.0h0L2,21.0"),
+        ([0.0, math.nan, 5.0, 10.0], "M0,21.0h0M4,11.0h0L6,1.0"),
     ],
 )
-def test_a_sparkline_ends_at_the_top_and_begins_at_the_bottom(values: list[float], points: str) -> None:
-    assert sparkline(values) == points
+def test_a_sparkline_is_as_high_as_its_values_and_has_gaps(values: list[float], data: str) -> None:
+    assert sparkline(values) == data
 
 
 @pytest.mark.parametrize(
