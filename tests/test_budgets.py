@@ -10,7 +10,7 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 74_585,
+    "lines": 74_658,
     "lines of the core": 41_156,
     "lines of agents": 836,
     "lines of aviso": 2_787,
@@ -18,7 +18,7 @@ BUDGETS = {
     "lines of backends": 6_781,
     "lines of cli": 6_282,
     "lines of config": 2_894,
-    "lines of console": 3_053,
+    "lines of console": 3_126,
     "lines of declare": 4_232,
     "lines of engine": 7_592,
     "lines of jetstream": 2_493,

@@ -11,7 +11,7 @@ from msgspec import Struct
 from aviso_workers.aviso.schema import topic_of
 from aviso_workers.backends import Admin
 from aviso_workers.config import display
-from aviso_workers.console import dead_letters, notification_trail, spark_applications
+from aviso_workers.console import dead_letters, notification_search, notification_trail, spark_applications
 from aviso_workers.console.access import Visitor
 from aviso_workers.console.actions import Actions
 from aviso_workers.console.overview import CALM, TROUBLES, AgentView, Overview, Watcher, is_trouble, stale_text
@@ -234,13 +234,15 @@ async def job(question: Question) -> Page:
 
 
 async def notification(question: Question) -> Page:
-    """One notification, and what has become of it at each agent."""
-    name = question.asked("name")
-    if not name:
-        return Page("notification.html", "One notification", {"trail": None})
-    overview = await question.overview()
-    found = await notification_trail.trail(question.actions.admin, overview, name)
-    return Page("notification.html", name, {"trail": found})
+    """One notification and what has become of it at each agent, or the newest ones with values of an identifier."""
+    name, trail, found = question.asked("name"), None, None
+    if name:
+        admin, overview = question.actions.admin, await question.overview()
+        if "@" in name.split()[0]:
+            trail = await notification_trail.trail(admin, overview, name)
+        else:
+            found = await notification_search.search(admin, overview.config, name)
+    return Page("notification.html", name or "One notification", {"trail": trail, "found": found})
 
 
 class _TimerRow(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,52 @@
+"""Notifications that are looked for by values of their identifier."""
+
+from __future__ import annotations
+
+import pytest
+
+from aviso_workers import App
+from aviso_workers.console import notification_search
+from aviso_workers.testing import Harness
+from tests.console.conftest import Served, publish, shown, text_of
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_newest_with_the_values_are_listed_and_lead_to_what_became_of_them(
+    console: Served, app: App, running: Harness
+) -> None:
+    await publish(app, 1, 2, 1, 2)
+    async with console.client() as client:
+        page = await shown(client, "/notification?name=mars+class%3Dod+step%3D1", "2 notifications.")
+        assert page.index("MARS@3") < page.index("MARS@1"), "the newest is the first"
+        assert "MARS@2" not in page
+        await shown(client, "/notification?name=mars", "4 notifications.")
+        await shown(client, "/notification?name=mars+step%3D9", "No stored notification has these values.")
+        await shown(client, "/notification?name=MARS%403", "At each agent of the stream")
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "said"),
+    [
+        ("mars+steps%3D1", 400, "steps"),
+        ("mars+step", 400, "is not key=value"),
+        ("other+step%3D1", 400, "other"),
+        ("mars+step%3D1", 404, "MARS"),
+    ],
+)
+async def test_what_cannot_be_looked_for_is_named(console: Served, asked: str, status: int, said: str) -> None:
+    async with console.client() as client:
+        answer = await client.get(f"/notification?name={asked}")
+    assert answer.status_code == status
+    assert said in text_of(answer.text)
+
+
+@pytest.mark.parametrize("rare", [[], [0], [0, 1, 120], range(30), range(90, 121)], ids=str)
+async def test_only_a_part_of_a_long_stream_is_read(
+    console: Served, app: App, running: Harness, rare: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notification_search, "SPAN", 5)
+    await publish(app, *(1 if place in rare else 2 for place in range(121)))
+    found = await notification_search.search(console.admin, console.config, "mars step=1")
+    wanted = [f"MARS@{place + 1}" for place in rare][::-1]
+    assert (found.count, [each.name for each in found.newest]) == (len(wanted), wanted[:20])
