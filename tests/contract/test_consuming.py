@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime, timedelta
 
@@ -23,6 +23,7 @@ ACK_WAIT = 0.5
 
 After = Callable[[float], datetime]
 OpenReader = Callable[..., AbstractAsyncContextManager[Consumer]]
+NextAfter = Callable[..., Awaitable[Delivery]]
 
 
 @pytest.fixture
@@ -33,6 +34,20 @@ def open_reader(backend: Admin) -> OpenReader:
         return backend.consume("MARS", consumer, deliver=inbox.deliver, capacity=inbox.capacity)
 
     return open_reader
+
+
+@pytest.fixture
+def next_after(backend: Admin, inbox: Inbox, elapse: Elapse) -> NextAfter:
+    """`await next_after(since, 0.5)`: the next delivery, which comes so long after that time of the backend's clock."""
+
+    async def next_after(since: float, seconds: float, of: Inbox = inbox) -> Delivery:
+        with anyio.move_on_after(PATIENCE_SECONDS):
+            while not of.waiting:
+                await elapse(0.05)
+        assert backend.clock.monotonic() - since > seconds - 0.05
+        return await of.next()
+
+    return next_after
 
 
 async def settle(reader: Consumer, deliveries: list[Delivery]) -> None:
@@ -415,21 +430,19 @@ class TestSettling:
         ensure: Ensure,
         open_reader: OpenReader,
         inbox: Inbox,
-        elapse: Elapse,
+        backend: Admin,
+        next_after: NextAfter,
         eventually: Eventually,
     ) -> None:
         await create()
         await ensure(ack_wait_seconds=ACK_WAIT)
         await publish("mars.0")
         await publish("mars.1")
+        since = backend.clock.monotonic()
         async with open_reader(inbox) as reader:
             first, second = await inbox.take(2)
             await settle(reader, [second])
-            await elapse(ACK_WAIT / 2)
-            assert inbox.subjects == []
-
-            await elapse(ACK_WAIT)
-            again = await inbox.next()
+            again = await next_after(since, ACK_WAIT)
             assert (again.message.sequence, again.num_delivered) == (first.message.sequence, 2)
             assert again.message == first.message
             await eventually(num_pending=0, num_ack_pending=1, num_redelivered=1)
@@ -471,25 +484,31 @@ class TestSettling:
 
             await settle(reader, [first])
             await eventually(num_ack_pending=0)
+            inbox.waiting.clear()  # what came before the ack
             await elapse(ACK_WAIT * 2)
             assert inbox.subjects == []
 
     async def test_progress_postpones_the_redelivery(
-        self, create: Create, publish: Publish, ensure: Ensure, open_reader: OpenReader, inbox: Inbox, elapse: Elapse
+        self,
+        backend: Admin,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        elapse: Elapse,
+        next_after: NextAfter,
     ) -> None:
         await create()
-        await ensure(ack_wait_seconds=1.0)
+        await ensure(ack_wait_seconds=3.0)  # longer than a busy machine needs until it says so
         await publish("mars.od")
         async with open_reader(inbox) as reader:
             delivery = await inbox.next()
             await elapse(0.6)
+            since = backend.clock.monotonic()
             delivery.in_progress()
             await reader.settled()
-            await elapse(0.6)
-            assert inbox.subjects == []
-
-            await elapse(0.6)
-            assert (await inbox.next()).num_delivered == 2
+            assert (await next_after(since, 3.0)).num_delivered == 2
 
     async def test_a_naked_message_comes_again_at_once(
         self,
@@ -518,37 +537,37 @@ class TestSettling:
         ensure: Ensure,
         open_reader: OpenReader,
         inbox: Inbox,
-        elapse: Elapse,
-        eventually: Eventually,
+        backend: Admin,
+        next_after: NextAfter,
     ) -> None:
         await create()
         await ensure()
         await publish("mars.0")
         async with open_reader(inbox) as reader:
-            (await inbox.next()).nak(delay_seconds=1.0)
+            delivery, since = await inbox.next(), backend.clock.monotonic()
+            delivery.nak(delay_seconds=1.0)
             await publish("mars.1")
             await settle(reader, [await inbox.next()])
-            await elapse(0.5)
-            assert inbox.subjects == []
-            await eventually(num_ack_pending=1)
-
-            await elapse(0.6)
-            again = await inbox.next()
+            again = await next_after(since, 1.0)
             assert (again.message.subject, again.num_delivered) == ("mars.0", 2)
 
     async def test_a_delay_may_be_longer_than_ack_wait(
-        self, create: Create, publish: Publish, ensure: Ensure, open_reader: OpenReader, inbox: Inbox, elapse: Elapse
+        self,
+        backend: Admin,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        next_after: NextAfter,
     ) -> None:
         await create()
-        await ensure(ack_wait_seconds=0.2)
+        await ensure(ack_wait_seconds=2.5)  # longer than a busy machine needs until it says so
         await publish("mars.od")
         async with open_reader(inbox):
-            (await inbox.next()).nak(delay_seconds=1.0)
-            await elapse(0.6)
-            assert inbox.subjects == []
-
-            await elapse(0.6)
-            assert (await inbox.next()).num_delivered == 2
+            delivery, since = await inbox.next(), backend.clock.monotonic()
+            delivery.nak(delay_seconds=3.5)
+            assert (await next_after(since, 3.5)).num_delivered == 2
 
     async def test_a_terminated_message_never_comes_again(
         self,
@@ -697,21 +716,19 @@ class TestAReaderThatLeaves:
         open_reader: OpenReader,
         inbox: Inbox,
         inbox_of: Callable[[int], Inbox],
-        elapse: Elapse,
+        backend: Admin,
+        next_after: NextAfter,
     ) -> None:
         await create()
         await ensure(ack_wait_seconds=ACK_WAIT)
         await publish("mars.od")
+        since = backend.clock.monotonic()
         async with open_reader(inbox):
             await inbox.next()
 
         other = inbox_of(10)
         async with open_reader(other):
-            await elapse(ACK_WAIT / 4)
-            assert other.subjects == []
-
-            await elapse(ACK_WAIT)
-            assert (await other.next()).num_delivered == 2
+            assert (await next_after(since, ACK_WAIT, of=other)).num_delivered == 2
 
     async def test_is_followed_by_one_that_goes_on(
         self,
@@ -788,12 +805,15 @@ class TestWhatIsGone:
             match how:
                 case "replaced":
                     await publish("mars.od")
-                    await settle(reader, [await inbox.next()])
+                    while (other := await inbox.next()).message.sequence == 1:
+                        """On a busy machine, the first one may have come again."""
+                    await settle(reader, [other])
                 case "erased":
                     await backend.delete_message("MARS", 1)
                 case "purged":
                     await backend.purge_stream("MARS")
             await eventually(num_pending=0, num_ack_pending=0)
+            inbox.waiting.clear()  # what came again before it was removed
             await elapse(ACK_WAIT * 2)
             assert inbox.subjects == []
 
@@ -861,18 +881,16 @@ class TestAPause:
         open_reader: OpenReader,
         inbox: Inbox,
         backend: Admin,
-        elapse: Elapse,
+        next_after: NextAfter,
         after: After,
     ) -> None:
         await create()
         await ensure()
         await publish("mars.0")
+        since = backend.clock.monotonic()
         await backend.pause_consumer("MARS", "agent", until=after(ACK_WAIT))
         async with open_reader(inbox):
-            await elapse(ACK_WAIT / 2)
-            assert inbox.subjects == []
-            await elapse(ACK_WAIT)
-            assert (await inbox.next()).num_delivered == 1
+            assert (await next_after(since, ACK_WAIT)).num_delivered == 1
         assert not (await backend.consumer_info("MARS", "agent")).paused
 
     async def test_may_be_made_longer_and_shorter(
@@ -918,12 +936,13 @@ class TestAPause:
             await backend.pause_consumer("MARS", "agent", until=after(3600))
             await settle(reader, [first])
             await eventually(num_ack_pending=1)
+            inbox.waiting.clear()  # what came again before the pause
             await elapse(ACK_WAIT * 2)
             assert inbox.subjects == []
 
             await backend.pause_consumer("MARS", "agent", until=None)
             again = await inbox.next()
-            assert (again.message.subject, again.num_delivered) == ("mars.1", 2)
+            assert (again.message.subject, again.num_delivered > 1) == ("mars.1", True)
 
     async def test_outlives_an_update(self, create: Create, ensure: Ensure, backend: Admin, after: After) -> None:
         await create()
@@ -999,6 +1018,7 @@ class TestAReset:
         async with open_reader(inbox) as reader:
             deliveries = await inbox.take(5)
             await backend.reset_consumer("MARS", "agent", sequence=6)
+            inbox.waiting.clear()  # what came again before the reset
             await elapse(ACK_WAIT * 2)
             assert inbox.subjects == []
 

@@ -17,7 +17,7 @@ from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSp
 from aviso_workers.testing import harness
 from tests.contract.conftest import SECOND, Create, Elapse, Ensure, Eventually, Inbox, Publish
 from tests.contract.settings import app_config, mars
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import LONG_SECONDS, PATIENCE_SECONDS, PROMPT_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -30,6 +30,11 @@ PINS = {
     "ack_wait_seconds": ACK_WAIT_SECONDS,
     "max_ack_pending": 1,
 }
+
+
+def patient(seconds: float) -> dict[str, Any]:
+    """Such a consumer that waits for so long for a reader that it does not hear."""
+    return {**PINS, "priority_timeout": int(seconds * SECOND), "ack_wait_seconds": seconds}
 
 
 @pytest.fixture
@@ -95,15 +100,15 @@ class TestAPinnedReader:
         elapse: Callable[[float], Awaitable[None]],
     ) -> None:
         await create()
-        await ensure(**PINS)
+        await ensure(**patient(3.0))  # longer than a busy machine needs until it says so
         async with reading(one := inbox_of(1)) as reader, reading(other := inbox_of(1)) as other_reader:
             await publish("mars.1")
             (pinned, inbox), (_, left_out) = await chosen((reader, one), (other_reader, other))
             busy = await inbox.next()
             pinned.refill()
             await publish("mars.2")
-            for _ in range(10):
-                await elapse(ACK_WAIT_SECONDS / 4)
+            for _ in range(8):
+                await elapse(0.5)
                 busy.in_progress()
             assert busy.held
             busy.ack()
@@ -120,7 +125,7 @@ class TestAPinnedReader:
         inbox_of: Callable[[int], Inbox],
     ) -> None:
         await create()
-        await ensure(**PINS)
+        await ensure(**patient(LONG_SECONDS))
         async with reading(one := inbox_of(1)) as reader, reading(other := inbox_of(1)) as other_reader:
             await publish("mars.1")
             (leaving, inbox), (_, next_inbox) = await chosen((reader, one), (other_reader, other))
@@ -129,10 +134,11 @@ class TestAPinnedReader:
             await leaving.stop()
             assert (await backend.consumer_info("MARS", "agent")).pinned_since is None
             await publish("mars.2")
-            assert (await next_inbox.next(ACK_WAIT_SECONDS / 2)).message.subject == "mars.2"
+            assert (await next_inbox.next(PROMPT_SECONDS)).message.subject == "mars.2"
 
     async def test_waits_with_what_follows_while_one_waits_to_be_tried_again(
         self,
+        backend: Admin,
         reading: Callable[..., Any],
         create: Create,
         ensure: Ensure,
@@ -141,15 +147,16 @@ class TestAPinnedReader:
         elapse: Callable[[float], Awaitable[None]],
     ) -> None:
         await create()
-        await ensure(**PINS)
+        await ensure(**patient(3.0))  # longer than a busy machine needs until it says so
         async with reading(inbox) as reader:
             await publish("mars.1")
             await publish("mars.2")
-            (await inbox.next()).nak(delay_seconds=0.3)
+            delivery, since = await inbox.next(), backend.clock.monotonic()
+            delivery.nak(delay_seconds=0.3)
             reader.refill()
-            await elapse(0.2)
-            assert inbox.subjects == []
-            await elapse(0.2)
+            while not inbox.waiting:
+                await elapse(0.1)
+            assert backend.clock.monotonic() - since > 0.25
             again = await inbox.next()
             assert (again.message.subject, again.num_delivered) == ("mars.1", 2)
 
