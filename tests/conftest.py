@@ -84,10 +84,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-def pytest_collection_finish() -> None:
-    """Let collections of garbage pass over the ten thousand tests and the modules, which stay for the whole run."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Let collections of garbage pass over the ten thousand tests and the modules, which stay for the whole run, also
+    while these come about: it takes each process a fifth less of its time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 Start = Callable[..., Command]

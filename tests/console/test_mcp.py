@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import httpx2
 import msgspec
 import pytest
-from mcp import Client
-from mcp.client.streamable_http import streamable_http_client
 
 from aviso_workers import App
 from aviso_workers.config import Config
@@ -20,6 +18,9 @@ from aviso_workers.console import mcp, overview, web
 from aviso_workers.server import NatsServer
 from aviso_workers.testing import Harness
 from tests.console.conftest import OPERATOR, READER, USERS, Served, publish, served, shown, with_console
+
+if TYPE_CHECKING:
+    from mcp import Client
 
 pytestmark = pytest.mark.anyio
 
@@ -52,6 +53,9 @@ async def said(client: Client, tool: str) -> Any:
 
 async def told(console: Served, user: tuple[str, str], *, mode: Any = "auto") -> dict[str, Any]:
     """What all tools say to a client of this user."""
+    from mcp import Client  # which takes a second, and all processes of the tests import this module
+    from mcp.client.streamable_http import streamable_http_client
+
     async with (
         httpx2.AsyncClient(headers=bearer(user), trust_env=False) as http,
         Client(streamable_http_client(f"{console.url}/mcp", http_client=http), mode=mode) as client,

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import pyarrow.dataset
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
@@ -168,6 +167,8 @@ def test_the_pages(
     assert command(lines(PIPELINES, 1)[0]) == ""
     (newest,) = lines(PIPELINES, 2)
     assert subprocess.run(["bash", "-c", reader.here(newest)], capture_output=True, text=True).stdout == "0.compact\n"
+    import pyarrow.dataset  # and pandas, which takes a second, and all processes of the tests import this module
+
     dataset = by_others.splitlines()[1]
     table = eval(reader.here(dataset), {"pyarrow": pyarrow})
     assert table.count_rows() == 4

@@ -16,7 +16,6 @@ from typing import Any
 import anyio
 import pytest
 from py4j.protocol import Py4JJavaError
-from pyarrow.dataset import dataset
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
@@ -45,6 +44,13 @@ DEEDS = {
     "the log": "/_spark_metadata",
 }
 """What is synced when a batch is archived, by the path in the archive."""
+
+
+def read_by_pyarrow(path: str, **stated: Any) -> Any:
+    """The files as a table: pyarrow knows no list of them."""
+    from pyarrow.dataset import dataset  # and pandas: a second, and all processes of the tests import this module
+
+    return dataset(path, format="parquet", partitioning="hive").to_table(**stated)
 
 
 class Pipelines(Place):
@@ -127,8 +133,7 @@ class TestArchive:
         return sorted(row["step"] for row in frame.select("identifier.step").collect())
 
     def listed(self, place: Pipelines) -> list[int]:
-        """What pyarrow finds, which knows no list of the files."""
-        table = dataset(self.path(place), format="parquet", partitioning="hive").to_table(columns=["identifier"])
+        table = read_by_pyarrow(self.path(place), columns=["identifier"])
         return sorted(identifier["step"] for identifier in table.column("identifier").to_pylist())
 
     def files(self, place: Pipelines) -> list[str]:
@@ -309,7 +314,7 @@ class TestArchive:
 
         kept = archives.read(place.spark, self.path(place))
         assert sorted(row["sequence"] for row in kept.collect()) == [0, 1, 2, 3]
-        assert dataset(self.path(place), format="parquet", partitioning="hive").to_table().num_rows == 4
+        assert read_by_pyarrow(self.path(place)).num_rows == 4
 
     def test_two_runs_that_add_one_batch_keep_all_of_it(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
@@ -342,7 +347,7 @@ class TestArchive:
         again.prepare()
         again.add(self.batch(place, 1), 1)
 
-        assert dataset(str(directory), format="parquet", partitioning="hive").to_table().num_rows == 2
+        assert read_by_pyarrow(str(directory)).num_rows == 2
         assert self.files(place) == ["0-0", "1-0"]
 
     @pytest.mark.slow
