@@ -208,15 +208,15 @@ def test_in_lame_duck_mode_clients_are_told_and_have_their_time(load: Load, star
         client.sendall(b'CONNECT {"verbose":false,"protocol":1}\r\nPING\r\n')
         assert lines.readline().startswith(b"INFO ")
         assert lines.readline() == b"PONG\r\n"
+        at = time.monotonic()
         stopping = subprocess.Popen(
             [AVISO_WORKERS, "server", "stop", "--lame-duck", "--directory", node.directory.parent],
             stdout=subprocess.PIPE,
         )
         assert any(b'"ldm":true' in line for line in lines), node.log
-        at = time.monotonic()
         assert not listens(node.port)
         list(lines)  # until the server hangs up
-        assert 1.5 < time.monotonic() - at < 30
+        assert time.monotonic() - at >= 2.0
         assert stopping.communicate()[0] == b"aviso-workers: ended\n"
 
 
