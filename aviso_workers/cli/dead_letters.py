@@ -298,6 +298,8 @@ async def _act_on(
         raise
     others = "" if count == len(found) else "; the others are not there any more: another command was faster"
     typer.echo(f"{count} of {len(found)} {done}{others}")
+    if act is StoredDeadLetters.retry:
+        typer.echo("One that fails again becomes a dead letter again: see `dead-letters ls`", err=True)
 
 
 def _run(config: ConfigSource | None, run: Callable[[StoredDeadLetters], Awaitable[None]]) -> None:

@@ -62,6 +62,8 @@ class PlannedAction(Struct, frozen=True, kw_only=True):
     """Carries it out in the background, if it is a job."""
     sequences: Sequence[int] = ()
     """The dead letters of a job."""
+    hands_back: bool = False
+    """Whether the job retries them."""
 
     @property
     def fingerprint(self) -> str:
@@ -148,8 +150,9 @@ class Actions:
             who=visitor.name,
             selection=plan.fields,
             confirmed=plan.fingerprint,
+            sequences=frozenset(plan.sequences),
             left=set(plan.sequences),
-            total=len(plan.sequences),
+            hands_back=plan.hands_back,
             rate=_rate(form),
         )
         self._jobs.append(job)
@@ -278,6 +281,7 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
         back="/dead-letters",
         job=partial(dead_letters.act, actions.admin, config, found, drops=drops),
         sequences=found,
+        hands_back=not drops,
     )
 
 

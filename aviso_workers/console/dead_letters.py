@@ -16,6 +16,7 @@ from aviso_workers.config import Config
 from aviso_workers.console.jobs import Job
 from aviso_workers.errors import BackendError, InvalidPositionError, describe
 from aviso_workers.events import Events
+from aviso_workers.ops import agent_inventory, inventory
 from aviso_workers.ops.dead_letters import (
     DeadLetter,
     Group,
@@ -24,14 +25,28 @@ from aviso_workers.ops.dead_letters import (
     grouped,
     portions,
 )
+from aviso_workers.state import dead_letter_records
+from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
-__all__ = ["FILTERS", "DeadLetterLists", "SelectedLetters", "act", "get", "of_notification", "selected", "whole_number"]
+__all__ = [
+    "FILTERS",
+    "DeadLetterLists",
+    "SelectedLetters",
+    "act",
+    "failed_again",
+    "get",
+    "of_notification",
+    "selected",
+    "whole_number",
+]
 
 FILTERS = ("app", "agent", "reason", "stream", "error", "line", "since", "until", "sequence")
 """The fields of a filter."""
 MAX_DIGITS = 19
 """Fewer than a sequence can have."""
 SHOWN = 20
+LOOK_SECONDS = 1.0
+"""How long it is read at most, for one look at a job, what has become a dead letter again."""
 MAX_FAILURES = 100
 """After so many portions of a job that fail, it gives up."""
 
@@ -114,6 +129,56 @@ async def act(admin: Admin, config: Config, sequences: Iterable[int], job: Job, 
     async for portion in portions(chosen, rate=job.rate):
         for of_agent in _by_agent(portion):
             await _act_on(of_agent, do, job)
+
+
+async def failed_again(admin: Admin, job: Job) -> str:
+    """Return in words how many of those that a job has handed back are dead letters again by now."""
+    why = f"the server has not told the rest within {LOOK_SECONDS:g} s"
+    waiting, found = 0, job.again
+    try:
+        with anyio.move_on_after(LOOK_SECONDS):
+            async with found.looking:
+                why = await _look(admin, job)
+            consumers = await agent_inventory.agents(admin, RETRIES)
+            waiting = sum(consumers[agent].lag for agent in job.agents if agent in consumers)
+    except BackendError as error:
+        why = describe(error)
+    least = "" if not why else "at least "
+    said = [f"{least}{found.count} are dead letters again" + (f", and it is not known how many: {why}" if why else "")]
+    if job.windows:
+        said.append(f"of {job.windows} windows it is not known")
+    if waiting:
+        said.append(f"their agents have {waiting} retries to finish")
+    return "; ".join(said)
+
+
+async def _look(admin: Admin, job: Job) -> str:
+    """Read what has become a dead letter again: only what has come since it was read last, unless some were erased
+    meanwhile. Return why that cannot be known; empty where it is. Raises `BackendError`.
+    """
+    found, last = job.again, max(job.sequences)
+    info = await inventory.existing(admin.stream_info(DEAD_LETTERS))
+    if info is None or info.last_sequence < last or found.created not in (None, info.created):
+        return f"the stream {DEAD_LETTERS} was deleted or made again since"
+    come, more = info.last_sequence - found.seen[0], info.messages - found.seen[1]
+    if come != more or not found.read_to:
+        found.count, found.read_to = 0, last
+    found.seen, found.created = (info.last_sequence, info.messages), info.created
+    handed_back = job.sequences - job.left
+    subjects = [f"{dead_letter_records.SUBJECT}.{app}.{agent}" for app, agent in sorted(job.agents)]
+    if subjects and found.read_to < info.last_sequence:
+        reading = admin.read(
+            DEAD_LETTERS,
+            filter_subjects=subjects,
+            start_sequence=found.read_to + 1,
+            last_sequence=info.last_sequence,
+        )
+        async with aclosing(reading):
+            async for message in reading:
+                found.read_to = message.sequence
+                found.count += dead_letter_records.retried(message) in handed_back
+        found.read_to = info.last_sequence
+    return ""
 
 
 async def _act_on(dead_letters: list[DeadLetter], do: Callable[..., Awaitable[None]], job: Job) -> None:

@@ -11,9 +11,22 @@ import anyio
 from msgspec import Struct, field
 
 from aviso_workers.config.settings import Right
-from aviso_workers.ops.dead_letters import DeadLetter
+from aviso_workers.ops.dead_letters import DeadLetter, is_window
 
-__all__ = ["Job"]
+__all__ = ["FailedAgain", "Job"]
+
+
+class FailedAgain(Struct, kw_only=True):
+    """How many of what a job has handed back are dead letters again, as far as the dead letters were read."""
+
+    count: int = 0
+    read_to: int = 0
+    """The sequence up to which they were read."""
+    seen: tuple[int, int] = (0, 0)
+    """The last sequence of their stream and the number of its messages, when it was last looked at."""
+    created: datetime | None = None
+    """When the stream was created, as was seen first."""
+    looking: anyio.Lock = field(default_factory=anyio.Lock)
 
 
 class Job(Struct, kw_only=True):
@@ -27,21 +40,35 @@ class Job(Struct, kw_only=True):
     selection: Mapping[str, str]
     confirmed: str
     """What was confirmed: the same form is the same job."""
+    sequences: frozenset[int]
+    """Those of the dead letters."""
     left: set[int]
-    """The sequences of the dead letters that are not done."""
-    total: int
+    """The sequences of those that are not done."""
+    hands_back: bool
+    """Whether they are retried, and not erased."""
     rate: float | None
     """The most of them in a second; None: as many as there can be."""
     begun: datetime = field(default_factory=lambda: datetime.now(UTC))
     state: str = "runs"
     """`runs`, `done`, `stopped` or `failed`."""
     failures: list[str] = []
+    agents: set[tuple[str, str]] = field(default_factory=set)
+    """The apps and agents to which some were handed back."""
+    windows: int = 0
+    """As many of those that are done were windows, whose next dead letter does not name the one before."""
+    again: FailedAgain = field(default_factory=FailedAgain)
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     """Cancelled where the job is stopped."""
 
     def note(self, dead_letter: DeadLetter) -> None:
         """Note one that is done."""
         self.left.discard(dead_letter.sequence)
+        self.agents.add((dead_letter.app, dead_letter.agent))
+        self.windows += is_window(dead_letter)
+
+    @property
+    def total(self) -> int:
+        return len(self.sequences)
 
     @property
     def done(self) -> int:
@@ -65,4 +92,5 @@ class Job(Struct, kw_only=True):
             else "were not there any more, because somebody else has retried or erased them"
         )
         others = f"; {len(self.left)} {why}" if self.left else ""
-        return f"{self.done} of {self.total} done{others}" + (f"; {self.failures[0]}" if self.failures else "")
+        does = "handed back" if self.hands_back else "erased"
+        return f"{self.done} of {self.total} {does}{others}" + (f"; {self.failures[0]}" if self.failures else "")

@@ -230,7 +230,8 @@ async def dead_letter(question: Question) -> Page:
 async def job(question: Question) -> Page:
     """An action on many dead letters, as it goes on."""
     found = question.actions.job(_number(question, "number"))
-    return Page("job.html", f"Job {found.number}", {"job": found}, live=True)
+    again = await dead_letters.failed_again(question.actions.admin, found) if found.agents and found.hands_back else ""
+    return Page("job.html", f"Job {found.number}", {"job": found, "again": again}, live=True)
 
 
 async def notification(question: Question) -> Page:

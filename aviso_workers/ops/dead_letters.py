@@ -30,7 +30,7 @@ from aviso_workers.state import dead_letter_records, parts, window_records
 from aviso_workers.state.dead_letter_records import DeadLetter
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
-__all__ = ["DeadLetter", "Group", "Selection", "StoredDeadLetters", "document", "grouped", "portions"]
+__all__ = ["DeadLetter", "Group", "Selection", "StoredDeadLetters", "document", "grouped", "is_window", "portions"]
 
 TIMEOUT_SECONDS = 10.0
 PORTION = 500
@@ -180,11 +180,9 @@ class StoredDeadLetters:
         for dead_letter in dead_letters:
             await self._require_reader(dead_letter)
         failures: list[BackendError] = []
-        copied = await self._copy(
-            [dead_letter for dead_letter in dead_letters if not _is_window(dead_letter)], failures
-        )
+        copied = await self._copy([dead_letter for dead_letter in dead_letters if not is_window(dead_letter)], failures)
         copied += await self._put_back(
-            [dead_letter for dead_letter in dead_letters if _is_window(dead_letter)], failures
+            [dead_letter for dead_letter in dead_letters if is_window(dead_letter)], failures
         )
         # The copy is in the retries: that the dead letter's own bytes stay on disk for a while as well changes nothing.
         try:
@@ -298,7 +296,8 @@ class StoredDeadLetters:
         self._readers.add((dead_letter.app, dead_letter.agent))
 
 
-def _is_window(dead_letter: DeadLetter) -> bool:
+def is_window(dead_letter: DeadLetter) -> bool:
+    """Return whether it is a window, which is put back to those that are not done."""
     return window_records.is_window(dead_letter.stream, app=dead_letter.app, agent=dead_letter.agent)
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import AsyncGenerator
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import anyio
 import msgspec
 import pytest
 
 from aviso_workers import App
+from aviso_workers.aviso.codec import Message
 from aviso_workers.state import consumer_records, timer_requests
-from aviso_workers.state.own_streams import AUDIT
+from aviso_workers.state.own_streams import AUDIT, DEAD_LETTERS
 from aviso_workers.state.timer_requests import Run
 from aviso_workers.testing import Harness
 from tests.console.conftest import Served, confirmed, hidden_fields, publish, served, shown, text_of
@@ -102,10 +105,11 @@ async def test_all_dead_letters_of_a_filter_are_retried_as_a_job(
         await shown(client, "/dead-letters?agent=fails&error=no+such", f"{count} of {count} dead letters.")
         done = await confirmed(client, "retry-dead-letters", agent="fails", error="no such")
         assert done.headers["location"] == "/jobs/1"
-        page = await shown(client, "/jobs/1", "Retry dead letters: done.", f"{count} of {count}")
+        page = await shown(client, "/jobs/1", "Retry dead letters: handed back.", f"{count} of {count}")
         assert "selection agent fails, error no such, last" in page
         await shown(client, "/dead-letters", f"{count} of {count} dead letters.", str(2 * count))
-        await shown(client, "/audit", "retry-dead-letters", f"{count} of {count} done")
+        await shown(client, "/audit", "retry-dead-letters", f"{count} of {count} handed back")
+        await shown(client, "/jobs/1", f"of these, by now {count} are dead letters again What")
 
 
 async def test_those_that_came_after_it_was_shown_are_left_alone(console: Served, app: App, running: Harness) -> None:
@@ -144,10 +148,10 @@ async def test_a_job_is_stopped(console: Served, app: App, running: Harness) -> 
             client,
             "/jobs/1",
             "Retry dead letters: stopped.",
-            "1 of 5 done; 4 are not",
+            "1 of 5 handed back; 4 are not",
             "Not done Dead letters 2, 3, 4, 5.",
         )
-        await shown(client, "/audit", "stopped 1 of 5 done; 4 are not")
+        await shown(client, "/audit", "stopped 1 of 5 handed back; 4 are not")
 
 
 async def test_parked_notifications_are_decided_on(console: Served, app: App, running: Harness) -> None:
@@ -254,7 +258,7 @@ async def test_of_two_jobs_on_the_same_dead_letters_each_counts_its_own(
             for each in (client, of_other):
                 confirming.start_soon(partial(each.post, "/actions/drop-dead-letters", data=form))
         pages = [await shown(each, "/jobs/1", "Erase dead letters: done.") for each in (client, of_other)]
-    counts = [int(re.findall(r"result (\d+) of 40 done", page)[0]) for page in pages]
+    counts = [int(re.findall(r"result (\d+) of 40 erased", page)[0]) for page in pages]
     assert sum(counts) == 40, pages
 
 
@@ -280,3 +284,33 @@ async def test_an_action_whose_end_is_missing_is_seen(console: Served, app: App,
         await shown(client, "/audit", "1 of the newest 200 actions")
         await console.admin.delete_message(AUDIT, 2)  # as where the console was killed before it could store it
         await shown(client, "/audit", "no end recorded")
+
+
+async def test_a_job_tells_what_has_failed_again_and_reads_only_what_is_new(
+    console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[int] = []
+
+    def read(stream: str, *, start_sequence: int = 1, **given: Any) -> AsyncGenerator[Message, None]:
+        if stream == DEAD_LETTERS and start_sequence > 1:
+            starts.append(start_sequence)
+        return reading(stream, start_sequence=start_sequence, **given)
+
+    reading = console.admin.read
+    monkeypatch.setattr(console.admin, "read", read)
+    await publish(app, 3, 3, 3)
+    async with console.client() as client:
+        await shown(client, "/dead-letters?agent=fails", "3 of 3 dead letters.")
+        await confirmed(client, "retry-dead-letters", agent="fails")
+        await shown(client, "/jobs/1", "result 3 of 3 handed back of these, by now 3 are dead letters again")
+        await publish(app, 3)
+        await shown(client, "/dead-letters", "4 of 4 dead letters.")
+        starts.clear()
+        for _ in range(3):
+            await shown(client, "/jobs/1", "3 are dead letters again")
+        assert starts == [7]  # the new one, once
+        await console.admin.delete_message(DEAD_LETTERS, 5)
+        await shown(client, "/jobs/1", "2 are dead letters again")
+        assert starts == [7, 4]  # those behind the ones that were retried
+        await console.admin.delete_stream(DEAD_LETTERS)
+        await shown(client, "/jobs/1", f"it is not known how many: the stream {DEAD_LETTERS} was deleted")
