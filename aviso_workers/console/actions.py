@@ -35,14 +35,20 @@ from aviso_workers.ops.agent_control import AgentConsumer, end_text
 from aviso_workers.ops.doctor import Report, Scope, examine
 from aviso_workers.state import declarations
 
-__all__ = ["ACTIONS", "Action", "Actions", "Confirmation"]
+__all__ = ["ACTIONS", "Action", "Actions", "BrokenOffError", "Confirmation"]
 
 MAX_JOBS = 50
 """Jobs that are remembered; older ones are in the audit stream."""
 
+BROKEN_OFF = "It had begun: look what of it is done, all, a part or nothing, before you do it again."
+
 Form = Mapping[str, str]
 
 log = structlog.get_logger("aviso_workers.console")
+
+
+class BrokenOffError(BackendError):
+    """An action had begun, and what of it is done is not known."""
 
 
 class PlannedAction(Struct, frozen=True, kw_only=True):
@@ -126,7 +132,8 @@ class Actions:
     async def carry_out(self, action: Action, visitor: Visitor, form: Form) -> Confirmation | str:
         """Carry out an action that is confirmed, and return the page to go to; else return what is to be confirmed.
 
-        Raises `AvisoWorkersError` where it cannot be done, or cannot be recorded.
+        Raises `AvisoWorkersError` where it cannot be done, or cannot be recorded, and `BrokenOffError` where it had
+        begun.
         """
         confirmed = form.get("confirmed", "")
         for job in self._jobs:  # the form was sent twice
@@ -138,8 +145,15 @@ class Actions:
         if plan.job is not None:
             return self._begin(action, visitor, plan, form)
         assert plan.run is not None
-        async with self.audit.recorded(visitor.name, action.name, plan.of, plan.fields) as result:
-            await plan.run(result)
+        begun = False
+        try:
+            async with self.audit.recorded(visitor.name, action.name, plan.of, plan.fields) as result:
+                begun = True
+                await plan.run(result)
+        except BackendError as error:
+            if not begun:
+                raise
+            raise BrokenOffError(f"{describe(error)}. {BROKEN_OFF}") from error
         return plan.back
 
     def _begin(self, action: Action, visitor: Visitor, plan: PlannedAction, form: Form) -> str:
@@ -279,7 +293,7 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
         says=(f"{len(found)} dead letters ({of_what}) are {does}.",),
         fields=chosen | _given(form, "rate") | {"last": str(found[-1])},
         back="/dead-letters",
-        job=partial(dead_letters.act, actions.admin, config, found, drops=drops),
+        job=partial(dead_letters.act, actions.admin, config),
         sequences=found,
         hands_back=not drops,
     )

@@ -14,7 +14,7 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Admin
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config
-from aviso_workers.errors import BackendError, describe
+from aviso_workers.errors import BackendError, RefusedError, describe
 from aviso_workers.events import Events
 from aviso_workers.ops import inventory
 from aviso_workers.state import audit_records
@@ -24,6 +24,9 @@ from aviso_workers.state.own_streams import AUDIT
 __all__ = ["ActionResult", "Audit"]
 
 TIMEOUT_SECONDS = 10.0
+END_SECONDS, AGAIN_SECONDS = 30.0, 1.0
+"""For how long, and how often, it is tried to store the end of an action: a server that is gone has a successor then.
+"""
 log = structlog.get_logger("aviso_workers.console")
 
 
@@ -54,11 +57,11 @@ class Audit:
         end that cannot be stored is logged only.
         """
         begun = AuditRecord(who=who, action=action, of=of, selection=dict(selection or {}), state="begun")
-        result = ActionResult(sequence=await self._store(begun))
+        result, patience = ActionResult(sequence=await self._store(begun, uuid.uuid4().hex)), END_SECONDS
         try:
             yield result
         except anyio.get_cancelled_exc_class():
-            result.state = "stopped"
+            result.state, patience = "stopped", 0.0  # the console may end
             raise
         except BaseException as error:
             result.state, result.text = "failed", "; ".join(filter(None, (result.text, describe(error))))
@@ -69,10 +72,7 @@ class Audit:
             )
             end = structs.replace(begun, state=result.state, result=result.text, begun=result.sequence)
             with anyio.CancelScope(shield=True):  # also where the console ends meanwhile
-                try:
-                    await self._store(end)
-                except BackendError as error:
-                    log.warning("console.end_not_recorded", action=action, error=describe(error))
+                await self._store_end(end, anyio.current_time() + patience)
 
     async def newest(self, count: int) -> list[RecordedAction]:
         """Return about so many of the newest actions, the newest first. Raises `BackendError`."""
@@ -84,8 +84,21 @@ class Audit:
         async with aclosing(reading):
             return audit_records.joined([message async for message in reading])[:count]
 
-    async def _store(self, record: AuditRecord) -> int:
-        message, message_id = audit_records.message_of(record), uuid.uuid4().hex
+    async def _store_end(self, record: AuditRecord, until: float) -> None:
+        """Store the end of an action, and try again where no server answers, until this time."""
+        message_id = uuid.uuid4().hex
+        while True:
+            try:
+                await self._store(record, message_id)
+                return
+            except BackendError as error:
+                if isinstance(error, RefusedError) or anyio.current_time() > until:
+                    log.warning("console.end_not_recorded", action=record.action, error=describe(error))
+                    return
+            await anyio.sleep(AGAIN_SECONDS)
+
+    async def _store(self, record: AuditRecord, message_id: str) -> int:
+        message = audit_records.message_of(record)
         try:
             return await self._publish(message, message_id)
         except BackendError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from datetime import datetime
 from functools import partial
@@ -14,7 +14,7 @@ from aviso_workers.aviso.positions import parse_date
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.console.jobs import Job
-from aviso_workers.errors import BackendError, InvalidPositionError, describe
+from aviso_workers.errors import BackendError, InvalidPositionError, OutcomeUnknownError, UnavailableError, describe
 from aviso_workers.events import Events
 from aviso_workers.ops import agent_inventory, inventory
 from aviso_workers.ops.dead_letters import (
@@ -47,6 +47,8 @@ MAX_DIGITS = 19
 SHOWN = 20
 LOOK_SECONDS = 1.0
 """How long it is read at most, for one look at a job, what has become a dead letter again."""
+ELECTION_SECONDS, AGAIN_SECONDS = 30.0, 1.0
+"""For how long, and how often, a job tries again where a server does not answer: another one takes over by then."""
 MAX_FAILURES = 100
 """After so many portions of a job that fail, it gives up."""
 
@@ -119,16 +121,30 @@ async def selected(admin: Admin, config: Config, fields: Mapping[str, str], *, l
     return [sequence for sequence in found if last is None or sequence <= last]
 
 
-async def act(admin: Admin, config: Config, sequences: Iterable[int], job: Job, *, drops: bool) -> None:
-    """Drop or retry exactly these dead letters, at most `job.rate` of them a second. What fails is noted in the job,
-    and the others go on. Raises `BackendError` where too much fails.
+async def act(admin: Admin, config: Config, job: Job) -> None:
+    """Drop or retry exactly the dead letters of the job, at most `job.rate` of them a second. What fails is noted in
+    the job, and the others go on; where a server does not answer, it is tried again for a while.
+
+    Raises `BackendError` where too much fails.
     """
     stored = StoredDeadLetters(admin, config, events=Events())
-    do = partial(StoredDeadLetters.drop if drops else StoredDeadLetters.retry, stored)
-    chosen = _selected(stored, Selection(sequences=frozenset(sequences)))
-    async for portion in portions(chosen, rate=job.rate):
-        for of_agent in _by_agent(portion):
-            await _act_on(of_agent, do, job)
+    do = partial(StoredDeadLetters.retry if job.hands_back else StoredDeadLetters.drop, stored)
+    done, moved_at, patient = 0, anyio.current_time(), True
+    while job.left:
+        try:
+            chosen = _selected(stored, Selection(sequences=frozenset(job.left)))
+            async for portion in portions(chosen, rate=job.rate):
+                for of_agent in _by_agent(portion):
+                    await _act_on(of_agent, do, job, patient=patient and not job.failures)
+            return
+        except (UnavailableError, OutcomeUnknownError) as error:
+            if not patient or job.failures:
+                raise
+            job.waits = describe(error)
+        if job.done > done:
+            done, moved_at = job.done, anyio.current_time()
+        patient = anyio.current_time() - moved_at < ELECTION_SECONDS
+        await anyio.sleep(AGAIN_SECONDS)
 
 
 async def failed_again(admin: Admin, job: Job) -> str:
@@ -181,10 +197,15 @@ async def _look(admin: Admin, job: Job) -> str:
     return ""
 
 
-async def _act_on(dead_letters: list[DeadLetter], do: Callable[..., Awaitable[None]], job: Job) -> None:
+async def _act_on(
+    dead_letters: list[DeadLetter], do: Callable[..., Awaitable[None]], job: Job, *, patient: bool
+) -> None:
     try:
         await do(*dead_letters, note=job.note)
+        job.waits = ""
     except BackendError as error:
+        if patient and isinstance(error, UnavailableError | OutcomeUnknownError):
+            raise
         if len(job.failures) >= MAX_FAILURES:
             raise
         job.failures.append(f"{dead_letters[0].sequence} to {dead_letters[-1].sequence}: {describe(error)}")

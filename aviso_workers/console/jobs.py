@@ -52,6 +52,8 @@ class Job(Struct, kw_only=True):
     state: str = "runs"
     """`runs`, `done`, `stopped` or `failed`."""
     failures: list[str] = []
+    waits: str = ""
+    """Why nothing goes on at present, although it is tried again."""
     agents: set[tuple[str, str]] = field(default_factory=set)
     """The apps and agents to which some were handed back."""
     windows: int = 0
@@ -87,7 +89,7 @@ class Job(Struct, kw_only=True):
     def came_to(self) -> str:
         """What has come of it, in words."""
         why = (
-            "are not"
+            "are not, as far as is known"
             if self.failures or self.scope.cancel_called
             else "were not there any more, because somebody else has retried or erased them"
         )

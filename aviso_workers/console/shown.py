@@ -22,7 +22,12 @@ SLOWEST = 0.05
 
 
 def time(value: datetime | None) -> str:
-    return time_text(value.astimezone(UTC)) if value is not None else "–"
+    if value is None:
+        return "–"
+    try:
+        return time_text(value.astimezone(UTC))
+    except OverflowError:  # in UTC, it is of a year that is none
+        return time_text(value)
 
 
 def ago(value: datetime | None) -> str:

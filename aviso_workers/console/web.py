@@ -37,7 +37,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.console import mcp
 from aviso_workers.console.access import Access, ForbiddenError, Visitor
-from aviso_workers.console.actions import ACTIONS, Actions, Confirmation
+from aviso_workers.console.actions import ACTIONS, Actions, BrokenOffError, Confirmation
 from aviso_workers.console.overview import Watcher
 from aviso_workers.console.pages import PAGES, Page, Question
 from aviso_workers.console.shown import FILTERS
@@ -226,9 +226,8 @@ class _Views:
         return Response(answer, status, media_type="application/json" if answer else None)
 
     async def failed(self, request: Request, error: Exception) -> Response:
-        status, text = _said(error)
-        page = Page("error.html", "Not shown", {"text": text}, status=status)
-        return HTMLResponse(self._whole(request, page), status)
+        page = _page_of(error)
+        return HTMLResponse(self._whole(request, page), page.status)
 
     def _question(self, request: Request, form: Mapping[str, str] | None = None) -> Question:
         return Question(
@@ -279,7 +278,7 @@ class _Views:
                 try:
                     now = self._part(request, await _in_time(make()))
                 except (AvisoWorkersError, HTTPException) as error:
-                    now = self._part(request, Page("error.html", "Not shown", {"text": _said(error)[1]}))
+                    now = self._part(request, _page_of(error))
 
         return _Live(events(), self._live, user)
 
@@ -336,6 +335,11 @@ def _address(path: str, query: dict[str, str], live: str, changed: dict[str, Any
     return f"{path}?{text}" if text else path
 
 
+def _page_of(error: Exception) -> Page:
+    status, text = _said(error)
+    return Page("error.html", "Not shown", {"text": text, "begun": isinstance(error, BrokenOffError)}, status=status)
+
+
 def _said(error: Exception) -> tuple[int, str]:
     """Return the status and the text that tell somebody of an error."""
     match error:
@@ -343,6 +347,8 @@ def _said(error: Exception) -> tuple[int, str]:
             return error.status_code, error.detail
         case NotFoundError():
             return 404, str(error)
+        case BrokenOffError():
+            return 503, str(error)
         case BackendError():
             return 503, describe(error)
         case AvisoWorkersError():

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from aviso_workers.aviso import codec, payloads, topics
 from aviso_workers.aviso.codec import read_json
@@ -53,6 +54,45 @@ VALUES = ("default", "examples", "const", "enum")
 BY_NAME = {"properties": "properties", "patternProperties": "patternProperties", "$defs": "definitions"}
 """Keywords of JSON Schema with schemas by name, and their names in draft 7."""
 Document = dict[str, Any]
+
+
+class _Ref(Struct):
+    ref: str = msgspec.field(name="$ref")
+
+    @property
+    def name(self) -> str:
+        return self.ref.rpartition("/")[2]
+
+
+class _Operation(Struct):
+    action: str
+    title: str
+    channel: _Ref
+    messages: list[_Ref]
+
+
+class _Channel(Struct):
+    title: str
+
+
+class _Components(Struct):
+    messages: dict[str, Document]
+    schemas: Document
+
+
+class _WhatIsRead(Struct):
+    """What is read of a document that somebody else may have written."""
+
+    channels: dict[str, _Channel]
+    operations: dict[str, _Operation]
+    components: _Components
+
+    def __post_init__(self) -> None:
+        for each in self.operations.values():
+            if each.channel.name not in self.channels:
+                raise ValueError(f"no channel {each.channel.name}")
+            if missing := {message.name for message in each.messages} - self.components.messages.keys():
+                raise ValueError(f"no message {min(missing)}")
 
 
 def document(config: Config, app: Router[Any], *, version: str) -> Document:
@@ -106,14 +146,19 @@ async def record(backend: Backend, config: Config, app: Router[Any]) -> None:
 
 
 async def stored(backend: Backend, app: str) -> Document | None:
-    """Return the document that a worker has recorded, or a dict with `LEFT_OUT`; None where there is neither, as of a
-    version that records none. Raises `BackendError`.
+    """Return the document that a worker has recorded, or a dict with `LEFT_OUT`, also where what is recorded cannot be
+    read; None where there is nothing, as of a version that records none. Raises `BackendError`.
     """
-    entry = await consumer_records.entry(backend, declarations.document_key(app))
-    try:
-        return read_json(entry.value, Document) if entry is not None else None
-    except UndecodableError:
+    if (entry := await consumer_records.entry(backend, declarations.document_key(app))) is None:
         return None
+    try:
+        found = read_json(entry.value, Document)
+        if why := found.get(LEFT_OUT):
+            return {LEFT_OUT: str(why)}
+        read_json(entry.value, _WhatIsRead)
+    except UndecodableError as error:
+        return {LEFT_OUT: f"what is recorded cannot be read by this version: {error!s:.300}"}
+    return found
 
 
 def operations(found: Mapping[str, Any], action: str, agent: str) -> list[Document]:

@@ -35,6 +35,7 @@ from aviso_workers.declare.batches import Batch
 from aviso_workers.declare.retry import Backoff
 from aviso_workers.errors import BackendError, UndecodableError
 from aviso_workers.jetstream import key_value
+from aviso_workers.jetstream.fields import Time
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import consumer_records
 from aviso_workers.state.kept import Kept
@@ -70,7 +71,7 @@ KEPT = (
 class AppDeclarations(Struct, frozen=True, kw_only=True):
     """What an app declares."""
 
-    time: datetime
+    time: Time
     """When the worker started that recorded it, by its own clock."""
     version: str
     """Of aviso-workers."""
@@ -92,7 +93,7 @@ class AppDeclarations(Struct, frozen=True, kw_only=True):
 class Deploy(Struct, frozen=True, kw_only=True):
     """What workers of an app have started with. Times are by their clocks."""
 
-    time: datetime
+    time: Time
     """When the first of them started."""
     version: str
     """Of aviso-workers."""
@@ -100,7 +101,7 @@ class Deploy(Struct, frozen=True, kw_only=True):
     """The digest of all that is declared, and of the code."""
     changed: tuple[str, ...]
     """What was different from the start before, in words."""
-    again: datetime | None = None
+    again: Time | None = None
     """When one last started after one that had started with something else; None where none has."""
 
 

@@ -15,6 +15,7 @@ from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend
 from aviso_workers.backends.buckets import open_existing
 from aviso_workers.errors import UndecodableError
+from aviso_workers.jetstream.fields import Time
 from aviso_workers.state.kept import Kept
 
 __all__ = ["BUCKET", "KEPT", "TTL_SECONDS", "WRITE_SECONDS", "AtWork", "WorkerRecord", "stored"]
@@ -54,7 +55,7 @@ class WorkerRecord(Struct, frozen=True, kw_only=True):
     """Its name in its fleet; empty where it is in none."""
     version: str
     """Of aviso-workers."""
-    started: datetime
+    started: Time
     """By its own clock."""
     said: datetime | None = None
     """When it was put, by the server's clock, as `stored` returns it."""

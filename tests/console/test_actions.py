@@ -15,8 +15,10 @@ import pytest
 
 from aviso_workers import App
 from aviso_workers.aviso.codec import Message
+from aviso_workers.console import audit, dead_letters
+from aviso_workers.errors import OutcomeUnknownError, UnavailableError
 from aviso_workers.state import consumer_records, timer_requests
-from aviso_workers.state.own_streams import AUDIT, DEAD_LETTERS
+from aviso_workers.state.own_streams import AUDIT, DEAD_LETTERS, RETRIES
 from aviso_workers.state.timer_requests import Run
 from aviso_workers.testing import Harness
 from tests.console.conftest import Served, confirmed, hidden_fields, publish, served, shown, text_of
@@ -314,3 +316,84 @@ async def test_a_job_tells_what_has_failed_again_and_reads_only_what_is_new(
         assert starts == [7, 4]  # those behind the ones that were retried
         await console.admin.delete_stream(DEAD_LETTERS)
         await shown(client, "/jobs/1", f"it is not known how many: the stream {DEAD_LETTERS} was deleted")
+
+
+async def test_a_job_goes_on_where_another_server_has_taken_over(
+    console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [
+        UnavailableError("its leader is being elected"),
+        OutcomeUnknownError("the acknowledgement is missing; it may be stored"),
+    ]
+
+    async def publish_many(*given: Any, **named: Any) -> Any:
+        results = await publishing(*given, **named)
+        return [failures.pop(), *results[1:]] if failures else results  # the first one is stored all the same
+
+    publishing = console.admin.publish_many
+    monkeypatch.setattr(dead_letters, "AGAIN_SECONDS", 0.05)
+    await publish(app, 3, 3, 3)
+    async with console.client() as client:
+        await shown(client, "/dead-letters", "3 of 3 dead letters.")
+        monkeypatch.setattr(console.admin, "publish_many", publish_many)
+        await confirmed(client, "retry-dead-letters", agent="fails")
+        await shown(client, "/jobs/1", "result 3 of 3 handed back of these, by now 3 are dead letters again")
+        assert not failures
+        await shown(client, "/dead-letters", "3 of 3 dead letters.")  # each was handed back once
+
+
+async def test_a_job_gives_up_where_no_server_takes_over(
+    console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def delete_message(*_: Any, **__: Any) -> None:
+        raise OutcomeUnknownError("no answer in time")
+
+    monkeypatch.setattr(dead_letters, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(dead_letters, "ELECTION_SECONDS", 2.0)
+    monkeypatch.setattr(console.admin, "delete_message", delete_message)
+    await publish(app, 3, 3)
+    async with console.client() as client:
+        await shown(client, "/dead-letters", "2 of 2 dead letters.")
+        await confirmed(client, "drop-dead-letters", agent="fails")
+        await shown(client, "/jobs/1", "tries again OutcomeUnknownError: no answer in time")
+        await shown(client, "/jobs/1", "0 of 2 erased; 2 are not, as far as is known; 1 to 2: OutcomeUnknownError")
+
+
+async def test_an_action_that_was_broken_off_does_not_say_that_nothing_was_done(
+    console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def pause_consumer(stream: str, *given: Any, **named: Any) -> Any:
+        if stream == RETRIES:
+            raise OutcomeUnknownError("no answer in time")
+        return await pausing(stream, *given, **named)
+
+    pausing = console.admin.pause_consumer
+    monkeypatch.setattr(console.admin, "pause_consumer", pause_consumer)
+    async with console.client() as client:
+        answer = await confirmed(client, "pause-agent", **INDEX)
+        said = text_of(answer.text)
+        assert answer.status_code == 503
+        assert "no answer in time. It had begun: look what of it is done, all, a part or nothing" in said
+        assert "Nothing was done." not in said
+        await shown(client, "/audit", "failed OutcomeUnknownError: no answer in time")
+
+
+async def test_an_end_is_recorded_when_a_server_answers_again(
+    console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored: list[str] = []
+
+    async def publish_one(message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> Any:
+        if stream == AUDIT:
+            stored.append(message_id)
+            if 1 < len(stored) < 5:
+                raise OutcomeUnknownError("no answer in time")
+        return await publishing(message, message_id=message_id, stream=stream, timeout_seconds=timeout_seconds)
+
+    publishing = console.admin.publish
+    monkeypatch.setattr(console.admin, "publish", publish_one)
+    monkeypatch.setattr(audit, "AGAIN_SECONDS", 0.05)
+    async with console.client() as client:
+        await confirmed(client, "pause-timer", **REPORT)
+        await shown(client, "/audit", "1 of the newest 200 actions", "paused until it is resumed")
+    assert len(set(stored)) == 2, "each record has one message id"

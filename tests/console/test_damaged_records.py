@@ -1,0 +1,90 @@
+"""What a console says of stored records that are damaged, or of another version."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from aviso_workers import App
+from aviso_workers.state import consumer_records, declarations
+from aviso_workers.testing import Harness
+from tests.console.conftest import Served, publish, shown, text_of
+from tests.contract.settings import mars
+
+pytestmark = pytest.mark.anyio
+
+PAGE = "/apps/field-index"
+OPERATION = {"action": "receive", "title": "agent index", "channel": {"$ref": "#/channels/mars"}, "messages": []}
+WHOLE = {"channels": {"mars": {"title": "mars"}}, "operations": {}, "components": {"messages": {}, "schemas": {}}}
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        b"\xff garbage",
+        b"[" * 5000,
+        b"[]",
+        b"{}",
+        {**WHOLE, "operations": None},
+        {**WHOLE, "channels": {"mars": {}}},
+        {**WHOLE, "components": {"messages": {"of-index": 7}, "schemas": {}}},
+        {**WHOLE, "operations": {"index": {**OPERATION, "messages": [{}]}}},
+        {**WHOLE, "operations": {"index": {**OPERATION, "messages": [{"$ref": "nowhere"}]}}},
+        {**WHOLE, "operations": {"index": {**OPERATION, "channel": {"$ref": "nowhere"}}}},
+        {"a": "x" * 1_000_000},
+    ],
+    ids=lambda stored: str(stored)[:60],
+)
+async def test_an_asyncapi_document_that_cannot_be_read_is_said_to_be_none(
+    console: Served, app: App, running: Harness, stored: bytes | dict[str, Any]
+) -> None:
+    await publish(app, 1)
+    await running.settle()
+    async with console.client() as client:
+        await shown(client, PAGE, "AsyncAPI document as a worker")
+        bucket = await consumer_records.bucket(console.admin)
+        value = stored if isinstance(stored, bytes) else json.dumps(stored).encode()
+        await bucket.put(declarations.document_key("field-index"), value)
+        await shown(client, PAGE, "is not recorded: what is recorded cannot be read by this version")
+        await shown(client, "/notification?name=mars@1", "What the agents of field-index publish is not recorded.")
+        identifier = "\n".join(f"{name}={value}" for name, value in mars(step=1).items())
+        tried = await client.post(PAGE, data={"event_type": "mars", "identifier": identifier, "payload": "{}"})
+    assert "no schema is recorded" in text_of(tried.text)
+
+
+async def test_what_a_newer_version_adds_to_a_document_is_left_alone(
+    console: Served, app: App, running: Harness
+) -> None:
+    newer = {**WHOLE, "operations": {"index": {**OPERATION, "x-new": 1}}, "x-new": {}}
+    async with console.client() as client:
+        await shown(client, PAGE, "AsyncAPI document as a worker")
+        bucket = await consumer_records.bucket(console.admin)
+        await bucket.put(declarations.document_key("field-index"), json.dumps(newer).encode())
+        assert (await client.get(f"{PAGE}?as=asyncapi")).json() == newer
+
+
+@pytest.mark.parametrize("time", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-12:00"])
+async def test_a_time_that_utc_does_not_have_is_shown_as_it_is(
+    console: Served, app: App, running: Harness, time: str
+) -> None:
+    deploy = {"time": time, "version": "9", "fingerprint": "f", "changed": ["agent odd: added"]}
+    async with console.client() as client:
+        await shown(client, PAGE, "AsyncAPI document as a worker")
+        bucket = await consumer_records.bucket(console.admin)
+        await bucket.put("field-index/deploys", json.dumps([deploy]).encode())
+        await shown(client, PAGE, "agent odd: added", time)
+
+
+async def test_a_time_without_a_zone_makes_a_record_unreadable(console: Served, app: App, running: Harness) -> None:
+    async with console.client() as client:
+        await shown(client, "/apps", "field-index")
+        bucket = await consumer_records.bucket(console.admin)
+        entry = await bucket.get("field-index/declared")
+        assert entry is not None
+        declared = json.loads(entry.value)
+        await bucket.put("naive/declared", json.dumps({**declared, "time": "2026-11-20T00:00:00"}).encode())
+        await bucket.put("newer/declared", json.dumps({**declared, "x-new": 1}).encode())
+        page = await shown(client, "/apps", "newer")
+    assert "naive" not in page
