@@ -19,6 +19,7 @@ from aviso_workers.console.actions import Actions
 from aviso_workers.console.overview import Watcher
 from aviso_workers.console.web import HANDED_OVER, application
 from aviso_workers.errors import ServerProcessError
+from aviso_workers.telemetry.status import TURN_SECONDS
 
 __all__ = ["serve"]
 
@@ -113,19 +114,30 @@ async def serve(
 
 
 async def _take(line: socket.socket, server: _Server) -> None:
-    """Tell the fleet that connections are taken, and take them until the fleet is gone."""
+    """Take the connections that the fleet hands over, until it is gone."""
     loop = asyncio.get_running_loop()
     connection = partial(_Connection, server.config, server.server_state, {HANDED_OVER: True})
     line.setblocking(False)
-    with line, suppress(ConnectionError):
-        line.sendall(b"\n")
-        said = b"+"
-        while said:
-            await anyio.wait_readable(line)
-            said, handed, _, _ = socket.recv_fds(line, 1, 1)
-            for descriptor in handed:
-                with suppress(OSError):  # it may have been reset meanwhile
-                    await loop.connect_accepted_socket(connection, socket.socket(fileno=descriptor))
+    with line:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_tell_turns, line)
+            said = b"+"
+            with suppress(ConnectionError):
+                while said:
+                    await anyio.wait_readable(line)
+                    said, handed, _, _ = socket.recv_fds(line, 1, 1)
+                    for descriptor in handed:
+                        with suppress(OSError):  # it may have been reset meanwhile
+                            await loop.connect_accepted_socket(connection, socket.socket(fileno=descriptor))
+            tasks.cancel_scope.cancel()
+
+
+async def _tell_turns(line: socket.socket) -> None:
+    """Tell the fleet again and again that the event loop turns; the first time, that connections are taken."""
+    while True:
+        with suppress(OSError):  # the fleet is gone, or reads nothing now
+            line.send(b"\n")
+        await anyio.sleep(TURN_SECONDS)
 
 
 def _listen(host: str, port: int) -> socket.socket:

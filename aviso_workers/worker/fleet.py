@@ -7,12 +7,14 @@ process that crashes again and again ends the fleet. A process tells where its s
 end in order (`fleet_process`): an exit code of 0 that it has not told of is a crash. A process that was told to end, or
 has said that it will, and has not ended some seconds after its drain timeout, is killed. The fleet's own port answers
 for all of them, and hands other connections to the process of the console, where there is one. That process is no
-worker: it is kept like the others, and whatever becomes of it, the fleet goes on and is ready.
+worker: it is kept like the others, and whatever becomes of it, the fleet goes on and is ready. It tells again and again
+that its event loop turns, and is killed where it does not. It has nothing to drain, so the fleet's end waits for none.
 """
 
 from __future__ import annotations
 
 import http.client
+import math
 import os
 import signal
 import socket
@@ -37,7 +39,7 @@ from aviso_workers.declare.retry import Backoff, Restarts
 from aviso_workers.errors import ConfigError, WorkerProcessError
 from aviso_workers.telemetry import logs
 from aviso_workers.telemetry.metrics import FleetMetrics
-from aviso_workers.telemetry.status import Health, StatusServer
+from aviso_workers.telemetry.status import STUCK_SECONDS, Health, StatusServer
 from aviso_workers.worker import NOT_ENDED
 from aviso_workers.worker.ending import GRACE_SECONDS, Ending
 from aviso_workers.worker.fleet_process import ENDS_IN_ORDER
@@ -56,6 +58,10 @@ ANSWER_SECONDS = 0.8
 KILL_SECONDS = 2 * GRACE_SECONDS
 """How long after its drain timeout, or after a second signal, a process is killed. It ends itself before that, unless a
 function that is not Python's does not let it."""
+CONSOLE_SECONDS = 1.0
+"""How long the console may take to end where all workers have ended: what its jobs have come to is recorded."""
+MAX_SAID = 4096
+"""Bytes of what a process has said that are kept: a worker says less, and a console says without end that it turns."""
 STATUS_HOST = "workers.status.host, at which workers.console.on_status_port serves the console"
 NOT_STARTED = 127
 """The exit code of what did not even begin, as in a shell."""
@@ -157,10 +163,10 @@ class _Slot:
     def hear(self, line: socket.socket) -> bool:
         """Take in what the process has told since, without waiting; return whether there was anything."""
         try:
-            heard = line.recv(4096)
+            heard = line.recv(MAX_SAID)
         except OSError:
             return False
-        self.said += heard
+        self.said = (self.said + heard)[:MAX_SAID]
         if ENDS_IN_ORDER in self.said.splitlines():
             self.ends.set()
         return bool(heard)
@@ -245,15 +251,19 @@ class Fleet:
 
     async def work(self) -> None:
         """Keep the processes until a signal. Raises `WorkerProcessError`."""
-        self._woken, done = anyio.Event(), anyio.Event()
+        self._woken, self._workers_ended, done = anyio.Event(), anyio.Event(), anyio.Event()
         async with anyio.create_task_group() as watching:
             await watching.start(self._obey_signals)
             watching.start_soon(self._health.keep_turning)
             if self._sources is not None:
                 watching.start_soon(self._follow, self._sources.changes(done))
             async with anyio.create_task_group() as keeping:
-                for place in self._kept:
-                    keeping.start_soon(self._keep_running, place)
+                if self.console is not None:
+                    keeping.start_soon(self._keep_running, self.console)
+                async with anyio.create_task_group() as keeping_workers:
+                    for place in self._places:
+                        keeping_workers.start_soon(self._keep_running, place)
+                self._workers_ended.set()
             done.set()
             watching.cancel_scope.cancel()
         if self._failure is not None:
@@ -328,8 +338,12 @@ class Fleet:
         await place.ends.wait()
         began = time.monotonic()
         with anyio.move_on_after(self._drain_timeout_seconds + KILL_SECONDS):
-            await place.hurries.wait()
-            await anyio.sleep(KILL_SECONDS)
+            if place is self.console:
+                await self._workers_ended.wait()
+                await anyio.sleep(began + CONSOLE_SECONDS - time.monotonic())
+            else:
+                await place.hurries.wait()
+                await anyio.sleep(KILL_SECONDS)
         log.error("process.killed", process=place.name, seconds=round(time.monotonic() - began, 1))
         place.kill()
 
@@ -344,10 +358,15 @@ class Fleet:
         )
 
     async def _listen(self, place: _Slot, line: socket.socket) -> None:
-        listens = True
-        while listens:
-            await anyio.wait_readable(line)
-            listens = place.hear(line)
+        """Hear what the process tells. A console that has begun to tell that it turns, and tells no more, is killed."""
+        heard = True
+        while heard:
+            with anyio.move_on_after(STUCK_SECONDS if place is self.console and place.said else math.inf) as silence:
+                await anyio.wait_readable(line)
+            heard = place.hear(line)
+        if silence.cancelled_caught:
+            log.error("process.hung", process=place.name, seconds=STUCK_SECONDS)
+            place.kill()
 
     async def _obey_signals(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with anyio.open_signal_receiver(*TOLD_TO_END) as signals:

@@ -163,6 +163,21 @@ def test_a_console_that_hangs_keeps_no_probe_from_its_answer(served: Served, cli
     assert served.command.end(signal.SIGTERM) == 0
 
 
+@pytest.mark.slow
+def test_a_console_that_hangs_for_long_is_killed_and_started_again(served: Served) -> None:
+    console = served.console()
+    served.shows("/agents", "field-index")
+    served.shows("/readyz", "ok")
+    os.kill(console, signal.SIGSTOP)
+    hung = served.command.until("process.hung")
+    assert (hung["process"], hung["seconds"]) == ("console", 10.0)
+    served.shows("/agents", "field-index")
+    assert served.get("/readyz") == (200, "ok\n")
+    os.kill(served.console(), signal.SIGSTOP)
+    assert served.command.end(signal.SIGTERM) == 0
+    assert "process.hung" not in [entry["event"] for entry in served.command.log[-8:]], "its end came before that"
+
+
 def test_the_console_ends_when_the_fleet_is_killed(served: Served) -> None:
     console = served.console()
     served.shows("/agents", "field-index")

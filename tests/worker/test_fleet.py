@@ -22,6 +22,7 @@ from aviso_workers.worker import fleet
 from aviso_workers.worker.fleet import Fleet, FleetPlan
 from aviso_workers.worker.fleet_process import FleetMember, RecycleLimits
 from tests.stories.processes import until
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -51,6 +52,16 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 open("deaf", "w").close()
 time.sleep(60)
 """
+
+TAKES = """
+import os, pathlib, signal, sys, time
+os.write(int(sys.argv[-1].partition(":")[2]), b"\\n")
+pathlib.Path(f"console-{os.getpid()}").touch()
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+"""A console that takes connections and hangs: SIGTERM waits until it goes on."""
+FOREVER_SECONDS = 3600.0
+STOPPED = "process.stopped"
 
 
 @pytest.fixture
@@ -107,6 +118,51 @@ async def test_a_console_that_crashes_again_and_again_does_not_end_the_fleet(
             os.kill(os.getpid(), signal.SIGTERM)
     assert not going_on.forced
     assert "console" not in going_on.metrics.render().decode()
+
+
+@pytest.fixture
+def hanging(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    """A fleet with a console that hangs, and that would wait for ever until it kills a process that is late."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AVISO_WORKERS_WORKERS__CONSOLE__ON_STATUS_PORT", "true")
+    monkeypatch.setattr(fleet, "KILL_SECONDS", FOREVER_SECONDS)
+    waits = (sys.executable, "-c", "import time; time.sleep(60)")
+    return Fleet(app, FleetPlan(command=waits, processes=1, console=(sys.executable, "-c", TAKES)))
+
+
+def consoles(directory: Path) -> int:
+    """How many consoles have begun to take connections."""
+    return len([*directory.glob("console-*")])
+
+
+async def test_a_console_that_hangs_is_killed_and_started_again(
+    hanging: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "STUCK_SECONDS", 0.2)
+    with capture_logs() as log:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(hanging.work)
+            await until(lambda: consoles(tmp_path) == 3, what=lambda: log)
+            os.kill(os.getpid(), signal.SIGTERM)
+    hung = {"event": "process.hung", "process": "console", "seconds": 0.2, "log_level": "error"}
+    assert log.count(hung) >= 2
+    replaced = [entry for entry in log if entry["event"] == "process.replaced"]
+    assert [(entry["process"], entry["exit_code"]) for entry in replaced[:2]] == [("console", -signal.SIGKILL)] * 2
+    assert not hanging.forced
+
+
+async def test_a_console_that_hangs_keeps_no_fleet_from_its_end(
+    hanging: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "STUCK_SECONDS", FOREVER_SECONDS)
+    with capture_logs() as log, anyio.fail_after(PATIENCE_SECONDS):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(hanging.work)
+            await until(lambda: consoles(tmp_path) == 1, what=lambda: log)
+            os.kill(os.getpid(), signal.SIGTERM)
+    ended = [(entry["event"], entry["process"]) for entry in log if entry["event"] in ("process.killed", STOPPED)]
+    assert ended == [(STOPPED, "1"), ("process.killed", "console"), (STOPPED, "console")]
+    assert not hanging.forced
 
 
 async def test_a_third_signal_kills_what_does_not_obey(
