@@ -42,7 +42,7 @@ def test_each_bucket_of_an_app_is_listed() -> None:
     @app.every("1s", leader=True)
     async def tick() -> None: ...
 
-    own = own_buckets.of_app("field", agents=app.agents, timers=app.timers, tables=app.tables)
+    own = own_buckets.of_app("field", agents=app.agents, timers=app.timers, tasks=app.tasks, tables=app.tables)
     buckets = {*own.by_key, *own.listed, *own.written}
     assert {bucket: _listed(bucket) for bucket in buckets} == {
         "field_failures": ["<app>_failures"],
@@ -53,6 +53,16 @@ def test_each_bucket_of_an_app_is_listed() -> None:
         consumer_records.BUCKET: [consumer_records.BUCKET],
         worker_records.BUCKET: [worker_records.BUCKET],
     }
+
+
+def test_an_app_with_nothing_but_tasks_records_what_it_declares_and_its_workers() -> None:
+    app = App("field")
+
+    @app.task
+    async def look() -> None: ...
+
+    own = own_buckets.of_app("field", agents=app.agents, timers=app.timers, tasks=app.tasks, tables=app.tables)
+    assert (own.by_key, own.listed, own.written) == ((consumer_records.BUCKET,), (), (worker_records.BUCKET,))
 
 
 def test_each_stream_of_our_own_is_listed_with_its_subjects() -> None:

@@ -135,6 +135,8 @@ class Overview(Struct, frozen=True, kw_only=True):
     recorded: Recorded
     apps: dict[str, AppDeclarations]
     """What the apps have declared when a worker of them started last."""
+    workers: dict[str, list[WorkerRecord]]
+    """Those that live, by app, as far as they have recorded themselves."""
     differing: list[str]
     """In which event types the apps differ."""
     new_dead_letters: int
@@ -230,6 +232,7 @@ class Watcher:
             self._admin, config, recorded=recorded, unavailable=snapshot.unavailable
         )
         progress += _without_consumer(config, recorded, apps, progress)
+        workers = await self._workers()
         seconds = snapshot.at - before.snapshot.at if before else 0.0
         return Overview(
             time=datetime.now(UTC),
@@ -240,7 +243,7 @@ class Watcher:
                 before.progress if before else [],
                 seconds,
                 snapshot.streams,
-                await self._workers(),
+                workers,
                 await self._dead_letters_of_a_day(snapshot, progress),
             ),
             failing=agent_report.failing(recorded),
@@ -248,6 +251,7 @@ class Watcher:
             unavailable=snapshot.unavailable,
             recorded=recorded,
             apps=apps,
+            workers=workers,
             differing=differing,
             new_dead_letters=await self._new_dead_letters(snapshot),
             rates=await self._newest_rates(),

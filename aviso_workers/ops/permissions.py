@@ -172,7 +172,7 @@ def _working(api: _Api, app: Router, buckets: Iterable[str]) -> Iterator[str]:
     yield from api.read(DELAYED)
     yield f"{api.prefix}.STREAM.MSG.DELETE.{DELAYED}"
     yield from api.consume(DELAYED, delayed_messages.DURABLE, reads=True)
-    own = own_buckets.of_app(app.name, agents=app.agents, timers=app.timers, tables=app.tables)
+    own = own_buckets.of_app(app.name, agents=app.agents, timers=app.timers, tasks=app.tasks, tables=app.tables)
     for bucket in (*own.by_key, *own.listed):
         yield from _bucket(api, bucket)
     for bucket in own.written:

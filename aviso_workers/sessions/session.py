@@ -292,7 +292,7 @@ class Session:
                 watching.start_soon(self._raise_replicas, app)
                 watching.start_soon(self._record_failures)
                 watching.start_soon(self._record_declared, app)
-                if agents or timers:
+                if agents or timers or tasks:
                     of_streams = {agent.name: (agent, self._stream(agent.event_type).name) for agent in agents}
                     at_work = partial(worker_recorder.at_work, of_streams, self.runs)
                     watching.start_soon(worker_recorder.keep_recorded, self.backend, self._app, at_work)
@@ -321,7 +321,9 @@ class Session:
         )
 
     async def _raise_replicas(self, app: Any) -> None:
-        buckets = own_buckets.of_app(self._app, agents=app.agents, timers=app.timers, tables=app.tables)
+        buckets = own_buckets.of_app(
+            self._app, agents=app.agents, timers=app.timers, tasks=app.tasks, tables=app.tables
+        )
         wanted = replicas.configured(self._config, buckets)
         await replicas.raise_to(wanted, provisioner=self.own_streams, clock=self.backend.clock)
 

@@ -7,12 +7,12 @@ other tools of operators tell by their names what they are. Counters are in a st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from msgspec import Struct
 
-from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.agents import Agent, Task
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.state import (
@@ -48,6 +48,7 @@ def of_app(
     *,
     agents: Iterable[Agent[Any, Any]],
     timers: Iterable[Timer[Any, Any]],
+    tasks: Collection[Task],
     tables: Mapping[str, Table[Any] | Counter],
 ) -> OwnBuckets:
     """Return the buckets of an app of this name that declares these."""
@@ -56,7 +57,7 @@ def of_app(
     led = any(timer.leader for timer in timers)
     leases, claims = lease_records.bucket_of(app), timer_records.bucket_of(app)
     by_key: list[str] = []
-    if agents or timers:
+    if agents or timers or tasks:
         by_key.append(consumer_records.BUCKET)
     if agents:
         by_key.append(f"{app}{failure_counts.BUCKET_SUFFIX}")
@@ -69,7 +70,7 @@ def of_app(
         by_key.append(claims)
     return OwnBuckets(
         by_key=tuple(by_key),
-        written=(worker_records.BUCKET,) if agents or timers else (),
+        written=(worker_records.BUCKET,) if agents or timers or tasks else (),
         listed=(
             *(window_records.bucket_of(app, agent) for agent in windows),
             *(table_records.bucket_of(app, name) for name, table in tables.items() if not isinstance(table, Counter)),

@@ -225,6 +225,22 @@ async def test_workers_are_listed_with_what_they_handle(
         await shown(client, "/agents?q=waits", "waits MARS idle 0 0 of 6 2 ")
 
 
+async def test_the_page_of_an_app_lists_its_workers_also_where_it_has_no_agent(
+    console: Served, running: Harness, nats_server: NatsServer
+) -> None:
+    tasks = App("only-tasks", config=console.config)
+
+    @tasks.task
+    async def look() -> None:
+        await anyio.sleep_forever()
+
+    here = f"Workers worker in a fleet aviso-workers started memory in flight said {socket.gethostname()}:{os.getpid()}"
+    async with tasks.running(), console.client() as client:
+        assert " MB – " in await shown(client, "/apps/only-tasks", here)
+        await shown(client, "/apps/field-index", here, " MB 0 of 3 ")
+        await shown(client, "/apps", "– – look 1", "field-index", " – 1")
+
+
 async def test_of_a_singleton_it_is_shown_which_worker_works(
     console: Served, app: App, nats_server: NatsServer
 ) -> None:

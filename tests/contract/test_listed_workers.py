@@ -111,6 +111,25 @@ async def test_a_worker_says_where_it_runs_and_what_it_handles(busy: App, url: s
     }
 
 
+async def test_a_worker_of_an_app_with_nothing_but_tasks_or_timers_says_so_too(
+    kind: str, nats_url: str, url: str | None
+) -> None:
+    timed, tasked = (App("contract", config=app_config(kind, nats_url)) for _ in range(2))
+
+    @timed.every("1h")
+    async def report() -> None:
+        pass
+
+    @tasked.task
+    async def look() -> None:
+        await anyio.sleep_forever()
+
+    for app in (timed, tasked):
+        async with harness(app, server=url) as t:
+            (found,) = (await recorded(t, bool)).values()
+            assert (found["process"], found["agents"]) == (os.getpid(), {})
+
+
 async def test_of_a_singletons_workers_one_works_and_the_others_stand_by(two: Harness) -> None:
     await two.app.notify("mars", mars(stream="enfo"), {})
     found = await recorded(two, lambda found: len(found) == 2 and works(found))
