@@ -33,6 +33,7 @@ from aviso_workers.cli.targets import (
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError
 from aviso_workers.ops import agent_inventory, agent_report, parked
+from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import AgentProgress, AgentRow
 from aviso_workers.ops.parked import Parked
 from aviso_workers.state import declarations
@@ -95,24 +96,25 @@ class _Asked(Struct, frozen=True):
     name: str | None
     """The name of the app; None for the agents of all apps."""
 
-    async def report(self, server: OpenedServer, before: Iterable[AgentProgress] = ()) -> list[AgentProgress]:
+    async def report(
+        self, server: OpenedServer, recorded: Recorded, before: Iterable[AgentProgress] = ()
+    ) -> list[AgentProgress]:
         """Return the report. What an earlier one, `before`, has found unanswered is not waited for again."""
+        away, admin, config = {each.stream for each in before if each.unanswered}, server.admin, server.config
         if self.app is not None:
-            return await agent_report.of_app(server.admin, server.config, self.app)
-        unavailable = {each.stream for each in before if each.unanswered}
-        everyones = await agent_report.of_deployment(server.admin, server.config, unavailable=unavailable)
+            return await agent_report.of_app(admin, config, self.app, recorded=recorded, unavailable=away)
+        everyones = await agent_report.of_deployment(admin, config, recorded=recorded, unavailable=away)
         return _of_app(everyones, self.name) if self.name else everyones
 
-    async def rows(
-        self, server: OpenedServer, now: list[AgentProgress], before: list[AgentProgress], *, seconds: float
+    def rows(
+        self, recorded: Recorded, now: list[AgentProgress], before: list[AgentProgress], *, seconds: float
     ) -> list[AgentRow]:
         """Return the rows of agents, from two reports, and those of timers and tasks that fail."""
-        recorded = await agent_inventory.recorded(server.admin)
         return agent_report.rows(now, before, seconds=seconds) + agent_report.failing(recorded, self.name)
 
-    async def unlisted(self, server: OpenedServer) -> str:
+    async def unlisted(self, server: OpenedServer, recorded: Recorded) -> str:
         """Return which agents cannot be listed, and what to do, as text; empty where there are none."""
-        found = [] if self.name else await agent_inventory.elsewhere(server.admin, server.config)
+        found = [] if self.name else await agent_inventory.elsewhere(server.admin, server.config, recorded)
         if not found:
             return ""
         return (
@@ -123,11 +125,13 @@ class _Asked(Struct, frozen=True):
 
 async def _compared(server: OpenedServer, asked: _Asked, seconds: float) -> list[AgentRow]:
     """Return the rows of two reports that are made `seconds` apart."""
-    before, began = await asked.report(server), anyio.current_time()
+    before = await asked.report(server, await agent_inventory.recorded(server.admin))
+    began = anyio.current_time()
     await anyio.sleep(seconds)
-    now = await asked.report(server, before)
-    rows = await asked.rows(server, now, before, seconds=anyio.current_time() - began)
-    if elsewhere := await asked.unlisted(server):
+    recorded = await agent_inventory.recorded(server.admin)
+    now = await asked.report(server, recorded, before)
+    rows = asked.rows(recorded, now, before, seconds=anyio.current_time() - began)
+    if elsewhere := await asked.unlisted(server, recorded):
         if not now:
             raise NotFoundError(elsewhere)
         echo(elsewhere, err=True)
@@ -303,15 +307,17 @@ def _retrying_row(each: Retrying) -> tuple[str, ...]:
 
 
 async def _watch(server: OpenedServer, asked: _Asked, seconds: float) -> None:
-    if elsewhere := await asked.unlisted(server):
+    recorded = await agent_inventory.recorded(server.admin)
+    if elsewhere := await asked.unlisted(server, recorded):
         echo(elsewhere, err=True)
     console = terminal()
-    before, began = await asked.report(server), anyio.current_time()
+    before, began = await asked.report(server, recorded), anyio.current_time()
 
     async def shown() -> RenderableType:
         nonlocal before, began
-        now, ended = await asked.report(server), anyio.current_time()
-        rows = await asked.rows(server, now, before, seconds=ended - began)
+        recorded = await agent_inventory.recorded(server.admin)
+        now, ended = await asked.report(server, recorded), anyio.current_time()
+        rows = asked.rows(recorded, now, before, seconds=ended - began)
         before, began = now, ended
         return table(AGENTS, [_row(row) for row in rows], width=console.width) if rows else Text("no agents")
 

@@ -226,7 +226,7 @@ class Watcher:
         apps = await declarations.stored(self._admin)
         config, differing = aviso_admin.with_declared(self._config, apps)
         before = self._newest
-        snapshot = await reports.take(self._admin, unavailable=before.unavailable if before else ())
+        snapshot = await reports.take(self._admin)
         recorded = await agent_inventory.recorded(self._admin)
         progress = await agent_report.of_deployment(
             self._admin, config, recorded=recorded, unavailable=snapshot.unavailable

@@ -133,14 +133,14 @@ async def recorded(admin: Admin) -> Recorded:
     )
 
 
-async def elsewhere(admin: Admin, config: Config) -> list[str]:
+async def elsewhere(admin: Admin, config: Config, recorded: Recorded) -> list[str]:
     """Return which streams agents read that are none of the configured event streams: each with its agents, as text, by
     what workers have recorded and by the consumers that there are: a worker may have no right to record anything.
 
     Raises `BackendError`.
     """
     known = streams.event_streams(config.notification_schema)
-    consumers = {key for key, record in (await recorded(admin)).consumers.items() if not record.removed}
+    consumers = {key for key, record in recorded.consumers.items() if not record.removed}
     for stream in await admin.stream_names():
         if stream not in known and not stream.startswith((streams.OURS, KEY_VALUE)):
             with suppress(NotFoundError):  # deleted meanwhile

@@ -28,6 +28,7 @@ from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import WRITE_SECONDS, LastFailure, Retrying
 from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
+from aviso_workers.task_groups import task_group
 
 __all__ = [
     "AgentProgress",
@@ -238,10 +239,18 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
         )
 
 
-async def of_app(admin: Admin, config: Config, app: Router) -> list[AgentProgress]:
-    """Return the progress of the app's own agents. Raises `BackendError`."""
+async def of_app(
+    admin: Admin,
+    config: Config,
+    app: Router,
+    *,
+    recorded: Recorded | None = None,
+    unavailable: Collection[str] = (),
+) -> list[AgentProgress]:
+    """Return the progress of the app's own agents; the options are those of `of_deployment`. Raises `BackendError`."""
     streams = {agent.name: aviso_admin.stream_of(config, agent.event_type) for agent in app.agents}
-    snapshot = await _snapshot(admin, {*streams.values()}, await agent_inventory.recorded(admin), set())
+    recorded = recorded or await agent_inventory.recorded(admin)
+    snapshot = await _snapshot(admin, {*streams.values()}, recorded, {*unavailable})
     return [snapshot.progress(app.name, agent, stream) for agent, stream in streams.items()]
 
 
@@ -286,23 +295,47 @@ def _row(now: AgentProgress, before: AgentProgress | None, seconds: float) -> Ag
 
 
 async def _snapshot(admin: Admin, streams: Collection[str], recorded: Recorded, away: set[str]) -> _Snapshot:
-    consumers, behind = {}, {}
-    for stream in streams:
-        if stream in away:
-            continue
+    """Return a snapshot of the streams that are not `away`. Those that turn out to be are waited for side by side."""
+    consumers: dict[tuple[str, str, str], ConsumerInfo] = {}
+    retries: dict[tuple[str, str], ConsumerInfo] = {}
+    behind: dict[tuple[str, str, str], int] = {}
+    dead_letters: dict[tuple[str, ...], int] = {}
+    silent: set[str] = set()
+
+    async def list_consumers(stream: str) -> None:
+        for (owner, agent), events in (await agent_inventory.agents(admin, stream)).items():
+            consumers[owner, agent, stream] = events
+
+    async def look_at(stream: str) -> None:
         try:
-            for (owner, agent), events in (await agent_inventory.agents(admin, stream)).items():
-                consumers[owner, agent, stream] = events
-            for (owner, agent), record in (await agent_inventory.missing(admin, stream, recorded.consumers)).items():
+            async with task_group() as both:
+                both.start_soon(list_consumers, stream)
+                lost = await agent_inventory.missing(admin, stream, recorded.consumers)
+            for (owner, agent), record in lost.items():
                 behind[owner, agent, stream] = await _behind(admin, stream, record)
         except UnavailableError:
-            await admin.stream_names()  # raises where it is not this stream alone that is away
-            away.add(stream)
+            silent.add(stream)
+
+    async def look_at_retries() -> None:
+        retries.update(await agent_inventory.agents(admin, RETRIES))
+
+    async def count_dead_letters() -> None:
+        dead_letters.update(await agent_inventory.dead_letters(admin))
+
+    async with task_group() as looks:
+        for stream in {*streams} - away:
+            looks.start_soon(look_at, stream)
+        for own, look in ((RETRIES, look_at_retries), (DEAD_LETTERS, count_dead_letters)):
+            if own not in away:
+                looks.start_soon(look)
+    if silent:
+        await admin.stream_names()  # raises where it is not these streams alone that are away
+    away |= silent
     return _Snapshot(
         consumers=consumers,
-        retries=await agent_inventory.agents(admin, RETRIES) if RETRIES not in away else {},
+        retries=retries,
         behind=behind,
-        dead_letters=await agent_inventory.dead_letters(admin) if DEAD_LETTERS not in away else {},
+        dead_letters=dead_letters,
         unanswered={
             (*of, stream)
             for (stream, consumer), record in recorded.consumers.items()

@@ -7,7 +7,7 @@ in `maintenance`, and what concerns the configuration in `stream_policy`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -18,6 +18,7 @@ from aviso_workers.backends import Admin, Management
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers, error_codes, info
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
+from aviso_workers.task_groups import task_group
 
 __all__ = [
     "Gaps",
@@ -34,6 +35,7 @@ __all__ = [
     "streams",
 ]
 
+ASK_AGAIN_SECONDS = 1.0
 DETAILS_SECONDS = 60.0
 """A stream may have millions of gaps, and a server lists each."""
 
@@ -92,11 +94,9 @@ async def existing(request: Awaitable[E]) -> E | None:
         return None
 
 
-async def streams(admin: Admin, *, unavailable: Collection[str] = ()) -> Listing[StreamInfo]:
-    """Return all streams of the account. `unavailable` are those that are known to be: they are not looked for once
-    more, since a server waits for seconds before it leaves out a stream. Raises `BackendError`.
-    """
-    return await _listed(admin.stream_names, admin.streams, known=unavailable)
+async def streams(admin: Admin) -> Listing[StreamInfo]:
+    """Return all streams of the account. Raises `BackendError`."""
+    return await _listed(admin.stream_names, admin.streams, admin.stream_info)
 
 
 async def gaps(admin: Admin, stream: str) -> Gaps:
@@ -176,25 +176,34 @@ async def direct_message(
 
 async def consumers(streams: Management, stream: str) -> Listing[ConsumerInfo]:
     """Return all consumers of a stream. Raises `NotFoundError`."""
-    return await _listed(partial(streams.consumer_names, stream), partial(streams.consumers, stream))
+    names, infos = partial(streams.consumer_names, stream), partial(streams.consumers, stream)
+    return await _listed(names, infos, partial(streams.consumer_info, stream))
 
 
 async def _listed(
-    names: Callable[[], Awaitable[list[str]]], infos: Callable[[], Awaitable[list[T]]], *, known: Collection[str] = ()
+    names: Callable[[], Awaitable[list[str]]],
+    infos: Callable[[], Awaitable[list[T]]],
+    info_of: Callable[..., Awaitable[T]],
 ) -> Listing[T]:
-    """Return what has these names and infos. What has a name only is looked for once more: it may have been made or
-    removed between the two requests, as the consumers of other commands are. `known` are those that are not.
+    """Return what has these names and infos. What has a name only is asked for by that: it may have been made or
+    removed between the two requests, as the consumers of other commands are. A server has waited for it before it
+    listed the others, so the answer is not waited for as long once more.
     """
-    found: dict[str, T] = {}
-    unavailable = set[str]()
-    for _ in range(2):
-        named = {*await names()}
-        found = {each.name: each for each in await infos()}
-        unavailable = named - found.keys()
-        if unavailable:
-            unavailable &= {*await names()}
-        if unavailable <= {*known}:
-            break
+    named = {*await names()}
+    found = {each.name: each for each in await infos()}
+    unavailable: list[str] = []
+
+    async def ask_for(name: str) -> None:
+        try:
+            found[name] = await info_of(name, timeout_seconds=ASK_AGAIN_SECONDS)
+        except NotFoundError:
+            pass  # removed meanwhile
+        except UnavailableError:
+            unavailable.append(name)
+
+    async with task_group() as tasks:
+        for name in named - found.keys():
+            tasks.start_soon(ask_for, name)
     return Listing(found=[found[name] for name in sorted(found)], unavailable=sorted(unavailable))
 
 

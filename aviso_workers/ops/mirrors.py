@@ -10,7 +10,7 @@ Reconciliation leaves a fenced stream alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import anyio
 from msgspec import Struct, field, structs
@@ -86,9 +86,12 @@ class Mirrors:
     def __init__(self, admin: Admin) -> None:
         self._admin = admin
 
-    async def links(self) -> list[Link]:
-        """Return the links of all streams that follow another one, or did until they were promoted."""
-        links = [link for stream in await self._admin.streams() for link in _links(stream)]
+    async def links(self, streams: Iterable[StreamInfo] | None = None) -> list[Link]:
+        """Return the links of all streams that follow another one, or did until they were promoted; of these `streams`
+        where they are known.
+        """
+        streams = await self._admin.streams() if streams is None else streams
+        links = [link for stream in streams for link in _links(stream)]
 
         async def judge(index: int) -> None:
             try:

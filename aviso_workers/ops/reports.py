@@ -7,7 +7,7 @@ more for each that has consumers, which a server lists some hundreds at a time. 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 import anyio
@@ -126,11 +126,9 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
         return self.lag / -self.rate if self.rate < 0 else None
 
 
-async def take(admin: Admin, *, unavailable: Collection[str] = ()) -> ServerSnapshot:
-    """Take a snapshot of all streams and their consumers. `unavailable` are the streams that an earlier one has found
-    without a server that answers. Raises `BackendError`.
-    """
-    listed = await inventory.streams(admin, unavailable=unavailable)
+async def take(admin: Admin) -> ServerSnapshot:
+    """Take a snapshot of all streams and their consumers. Raises `BackendError`."""
+    listed = await inventory.streams(admin)
     streams, unavailable = {each.name: each for each in listed.found}, listed.unavailable
     consumers: dict[tuple[str, str], ConsumerInfo] = {}
     for name in [name for name, found in streams.items() if found.consumers]:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from aviso_workers.backends import Administration, Management
+from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
 from aviso_workers.ops import inventory
 from aviso_workers.server import NatsServer
@@ -211,32 +212,38 @@ def test_many_directly_read_messages_come_with_one_request(
 
 
 class _Passing:
-    """The consumers of a stream, of which one is removed, or made, between the requests for names and for infos."""
+    """The consumers of a stream, of which one has a name only: what becomes of it is seen when it is asked for."""
 
-    def __init__(self, names: list[list[str]], infos: list[list[str]]) -> None:
-        self._names, self._infos = iter(names), iter(infos)
+    def __init__(self, answer: Exception | None) -> None:
+        self._answer = answer
 
     async def consumer_names(self, stream: str) -> list[str]:
-        return next(self._names)
+        return ["a", "other"]
 
     async def consumers(self, stream: str) -> list[ConsumerInfo]:
-        return [
-            ConsumerInfo(stream=stream, name=name, config=ConsumerConfig(), time=datetime.now(UTC))
-            for name in next(self._infos)
-        ]
+        return [_consumer(stream, "a")]
+
+    async def consumer_info(self, stream: str, consumer: str, *, timeout_seconds: float) -> ConsumerInfo:
+        if self._answer is not None:
+            raise self._answer
+        return _consumer(stream, consumer)
+
+
+def _consumer(stream: str, name: str) -> ConsumerInfo:
+    return ConsumerInfo(stream=stream, name=name, config=ConsumerConfig(), time=datetime.now(UTC))
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("names", "infos", "expected"),
+    ("answer", "expected"),
     [
-        pytest.param([["a", "gone"], ["a"]], [["a"]], (["a"], []), id="removed meanwhile"),
-        pytest.param([["a", "new"], ["a", "new"], ["a", "new"]], [["a"], ["a", "new"]], (["a", "new"], []), id="made"),
-        pytest.param([["a", "down"]] * 4, [["a"]] * 2, (["a"], ["down"]), id="without a server"),
+        pytest.param(NotFoundError("other"), (["a"], []), id="removed meanwhile"),
+        pytest.param(None, (["a", "other"], []), id="made"),
+        pytest.param(UnavailableError("other"), (["a"], ["other"]), id="without a server"),
     ],
 )
 async def test_only_what_stays_without_an_answer_is_unavailable(
-    names: list[list[str]], infos: list[list[str]], expected: tuple[list[str], list[str]]
+    answer: Exception | None, expected: tuple[list[str], list[str]]
 ) -> None:
-    listed = await inventory.consumers(cast(Management, _Passing(names, infos)), "MARS")
+    listed = await inventory.consumers(cast(Management, _Passing(answer)), "MARS")
     assert ([each.name for each in listed.found], listed.unavailable) == expected

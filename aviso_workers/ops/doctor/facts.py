@@ -25,7 +25,7 @@ from aviso_workers.backends import Admin, Received
 from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Agent
-from aviso_workers.errors import BackendError, DeniedError, ServerProcessError, UnavailableError
+from aviso_workers.errors import BackendError, DeniedError, NotFoundError, ServerProcessError, UnavailableError
 from aviso_workers.jetstream import plans
 from aviso_workers.jetstream.info import AccountInfo, ConsumerInfo, StreamInfo
 from aviso_workers.jetstream.plans import Plan, Stored
@@ -201,11 +201,11 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
         if "streams" not in requests.unknown:
             await anyio.sleep(scope.seconds)
             elapsed = time.monotonic() - sampled
-            after = await requests.sample()
+            after = await requests.sample(before)
     later: list[Sample] = []
     while len(later) < MAX_LATER and replicas.is_doubtful([each.groups for each in (before, after, *later)]):
         await anyio.sleep(LATER_SECONDS)
-        later.append(await requests.sample())
+        later.append(await requests.sample(before))
     once = await _unsampled_facts(admin, config, requests, after, server, scope)
     unknown = requests.unknown
     if scope.agents is None:
@@ -256,7 +256,7 @@ async def _unsampled_facts(
         recorded = _Later(tasks, lambda: ask("records", lambda: agent_inventory.recorded(admin)))
         run_alone = _Later(tasks, lambda: ask("records", lambda: agent_inventory.run_alone(admin, after.streams)))
         due = _Later(tasks, lambda: ask("streams", lambda: agent_inventory.due(admin)))
-        links = _Later(tasks, lambda: ask("streams", Mirrors(admin).links, within=LISTING_SECONDS))
+        links = _Later(tasks, lambda: ask("streams", lambda: Mirrors(admin).links(after.streams.values())))
         monitored = _Later(tasks, lambda: _monitored(config, requests, server, scope))
         is_strict = _Later(tasks, lambda: monitoring_port.is_strict(admin))
     kept, (servers, unreachable, looks) = recorded.result, monitored.result
@@ -314,7 +314,11 @@ class _Requests:
         """Subscribe to the advisories and metrics of the servers."""
         return self._administration.listen(f"{EVENTS}>")
 
-    async def sample(self) -> Sample:
+    async def sample(self, before: Sample | None = None) -> Sample:
+        """Return a sample. Where one `before` has unavailable streams, each of the others is asked for by its name: a
+        listing would wait for those again.
+        """
+        away = before.unavailable if before else frozenset[str]()
         names: list[str] = []
         listed: list[StreamInfo] = []
         may_list = True
@@ -324,6 +328,8 @@ class _Requests:
 
         async def list_streams() -> None:
             nonlocal may_list
+            if away:
+                return
             try:
                 listed.extend(await self._admin.streams())
             except DeniedError:
@@ -331,6 +337,9 @@ class _Requests:
                 raise
 
         await self._all("streams", [list_names, list_streams], within=LISTING_SECONDS)
+        if away:
+            asked = [partial(self._stream, name) for name in names if name not in away]
+            listed = [each for each in await self._all("streams", asked, within=LISTING_SECONDS) if each]
         found = {stream.name: stream for stream in listed}
         consumed = [partial(self._consumers, stream.name) for stream in found.values() if stream.consumers]
         consumers = [
@@ -364,6 +373,11 @@ class _Requests:
             for index in range(len(requests)):
                 tasks.start_soon(put, index)
         return answers
+
+    async def _stream(self, name: str) -> StreamInfo | None:
+        with suppress(NotFoundError, UnavailableError):  # deleted meanwhile, or lost meanwhile
+            return await self._admin.stream_info(name)
+        return None
 
     async def _consumers(self, stream: str) -> list[ConsumerInfo]:
         return await inventory.existing(self._admin.consumers(stream)) or []  # deleted meanwhile

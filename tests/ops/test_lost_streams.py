@@ -1,0 +1,135 @@
+"""Three servers of which one was killed that alone had two streams: how often reports wait for what nobody answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import anyio
+import pytest
+from msgspec import Struct
+
+from aviso_workers import App, Notification
+from aviso_workers.backends import Admin, open_backend
+from aviso_workers.config import Config
+from aviso_workers.errors import UnavailableError
+from aviso_workers.ops import agent_report, reports
+from aviso_workers.ops.doctor import facts
+from aviso_workers.server.processes import Node
+from tests.ops.doctor.conftest import write
+from tests.ops.doctor.test_cluster import lead
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+LOST = ("DISS", "MARS")
+
+
+class Asked(Struct, frozen=True):
+    """An operator's connection to the servers that are left."""
+
+    admin: Admin
+    config: Config
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[list[str]]:
+        """Collect what JetStream is asked for while the block runs, in order. It is complete behind the block."""
+        asked: list[str] = []
+        administration = self.admin.administration()
+        async with administration.listen("$JS.API.>") as requests:
+            yield asked
+            end = "$JS.API.the.end"
+            administration.send(end, b"")
+            with anyio.fail_after(PATIENCE_SECONDS):
+                while (subject := (await requests.receive()).subject) != end:
+                    asked.append(subject.removeprefix("$JS.API."))
+
+
+@pytest.fixture(scope="module")
+def config(nodes: tuple[Node, ...], tmp_path_factory: pytest.TempPathFactory) -> Config:
+    path = tmp_path_factory.mktemp("config") / "aviso.yaml"
+
+    def write_config(*urls: str) -> Config:
+        return write(path, ",".join(urls), event_types=("mars", "diss", "kept"), replicas=3)
+
+    app = App("field", config=write_config(*(node.url for node in nodes)))
+    for event_type in ("mars", "diss", "kept"):
+
+        @app.agent(event_type, name=f"index_{event_type}")
+        async def index(notification: Notification[Any]) -> None: ...
+
+    async def lose() -> None:
+        async with app.running(), open_backend(app.config) as admin:
+            for stream in LOST:
+                await lead(admin.administration(), stream, leader=nodes[1].name)
+                info = await admin.stream_info(stream)
+                await admin.update_stream({**info.config, "num_replicas": 1})
+                with anyio.fail_after(PATIENCE_SECONDS):
+                    while (await admin.stream_info(stream)).cluster.followers:  # noqa: ASYNC110
+                        await anyio.sleep(0.05)
+                assert (await admin.stream_info(stream)).cluster.leader == nodes[1].name
+
+    anyio.run(lose)
+    os.kill(nodes[1].pid, signal.SIGKILL)
+    return write_config(nodes[0].url, nodes[2].url)
+
+
+@pytest.fixture
+async def asked(config: Config) -> AsyncIterator[Asked]:
+    async with open_backend(config) as admin:
+        with anyio.fail_after(PATIENCE_SECONDS):
+            await until_led(admin)
+        yield Asked(admin, config)
+
+
+async def until_led(admin: Admin) -> None:
+    """Wait until one of the servers that are left leads each other stream."""
+    while True:
+        with suppress(UnavailableError):
+            for stream in {*await admin.stream_names()} - {*LOST}:
+                await admin.stream_info(stream, timeout_seconds=1.0)
+            return
+
+
+async def test_what_agents_report_waits_for_all_lost_streams_at_the_same_time(asked: Asked) -> None:
+    async with asked.listening() as requests:
+        report = await agent_report.of_deployment(asked.admin, asked.config)
+    assert [(each.agent, each.unanswered) for each in report] == [
+        ("index_diss", True),
+        ("index_kept", False),
+        ("index_mars", True),
+    ]
+    at = {name: [n for n, each in enumerate(requests) if each == name] for name in requests}
+    begins = [at[f"{request}.{stream}"][0] for request in ("CONSUMER.LIST", "STREAM.INFO") for stream in LOST]
+    again = [
+        at[f"STREAM.INFO.{stream}"][1] for stream in LOST
+    ]  # a question that a cluster has not answered for a second
+    assert max(begins) < min(again), requests
+    assert requests.count("STREAM.NAMES") - at["STREAM.NAMES"].index(max(at["STREAM.NAMES"])) == 1, requests
+
+
+async def test_what_an_earlier_report_has_found_lost_is_not_asked_for(asked: Asked) -> None:
+    app = App("field", config=asked.config)
+
+    @app.agent("mars", name="index_mars")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    async with asked.listening() as requests:
+        (report,) = await agent_report.of_app(asked.admin, asked.config, app, unavailable=LOST)
+    assert report.unanswered
+    assert not [each for each in requests if each.endswith(LOST)], requests
+
+
+async def test_a_snapshot_and_the_doctor_wait_for_one_listing(asked: Asked) -> None:
+    async with asked.listening() as requests:
+        snapshot = await reports.take(asked.admin)
+    assert snapshot.unavailable == [*LOST]
+    assert requests.count("STREAM.LIST") == 1, requests
+    async with asked.listening() as requests:
+        found = await facts.gather(asked.admin, asked.config, facts.Scope(seconds=0.1))
+    assert found.before.unavailable == found.after.unavailable == frozenset(LOST)
+    assert {"KEPT", "aviso_workers_retries"} <= found.after.streams.keys()
+    assert "streams" not in found.unknown
+    assert requests.count("STREAM.LIST") == 1, requests
