@@ -57,7 +57,7 @@ TROUBLES = (
     "paused",
 )
 """States that somebody should know of, the worst first. A pause was somebody's decision."""
-CALM = ("paused", "no worker", "catching up", "working", "idle", "never started")
+CALM = ("paused", "handed back", "no worker", "catching up", "working", "idle", "never started")
 UNASKED_SECONDS = 60.0
 """After so long without a worker, an agent without a lag needs somebody: longer than a server needs for an election."""
 
@@ -397,7 +397,7 @@ def _view(
         catches_up = now.lag >= CATCHES_UP and (delivered > 0 or lag_rate < 0)
         still = f"nothing was delivered or settled for {still_seconds:.0f} s" if still_seconds > STALE_SECONDS else ""
         state, why = "catching up" if catches_up else state, "; ".join(filter(None, (why, still, still and nobody)))
-    elif state == "parked" and nobody:
+    elif state in ("parked", "handed back") and nobody:
         why = f"{why}; {nobody}"
     return AgentView(
         progress=now,
@@ -432,6 +432,8 @@ def state_of(now: AgentProgress, before: AgentProgress | None = None) -> tuple[s
         return "stuck", trouble
     if now.parked:
         return "parked", parked.waiting_text(now.parked)
+    if now.handed_back:
+        return "handed back", now.handed_back
     if now.paused_until:
         return "paused", f"until {now.paused_until}"
     if now.failing and not _has_recovered(now):

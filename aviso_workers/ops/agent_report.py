@@ -18,6 +18,7 @@ from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Agent, Router
+from aviso_workers.declare.verdicts import PARKED_SECONDS
 from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerConfig
@@ -109,6 +110,14 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
         return waiting_text(self.outage, now=self.time) if self.outage is not None else ""
 
     @property
+    def handed_back(self) -> str:
+        """That a person has decided on what was parked, while its worker may not have looked yet; else empty."""
+        decided = self.record.decided if self.record and self.ack_pending else None
+        if decided is None or (self.time - decided).total_seconds() > PARKED_SECONDS:
+            return ""
+        return f"handed back at {time_text(decided)}: its worker looks within a minute"
+
+    @property
     def failing(self) -> str:
         """Since when and how it fails; empty where it does not, or does no more."""
         failure = self.failure
@@ -141,7 +150,7 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
         trouble = self.trouble_since(before)
         if trouble and trouble == self.waiting:  # which says the error already
             return f"{paused}; {trouble}" if paused else trouble
-        stopped = ""
+        stopped = self.handed_back
         if self.parked:
             stopped = f"parked: {parked.waiting_text(self.parked)}; {parked.commands_text(self.parked)}"
         said = (trouble or paused, stopped or (trouble and self.failing))
@@ -198,8 +207,8 @@ class AgentRow(Struct, frozen=True, kw_only=True):
     parked: int = 0
     """The number of notifications that wait for a person."""
     state: str
-    """The state of the agent: `trouble` and `failing`, `paused until`, `parked`, `ok`, or `idle` without a
-    lag."""
+    """The state of the agent: `trouble` and `failing`, `paused until`, `parked`, `handed back`, `ok`, or `idle` without
+    a lag."""
 
 
 class _Snapshot(Struct, frozen=True, kw_only=True):

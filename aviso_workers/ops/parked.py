@@ -6,17 +6,18 @@ A worker looks at each of its parked notifications once in a minute (`engine.red
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import Collection, Sequence
+from contextlib import aclosing, suppress
 
 import msgspec
 from msgspec import Struct, structs
 
 from aviso_workers.backends import Admin
 from aviso_workers.backends.buckets import open_existing
-from aviso_workers.errors import DeniedError, NotFoundError, UnavailableError
+from aviso_workers.errors import DeniedError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.key_value import KeyValue
-from aviso_workers.state import failure_counts
+from aviso_workers.state import consumer_records, failure_counts
 from aviso_workers.state.failure_counts import ParkedRecord
 
 __all__ = ["Parked", "commands_text", "everywhere", "of_agent", "retry", "skip", "waiting_text"]
@@ -98,6 +99,7 @@ def commands_text(found: Sequence[Parked]) -> str:
 
 async def retry(admin: Admin, *parked: Parked) -> None:
     """Have notifications tried again, with all of their attempts. Raises `BackendError`; it can be repeated then."""
+    await _note(admin, parked)
     for each in parked:
         if (bucket := await _bucket(admin, each.app)) is not None:
             await bucket.delete(each.key)  # first: what is broken off here stays parked
@@ -106,9 +108,18 @@ async def retry(admin: Admin, *parked: Parked) -> None:
 
 async def skip(admin: Admin, *parked: Parked) -> None:
     """Have notifications become dead letters. Raises `BackendError`; it can be repeated then."""
+    await _note(admin, parked)
     for each in parked:
         if (bucket := await _bucket(admin, each.app)) is not None:
             await bucket.put(each.key, msgspec.json.encode(structs.replace(each.record, skip=True)))
+
+
+async def _note(admin: Admin, parked: Collection[Parked]) -> None:
+    """Note when this is decided, before it is: what is broken off between the two stays parked, and is told as that."""
+    for (app, agent), count in Counter((each.app, each.agent) for each in parked).items():
+        with suppress(RefusedError):  # without it, the agent may be taken for stuck until its worker has looked
+            bucket = await consumer_records.bucket(admin)
+            await bucket.put(consumer_records.note_key(app, "agents", agent, consumer_records.DECIDED), b"%d" % count)
 
 
 async def _bucket(admin: Admin, app: str) -> KeyValue | None:

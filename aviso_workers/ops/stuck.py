@@ -4,7 +4,7 @@ The ack floor is before the oldest notification that is not finished. So notific
 however many, do not hide it. The server does not say since when it is unchanged; the workers' records do
 (`engine.consumer_records`), and say how long the agent's policy allows it. Without a record, such as for other clients'
 consumers, the last delivery or acknowledgement is taken, which traffic can hide; also where something is parked, which
-is before everything else.
+is before everything else. What a person has decided on begins anew with that, and its time too.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def why_stuck(
     if parked and now.num_ack_pending <= sum(1 + each.record.behind for each in parked):
         return ""
     since = unfinished_since(now, None if parked else record)
+    if since and record and record.decided:
+        since = max(since, record.decided)
     seconds = (now.time - since).total_seconds() if since else 0.0
     if seconds <= (record.longest_seconds if record else _longest_seconds(now)):
         return ""

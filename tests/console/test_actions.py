@@ -166,7 +166,9 @@ async def test_parked_notifications_are_decided_on(console: Served, app: App, ru
         assert "1 notifications wait behind them by their ordering key, and will run without them." in said
         await client.post("/actions/skip-parked", data=hidden_fields(asked.text, "skip-parked"))
         await shown(client, "/audit", "skip-parked", "1 skipped")
-        await shown(client, "/agents/field-index/parks", without="Parked: they wait")
+        page = await shown(client, "/agents/field-index/parks", without="Parked: they wait")
+        assert "handed back at" in page
+        assert "its worker looks within a minute" in page
 
 
 async def test_a_timer_is_paused_and_resumed(console: Served, app: App, running: Harness) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -79,6 +80,19 @@ async def rows(t: Harness) -> list[AgentRow]:
     ]
     assert "3 delivered and not finished" in structs.replace(later[0], parked=()).trouble
     return agent_report.rows(later, later, seconds=1.0)
+
+
+async def told(t: Harness) -> tuple[str, str]:
+    """Return trouble and state of the agent, as if an hour had passed before anybody decided on what is parked."""
+    [now] = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
+    assert now.record is not None
+    long_ago = structs.replace(now.record, unfinished_since=now.time - timedelta(hours=1))
+    assert (
+        "delivered and not finished"
+        in structs.replace(now, parked=(), record=structs.replace(long_ago, decided=None)).trouble
+    ), "without parking"
+    now = structs.replace(now, record=long_ago)
+    return now.trouble, now.state_since(None)
 
 
 async def looked_at(t: Harness) -> None:
@@ -228,6 +242,40 @@ async def test_they_stay_parked_through_an_outage(
         await looked_at(t)
     assert sorted(handled.done) == list(range(20, 30))
     assert len([step for step, _ in handled.tried if step < 10]) == 10, "nobody has decided on them"
+
+
+@pytest.mark.parametrize("skips", [False, True])
+async def test_what_is_decided_on_is_handed_back_and_not_stuck(
+    app: App, url: str | None, handled: Handled, skips: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seldom = Again(after_seconds=60.0, reason="parked")
+    monkeypatch.setattr(verdicts, "PARKED", seldom)
+    monkeypatch.setattr(acknowledging, "PARKED", seldom)
+    handled.broken = {3, 4}
+
+    @app.agent("mars", retry=PARKING)
+    async def index(notification: Notification[Any]) -> None:
+        handled.handle(notification)
+
+    async with harness(app, server=url) as t:
+        admin = t.app.session.admin
+        await t.notify("mars", mars(step=3), {})
+        await t.notify("mars", mars(step=4), {})
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while len(found := await waiting(t)) < 2:
+                await t.advance(0.1)
+        decide = parked.skip if skips else parked.retry
+        await decide(admin, found[0])
+        trouble, state = await told(t)
+        assert (trouble, state.partition(":")[0]) == ("", "parked"), "the other one waits for a decision"
+        await decide(admin, found[1])
+        trouble, state = await told(t)
+        assert trouble == ""
+        assert re.fullmatch(r"handed back at \S+: its worker looks within a minute", state)
+        [now] = await agent_report.of_app(admin, t.app.config, t.app)
+        assert now.events is not None
+        later = structs.replace(now.events, time=now.events.time + timedelta(minutes=10))
+        assert "2 delivered and not finished" in structs.replace(now, events=later).trouble, "no worker has looked"
 
 
 def test_windows_cannot_be_parked() -> None:

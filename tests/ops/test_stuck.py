@@ -43,6 +43,8 @@ OLDEST = "1 delivered and not finished; the oldest one, after sequence 7, for 10
         pytest.param({}, {"longest_seconds": 3600.0}, "", id="its policy allows an hour"),
         pytest.param({"paused_until": NOW}, {}, "", id="it is paused"),
         pytest.param({"num_ack_pending": 0}, {}, "", id="there is nothing to do"),
+        pytest.param({}, {"decided": NOW - timedelta(minutes=4)}, "", id="a person has handed it back since"),
+        pytest.param({}, {"decided": LONG_AGO - timedelta(hours=1)}, OLDEST, id="that was before"),
     ],
 )
 def test_what_is_delivered_and_not_finished(now: dict[str, Any], recorded: dict[str, Any] | None, why: str) -> None:
@@ -107,3 +109,6 @@ def test_what_is_parked_is_not_stuck(now: dict[str, Any], behind: int, why: str)
     alone = consumer(num_pending=5, num_ack_pending=1)
     abandoned = why_stuck(alone, alone, record(attempt_seconds=300.0), [parked()])
     assert abandoned == "5 pending and 1 not finished, and no worker pulls them"
+    handed_back = consumer(num_ack_pending=2)
+    assert "2 delivered and not finished" in why_stuck(handed_back, None, record(), [parked()])
+    assert why_stuck(handed_back, None, record(decided=NOW), [parked()]) == "", "one of two is decided on"
