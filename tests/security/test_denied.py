@@ -15,7 +15,7 @@ from aviso_workers.errors import DeniedError, UnansweredError
 from aviso_workers.events import AgentDisturbed, LeadershipHindered, PermissionDenied
 from aviso_workers.server import NatsServer
 from tests.conftest import write_mars_config
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import LONG_SECONDS, PATIENCE_SECONDS, PROMPT_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -58,6 +58,21 @@ async def test_what_is_denied_is_told_once_for_each_kind_of_subject(tmp_path: Pa
         "publish to mars.>",
     ]
     assert remembered <= MAX_DENIALS
+
+
+async def test_who_asks_for_what_is_denied_is_told_at_once(tmp_path: Path) -> None:
+    users = "authorization { users: [{user: reader, password: right, permissions: {publish: [allowed]}}] }\n"
+    with NatsServer.start(store_dir=tmp_path, config=users) as server:
+        url = server.url.replace("//", "//reader:right@")
+        connection = NatsConnection(config.JetStream(nats_url=config.ServerUrls(url)), on_connection=None)
+        await connection.open()
+        with anyio.fail_after(PROMPT_SECONDS):
+            for subject in ("STREAM.LIST", "STREAM.INFO.MARS"):
+                with pytest.raises(DeniedError, match=rf"^\$JS\.API\.{subject}: permissions violation"):
+                    await connection.api(subject, timeout_seconds=LONG_SECONDS)
+            with pytest.raises(DeniedError, match="anything"):
+                await connection.request("anything", b"", timeout_seconds=LONG_SECONDS)
+        await connection.close()
 
 
 async def test_a_worker_that_may_not_record_itself_works_and_ends_as_ever(tmp_path: Path) -> None:

@@ -448,6 +448,7 @@ class NatsConnection:
         self._denials[said] = anyio.current_time()
         if len(self._denials) > MAX_DENIALS:
             del self._denials[next(iter(self._denials))]
+        self._requests.end_denied(said)
         kind = _kind(said)
         if self._opened and kind not in self._reported and len(self._reported) < MAX_REPORTED:
             self._reported.add(kind)

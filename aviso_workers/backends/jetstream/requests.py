@@ -58,6 +58,12 @@ class Requests:
             raise nats.errors.NoRespondersError
         return Answer(*answer)
 
+    def end_denied(self, said: str) -> None:
+        """End with a TimeoutError the requests whose subject the server denies with these words: nobody answers."""
+        for answered, subject, _ in self._waiting.values():
+            if f'"{subject.lower()}"' in said and not answered.done():
+                answered.set_exception(TimeoutError(said))
+
     def _on_answers(self, arrivals: Sequence[Arrival]) -> None:
         for arrival in arrivals:
             subject, _, headers, data = arrival
