@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import anyio
 import typer
-from msgspec import Struct
-from rich.console import RenderableType
+from msgspec import Struct, structs
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -17,7 +17,16 @@ from aviso_workers.app import App
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.cli import completion
 from aviso_workers.cli.options import argument, flag, option
-from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, printable, terminal
+from aviso_workers.cli.output import (
+    AsJson,
+    echo,
+    end_where_unavailable,
+    print_json,
+    print_record,
+    print_rows,
+    printable,
+    terminal,
+)
 from aviso_workers.cli.report import Seconds
 from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import (
@@ -35,6 +44,7 @@ from aviso_workers.errors import BackendError, ConfigError, DeclarationError, No
 from aviso_workers.ops import agent_inventory, agent_report, parked
 from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import AgentProgress, AgentRow
+from aviso_workers.ops.denials import Denials, noted
 from aviso_workers.ops.parked import Parked
 from aviso_workers.state import declarations
 from aviso_workers.state.failure_records import Retrying
@@ -78,13 +88,14 @@ def list_agents(
     given = one_app(target, app)
     is_name = app is not None and ":" not in app and agent is None
     found = find_app(given, agent=agent, config=config) if (given or agent) and not is_name else None
-    asked = _Asked(found, found.name if found else given)
+    asked = _Asked(found, found.name if found else given, Denials())
     source = found.config if found else config
     if watch:
         connected(source, lambda server: _watch(server, asked, seconds), declared=True)
         return
     rows = connected(source, lambda server: _compared(server, asked, seconds), declared=True)
     print_rows(AGENTS, map(_row, rows), rows, none="no agents", as_json=as_json)
+    end_where_unavailable((), asked.denied.text())
     if any(row.trouble for row in rows):
         raise typer.Exit(1)
 
@@ -95,6 +106,8 @@ class _Asked(Struct, frozen=True):
     app: App | None
     name: str | None
     """The name of the app; None for the agents of all apps."""
+    denied: Denials
+    """What the server denies our user."""
 
     async def report(
         self, server: OpenedServer, recorded: Recorded, before: Iterable[AgentProgress] = ()
@@ -102,8 +115,12 @@ class _Asked(Struct, frozen=True):
         """Return the report. What an earlier one, `before`, has found unanswered is not waited for again."""
         away, admin, config = {each.stream for each in before if each.unanswered}, server.admin, server.config
         if self.app is not None:
-            return await agent_report.of_app(admin, config, self.app, recorded=recorded, unavailable=away)
-        everyones = await agent_report.of_deployment(admin, config, recorded=recorded, unavailable=away)
+            return await agent_report.of_app(
+                admin, config, self.app, recorded=recorded, unavailable=away, denied=self.denied
+            )
+        everyones = await agent_report.of_deployment(
+            admin, config, recorded=recorded, unavailable=away, denied=self.denied
+        )
         return _of_app(everyones, self.name) if self.name else everyones
 
     def rows(
@@ -114,7 +131,9 @@ class _Asked(Struct, frozen=True):
 
     async def unlisted(self, server: OpenedServer, recorded: Recorded) -> str:
         """Return which agents cannot be listed, and what to do, as text; empty where there are none."""
-        found = [] if self.name else await agent_inventory.elsewhere(server.admin, server.config, recorded)
+        found: list[str] = []
+        with noted(self.denied, "streams"):
+            found = [] if self.name else await agent_inventory.elsewhere(server.admin, server.config, recorded)
         if not found:
             return ""
         return (
@@ -125,10 +144,10 @@ class _Asked(Struct, frozen=True):
 
 async def _compared(server: OpenedServer, asked: _Asked, seconds: float) -> list[AgentRow]:
     """Return the rows of two reports that are made `seconds` apart."""
-    before = await asked.report(server, await agent_inventory.recorded(server.admin))
+    before = await asked.report(server, await agent_inventory.recorded(server.admin, denied=asked.denied))
     began = anyio.current_time()
     await anyio.sleep(seconds)
-    recorded = await agent_inventory.recorded(server.admin)
+    recorded = await agent_inventory.recorded(server.admin, denied=asked.denied)
     now = await asked.report(server, recorded, before)
     rows = asked.rows(recorded, now, before, seconds=anyio.current_time() - began)
     if elsewhere := await asked.unlisted(server, recorded):
@@ -307,19 +326,21 @@ def _retrying_row(each: Retrying) -> tuple[str, ...]:
 
 
 async def _watch(server: OpenedServer, asked: _Asked, seconds: float) -> None:
-    recorded = await agent_inventory.recorded(server.admin)
+    recorded = await agent_inventory.recorded(server.admin, denied=asked.denied)
     if elsewhere := await asked.unlisted(server, recorded):
         echo(elsewhere, err=True)
     console = terminal()
     before, began = await asked.report(server, recorded), anyio.current_time()
 
     async def shown() -> RenderableType:
-        nonlocal before, began
-        recorded = await agent_inventory.recorded(server.admin)
+        nonlocal asked, before, began
+        asked = structs.replace(asked, denied=Denials())
+        recorded = await agent_inventory.recorded(server.admin, denied=asked.denied)
         now, ended = await asked.report(server, recorded), anyio.current_time()
         rows = asked.rows(recorded, now, before, seconds=ended - began)
         before, began = now, ended
-        return table(AGENTS, [_row(row) for row in rows], width=console.width) if rows else Text("no agents")
+        listed = table(AGENTS, [_row(row) for row in rows], width=console.width) if rows else Text("no agents")
+        return Group(listed, Text(printable(text))) if (text := asked.denied.text()) else listed
 
     while not console.is_terminal:
         await anyio.sleep(seconds)
@@ -350,5 +371,5 @@ def _row(row: AgentRow) -> tuple[str, ...]:
     of = (row.app, row.agent, row.stream)
     if row.why_none or row.stream == "-":
         return (*of, *("-",) * 5, row.state)
-    numbers = (row.pending, row.ack_pending, row.redelivered, row.dead_letters)
+    numbers = (row.pending, row.ack_pending, row.redelivered, "-" if row.dead_letters is None else row.dead_letters)
     return (*of, *map(str, numbers), f"{row.rate:+.1f}", row.state)

@@ -54,7 +54,7 @@ async def list_consumers(
     now, before = await snapshots(server, seconds, take)
     rows = reports.consumers(now, before)
     print_rows(CONSUMERS, map(_consumer_row, rows), rows, none="no consumers", as_json=as_json)
-    end_where_unavailable(now.unavailable)
+    end_where_unavailable(now.unavailable, now.denied.text())
     if any(row.stuck for row in rows):
         raise typer.Exit(1)
 

@@ -149,11 +149,12 @@ def echo(text: str, *, err: bool = False) -> None:
     typer.echo(printable_lines(text), err=err)
 
 
-def end_where_unavailable(names: Sequence[str]) -> None:
-    """End the command with exit code 1 and a line for each of these names, if there are any: no server answers for
-    them.
+def end_where_unavailable(names: Sequence[str], denied: str = "") -> None:
+    """End the command with exit code 1 and a line for each of these names, for which no server answers, and one for
+    what is `denied`; go on where there are none.
     """
-    for name in names:
-        echo(f"{name}: no server answers for it, so that it is not shown", err=True)
-    if names:
+    said = [*(f"{name}: no server answers for it, so that it is not shown" for name in names), denied]
+    for line in filter(None, said):
+        echo(line, err=True)
+    if any(said):
         raise typer.Exit(1)

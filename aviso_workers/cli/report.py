@@ -88,7 +88,7 @@ async def streams(
     print_rows(STREAMS, map(_stream_row, rows), rows, none="no streams", as_json=as_json)
     if servers := await reports.servers(server.admin, server.config, monitor or ()):
         print_rows(SERVERS, map(_server_row, servers), servers, none="no servers", as_json=as_json)
-    end_where_unavailable(now.unavailable)
+    end_where_unavailable(now.unavailable, now.denied.text())
     if any(row.trouble for row in rows) or any(row.trouble for row in servers):
         raise typer.Exit(1)
 
@@ -146,7 +146,8 @@ class _Screen:
             lags.append(consumer.lag)
             numbers = (str(consumer.lag), f"{consumer.rate:+.1f}", str(consumer.redelivered))
             consumers.append((consumer.stream, consumer.consumer, *numbers, _sparkline(lags), consumer_state(consumer)))
-        missing = [Text(printable(f"no server answers for {', '.join(now.unavailable)}"))] if now.unavailable else []
+        away = f"no server answers for {', '.join(now.unavailable)}" if now.unavailable else ""
+        missing = [Text(printable(said)) for said in (away, now.denied.text()) if said]
         below = [table(TOP_CONSUMERS, consumers, width=width)] if consumers else []
         above = [table(TOP_STREAMS, streams, width=width), Text()] if streams else []
         return Group(*above, *below, *missing)

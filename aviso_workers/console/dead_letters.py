@@ -17,14 +17,8 @@ from aviso_workers.console.jobs import Job
 from aviso_workers.errors import BackendError, InvalidPositionError, OutcomeUnknownError, UnavailableError, describe
 from aviso_workers.events import Events
 from aviso_workers.ops import agent_inventory, inventory
-from aviso_workers.ops.dead_letters import (
-    DeadLetter,
-    Group,
-    Selection,
-    StoredDeadLetters,
-    grouped,
-    portions,
-)
+from aviso_workers.ops.dead_letters import DeadLetter, Group, Selection, StoredDeadLetters, grouped, portions
+from aviso_workers.ops.denials import Denials, noted
 from aviso_workers.state import dead_letter_records
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
@@ -56,8 +50,10 @@ MAX_FAILURES = 100
 class SelectedLetters(Struct, kw_only=True):
     """What a filter selects."""
 
-    kept: int
-    """Dead letters that there are, selected or not."""
+    kept: int | None = None
+    """Dead letters that there are, selected or not; None where our user may not ask for them."""
+    denied: str = ""
+    """What the server denies our user, so that not all of them are here."""
     count: int = 0
     """Dead letters that are selected."""
     groups: list[Group] = []
@@ -89,12 +85,15 @@ class DeadLetterLists:
 
 async def _listed(admin: Admin, config: Config, fields: Mapping[str, str]) -> SelectedLetters:
     stored = StoredDeadLetters(admin, config, events=Events())
-    found = SelectedLetters(kept=await stored.count())
+    found, denied, wanted = SelectedLetters(), Denials(), _selection(fields)
     groups: dict[tuple[str, ...], Group] = {}
-    async for dead_letter in _selected(stored, _selection(fields)):
-        found.count += 1
-        grouped(groups, dead_letter)
-        found.newest = [dead_letter, *found.newest[: SHOWN - 1]]
+    with noted(denied, "dead letters"):
+        found.kept = await stored.count()
+        async for dead_letter in _selected(stored, wanted):
+            found.count += 1
+            grouped(groups, dead_letter)
+            found.newest = [dead_letter, *found.newest[: SHOWN - 1]]
+    found.denied = denied.text()
     found.groups = sorted(groups.values(), key=lambda group: -group.count)
     return found
 

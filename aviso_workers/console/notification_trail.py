@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import aclosing
 from datetime import datetime, timedelta
+from typing import Any
 
 import anyio
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso import topics
 from aviso_workers.aviso.codec import Message, NotificationReader
@@ -22,6 +23,7 @@ from aviso_workers.console.overview import AgentView, Overview
 from aviso_workers.errors import AvisoWorkersError
 from aviso_workers.jetstream.subjects import matcher
 from aviso_workers.ops import aviso_admin, inventory
+from aviso_workers.ops.denials import Denials, noted
 from aviso_workers.ops.inventory import StoredMessage
 from aviso_workers.state import asyncapi
 
@@ -71,6 +73,8 @@ class Trail(Struct, frozen=True, kw_only=True):
     """What agents published while they handled it: name such as `MARS@4712`, app and name of the agent, subject."""
     unsure: list[str]
     """Why there may be more of these, in sentences."""
+    denied: str
+    """What the server denies our user, so that there may be more agents."""
 
 
 async def trail(admin: Admin, overview: Overview, name: str) -> Trail:
@@ -91,9 +95,10 @@ async def trail(admin: Admin, overview: Overview, name: str) -> Trail:
         unreadable = str(error)
     readers = [view for view in overview.agents if view.progress.stream == message.stream]
     dead: dict[tuple[str, str], str] = {}
-    if any(view.progress.dead_letters for view in readers):
-        dead = await dead_letters.of_notification(admin, overview.config, message.stream, message.sequence)
-    fates = [_fate(view, message, dead) for view in readers]
+    with noted(denied := Denials(), "dead letters"):
+        if any(view.progress.dead_letters != 0 for view in readers):
+            dead = await dead_letters.of_notification(admin, overview.config, message.stream, message.sequence)
+    fates = [_fate(view, message, dead, denied.text()) for view in readers]
     agents = [(view.progress.app, view.progress.agent) for view in readers]
     outputs, unsure = await _outputs(admin, overview, message, agents)
     return Trail(
@@ -105,6 +110,7 @@ async def trail(admin: Admin, overview: Overview, name: str) -> Trail:
         fates=fates,
         outputs=outputs,
         unsure=unsure,
+        denied=overview.denied.text("records", f"agents of {message.stream}"),
     )
 
 
@@ -112,40 +118,46 @@ async def _outputs(
     admin: Admin, overview: Overview, message: StoredMessage, readers: Collection[tuple[str, str]]
 ) -> tuple[list[tuple[str, tuple[str, str], str]], list[str]]:
     """Return `outputs` and `unsure` of the trail: the streams are read that the code of the agents names."""
-    documents = {app: await asyncapi.stored(admin, app) or {} for app in sorted({app for app, _ in readers})}
+    documents: dict[str, Mapping[str, Any]] = {app: {} for app, _ in sorted(readers)}
+    with noted(denied := Denials(), "documents"):
+        documents = {app: await asyncapi.stored(admin, app) or {} for app in documents}
     sent = [each for app, agent in readers for each in asyncapi.operations(documents[app], "send", agent)]
-    unknown = [app for app, found in documents.items() if "operations" not in found]
+    unknown = [] if denied.text() else [app for app, found in documents.items() if "operations" not in found]
     unsure = [f"What the agents of {app} publish is not recorded." for app in unknown]
     outputs, cause, looked_at = [], f"{message.stream}@{message.sequence}", 0
     since = datetime.fromisoformat(message.time) - SKEW
     with anyio.move_on_after(SCAN_SECONDS) as scan:
         for base in sorted({each["channel"]["$ref"].rpartition("/")[2] for each in sent}):
             stream = topics.stream_name(base)
-            if (info := await inventory.existing(admin.stream_info(stream))) is None:
-                continue
-            of_base = admin.read(
-                stream, filter_subjects=(f"{base}.>",), start_time=since, last_sequence=info.last_sequence
-            )
-            async with aclosing(of_base):
-                async for each in of_base:
-                    origin = _origin(each.headers or {}, overview)
-                    if origin.agent and origin.cause == cause:
-                        outputs.append((f"{stream}@{each.sequence}", origin.agent, each.subject))
-                    looked_at += 1
-                    if looked_at == MAX_SCANNED:
-                        scan.cancel()
-                        await anyio.sleep_forever()  # it ends here
+            with noted(denied, "outputs"):
+                if (info := await inventory.existing(admin.stream_info(stream))) is None:
+                    continue
+                of_base = admin.read(
+                    stream, filter_subjects=(f"{base}.>",), start_time=since, last_sequence=info.last_sequence
+                )
+                async with aclosing(of_base):
+                    async for each in of_base:
+                        origin = _origin(each.headers or {}, overview)
+                        if origin.agent and origin.cause == cause:
+                            outputs.append((f"{stream}@{each.sequence}", origin.agent, each.subject))
+                        looked_at += 1
+                        if looked_at == MAX_SCANNED:
+                            scan.cancel()
+                            await anyio.sleep_forever()  # it ends here
+    if said := denied.text():
+        unsure.append(f"What else was published is {said}.")
     if scan.cancelled_caught:
         unsure.append(f"{looked_at:,} notifications since then were looked at, and there may be more.")
     return outputs, unsure
 
 
-def _fate(view: AgentView, message: StoredMessage, dead: dict[tuple[str, str], str]) -> Fate:
+def _fate(view: AgentView, message: StoredMessage, dead: dict[tuple[str, str], str], denied: str) -> Fate:
+    """Return what has become of it at one agent; `denied` is why it is not known which are dead letters."""
     progress = view.progress
     if (why := dead.get((progress.app, progress.agent))) is not None:
         return Fate(view=view, state="dead letter", why=why)
     if progress.events is None:
-        return Fate(view=view, state="not handled", why=view.why)
+        return Fate(view=view, state="unknown" if view.state == "unknown" else "not handled", why=view.why)
     filters = progress.events.config.filters
     if filters and not matcher(filters)(message.subject):
         return Fate(view=view, state="not for it", why=f"it reads {', '.join(filters)}")
@@ -157,7 +169,10 @@ def _fate(view: AgentView, message: StoredMessage, dead: dict[tuple[str, str], s
     for retrying in progress.retrying:
         if retrying.sequence == message.sequence:
             return Fate(view=view, state="retrying", why=f"failed {retrying.attempt} times: {retrying.error}")
-    return _by_position(view, message.sequence)
+    found = _by_position(view, message.sequence)
+    if denied and found.state == "settled":
+        return structs.replace(found, state="unknown", why=f"{found.why}; whether it is a dead letter is {denied}")
+    return found
 
 
 def _origin(given: Mapping[str, str], overview: Overview) -> PublishedBy:

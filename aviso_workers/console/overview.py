@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
@@ -16,13 +16,14 @@ from aviso_workers.aviso.literals import time_text
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.console.history import Rates, rates
-from aviso_workers.errors import BackendError, DeniedError, RefusedError, UnavailableError, describe
+from aviso_workers.errors import BackendError, RefusedError, UnavailableError, describe
 from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, parked, reports
 from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import AgentProgress, AgentRow
+from aviso_workers.ops.denials import Denials, noted
 from aviso_workers.ops.parked import Parked
 from aviso_workers.ops.reports import ServerSnapshot, StreamRow
-from aviso_workers.state import declarations, worker_records
+from aviso_workers.state import worker_records
 from aviso_workers.state.declarations import AppDeclarations
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 from aviso_workers.state.worker_records import AtWork, WorkerRecord
@@ -139,12 +140,17 @@ class Overview(Struct, frozen=True, kw_only=True):
     """Those that live, by app, as far as they have recorded themselves."""
     differing: list[str]
     """In which event types the apps differ."""
-    new_dead_letters: int
-    """Those of the last 24 hours."""
+    new_dead_letters: int | None
+    """Those of the last 24 hours; None where our user may not ask for them."""
     rates: Rates
     """Those of the last hour, where the configuration names a Prometheus."""
     snapshot: ServerSnapshot
     progress: list[AgentProgress]
+
+    @property
+    def denied(self) -> Denials:
+        """What the server denies our user of all of this."""
+        return self.snapshot.denied
 
 
 class Watcher:
@@ -223,16 +229,15 @@ class Watcher:
         self._taken = anyio.Event()
 
     async def _take(self) -> Overview:
-        apps = await declarations.stored(self._admin)
-        config, differing = aviso_admin.with_declared(self._config, apps)
         before = self._newest
         snapshot = await reports.take(self._admin)
-        recorded = await agent_inventory.recorded(self._admin)
+        recorded, denied = snapshot.recorded, snapshot.denied
+        config, differing = aviso_admin.with_declared(self._config, recorded.apps)
         progress = await agent_report.of_deployment(
-            self._admin, config, recorded=recorded, unavailable=snapshot.unavailable
+            self._admin, config, recorded=recorded, unavailable=snapshot.unavailable, denied=denied
         )
-        progress += _without_consumer(config, recorded, apps, progress)
-        workers = await self._workers()
+        progress += _without_consumer(config, recorded, progress, denied)
+        workers = await self._workers(denied)
         seconds = snapshot.at - before.snapshot.at if before else 0.0
         return Overview(
             time=datetime.now(UTC),
@@ -242,7 +247,7 @@ class Watcher:
                 progress,
                 before.progress if before else [],
                 seconds,
-                snapshot.streams,
+                snapshot,
                 workers,
                 await self._dead_letters_of_a_day(snapshot, progress),
             ),
@@ -250,7 +255,7 @@ class Watcher:
             streams=reports.streams(snapshot, before.snapshot if before else snapshot),
             unavailable=snapshot.unavailable,
             recorded=recorded,
-            apps=apps,
+            apps=recorded.apps,
             workers=workers,
             differing=differing,
             new_dead_letters=await self._new_dead_letters(snapshot),
@@ -259,8 +264,8 @@ class Watcher:
             progress=progress,
         )
 
-    async def _workers(self) -> dict[str, list[WorkerRecord]]:
-        with suppress(DeniedError, UnavailableError):  # the other things are worth more
+    async def _workers(self, denied: Denials) -> dict[str, list[WorkerRecord]]:
+        with noted(denied, "workers"), suppress(UnavailableError):  # the other things are worth more
             return await worker_records.stored(self._admin)
         return {}
 
@@ -275,7 +280,7 @@ class Watcher:
         now: Iterable[AgentProgress],
         before: Iterable[AgentProgress],
         seconds: float,
-        streams: Collection[str],
+        snapshot: ServerSnapshot,
         workers: Mapping[str, list[WorkerRecord]],
         of_a_day: Mapping[tuple[str, str], int],
     ) -> list[AgentView]:
@@ -298,18 +303,21 @@ class Watcher:
                 seconds,
                 unasked_seconds=time - self._unasked.get(_key(each), time),
                 still_seconds=time - self._moved[_key(each)][1],
-                has_stream=each.stream in streams,
+                has_stream=each.stream in snapshot.streams or bool(snapshot.denied.subjects("streams")),
                 workers=workers.get(each.app, []),
-                of_a_day=of_a_day.get((each.app, each.agent)) if each.dead_letters else 0,
+                of_a_day=0 if each.dead_letters == 0 else of_a_day.get((each.app, each.agent)),
             )
             for each in now
         ]
 
-    async def _new_dead_letters(self, snapshot: ServerSnapshot) -> int:
-        if DEAD_LETTERS not in snapshot.streams or not snapshot.streams[DEAD_LETTERS].messages:
-            return 0
-        since = snapshot.streams[DEAD_LETTERS].time - timedelta(days=1)
-        return await self._admin.count(DEAD_LETTERS, filter_subjects=(), start_time=since)
+    async def _new_dead_letters(self, snapshot: ServerSnapshot) -> int | None:
+        if DEAD_LETTERS not in snapshot.streams:
+            return None if snapshot.denied.subjects("streams") else 0
+        found = snapshot.streams[DEAD_LETTERS]
+        with noted(snapshot.denied, "dead letters"):
+            since = found.time - timedelta(days=1)
+            return await self._admin.count(DEAD_LETTERS, filter_subjects=(), start_time=since) if found.messages else 0
+        return None
 
     async def _dead_letters_of_a_day(
         self, snapshot: ServerSnapshot, progress: Iterable[AgentProgress]
@@ -322,8 +330,9 @@ class Watcher:
         known = {key: self._of_a_day.get(key, (0, -math.inf, 0)) for key in totals}
         due = [key for key, total in totals.items() if known[key][0] != total or time - known[key][1] > COUNTED_SECONDS]
         since = snapshot.streams[DEAD_LETTERS].time - timedelta(days=1)
-        for key in sorted(due, key=lambda key: known[key][1])[:COUNTED_AT_ONCE]:
-            known[key] = (totals[key], time, await agent_inventory.dead_letters_since(self._admin, *key, since))
+        with noted(snapshot.denied, "dead letters"):
+            for key in sorted(due, key=lambda key: known[key][1])[:COUNTED_AT_ONCE]:
+                known[key] = (totals[key], time, await agent_inventory.dead_letters_since(self._admin, *key, since))
         self._of_a_day = known
         return {key: count for key, (total, _, count) in known.items() if total}
 
@@ -339,20 +348,23 @@ def _moves(progress: AgentProgress) -> tuple[int, ...]:
 
 
 def _without_consumer(
-    config: Config, recorded: Recorded, apps: Mapping[str, AppDeclarations], known: Iterable[AgentProgress]
+    config: Config, recorded: Recorded, known: Iterable[AgentProgress], denied: Denials
 ) -> list[AgentProgress]:
     """Return the agents that have no consumer: those that have run, because their stream is gone or was made again, and
     those that are declared and have never run.
 
     One that reads another stream now is none of them, as far as its app has recorded that.
     """
-    listed, found = {_key(each) for each in known}, []
+    listed, found, apps = {_key(each) for each in known}, [], recorded.apps
     ran = {key[:2] for key in listed} | {agent_inventory.agent_of(each) for _, each in recorded.consumers}
     for app, declared_ones in apps.items():
         for agent, event_type in declared_ones.agents.items():
             if (app, agent) not in ran and event_type in config.notification_schema:
                 stream = aviso_admin.stream_of(config, event_type)
-                found.append(AgentProgress(app=app, agent=agent, stream=stream, events=None, retries=None))
+                unlisted = denied.text(f"agents of {stream}")
+                found.append(
+                    AgentProgress(app=app, agent=agent, stream=stream, events=None, retries=None, denied=unlisted)
+                )
     for (stream, consumer), record in recorded.consumers.items():
         of = agent_inventory.agent_of(consumer)
         if of is None or record.removed or stream == RETRIES or (*of, stream) in listed:
@@ -399,6 +411,8 @@ def _view(
         state, why = "catching up" if catches_up else state, "; ".join(filter(None, (why, still, still and nobody)))
     elif state in ("parked", "handed back") and nobody:
         why = f"{why}; {nobody}"
+    if now.denied and state in CALM and state not in ("paused", "no worker"):
+        state, why = "unknown", f"it seems {state}; more is {now.denied}"
     return AgentView(
         progress=now,
         state=state,
@@ -420,7 +434,7 @@ def _deliveries(progress: AgentProgress) -> int:
 def state_of(now: AgentProgress, before: AgentProgress | None = None) -> tuple[str, str]:
     """Return the state of an agent in a word or two, and what is to be said of it."""
     trouble = now.trouble_since(before)
-    if now.unanswered:
+    if now.unanswered or (trouble and trouble == now.denied):
         return "unknown", trouble
     if now.events is None:
         if trouble:
@@ -446,7 +460,7 @@ def state_of(now: AgentProgress, before: AgentProgress | None = None) -> tuple[s
 
 def _has_recovered(now: AgentProgress) -> bool:
     """Return whether what has failed lately succeeded since: nothing is tried again, and nothing is a dead letter."""
-    return not (now.retrying or now.redelivered or now.dead_letters or (now.failure and now.failure.of_window))
+    return not (now.retrying or now.redelivered or now.dead_letters != 0 or (now.failure and now.failure.of_window))
 
 
 def _failing(now: AgentProgress) -> tuple[str, str]:

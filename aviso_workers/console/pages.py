@@ -9,7 +9,6 @@ from typing import Any
 from msgspec import Struct
 
 from aviso_workers.aviso.schema import topic_of
-from aviso_workers.backends import Admin
 from aviso_workers.config import display
 from aviso_workers.console import dead_letters, notification_search, notification_trail, spark_applications
 from aviso_workers.console.access import Visitor
@@ -21,10 +20,13 @@ from aviso_workers.ops import doctor as doctor_
 from aviso_workers.ops import stream_policy
 from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import failing_text
+from aviso_workers.ops.denials import Denials, noted
 from aviso_workers.ops.doctor import output
 from aviso_workers.ops.reports import StreamRow
 from aviso_workers.ops.timer_report import paused_text, run_text
-from aviso_workers.state import asyncapi, consumer_records, lease_records, timer_records, versions
+from aviso_workers.state import asyncapi, lease_records, timer_records
+from aviso_workers.state.audit_records import RecordedAction
+from aviso_workers.state.timer_records import Claim
 from aviso_workers.state.timer_requests import Run
 
 __all__ = ["PAGES", "Page", "Question"]
@@ -75,6 +77,7 @@ async def now(question: Question) -> Page:
         overview = await question.overview()
     except BackendError as error:
         return Page("now.html", "Now", {"overview": None, "down": str(error), "stale": ""}, live=True, status=503)
+    denied = overview.denied.text()
     troubled = sorted(filter(is_trouble, overview.agents), key=_by_state)
     streams = [(row.stream, why) for row in overview.streams if (why := row.trouble or _full(overview, row))]
     stale = stale_text(overview, question.watcher)
@@ -82,6 +85,7 @@ async def now(question: Question) -> Page:
         "overview": overview,
         "down": "",
         "stale": stale,
+        "denied": denied,
         "troubled": troubled,
         "paused": [view for view in overview.agents if view.state == "paused"],
         "streams": streams,
@@ -102,14 +106,18 @@ def _full(overview: Overview, row: StreamRow) -> str:
 
 def _sentence(overview: Overview, troubled: list[AgentView], streams: int) -> str:
     """Return the health of everything in one sentence."""
-    if not overview.agents:
+    denied = overview.denied.subjects()
+    if not overview.agents and not denied:
         return "No agent is known here."
     said = [
         _counted(len(troubled), "agent needs you", "agents need you"),
         _counted(len(overview.failing), "timer or task fails", "timers and tasks fail"),
-        _counted(overview.new_dead_letters, "dead letter of the last day waits", "dead letters of the last day wait"),
+        _counted(
+            overview.new_dead_letters or 0, "dead letter of the last day waits", "dead letters of the last day wait"
+        ),
         _counted(streams, "stream has trouble", "streams have trouble"),
         _counted(len(overview.unavailable), "stream or consumer is away", "streams and consumers are away"),
+        f"nothing is known of what {', '.join(denied)} would tell" if denied else "",
     ]
     found = ", ".join(filter(None, said))
     return f"{found[0].upper()}{found[1:]}." if found else "Nothing needs you."
@@ -133,7 +141,7 @@ ORDERS: dict[str, Callable[[AgentView], Any]] = {
     "agent": lambda view: (view.progress.app, view.progress.agent),
     "lag": lambda view: -view.progress.lag,
     "rate": lambda view: -view.handled_rate,
-    "dead letters": lambda view: -view.progress.dead_letters,
+    "dead letters": lambda view: -(view.progress.dead_letters or 0),
 }
 
 
@@ -152,6 +160,7 @@ async def agents(question: Question) -> Page:
     values = {
         "overview": overview,
         "stale": stale_text(overview, question.watcher),
+        "denied": overview.denied.text(),
         "agents": sorted(found, key=ORDERS.get(order, _by_state)),
         "failing": [row for row in overview.failing if app in ("", row.app)] if not text and not state else [],
         "order": order,
@@ -167,12 +176,20 @@ async def agent(question: Question) -> Page:
     overview = await question.overview()
     app, name = question.path["app"], question.path["agent"]
     views = [view for view in overview.agents if (view.progress.app, view.progress.agent) == (app, name)]
+    if not views and (said := overview.denied.text()):
+        return _missing(f"{app}/{name}", said)
     if not views:
         raise NotFoundError(f"no agent {name} of app {app} reads one of the known streams")
     declared = overview.apps.get(app)
+    actions: list[RecordedAction] = []
+    with noted(denied := Denials(), "actions"):
+        newest = await question.actions.audit.newest(SHOWN_ACTIONS)
+        actions = [each for each in newest if each.record.of == f"{app}/{name}"][:5]
     values = {
         "overview": overview,
         "stale": stale_text(overview, question.watcher),
+        "denied": overview.denied.text(),
+        "denied_actions": denied.text(),
         "app": app,
         "agent": name,
         "views": views,
@@ -183,28 +200,20 @@ async def agent(question: Question) -> Page:
         "deploys": overview.recorded.deploys.get(app, ()),
         "retrying": [(view.progress.stream, each) for view in views for each in view.progress.retrying],
         "parked": [each for view in views for each in view.parked],
-        "versions": await _versions(question.actions.admin, app, name),
-        "actions": [
-            each for each in await question.actions.audit.newest(SHOWN_ACTIONS) if each.record.of == f"{app}/{name}"
-        ][:5],
+        "versions": [
+            (key[2], each)
+            for key, registered in overview.recorded.versions.items()
+            if key[:2] == (app, name)
+            for each in registered
+        ],
+        "actions": actions,
     }
     return Page("agent.html", f"{app}/{name}", values, live=True)
 
 
-class _LiveVersion(Struct, frozen=True, kw_only=True):
-    stream: str
-    registered: versions.Registered
-
-
-async def _versions(admin: Admin, app: str, agent: str) -> list[_LiveVersion]:
-    """Return the versions of an agent whose workers live, or have lived a few minutes ago."""
-    found = versions.parsed(await consumer_records.entries(admin))
-    return [
-        _LiveVersion(stream=stream, registered=each)
-        for (owner, name, stream), registered in found.items()
-        if (owner, name) == (app, agent)
-        for each in registered
-    ]
+def _missing(title: str, denied: str) -> Page:
+    """Return a page of which nothing may be read."""
+    return Page("missing.html", title, {"denied": denied})
 
 
 async def all_dead_letters(question: Question) -> Page:
@@ -223,8 +232,10 @@ async def dead_letter(question: Question) -> Page:
     """One dead letter."""
     overview = await question.overview()
     sequence = _number(question, "sequence")
-    found = await dead_letters.get(question.actions.admin, overview.config, sequence)
-    return Page("dead_letter.html", f"Dead letter {found.sequence}", {"found": found})
+    with noted(denied := Denials(), "dead letters"):
+        found = await dead_letters.get(question.actions.admin, overview.config, sequence)
+        return Page("dead_letter.html", f"Dead letter {found.sequence}", {"found": found})
+    return _missing(f"Dead letter {sequence}", denied.text())
 
 
 async def job(question: Question) -> Page:
@@ -237,13 +248,15 @@ async def job(question: Question) -> Page:
 async def notification(question: Question) -> Page:
     """One notification and what has become of it at each agent, or the newest ones with values of an identifier."""
     name, trail, found = question.asked("name"), None, None
-    if name:
-        admin, overview = question.actions.admin, await question.overview()
-        if "@" in name.split()[0]:
-            trail = await notification_trail.trail(admin, overview, name)
-        else:
-            found = await notification_search.search(admin, overview.config, name)
-    return Page("notification.html", name or "One notification", {"trail": trail, "found": found})
+    with noted(denied := Denials(), "notification"):
+        if name:
+            admin, overview = question.actions.admin, await question.overview()
+            if "@" in name.split()[0]:
+                trail = await notification_trail.trail(admin, overview, name)
+            else:
+                found = await notification_search.search(admin, overview.config, name)
+        return Page("notification.html", name or "One notification", {"trail": trail, "found": found})
+    return _missing(name, denied.text())
 
 
 class _TimerRow(Struct, frozen=True, kw_only=True):
@@ -257,6 +270,8 @@ class _TimerRow(Struct, frozen=True, kw_only=True):
     run: Run | None
     """The last run that somebody has asked for."""
     run_text: str
+    denied: str
+    """What the server denies our user of leader and last tick."""
 
 
 async def timers(question: Question) -> Page:
@@ -267,7 +282,11 @@ async def timers(question: Question) -> Page:
     for app, declared in sorted(overview.apps.items()):
         if not declared.timers:
             continue
-        leader, claims = await lease_records.leader(admin, app), await timer_records.claims(admin, app)
+        leader, claims, denied = "", dict[str, Claim](), Denials()
+        with noted(denied, "leader"):
+            leader = await lease_records.leader(admin, app)
+        with noted(denied, "claims"):
+            claims = await timer_records.claims(admin, app)
         for name, schedule in declared.timers.items():
             claim, pause = claims.get(name), overview.recorded.pauses.get((app, name))
             run = overview.recorded.runs.get((app, name))
@@ -282,9 +301,14 @@ async def timers(question: Question) -> Page:
                     failing=_failing(overview.recorded, app, name, overview.time),
                     run=run,
                     run_text=run_text(run, void=not run.is_open(overview.time)) if run else "",
+                    denied=denied.text(),
                 )
             )
-    values = {"timers": rows, "stale": stale_text(overview, question.watcher)}
+    values = {
+        "timers": rows,
+        "stale": stale_text(overview, question.watcher),
+        "denied": overview.denied.text("records"),
+    }
     return Page("timers.html", "Timers", values, live=True)
 
 
@@ -300,8 +324,9 @@ async def streams(question: Question) -> Page:
     shown = [row for row in overview.streams if everything or not row.stream.startswith("KV_")]
     values = {
         "streams": shown,
+        "denied": overview.denied.text("streams", "consumers"),
         "left_out": len(overview.streams) - len(shown),
-        "differing": stream_policy.differences(overview.config, overview.snapshot.streams),
+        "differing": stream_policy.differences(overview.config, overview.snapshot.streams) if shown else {},
         "unavailable": overview.unavailable,
         "stale": stale_text(overview, question.watcher),
     }
@@ -311,14 +336,17 @@ async def streams(question: Question) -> Page:
 async def spark(question: Question) -> Page:
     """The Spark applications that notifications tell of."""
     overview = await question.overview()
-    runs, stream = await spark_applications.newest(question.actions.admin, overview.config)
-    return Page("spark.html", "Spark", {"runs": runs, "stream": stream})
+    with noted(denied := Denials(), "spark"):
+        runs, stream = await spark_applications.newest(question.actions.admin, overview.config)
+        return Page("spark.html", "Spark", {"runs": runs, "stream": stream})
+    return _missing("Spark", denied.text())
 
 
 async def apps(question: Question) -> Page:
     """What the apps have declared when a worker of them started last."""
     overview = await question.overview()
-    return Page("apps.html", "Apps", {"apps": sorted(overview.apps.items()), "overview": overview})
+    values = {"apps": sorted(overview.apps.items()), "overview": overview, "denied": overview.denied.text("records")}
+    return Page("apps.html", "Apps", values)
 
 
 async def app(question: Question) -> Page:
@@ -326,8 +354,12 @@ async def app(question: Question) -> Page:
     overview = await question.overview()
     name, admin, schema = question.path["app"], question.actions.admin, overview.config.notification_schema
     if (declared := overview.apps.get(name)) is None:
+        if said := overview.denied.text("records"):
+            return _missing(f"App {name}", said)
         raise NotFoundError(f"no worker has recorded what an app {name} declares")
-    found = await asyncapi.stored(admin, name)
+    found = None
+    with noted(denied := Denials(), "document"):
+        found = await asyncapi.stored(admin, name)
     if found and asyncapi.LEFT_OUT not in found and question.asked("as") == "asyncapi":
         return Page("", "asyncapi.json", found)
     channels = (found or {}).get("channels", {}).values()
@@ -338,6 +370,7 @@ async def app(question: Question) -> Page:
         "declared": declared,
         "workers": [(each, [*each.agents.values()]) for each in overview.workers.get(name, ())],
         "document": found,
+        "denied": denied.text(),
         "event_types": [(each, topic_of(each, schema[each]), schema[each].identifier) for each in sorted(names)],
         "form": question.form,
         "trial": await trial(admin, overview, question.form) if question.form else None,
@@ -356,10 +389,12 @@ async def doctor(question: Question) -> Page:
 
 async def audit(question: Question) -> Page:
     """What users have done."""
-    found = await question.actions.audit.newest(SHOWN_ACTIONS)
+    found: list[RecordedAction] = []
+    with noted(denied := Denials(), "actions"):
+        found = await question.actions.audit.newest(SHOWN_ACTIONS)
     who, of = question.asked("who"), question.asked("of")
     shown = [each for each in found if who in ("", each.record.who) and of in each.record.of]
-    return Page("audit.html", "Audit", {"actions": shown, "most": SHOWN_ACTIONS})
+    return Page("audit.html", "Audit", {"actions": shown, "most": SHOWN_ACTIONS, "denied": denied.text()})
 
 
 async def settings(question: Question) -> Page:

@@ -18,6 +18,7 @@ from aviso_workers.console.overview import Overview
 from aviso_workers.engine.publisher import encode
 from aviso_workers.errors import AvisoWorkersError, InvalidIdentifierError
 from aviso_workers.jetstream.subjects import matcher
+from aviso_workers.ops.denials import Denials, noted
 from aviso_workers.state import asyncapi
 
 __all__ = ["Trial", "trial"]
@@ -43,13 +44,15 @@ async def trial(admin: Admin, overview: Overview, form: Mapping[str, str]) -> Tr
     except AvisoWorkersError as error:
         return Trial(refused=str(error))
     bases = {each: topic_of(each, found).base for each, found in overview.config.notification_schema.items()}
-    agents = []
+    agents, denied = [], Denials()
     for app, declared in sorted(overview.apps.items()):
         readers = [agent for agent, read in declared.agents.items() if bases.get(read) == bases[name]]
-        document = (await asyncapi.stored(admin, app) or {}) if readers else {}
+        document: Mapping[str, Any] = {}
+        with noted(denied, app):
+            document = (await asyncapi.stored(admin, app) or {}) if readers else {}
         for agent in readers:
             why_not = "; ".join(_why_not(overview, app, agent, message))
-            agents.append((app, agent, why_not, _fit(document, agent, message.data)))
+            agents.append((app, agent, why_not, denied.text(app) or _fit(document, agent, message.data)))
     return Trial(message=message, agents=agents)
 
 

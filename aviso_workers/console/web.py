@@ -41,7 +41,8 @@ from aviso_workers.console.actions import ACTIONS, Actions, BrokenOffError, Conf
 from aviso_workers.console.overview import Watcher
 from aviso_workers.console.pages import PAGES, Page, Question
 from aviso_workers.console.shown import FILTERS
-from aviso_workers.errors import AvisoWorkersError, BackendError, NotFoundError, UnavailableError, describe
+from aviso_workers.errors import AvisoWorkersError, BackendError, DeniedError, NotFoundError, UnavailableError, describe
+from aviso_workers.ops import denials
 from aviso_workers.telemetry.status import PATHS
 from aviso_workers.version import __version__
 
@@ -349,6 +350,8 @@ def _said(error: Exception) -> tuple[int, str]:
             return 404, str(error)
         case BrokenOffError():
             return 503, str(error)
+        case DeniedError():
+            return 503, denials.text_of(error)
         case BackendError():
             return 503, describe(error)
         case AvisoWorkersError():

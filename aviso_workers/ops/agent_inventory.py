@@ -17,7 +17,9 @@ from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config, streams
 from aviso_workers.declare import agents as agents_
 from aviso_workers.errors import NotFoundError, UndecodableError
+from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.ops import inventory, parked
+from aviso_workers.ops.denials import Denials, noted
 from aviso_workers.ops.parked import Parked
 from aviso_workers.state import (
     consumer_records,
@@ -31,11 +33,12 @@ from aviso_workers.state import (
     versions,
 )
 from aviso_workers.state.consumer_records import ConsumerRecord
-from aviso_workers.state.declarations import Deploy
+from aviso_workers.state.declarations import AppDeclarations, Deploy
 from aviso_workers.state.failure_records import LastFailure
 from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
 from aviso_workers.state.timer_requests import Pause, Run
+from aviso_workers.state.versions import Registered
 
 __all__ = [
     "ConsumerInfo",
@@ -85,6 +88,10 @@ class Recorded(Struct, frozen=True, kw_only=True):
     """What waits for a person, the oldest first, by stream and consumer."""
     deploys: dict[str, tuple[Deploy, ...]] = {}
     """The last deploys, by app, the newest last."""
+    apps: dict[str, AppDeclarations] = {}
+    """What the apps have declared when a worker of them started last."""
+    versions: dict[tuple[str, str, str], tuple[Registered, ...]] = {}
+    """The versions of agents whose workers live, or have lived a few minutes ago, by app, agent and stream."""
 
 
 KEY_VALUE = "KV_"
@@ -106,15 +113,19 @@ async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInf
     return {found: consumer for consumer in consumers or () if (found := agent_of(consumer.name))}
 
 
-async def recorded(admin: Admin) -> Recorded:
-    """Return what workers have recorded. Raises `BackendError`."""
-    entries = await consumer_records.entries(admin)
+async def recorded(admin: Admin, *, denied: Denials | None = None) -> Recorded:
+    """Return what workers have recorded. What our user may not read of what is parked is left out. Raises
+    `BackendError`; with `denied`, what the server denies is noted there, as `records` and as `parked.everywhere` does.
+    """
+    entries: list[Entry] = []
+    with noted(denied, "records"):
+        entries = await consumer_records.entries(admin)
+    registered = versions.parsed(entries)
     functions = {
-        (stream, agents_.durable_name(owner, agent)): tuple(
-            sorted({each.version.function for each in registered} - {""})
-        )
-        for (owner, agent, stream), registered in versions.parsed(entries).items()
+        (stream, agents_.durable_name(owner, agent)): tuple(sorted({each.version.function for each in found} - {""}))
+        for (owner, agent, stream), found in registered.items()
     }
+    stopped = await parked.everywhere(admin, Denials() if denied is None else denied)
     return Recorded(
         consumers={
             (stream, agents_.durable_name(owner, agent)): record
@@ -126,10 +137,11 @@ async def recorded(admin: Admin) -> Recorded:
         pauses=timer_requests.pauses(entries, now=datetime.now(UTC)),
         runs=timer_requests.runs(entries),
         parked={
-            (stream, agents_.durable_name(owner, agent)): found
-            for (owner, agent, stream), found in (await parked.everywhere(admin)).items()
+            (stream, agents_.durable_name(owner, agent)): found for (owner, agent, stream), found in stopped.items()
         },
         deploys=declarations.deploys(entries),
+        apps=declarations.parsed(entries),
+        versions=registered,
     )
 
 

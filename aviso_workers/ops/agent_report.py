@@ -24,6 +24,7 @@ from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.ops import agent_control, agent_inventory, aviso_admin, parked, stuck
 from aviso_workers.ops.agent_inventory import Recorded
+from aviso_workers.ops.denials import Denials, noted
 from aviso_workers.ops.parked import Parked
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import WRITE_SECONDS, LastFailure, Retrying
@@ -58,8 +59,8 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
     behind: int | None = None
     """Notifications after the recorded ack floor, where the consumer is gone and no operator has removed it; else
     None."""
-    dead_letters: int = 0
-    """Dead letters of this agent, of all streams."""
+    dead_letters: int | None = 0
+    """Dead letters of this agent, of all streams; None where our user may not ask for them."""
     functions: tuple[str, ...] = ()
     """The functions that its workers run, where these are several."""
     failure: LastFailure | None = None
@@ -70,6 +71,8 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
     """Whether no server answers for its stream or its consumer: then nothing but its record is known."""
     parked: tuple[Parked, ...] = ()
     """What waits for a person, the oldest first."""
+    denied: str = ""
+    """What the server denies our user of what its state is made of, in a sentence; empty where that is nothing."""
 
     @property
     def lag(self) -> int:
@@ -93,7 +96,7 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
         if self.unanswered:
             return f"no server answers for {self.stream} or its consumer, so nothing is known of how it is now"
         if self.events is None:
-            return "" if self.behind is None else "its consumer is gone"
+            return self.denied if self.behind is None else "its consumer is gone"
         if self.retries is not None and self.retries.paused != self.events.paused:
             paused = "its notifications" if self.events.paused else "its retries"
             return f"partly paused: only {paused}; pause or resume it again"
@@ -154,14 +157,14 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
         if self.parked:
             stopped = f"parked: {parked.waiting_text(self.parked)}; {parked.commands_text(self.parked)}"
         said = (trouble or paused, stopped or (trouble and self.failing))
-        return "; ".join(filter(None, said)) or self.failing or ("ok" if self.lag else "idle")
+        return "; ".join(filter(None, said)) or self.failing or self.denied or ("ok" if self.lag else "idle")
 
     @property
     def why_none(self) -> str:
         """The reason why the agent has no consumer, where that is as it should be; empty where it has one, or has lost
         it.
         """
-        if self.events is not None or self.behind is not None or self.unanswered:
+        if self.events is not None or self.behind is not None or self.unanswered or self.denied:
             return ""
         return agent_inventory.why_none(self.record)
 
@@ -197,7 +200,7 @@ class AgentRow(Struct, frozen=True, kw_only=True):
     pending: int = 0
     ack_pending: int = 0
     redelivered: int = 0
-    dead_letters: int = 0
+    dead_letters: int | None = 0
     rate: float = 0.0
     """By how many notifications the lag grows in a second; negative where it shrinks."""
     paused_until: str = ""
@@ -220,22 +223,29 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
     """The consumers of retries, by app and agent."""
     behind: dict[tuple[str, str, str], int]
     """Notifications after the recorded ack floor, where the consumer is gone, by app, agent and stream."""
-    dead_letters: dict[tuple[str, ...], int]
-    """By app and agent."""
+    dead_letters: dict[tuple[str, ...], int] | None
+    """By app and agent; None where our user may not ask for them."""
     unanswered: set[tuple[str, str, str]]
     """Those that have run, and for which no server answers, by app, agent and stream."""
+    unlisted: set[tuple[str, str, str]]
+    """Those that have run, and of whose stream our user may not list all consumers, by app, agent and stream."""
     recorded: Recorded
+    denied: Denials
 
     def progress(self, app: str, agent: str, stream: str) -> AgentProgress:
+        events, retries = self.consumers.get((app, agent, stream)), self.retries.get((app, agent))
+        of_retries = ("retries",) if events else (f"agents of {stream}",)
+        of_parked = ("parked", f"parked of {app}") if any(each and each.lag for each in (events, retries)) else ()
         return AgentProgress(
             app=app,
             agent=agent,
             stream=stream,
-            events=self.consumers.get((app, agent, stream)),
-            retries=self.retries.get((app, agent)),
+            events=events,
+            retries=retries,
             record=self.recorded.consumers.get((stream, agents.durable_name(app, agent))),
             behind=self.behind.get((app, agent, stream)),
-            dead_letters=self.dead_letters.get((app, agent), 0),
+            dead_letters=None if self.dead_letters is None else self.dead_letters.get((app, agent), 0),
+            denied=self.denied.text("records", *of_retries, *of_parked),
             functions=self.recorded.functions.get((stream, agents.durable_name(app, agent)), ()),
             failure=self.recorded.failures.get((app, "agents", agent)),
             outage=self.recorded.outages.get((app, agent)),
@@ -255,26 +265,33 @@ async def of_app(
     *,
     recorded: Recorded | None = None,
     unavailable: Collection[str] = (),
+    denied: Denials | None = None,
 ) -> list[AgentProgress]:
     """Return the progress of the app's own agents; the options are those of `of_deployment`. Raises `BackendError`."""
     streams = {agent.name: aviso_admin.stream_of(config, agent.event_type) for agent in app.agents}
-    recorded = recorded or await agent_inventory.recorded(admin)
-    snapshot = await _snapshot(admin, {*streams.values()}, recorded, {*unavailable})
+    recorded = recorded or await agent_inventory.recorded(admin, denied=denied)
+    snapshot = await _snapshot(admin, {*streams.values()}, recorded, {*unavailable}, denied)
     return [snapshot.progress(app.name, agent, stream) for agent, stream in streams.items()]
 
 
 async def of_deployment(
-    admin: Admin, config: Config, *, recorded: Recorded | None = None, unavailable: Collection[str] = ()
+    admin: Admin,
+    config: Config,
+    *,
+    recorded: Recorded | None = None,
+    unavailable: Collection[str] = (),
+    denied: Denials | None = None,
 ) -> list[AgentProgress]:
     """Return the progress of all agents, of whatever app, that have ever read one of the configured event streams.
 
     `recorded` is what workers have recorded, if it was just read; `unavailable` are streams, and consumers such as
-    `MARS > app__agent`, that no server answers for. Raises `BackendError` where more is away than event streams.
+    `MARS > app__agent`, that no server answers for. Raises `BackendError` where more is away than event streams. With
+    `denied`, what the server denies is noted there and left out: then an agent tells that it is not known.
     """
     streams = {aviso_admin.stream_of(config, name) for name in config.notification_schema}
-    recorded = recorded or await agent_inventory.recorded(admin)
-    snapshot = await _snapshot(admin, sorted(streams), recorded, {*unavailable})
-    known = {*snapshot.consumers, *snapshot.behind, *snapshot.unanswered}
+    recorded = recorded or await agent_inventory.recorded(admin, denied=denied)
+    snapshot = await _snapshot(admin, sorted(streams), recorded, {*unavailable}, denied)
+    known = {*snapshot.consumers, *snapshot.behind, *snapshot.unanswered, *snapshot.unlisted}
     return [snapshot.progress(*key) for key in sorted(known, key=lambda key: (key[2], key))]
 
 
@@ -303,12 +320,14 @@ def _row(now: AgentProgress, before: AgentProgress | None, seconds: float) -> Ag
     )
 
 
-async def _snapshot(admin: Admin, streams: Collection[str], recorded: Recorded, away: set[str]) -> _Snapshot:
+async def _snapshot(
+    admin: Admin, streams: Collection[str], recorded: Recorded, away: set[str], denied: Denials | None
+) -> _Snapshot:
     """Return a snapshot of the streams that are not `away`. Those that turn out to be are waited for side by side."""
     consumers: dict[tuple[str, str, str], ConsumerInfo] = {}
     retries: dict[tuple[str, str], ConsumerInfo] = {}
     behind: dict[tuple[str, str, str], int] = {}
-    dead_letters: dict[tuple[str, ...], int] = {}
+    dead_letters: dict[tuple[str, ...], int] | None = {} if DEAD_LETTERS in away else None
     silent: set[str] = set()
 
     async def list_consumers(stream: str) -> None:
@@ -317,19 +336,23 @@ async def _snapshot(admin: Admin, streams: Collection[str], recorded: Recorded, 
 
     async def look_at(stream: str) -> None:
         try:
-            async with task_group() as both:
-                both.start_soon(list_consumers, stream)
-                lost = await agent_inventory.missing(admin, stream, recorded.consumers)
-            for (owner, agent), record in lost.items():
-                behind[owner, agent, stream] = await _behind(admin, stream, record)
+            with noted(denied, f"agents of {stream}"):
+                async with task_group() as both:
+                    both.start_soon(list_consumers, stream)
+                    lost = await agent_inventory.missing(admin, stream, recorded.consumers)
+                for (owner, agent), record in lost.items():
+                    behind[owner, agent, stream] = await _behind(admin, stream, record)
         except UnavailableError:
             silent.add(stream)
 
     async def look_at_retries() -> None:
-        retries.update(await agent_inventory.agents(admin, RETRIES))
+        with noted(denied, "retries"):
+            retries.update(await agent_inventory.agents(admin, RETRIES))
 
     async def count_dead_letters() -> None:
-        dead_letters.update(await agent_inventory.dead_letters(admin))
+        nonlocal dead_letters
+        with noted(denied, "dead letters"):
+            dead_letters = await agent_inventory.dead_letters(admin)
 
     async with task_group() as looks:
         for stream in {*streams} - away:
@@ -338,22 +361,27 @@ async def _snapshot(admin: Admin, streams: Collection[str], recorded: Recorded, 
             if own not in away:
                 looks.start_soon(look)
     if silent:
-        await admin.stream_names()  # raises where it is not these streams alone that are away
+        with noted(denied, "streams"):
+            await admin.stream_names()  # raises where it is not these streams alone that are away
     away |= silent
+    ran = [
+        (*of, stream, consumer)
+        for (stream, consumer), record in recorded.consumers.items()
+        if not record.removed and stream in streams and (of := agent_inventory.agent_of(consumer))
+    ]
     return _Snapshot(
         consumers=consumers,
         retries=retries,
         behind=behind,
         dead_letters=dead_letters,
         unanswered={
-            (*of, stream)
-            for (stream, consumer), record in recorded.consumers.items()
-            if not record.removed
-            and stream in streams
-            and away & {stream, f"{stream} > {consumer}"}
-            and (of := agent_inventory.agent_of(consumer))
+            (app, agent, stream) for app, agent, stream, consumer in ran if away & {stream, f"{stream} > {consumer}"}
+        },
+        unlisted={
+            (app, agent, stream) for app, agent, stream, _ in ran if denied and denied.text(f"agents of {stream}")
         },
         recorded=recorded,
+        denied=denied or Denials(),
     )
 
 

@@ -18,6 +18,7 @@ from aviso_workers.backends import Admin, Management
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers, error_codes, info
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
+from aviso_workers.ops.denials import Denials, noted
 from aviso_workers.task_groups import task_group
 
 __all__ = [
@@ -94,9 +95,11 @@ async def existing(request: Awaitable[E]) -> E | None:
         return None
 
 
-async def streams(admin: Admin) -> Listing[StreamInfo]:
-    """Return all streams of the account. Raises `BackendError`."""
-    return await _listed(admin.stream_names, admin.streams, admin.stream_info)
+async def streams(admin: Admin, *, denied: Denials | None = None) -> Listing[StreamInfo]:
+    """Return all streams of the account. Raises `BackendError`; with `denied`, what the server denies is noted there as
+    `streams`, and left out.
+    """
+    return await _listed(admin.stream_names, admin.streams, admin.stream_info, denied=denied, part="streams")
 
 
 async def gaps(admin: Admin, stream: str) -> Gaps:
@@ -174,36 +177,42 @@ async def direct_message(
     )
 
 
-async def consumers(streams: Management, stream: str) -> Listing[ConsumerInfo]:
-    """Return all consumers of a stream. Raises `NotFoundError`."""
+async def consumers(streams: Management, stream: str, *, denied: Denials | None = None) -> Listing[ConsumerInfo]:
+    """Return all consumers of a stream. Raises `NotFoundError`; `denied` is as for `streams`."""
     names, infos = partial(streams.consumer_names, stream), partial(streams.consumers, stream)
-    return await _listed(names, infos, partial(streams.consumer_info, stream))
+    return await _listed(names, infos, partial(streams.consumer_info, stream), denied=denied, part="consumers")
 
 
 async def _listed(
     names: Callable[[], Awaitable[list[str]]],
     infos: Callable[[], Awaitable[list[T]]],
     info_of: Callable[..., Awaitable[T]],
+    *,
+    denied: Denials | None,
+    part: str,
 ) -> Listing[T]:
     """Return what has these names and infos. What has a name only is asked for by that: it may have been made or
     removed between the two requests, as the consumers of other commands are. A server has waited for it before it
     listed the others, so the answer is not waited for as long once more.
     """
-    named = {*await names()}
-    found = {each.name: each for each in await infos()}
+    found: dict[str, T] = {}
     unavailable: list[str] = []
 
     async def ask_for(name: str) -> None:
         try:
-            found[name] = await info_of(name, timeout_seconds=ASK_AGAIN_SECONDS)
+            with noted(denied, part):
+                found[name] = await info_of(name, timeout_seconds=ASK_AGAIN_SECONDS)
         except NotFoundError:
             pass  # removed meanwhile
         except UnavailableError:
             unavailable.append(name)
 
-    async with task_group() as tasks:
-        for name in named - found.keys():
-            tasks.start_soon(ask_for, name)
+    with noted(denied, part):
+        found |= {each.name: each for each in await infos()}
+        named = {*await names()}
+        async with task_group() as tasks:
+            for name in named - found.keys():
+                tasks.start_soon(ask_for, name)
     return Listing(found=[found[name] for name in sorted(found)], unavailable=sorted(unavailable))
 
 

@@ -15,8 +15,9 @@ from msgspec import Struct, structs
 
 from aviso_workers.backends import Admin
 from aviso_workers.backends.buckets import open_existing
-from aviso_workers.errors import DeniedError, NotFoundError, RefusedError, UnavailableError
+from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.key_value import KeyValue
+from aviso_workers.ops.denials import Denials, noted
 from aviso_workers.state import consumer_records, failure_counts
 from aviso_workers.state.failure_counts import ParkedRecord
 
@@ -59,23 +60,24 @@ async def of_agent(admin: Admin, app: str, agent: str = "*") -> list[Parked]:
     return sorted(found, key=lambda each: each.sequence)
 
 
-async def everywhere(admin: Admin) -> dict[tuple[str, str, str], tuple[Parked, ...]]:
-    """Return what is parked, by app, agent and stream; nothing where our user may not read that. Raises
-    `BackendError`.
+async def everywhere(admin: Admin, denied: Denials) -> dict[tuple[str, str, str], tuple[Parked, ...]]:
+    """Return what is parked, by app, agent and stream; what the server denies of it is noted as `parked`, and of one
+    app as `parked of <app>`. Raises `BackendError`.
     """
     found: dict[tuple[str, str, str], tuple[Parked, ...]] = {}
-    try:
-        for stream in await admin.stream_names():
-            if (app := failure_counts.app_of(stream)) and await _has_parked(admin, stream):
-                for each in await of_agent(admin, app):
-                    key = (app, each.agent, each.stream)
-                    found[key] = (*found.get(key, ()), each)
-    except DeniedError:
-        return {}
+    names: list[str] = []
+    with noted(denied, "parked"):
+        names = await admin.stream_names()
+    for app in filter(None, map(failure_counts.app_of, names)):
+        with noted(denied, f"parked of {app}"):
+            for each in await of_agent(admin, app) if await _has_parked(admin, app) else ():
+                key = (app, each.agent, each.stream)
+                found[key] = (*found.get(key, ()), each)
     return found
 
 
-async def _has_parked(admin: Admin, stream: str) -> bool:
+async def _has_parked(admin: Admin, app: str) -> bool:
+    stream = f"KV_{app}{failure_counts.BUCKET_SUFFIX}"
     try:
         return bool(await admin.subject_counts(stream, subject=failure_counts.PARKED_SUBJECT))
     except (NotFoundError, UnavailableError):  # deleted meanwhile, or where no server answers for it

@@ -7,7 +7,7 @@ more for each that has consumers, which a server lists some hundreds at a time. 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 
 import anyio
@@ -19,11 +19,11 @@ from aviso_workers.config import Config
 from aviso_workers.errors import NotFoundError, ServerProcessError
 from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
 from aviso_workers.ops import agent_inventory, inventory, stuck
+from aviso_workers.ops.agent_inventory import Recorded
+from aviso_workers.ops.denials import Denials
 from aviso_workers.ops.doctor import monitoring_port
 from aviso_workers.ops.doctor.monitoring_port import Monitored
 from aviso_workers.ops.inventory import Listing
-from aviso_workers.ops.parked import Parked
-from aviso_workers.state.consumer_records import ConsumerRecord
 
 __all__ = [
     "ConsumerRow",
@@ -48,10 +48,9 @@ class ServerSnapshot(Struct, frozen=True, kw_only=True):
     """Streams and, as `STREAM > CONSUMER`, consumers for which no server answers: they are in none of the others."""
     consumers: dict[tuple[str, str], ConsumerInfo]
     """By stream and name."""
-    records: Mapping[tuple[str, str], ConsumerRecord] = {}
-    """The records that workers keep of consumers, by stream and name."""
-    parked: Mapping[tuple[str, str], tuple[Parked, ...]] = {}
-    """What waits for a person, by stream and name."""
+    recorded: Recorded
+    denied: Denials
+    """What the server denies our user of it."""
 
 
 class StreamRow(Struct, frozen=True, kw_only=True):
@@ -127,40 +126,40 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
 
 
 async def take(admin: Admin) -> ServerSnapshot:
-    """Take a snapshot of all streams and their consumers. Raises `BackendError`."""
-    listed = await inventory.streams(admin)
+    """Take a snapshot of all streams and their consumers. Raises `BackendError`; what is denied is left out."""
+    denied = Denials()
+    listed = await inventory.streams(admin, denied=denied)
     streams, unavailable = {each.name: each for each in listed.found}, listed.unavailable
     consumers: dict[tuple[str, str], ConsumerInfo] = {}
     for name in [name for name, found in streams.items() if found.consumers]:
         try:
-            found = await inventory.consumers(admin, name)
+            found = await inventory.consumers(admin, name, denied=denied)
         except NotFoundError:
             streams.pop(name)  # it was deleted meanwhile
             continue
         consumers |= _by_name(name, found)
         unavailable = [*unavailable, *_unavailable(name, found)]
-    recorded = await agent_inventory.recorded(admin)
     return ServerSnapshot(
         at=anyio.current_time(),
         streams=streams,
         unavailable=unavailable,
         consumers=consumers,
-        records=recorded.consumers,
-        parked=recorded.parked,
+        recorded=await agent_inventory.recorded(admin, denied=denied),
+        denied=denied,
     )
 
 
 async def take_consumers(admin: Admin, stream: str) -> ServerSnapshot:
-    """Take a snapshot of the consumers of one stream. Raises `NotFoundError` and `BackendError`."""
-    found = await inventory.consumers(admin, stream)
-    recorded = await agent_inventory.recorded(admin)
+    """Take a snapshot of the consumers of one stream. Raises `NotFoundError` and as `take` does."""
+    denied = Denials()
+    found = await inventory.consumers(admin, stream, denied=denied)
     return ServerSnapshot(
         at=anyio.current_time(),
         streams={},
         unavailable=_unavailable(stream, found),
         consumers=_by_name(stream, found),
-        records=recorded.consumers,
-        parked=recorded.parked,
+        recorded=await agent_inventory.recorded(admin, denied=denied),
+        denied=denied,
     )
 
 
@@ -246,7 +245,7 @@ def _consumer_row(key: tuple[str, str], now: ServerSnapshot, before: ServerSnaps
         deliveries=found.deliveries,
         last_settled=found.last_settled,
         paused=found.paused,
-        stuck=stuck.why_stuck(found, known, now.records.get(key), now.parked.get(key, ())),
+        stuck=stuck.why_stuck(found, known, now.recorded.consumers.get(key), now.recorded.parked.get(key, ())),
     )
 
 

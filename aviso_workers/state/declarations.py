@@ -138,7 +138,12 @@ async def record(
 
 async def stored(backend: Backend) -> dict[str, AppDeclarations]:
     """Return what apps declare, by app. Raises `BackendError`."""
-    found = [(each.key.split("/"), _read(each, AppDeclarations)) for each in await consumer_records.entries(backend)]
+    return parsed(await consumer_records.entries(backend))
+
+
+def parsed(entries: Iterable[Entry]) -> dict[str, AppDeclarations]:
+    """Return what apps declare, among the entries of the bucket, by app."""
+    found = [(each.key.split("/"), _read(each, AppDeclarations)) for each in entries]
     return {key[0]: declared for key, declared in found if declared and len(key) == 2 and key[1] == END}
 
 

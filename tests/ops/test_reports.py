@@ -145,7 +145,8 @@ async def test_one_that_is_unfinished_for_long_is_stuck_although_others_are_sett
     )
     assert consumer.last_settled, "the second one was just now"
     assert not consumer_row(look, look).stuck
-    recorded = structs.replace(look, records={("MARS", "index__field"): record})
+    known = structs.replace(look.recorded, consumers={("MARS", "index__field"): record})
+    recorded = structs.replace(look, recorded=known)
     assert consumer_row(recorded, recorded).stuck == (
         "1 delivered and not finished; the oldest one, after sequence 0, for 10 min"
     )

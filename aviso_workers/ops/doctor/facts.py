@@ -30,9 +30,10 @@ from aviso_workers.jetstream import plans
 from aviso_workers.jetstream.info import AccountInfo, ConsumerInfo, StreamInfo
 from aviso_workers.jetstream.plans import Plan, Stored
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.ops import agent_inventory, backups, inventory
-from aviso_workers.ops.agent_inventory import RunAlone
+from aviso_workers.ops import agent_inventory, backups, denials, inventory
+from aviso_workers.ops.agent_inventory import Recorded, RunAlone
 from aviso_workers.ops.backups import Backup
+from aviso_workers.ops.denials import Denials
 from aviso_workers.ops.doctor import divergence, monitoring_port, replicas
 from aviso_workers.ops.doctor.answers import Advisory, ConnectedServer
 from aviso_workers.ops.doctor.divergence import Looks
@@ -49,7 +50,9 @@ __all__ = ["Facts", "Need", "Sample", "Scope", "gather"]
 
 T = TypeVar("T")
 
-Need = Literal["account", "agents", "backups", "consumers", "dead_letters", "monitoring", "records", "streams"]
+Need = Literal[
+    "account", "agents", "backups", "consumers", "dead_letters", "monitoring", "parked", "records", "streams"
+]
 """A kind of facts that a check can need, and that may be missing."""
 
 EVENTS = "$JS.EVENT."
@@ -253,7 +256,7 @@ async def _unsampled_facts(
     ask = requests.ask
     async with anyio.create_task_group() as tasks:
         dead_letters = _Later(tasks, lambda: ask("dead_letters", lambda: agent_inventory.dead_letters(admin)))
-        recorded = _Later(tasks, lambda: ask("records", lambda: agent_inventory.recorded(admin)))
+        recorded = _Later(tasks, lambda: ask("records", requests.recorded))
         run_alone = _Later(tasks, lambda: ask("records", lambda: agent_inventory.run_alone(admin, after.streams)))
         due = _Later(tasks, lambda: ask("streams", lambda: agent_inventory.due(admin)))
         links = _Later(tasks, lambda: ask("streams", lambda: Mirrors(admin).links(after.streams.values())))
@@ -307,8 +310,16 @@ class _Requests:
         except BackendError as error:
             self.unknown[need] = str(error)
             if isinstance(error, DeniedError):
-                self.denied[need] = str(error)
+                self.unknown[need] = self.denied[need] = denials.text_of(error)
         return None
+
+    async def recorded(self) -> Recorded:
+        """Return what workers have recorded. What the server denies of it is in `unknown`."""
+        found = await agent_inventory.recorded(self._admin, denied=(denied := Denials()))
+        needs: list[Need] = ["parked", "records"] if denied.subjects("records") else ["parked"]
+        for need in needs if (text := denied.text()) else ():
+            self.unknown[need] = self.denied[need] = text
+        return found
 
     def listen(self) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Received]]:
         """Subscribe to the advisories and metrics of the servers."""

@@ -239,7 +239,7 @@ def hidden(facts: Facts) -> Iterator[Finding]:
     "that.",
     cure=LOOK_AT_HANDLERS,
     severity=State.FAIL,
-    needs=("consumers", "records", "streams"),
+    needs=("consumers", "parked", "records", "streams"),
 )
 def unfinished(facts: Facts) -> Iterator[Finding]:
     """The check fails when the oldest delivered notification is unfinished for longer than the policy of its agent
@@ -407,7 +407,7 @@ def waiting_for_an_outage(facts: Facts) -> Iterator[Finding]:
     "decides. With `order_by`, later notifications of its key wait behind it.",
     cure="Repair the cause of the error. Then `aviso-workers agents retry {agent} --app {app} --all` has what is "
     "parked tried again; `agents skip` makes dead letters of it.",
-    needs=("consumers", "records"),
+    needs=("consumers", "parked", "records"),
 )
 def waiting_for_a_person(facts: Facts) -> Iterator[Finding]:
     """The check warns of each agent with [parked](../agents/retries.md#park-what-cannot-be-handled) notifications, from

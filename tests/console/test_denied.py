@@ -1,0 +1,247 @@
+"""A console whose user lacks a right: each page shows what it may read, and names the subject that is denied."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import anyio
+import pytest
+from msgspec import Struct
+
+from aviso_workers import App, Notification
+from aviso_workers.backends.jetstream.connection import NatsConnection
+from aviso_workers.config import Config, load
+from aviso_workers.server import NatsServer
+from aviso_workers.testing import harness
+from tests.console.conftest import USERS, Served, confirmed, publish, served, shown, text_of, with_console
+from tests.contract.settings import app_config
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+AGENT, LETTERS, LETTER, TRAIL = (
+    "/agents/field-index/parks",
+    "/dead-letters",
+    "/dead-letters/1",
+    "/notification?name=mars@1",
+)
+SHOWN = {
+    "/": "field-index/parks",
+    "/agents": "field-index/parks",
+    AGENT: "field-index/parks MARS",
+    LETTERS: "no such field",
+    LETTER: "attempts_exhausted",
+    TRAIL: "/data/3",
+    "/timers": "field-index/report",
+    "/streams": "aviso_workers_retries",
+    "/spark": "Nothing is known of Spark",
+    "/apps": "report (",
+    "/apps/field-index": "Try it",
+    "/doctor": "The others",
+    "/audit": "pause-timer",
+    "/settings": "notification_backend",
+}
+"""What each page shows, if that may be read."""
+
+
+class Lack(Struct, frozen=True):
+    """A subject that is denied, below the prefix of JetStream's API."""
+
+    subject: str
+    named: tuple[str, ...]
+    """The pages that name it."""
+    lost: tuple[str, ...] = ()
+    """The pages that have nothing else to show."""
+
+
+OVERVIEW = ("/", "/agents", AGENT)
+OF_RECORDS = (*OVERVIEW, TRAIL, "/timers", "/apps", "/apps/field-index", "/doctor")
+RECORDS = ("/timers", "/apps", "/apps/field-index")
+LACKS = {
+    "streams": [
+        Lack("STREAM.LIST", (*OVERVIEW, "/streams", "/doctor"), ("/streams",)),
+        Lack("STREAM.NAMES", (*OVERVIEW, "/streams", "/doctor")),
+        Lack("STREAM.INFO.MARS", OVERVIEW),
+        Lack("STREAM.MSG.GET.MARS", (TRAIL,), (TRAIL,)),
+        Lack("INFO", ("/doctor",)),
+    ],
+    "consumers": [
+        Lack("CONSUMER.LIST.*", (*OVERVIEW, "/streams", TRAIL, "/doctor")),
+        Lack("CONSUMER.LIST.MARS", (*OVERVIEW, "/streams", TRAIL, "/doctor")),
+        Lack("CONSUMER.LIST.aviso_workers_retries", (*OVERVIEW, "/streams", "/doctor")),
+        Lack("CONSUMER.NAMES.*", (*OVERVIEW, "/streams", "/doctor")),
+        Lack("CONSUMER.DELETE.>", ()),
+    ],
+    "records": [
+        Lack("STREAM.INFO.KV_aviso_workers_consumers", OF_RECORDS, RECORDS),
+        Lack("CONSUMER.CREATE.KV_aviso_workers_consumers", OF_RECORDS, RECORDS),
+        Lack("CONSUMER.MSG.NEXT.KV_aviso_workers_consumers.*", OF_RECORDS, RECORDS),
+        Lack("STREAM.MSG.GET.KV_aviso_workers_consumers", (TRAIL, "/apps/field-index")),
+    ],
+    "workers": [
+        Lack("STREAM.INFO.KV_aviso_workers_processes", OVERVIEW),
+        Lack("CONSUMER.CREATE.KV_aviso_workers_processes", OVERVIEW),
+        Lack("CONSUMER.MSG.NEXT.KV_aviso_workers_processes.*", OVERVIEW),
+    ],
+    "parked": [
+        Lack("STREAM.INFO.KV_field-index_failures", (*OVERVIEW, "/doctor")),
+        Lack("CONSUMER.CREATE.KV_field-index_failures", (*OVERVIEW, "/doctor")),
+        Lack("CONSUMER.MSG.NEXT.KV_field-index_failures.*", (*OVERVIEW, "/doctor")),
+        Lack("STREAM.MSG.GET.KV_field-index_failures", (*OVERVIEW, "/doctor")),
+    ],
+    "dead letters": [
+        Lack(
+            "STREAM.INFO.aviso_workers_dead_letters", (*OVERVIEW, LETTERS, LETTER, TRAIL, "/doctor"), (LETTERS, LETTER)
+        ),
+        Lack("CONSUMER.CREATE.aviso_workers_dead_letters", (*OVERVIEW, LETTERS, LETTER, TRAIL), (LETTERS, LETTER)),
+        Lack("CONSUMER.MSG.NEXT.aviso_workers_dead_letters.*", (LETTERS, LETTER, TRAIL), (LETTERS, LETTER)),
+        Lack("STREAM.MSG.GET.aviso_workers_dead_letters", ()),
+    ],
+    "timers and actions": [
+        *(
+            Lack(f"{what}.KV_field-index_{bucket}", ("/timers",))
+            for bucket, whats in {
+                "leases": ("STREAM.INFO", "STREAM.MSG.GET"),
+                "timers": ("STREAM.INFO", "CONSUMER.CREATE", "CONSUMER.MSG.NEXT"),
+            }.items()
+            for what in whats
+        ),
+        Lack("STREAM.INFO.aviso_workers_audit", (AGENT, "/audit"), ("/audit",)),
+        Lack("CONSUMER.CREATE.aviso_workers_audit", (AGENT, "/audit"), ("/audit",)),
+        Lack("CONSUMER.MSG.NEXT.aviso_workers_audit", (AGENT, "/audit"), ("/audit",)),
+    ],
+}
+ALL = [lack for lacks in LACKS.values() for lack in lacks]
+
+
+def denied_by(lack: Lack) -> str:
+    """The subject that its user is denied."""
+    ending = ".*" if ".MSG.NEXT." in lack.subject and not lack.subject.endswith("*") else ""
+    return f"$JS.API.{lack.subject}{ending}"
+
+
+@pytest.fixture
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """A server with one user who may do everything, and one for each right that is lacking."""
+    users: list[dict[str, object]] = [{"user": "everything", "password": "x"}]
+    for number, lack in enumerate(ALL):
+        permissions = {"publish": {"deny": [denied_by(lack)]}}
+        users.append({"user": f"user{number}", "password": "x", "permissions": permissions})
+    settings = f"authorization: {json.dumps({'users': users})}\n"
+    with NatsServer.start(store_dir=tmp_path_factory.mktemp("jetstream"), config=settings) as server:
+        yield server
+
+
+def url_of(server: NatsServer, user: str = "everything") -> str:
+    return server.url.replace("//", f"//{user}:x@")
+
+
+def config_of(server: NatsServer, lack: Lack | None = None) -> Config:
+    user = "everything" if lack is None else f"user{ALL.index(lack)}"
+    return with_console(load(app_config("jetstream", url_of(server, user))), users=USERS)
+
+
+@pytest.fixture
+def config(nats_server: NatsServer) -> Config:
+    return config_of(nats_server)
+
+
+async def pages(console: Served) -> dict[str, tuple[int, str]]:
+    """The status and the text of each page."""
+    async with console.client() as client:
+        answers = {path: await client.get(path) for path in SHOWN}
+    return {path: (answer.status_code, text_of(answer.text)) for path, answer in answers.items()}
+
+
+async def prepare(config: Config, app: App) -> None:
+    """Have a dead letter, a parked notification and an action."""
+    await publish(app, 3, 4)
+    async with served(config) as console, console.client() as client:
+        await shown(client, "/", "2 agents need you")
+        await shown(client, LETTERS, "1 of 1 dead letters.")
+        await confirmed(client, "pause-timer", app="field-index", timer="report")
+
+
+@pytest.mark.parametrize("lacks", LACKS.values(), ids=list(LACKS))
+async def test_each_page_shows_what_it_may_and_names_what_is_denied(
+    nats_server: NatsServer, config: Config, app: App, lacks: list[Lack]
+) -> None:
+    wrong: list[str] = []
+
+    async def look(lack: Lack) -> None:
+        async with served(config_of(nats_server, lack)) as console:
+            found = await pages(console)
+        begin = f"the server denies our user .*{re.escape(denied_by(lack).rstrip('*>').rstrip('.'))}"
+        for path, (status, text) in found.items():
+            names = re.search(rf"{begin}.*give it the role operator", text) is not None
+            if status != 200 or names < (path in lack.named) or (SHOWN[path] in text) is (path in lack.lost):
+                wrong.append(f"{lack.subject}: {path}: {status} {text}")
+        if "/" in lack.named and "othing is known of what" not in found["/"][1]:
+            wrong.append(f"{lack.subject}: the sentence of Now: {found['/'][1]}")
+
+    async with harness(app, server=url_of(nats_server)):
+        await prepare(config, app)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            async with anyio.create_task_group() as looking:
+                for lack in lacks:
+                    looking.start_soon(look, lack)
+    assert wrong == []
+
+
+async def test_each_subject_that_a_page_asks_for_is_denied_above(
+    nats_server: NatsServer, config: Config, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: set[str] = set()
+    api, post = NatsConnection.api, NatsConnection.post
+
+    async def api_noted(self: NatsConnection, subject: str, *given: object, **named: object) -> object:
+        asked.add(subject)
+        return await api(self, subject, *given, **named)  # type: ignore[arg-type]
+
+    def post_noted(self: NatsConnection, subject: str, *given: object, **named: object) -> None:
+        asked.add(subject)
+        post(self, subject, *given, **named)  # type: ignore[arg-type]
+
+    async with harness(app, server=url_of(nats_server)):
+        await prepare(config, app)
+    async with served(config) as console:
+        monkeypatch.setattr(NatsConnection, "api", api_noted)
+        monkeypatch.setattr(NatsConnection, "post", post_noted)
+        assert {status for status, _ in (await pages(console)).values()} == {200}
+        monkeypatch.undo()
+    known = [re.escape(lack.subject).replace(r"\*", "[^.]+").replace(">", ".+") for lack in ALL]
+    unknown = [each for each in asked if not any(re.fullmatch(rf"{one}(\.[^.]+)?", each) for one in known)]
+    # Of the streams that nothing is special about, the same is asked as of those above.
+    others = re.compile(r"STREAM\.INFO\.(aviso_workers_schedule|aviso_workers_retries|AREA|PLAIN)")
+    assert [each for each in unknown if not others.fullmatch(each)] == []
+
+
+@pytest.mark.parametrize(
+    ("lack", "state"),
+    [
+        (LACKS["streams"][0], "idle"),
+        (LACKS["consumers"][0], "unknown"),
+        (LACKS["consumers"][2], "unknown"),
+        (LACKS["records"][0], "unknown"),
+        (LACKS["workers"][0], "idle"),
+        (LACKS["parked"][0], "idle"),
+        (LACKS["dead letters"][0], "idle"),
+    ],
+)
+async def test_what_cannot_be_known_is_not_told_as_well(nats_server: NatsServer, lack: Lack, state: str) -> None:
+    app = App("field-index", config=config_of(nats_server))
+
+    @app.agent("mars")
+    async def index(notification: Notification) -> None: ...
+
+    async with harness(app, server=url_of(nats_server)) as t:
+        await publish(app, 1)
+        await t.settle()
+        async with served(config_of(nats_server, lack)) as console, console.client() as client:
+            now = await shown(client, "/", "othing is known of what $JS.API.")
+            agents = await shown(client, "/agents", f"field-index/index MARS {state} ")
+    assert "Nothing needs you" not in now
+    assert ("1 agent needs you" in now) is (state == "unknown")
+    assert "not known, since the server denies our user" in agents.lower()
