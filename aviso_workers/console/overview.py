@@ -452,10 +452,13 @@ def state_of(now: AgentProgress, before: AgentProgress | None = None) -> tuple[s
         return "paused", f"until {now.paused_until}"
     if now.failing and not _has_recovered(now):
         return _failing(now)
-    failed = ""
-    if now.failing and now.failure is not None:
-        failed = f"it failed last at {time_text(now.failure.last)}, and has finished what failed"
-    return ("working" if now.lag else "idle"), failed
+    return ("working" if now.lag else "idle"), _recovered_text(now)
+
+
+def _recovered_text(now: AgentProgress) -> str:
+    if not now.failing or now.failure is None:
+        return ""
+    return f"it failed last at {time_text(now.failure.last)}, and has finished what failed"
 
 
 def _has_recovered(now: AgentProgress) -> bool:

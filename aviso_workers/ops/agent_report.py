@@ -214,23 +214,77 @@ class AgentRow(Struct, frozen=True, kw_only=True):
     a lag."""
 
 
-class _Snapshot(Struct, frozen=True, kw_only=True):
+class _Snapshot(Struct, kw_only=True):
     """A snapshot of the agents on some event streams."""
 
-    consumers: dict[tuple[str, str, str], ConsumerInfo]
-    """By app, agent and stream."""
-    retries: dict[tuple[str, str], ConsumerInfo]
-    """The consumers of retries, by app and agent."""
-    behind: dict[tuple[str, str, str], int]
-    """Notifications after the recorded ack floor, where the consumer is gone, by app, agent and stream."""
-    dead_letters: dict[tuple[str, ...], int] | None
-    """By app and agent; None where our user may not ask for them."""
-    unanswered: set[tuple[str, str, str]]
-    """Those that have run, and for which no server answers, by app, agent and stream."""
-    unlisted: set[tuple[str, str, str]]
-    """Those that have run, and of whose stream our user may not list all consumers, by app, agent and stream."""
+    admin: Admin
     recorded: Recorded
-    denied: Denials
+    away: set[str]
+    """Streams, and consumers such as `MARS > app__agent`, for which no server answers."""
+    denied: Denials | None
+    """Where it is noted what the server denies; it is raised where this is None."""
+    consumers: dict[tuple[str, str, str], ConsumerInfo] = {}
+    """By app, agent and stream."""
+    retries: dict[tuple[str, str], ConsumerInfo] = {}
+    """The consumers of retries, by app and agent."""
+    behind: dict[tuple[str, str, str], int] = {}
+    """Notifications after the recorded ack floor, where the consumer is gone, by app, agent and stream."""
+    dead_letters: dict[tuple[str, ...], int] | None = None
+    """By app and agent; None where our user may not ask for them."""
+    unanswered: set[tuple[str, str, str]] = set()
+    """Those that have run, and for which no server answers, by app, agent and stream."""
+    unlisted: set[tuple[str, str, str]] = set()
+    """Those that have run, and of whose stream our user may not list all consumers, by app, agent and stream."""
+
+    async def take(self, streams: Collection[str]) -> None:
+        """Look at these streams, and at retries and dead letters. What turns out to be away is waited for side by side."""
+        silent: set[str] = set()
+        async with task_group() as looks:
+            for stream in {*streams} - self.away:
+                looks.start_soon(self._look_at, stream, silent)
+            looks.start_soon(self._look_at_own)
+        if silent:
+            with noted(self.denied, "streams"):
+                await self.admin.stream_names()  # raises where it is not these streams alone that are away
+        self.away |= silent
+        for (stream, consumer), record in self.recorded.consumers.items():
+            of = agent_inventory.agent_of(consumer)
+            if of is None or record.removed or stream not in streams:
+                continue
+            if self.away & {stream, f"{stream} > {consumer}"}:
+                self.unanswered.add((*of, stream))
+            if self._denied(f"agents of {stream}"):
+                self.unlisted.add((*of, stream))
+
+    async def _look_at(self, stream: str, silent: set[str]) -> None:
+        try:
+            with noted(self.denied, f"agents of {stream}"):
+                async with task_group() as both:
+                    both.start_soon(self._list_consumers, stream)
+                    lost = await agent_inventory.missing(self.admin, stream, self.recorded.consumers)
+                for (app, agent), record in lost.items():
+                    self.behind[app, agent, stream] = await _behind(self.admin, stream, record)
+        except UnavailableError:
+            silent.add(stream)
+
+    async def _list_consumers(self, stream: str) -> None:
+        for (app, agent), events in (await agent_inventory.agents(self.admin, stream)).items():
+            self.consumers[app, agent, stream] = events
+
+    async def _look_at_own(self) -> None:
+        async with task_group() as both:
+            if RETRIES not in self.away:
+                both.start_soon(self._look_at_retries)
+            with noted(self.denied, "dead letters"):
+                known = DEAD_LETTERS not in self.away
+                self.dead_letters = await agent_inventory.dead_letters(self.admin) if known else {}
+
+    async def _look_at_retries(self) -> None:
+        with noted(self.denied, "retries"):
+            self.retries = await agent_inventory.agents(self.admin, RETRIES)
+
+    def _denied(self, *parts: str) -> str:
+        return self.denied.text(*parts) if self.denied is not None else ""
 
     def progress(self, app: str, agent: str, stream: str) -> AgentProgress:
         events, retries = self.consumers.get((app, agent, stream)), self.retries.get((app, agent))
@@ -245,7 +299,7 @@ class _Snapshot(Struct, frozen=True, kw_only=True):
             record=self.recorded.consumers.get((stream, agents.durable_name(app, agent))),
             behind=self.behind.get((app, agent, stream)),
             dead_letters=None if self.dead_letters is None else self.dead_letters.get((app, agent), 0),
-            denied=self.denied.text("records", *of_retries, *of_parked),
+            denied=self._denied("records", *of_retries, *of_parked),
             functions=self.recorded.functions.get((stream, agents.durable_name(app, agent)), ()),
             failure=self.recorded.failures.get((app, "agents", agent)),
             outage=self.recorded.outages.get((app, agent)),
@@ -323,66 +377,9 @@ def _row(now: AgentProgress, before: AgentProgress | None, seconds: float) -> Ag
 async def _snapshot(
     admin: Admin, streams: Collection[str], recorded: Recorded, away: set[str], denied: Denials | None
 ) -> _Snapshot:
-    """Return a snapshot of the streams that are not `away`. Those that turn out to be are waited for side by side."""
-    consumers: dict[tuple[str, str, str], ConsumerInfo] = {}
-    retries: dict[tuple[str, str], ConsumerInfo] = {}
-    behind: dict[tuple[str, str, str], int] = {}
-    dead_letters: dict[tuple[str, ...], int] | None = {} if DEAD_LETTERS in away else None
-    silent: set[str] = set()
-
-    async def list_consumers(stream: str) -> None:
-        for (owner, agent), events in (await agent_inventory.agents(admin, stream)).items():
-            consumers[owner, agent, stream] = events
-
-    async def look_at(stream: str) -> None:
-        try:
-            with noted(denied, f"agents of {stream}"):
-                async with task_group() as both:
-                    both.start_soon(list_consumers, stream)
-                    lost = await agent_inventory.missing(admin, stream, recorded.consumers)
-                for (owner, agent), record in lost.items():
-                    behind[owner, agent, stream] = await _behind(admin, stream, record)
-        except UnavailableError:
-            silent.add(stream)
-
-    async def look_at_retries() -> None:
-        with noted(denied, "retries"):
-            retries.update(await agent_inventory.agents(admin, RETRIES))
-
-    async def count_dead_letters() -> None:
-        nonlocal dead_letters
-        with noted(denied, "dead letters"):
-            dead_letters = await agent_inventory.dead_letters(admin)
-
-    async with task_group() as looks:
-        for stream in {*streams} - away:
-            looks.start_soon(look_at, stream)
-        for own, look in ((RETRIES, look_at_retries), (DEAD_LETTERS, count_dead_letters)):
-            if own not in away:
-                looks.start_soon(look)
-    if silent:
-        with noted(denied, "streams"):
-            await admin.stream_names()  # raises where it is not these streams alone that are away
-    away |= silent
-    ran = [
-        (*of, stream, consumer)
-        for (stream, consumer), record in recorded.consumers.items()
-        if not record.removed and stream in streams and (of := agent_inventory.agent_of(consumer))
-    ]
-    return _Snapshot(
-        consumers=consumers,
-        retries=retries,
-        behind=behind,
-        dead_letters=dead_letters,
-        unanswered={
-            (app, agent, stream) for app, agent, stream, consumer in ran if away & {stream, f"{stream} > {consumer}"}
-        },
-        unlisted={
-            (app, agent, stream) for app, agent, stream, _ in ran if denied and denied.text(f"agents of {stream}")
-        },
-        recorded=recorded,
-        denied=denied or Denials(),
-    )
+    snapshot = _Snapshot(admin=admin, recorded=recorded, away=away, denied=denied)
+    await snapshot.take(streams)
+    return snapshot
 
 
 async def _behind(admin: Admin, stream: str, record: ConsumerRecord) -> int:
