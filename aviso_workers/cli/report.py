@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable
-from datetime import UTC, datetime
 from typing import Annotated
 
 import anyio
@@ -170,7 +169,7 @@ def _stream_row(row: StreamRow) -> tuple[str, ...]:
         decimal(row.bytes),
         used,
         f"{row.rate:.1f}",
-        duration((datetime.now(UTC) - row.last).total_seconds()) if row.last else "never",
+        duration((row.time - row.last).total_seconds()) if row.last else "never",
         replicas,
         _state(row),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from urllib.error import URLError
 from urllib.parse import urlencode
 from urllib.request import urlopen
@@ -51,14 +50,14 @@ class _RangeAnswer(Struct):
 
 async def rates(url: str) -> Rates:
     """Return the rates that the Prometheus at this URL has. What goes wrong is said in the answer."""
-    end = datetime.now(UTC).timestamp()
-    begin, step = end - SPAN_SECONDS, SPAN_SECONDS / POINTS
-    asked = urlencode({"query": QUERY, "start": begin, "end": end, "step": step})
+    step = SPAN_SECONDS / POINTS
+    asked = urlencode({"query": f"({QUERY})[{SPAN_SECONDS}s:{step:.0f}s]"})  # until now, by the clock of Prometheus
     try:
-        body = await anyio.to_thread.run_sync(_get, f"{url.rstrip('/')}/api/v1/query_range?{asked}")
+        body = await anyio.to_thread.run_sync(_get, f"{url.rstrip('/')}/api/v1/query?{asked}")
         found = msgspec.json.decode(body, type=_RangeAnswer)
     except (URLError, OSError, ValueError, msgspec.DecodeError) as error:
         return Rates(error=f"Prometheus has not answered: {error}")
+    begin = max((series.values[-1][0] for series in found.data.result), default=0.0) - SPAN_SECONDS
     by_agent = {
         (series.metric.get("app", ""), series.metric.get("agent", "")): _filled(series, begin, step)
         for series in found.data.result

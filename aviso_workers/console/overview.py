@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 import anyio
 import structlog
@@ -122,7 +122,7 @@ class Overview(Struct, frozen=True, kw_only=True):
     """Two snapshots of a server, of which the rates are made."""
 
     time: datetime
-    """When the later one was taken, by our own clock."""
+    """When the later one was taken, by the server's clock, as all times that are kept there."""
     seconds: float
     """Between the two; 0 where there is one only."""
     config: Config
@@ -172,7 +172,8 @@ class Watcher:
         self._taken = anyio.Event()
         self.error = ""
         """Why the last snapshot failed; empty where it did not."""
-        self.failing_since: datetime | None = None
+        self.failing_since: float | None = None
+        """By a monotonic clock."""
         self.closed = False
         """Whether nobody is to wait any more, because the console ends."""
 
@@ -220,7 +221,7 @@ class Watcher:
                 self._newest = await self._take()
         except Exception as error:  # of any kind: the console goes on, and says it on each page
             self.error = _why_unknown(error)
-            self.failing_since = self.failing_since or datetime.now(UTC)
+            self.failing_since = self.failing_since or anyio.current_time()
             if not isinstance(error, BackendError | TimeoutError):
                 log.exception("console.snapshot_failed")
         else:
@@ -240,7 +241,7 @@ class Watcher:
         workers = await self._workers(denied)
         seconds = snapshot.at - before.snapshot.at if before else 0.0
         return Overview(
-            time=datetime.now(UTC),
+            time=recorded.time,
             seconds=seconds,
             config=config,
             agents=self._views(
@@ -499,6 +500,7 @@ def stale_text(overview: Overview, watcher: Watcher) -> str:
     """Return that the server does not answer, where that is so; else nothing."""
     shown = f"What is shown is of {time_text(overview.time)}."
     if watcher.error and watcher.failing_since is not None:
-        return f"{watcher.error}. This is so since {time_text(watcher.failing_since)}. {shown}"
-    seconds = (datetime.now(UTC) - overview.time).total_seconds()
+        since = overview.time + timedelta(seconds=watcher.failing_since - overview.snapshot.at)
+        return f"{watcher.error}. This is so since {time_text(since)}. {shown}"
+    seconds = anyio.current_time() - overview.snapshot.at
     return f"The server has not answered for {seconds:.0f} s. {shown}" if seconds > STALE_SECONDS else ""

@@ -305,6 +305,7 @@ async def timers(question: Question) -> Page:
                 )
             )
     values = {
+        "overview": overview,
         "timers": rows,
         "stale": stale_text(overview, question.watcher),
         "denied": overview.denied.text("records"),

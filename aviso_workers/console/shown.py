@@ -30,9 +30,9 @@ def time(value: datetime | None) -> str:
         return time_text(value)
 
 
-def ago(value: datetime | None) -> str:
-    """Return how long ago it was, as `3 min`; a dash where that is not known."""
-    return duration(max(0.0, (datetime.now(UTC) - value).total_seconds())) if value is not None else "–"
+def ago(value: datetime | None, now: datetime) -> str:
+    """Return how long ago it was, as `3 min`; a dash where that is not known. `now` is by the same clock."""
+    return duration(max(0.0, (now - value).total_seconds())) if value is not None else "–"
 
 
 def duration(seconds: float | None) -> str:

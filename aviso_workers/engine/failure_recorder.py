@@ -7,7 +7,7 @@ timer is over when the timer succeeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import partial
@@ -125,7 +125,9 @@ class LastFailures:
         while noted:
             (kind, name), each = next(iter(noted.items()))
             bucket = await consumer_records.bucket(self._backend)
-            change = partial(_merged, each, [found() for found in each.retrying.values()], self._now())
+            now, waiting = await bucket.time(), tuple(found() for found in each.retrying.values())
+            last = failure_records.shifted(structs.replace(each.last, retrying=waiting), now - self._now())
+            change = partial(_merged, last, now)
             await key_value.compare_and_set(
                 bucket, failure_records.key_of(self._app, kind, name), read=failure_records.read, change=change
             )
@@ -137,9 +139,8 @@ class LastFailures:
             key = failure_records.key_of(self._app, "timers", timer)
             if await consumer_records.entry(self._backend, key) is not None:  # as of the fewest
                 bucket = await consumer_records.bucket(self._backend)
-                await key_value.compare_and_set(
-                    bucket, key, read=failure_records.read, change=partial(_ended, self._now())
-                )
+                change = partial(_ended, await bucket.time())
+                await key_value.compare_and_set(bucket, key, read=failure_records.read, change=change)
             self._over.discard(timer)  # it may have failed again meanwhile
 
     def _now(self) -> datetime:
@@ -159,9 +160,8 @@ def _described(error: BaseException, now: datetime, until: datetime) -> LastFail
     )
 
 
-def _merged(noted: _Noted, retrying: Iterable[Retrying], now: datetime, before: LastFailure | None) -> LastFailure:
-    """Return the record with what one worker has noted since it wrote last."""
-    last = noted.last
+def _merged(last: LastFailure, now: datetime, before: LastFailure | None) -> LastFailure:
+    """Return the record with what one worker has noted since it wrote last. All times are by the server's clock."""
     if before is not None and before.until >= last.since:
         last = structs.replace(
             last,
@@ -170,7 +170,7 @@ def _merged(noted: _Noted, retrying: Iterable[Retrying], now: datetime, before: 
             until=max(before.until, last.until),
         )
     waiting = {each.sequence: each for each in before.retrying if each.again_at > now} if before else {}
-    waiting |= {each.sequence: each for each in retrying}
+    waiting |= {each.sequence: each for each in last.retrying}
     due = tuple(sorted(waiting.values(), key=lambda each: each.again_at)[:MAX_RETRYING])
     return structs.replace(last, written=now, retrying=due)
 

@@ -141,6 +141,8 @@ class Control:
         self._app = app
         self._bucket: KeyValue | None = None
         self._known: dict[str, Pause | None] = {}
+        self._ahead = timedelta()
+        """By how much the server's clock is ahead of ours, as far as is known."""
         self._again_at = -math.inf
         self._asked: dict[str, Run] = {}
         self._void: dict[str, Run] = {}
@@ -153,9 +155,12 @@ class Control:
         """
         if told := await self._look(timer_requests.pause_key(self._app, timer)):
             self._known[timer] = timer_requests.read_pause(*told)
-        pause = self._known.get(timer)
-        now = clocks.utc_now(self._backend.clock)
-        return 0.0 if pause is None else max(0.0, (pause.until - now).total_seconds())
+        if (pause := self._known.get(timer)) is None:
+            return 0.0
+        if told:
+            with suppress(BackendError), clocks.move_on_after(self._backend.clock, LOOK_SECONDS):
+                self._ahead = await consumer_records.time(self._backend) - clocks.utc_now(self._backend.clock)
+        return max(0.0, (pause.until - clocks.utc_now(self._backend.clock) - self._ahead).total_seconds())
 
     async def keep_looking(self, stop: anyio.Event) -> None:
         """Look again and again which runs are asked for, until `stop`."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 
 from msgspec import Struct
 
+from aviso_workers import clocks
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config, streams
 from aviso_workers.declare import agents as agents_
@@ -72,6 +73,8 @@ class RunAlone(Struct, frozen=True, kw_only=True):
 class Recorded(Struct, frozen=True, kw_only=True):
     """What workers have recorded in the bucket of `consumer_records`, and what is parked in those of failure counts."""
 
+    time: datetime
+    """When it was read, by the server's clock."""
     consumers: dict[tuple[str, str], ConsumerRecord]
     """Of agents' consumers, by stream and consumer."""
     functions: dict[tuple[str, str], tuple[str, ...]]
@@ -117,9 +120,10 @@ async def recorded(admin: Admin, *, denied: Denials | None = None) -> Recorded:
     """Return what workers have recorded. What our user may not read of what is parked is left out. Raises
     `BackendError`; with `denied`, what the server denies is noted there, as `records` and as `parked.everywhere` does.
     """
-    entries: list[Entry] = []
+    entries, time = list[Entry](), clocks.utc_now(admin.clock)
     with noted(denied, "records"):
         entries = await consumer_records.entries(admin)
+        time = await consumer_records.time(admin)
     registered = versions.parsed(entries)
     functions = {
         (stream, agents_.durable_name(owner, agent)): tuple(sorted({each.version.function for each in found} - {""}))
@@ -127,6 +131,7 @@ async def recorded(admin: Admin, *, denied: Denials | None = None) -> Recorded:
     }
     stopped = await parked.everywhere(admin, Denials() if denied is None else denied)
     return Recorded(
+        time=time,
         consumers={
             (stream, agents_.durable_name(owner, agent)): record
             for (owner, agent, stream), record in consumer_records.parsed(entries).items()
@@ -134,7 +139,7 @@ async def recorded(admin: Admin, *, denied: Denials | None = None) -> Recorded:
         functions={key: names for key, names in functions.items() if len(names) > 1},
         failures=failure_records.parsed(entries),
         outages=outage_records.parsed(entries),
-        pauses=timer_requests.pauses(entries, now=datetime.now(UTC)),
+        pauses=timer_requests.pauses(entries, now=time),
         runs=timer_requests.runs(entries),
         parked={
             (stream, agents_.durable_name(owner, agent)): found for (owner, agent, stream), found in stopped.items()

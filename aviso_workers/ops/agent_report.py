@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.literals import time_text
@@ -71,6 +71,8 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
     """Whether no server answers for its stream or its consumer: then nothing but its record is known."""
     parked: tuple[Parked, ...] = ()
     """What waits for a person, the oldest first."""
+    recorded_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    """When the records were read, by the server's clock."""
     denied: str = ""
     """What the server denies our user of what its state is made of, in a sentence; empty where that is nothing."""
 
@@ -145,7 +147,7 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
     @property
     def time(self) -> datetime:
         """The time of this snapshot, by the server's clock."""
-        return self.events.time if self.events else datetime.now(UTC)
+        return self.events.time if self.events else self.recorded_at
 
     def state_since(self, before: AgentProgress | None) -> str:
         """Return what the agent does or what is wrong with it, judged by an earlier snapshot as well."""
@@ -237,7 +239,7 @@ class _Snapshot(Struct, kw_only=True):
     """Those that have run, and of whose stream our user may not list all consumers, by app, agent and stream."""
 
     async def take(self, streams: Collection[str]) -> None:
-        """Look at these streams, and at retries and dead letters. What turns out to be away is waited for side by side."""
+        """Look at these streams, the retries and the dead letters. What is away is waited for side by side."""
         silent: set[str] = set()
         async with task_group() as looks:
             for stream in {*streams} - self.away:
@@ -304,6 +306,7 @@ class _Snapshot(Struct, kw_only=True):
             failure=self.recorded.failures.get((app, "agents", agent)),
             outage=self.recorded.outages.get((app, agent)),
             unanswered=(app, agent, stream) in self.unanswered,
+            recorded_at=self.recorded.time,
             parked=tuple(
                 each
                 for of in (stream, RETRIES)
@@ -409,11 +412,13 @@ def differing(config: Config, agent: Agent[Any, Any], consumer: ConsumerConfig) 
 
 def failing(recorded: Recorded, app: str | None = None) -> list[AgentRow]:
     """Return a row for each timer and each task that fails, of one app or of all."""
-    now = datetime.now(UTC)
     return [
         AgentRow(app=owner, agent=f"{kind.removesuffix('s')} {name}", stream="-", failing=text, state=text)
         for (owner, kind, name), failure in sorted(recorded.failures.items())
-        if kind != "agents" and app in (None, owner) and failure.until > now and (text := failing_text(failure))
+        if kind != "agents"
+        and app in (None, owner)
+        and failure.until > recorded.time
+        and (text := failing_text(failure))
     ]
 
 
@@ -436,5 +441,5 @@ def waiting_text(outage: OutageRecord, *, now: datetime) -> str:
     return f"outage since {time_text(outage.since)}: {outage.reason}; tries again in {seconds:.0f} s"
 
 
-def _sum(progress: AgentProgress, field: str) -> int:
-    return sum(int(getattr(info, field)) for info in (progress.events, progress.retries) if info)
+def _sum(progress: AgentProgress, number: str) -> int:
+    return sum(int(getattr(info, number)) for info in (progress.events, progress.retries) if info)

@@ -87,9 +87,7 @@ class Mirrors:
         self._admin = admin
 
     async def links(self, streams: Iterable[StreamInfo] | None = None) -> list[Link]:
-        """Return the links of all streams that follow another one, or did until they were promoted; of these `streams`
-        where they are known.
-        """
+        """Return the links of all `streams`, or these, that follow another one, or did until they were promoted."""
         streams = await self._admin.streams() if streams is None else streams
         links = [link for stream in streams for link in _links(stream)]
 

@@ -67,6 +67,8 @@ class StreamRow(Struct, frozen=True, kw_only=True):
     """Messages stored per second."""
     last: datetime | None
     """When the last message was stored."""
+    time: datetime
+    """When this was so, by the server's clock."""
     consumers: int
     replicas: int
     """The number of replicas that its configuration asks for."""
@@ -222,6 +224,7 @@ def _stream_row(name: str, now: ServerSnapshot, before: ServerSnapshot) -> Strea
         deleted=found.deleted,
         rate=_per_second(found.last_sequence - before.streams.get(name, found).last_sequence, now, before),
         last=found.last_time,
+        time=found.time,
         consumers=found.consumers,
         replicas=found.config.num_replicas,
         current=None if found.cluster == Cluster() else 1 + sum(peer.current for peer in found.cluster.followers),

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from aviso_workers import clocks
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.backends import Admin
 from aviso_workers.declare import timers
@@ -111,7 +110,7 @@ async def plan_catch_up(
 
     Raises `DeclarationError` for a range that is reversed, not over, or of too many ticks, `BackendError`.
     """
-    now = clocks.utc_now(admin.clock)
+    now = await consumer_records.time(admin)
     of = f"from {time_text(first)} to {time_text(last)}"
     if not first <= last <= now:
         raise DeclarationError(f"the range {of} must end after it begins, and by now ({time_text(now)})")

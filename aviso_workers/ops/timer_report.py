@@ -6,7 +6,7 @@ Called by the command `timers ls`. The schedules are the code's; the rest is wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from itertools import islice
 from typing import Any
 
@@ -49,7 +49,7 @@ async def of_app(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]], *, t
     claims = await timer_records.claims(admin, app)
     noted = await consumer_records.entries(admin)
     failures = failure_records.parsed(noted)
-    now = datetime.now(UTC)  # after that: the last tick is none of the next ones
+    now = await consumer_records.time(admin)  # after that: the last tick is none of the next ones
     pauses = timer_requests.pauses(noted, now=now)
     rows = []
     for timer in timers:

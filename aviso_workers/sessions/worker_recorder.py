@@ -47,13 +47,14 @@ async def keep_recorded(backend: Backend, app: str, at_work: Callable[[], dict[s
     clock, host, process, stored = backend.clock, socket.gethostname(), os.getpid(), False
     bucket = RetryingKeyValue(backend, BUCKET, ttl_seconds=TTL_SECONDS, patience_seconds=LOOK_SECONDS, own=True)
     key = encode_key(f"{app}.{host}.{process}.{secrets.token_hex(4)}")
-    started = clocks.utc_now(clock)
+    started, begun = clocks.utc_now(clock), clock.monotonic()
     record = WorkerRecord(
         host=host, process=process, member=MEMBER.get(), version=__version__, started=started, agents={}
     )
     try:
         while True:
-            record = structs.replace(record, rss=resident_bytes(), agents=at_work())
+            age = clock.monotonic() - begun
+            record = structs.replace(record, age_seconds=age, rss=resident_bytes(), agents=at_work())
             try:
                 stored = True  # or it may be, where no answer comes
                 await bucket.put(key, msgspec.json.encode(record))

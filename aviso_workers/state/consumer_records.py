@@ -22,11 +22,13 @@ from datetime import datetime
 import msgspec
 from msgspec import Struct, structs
 
+from aviso_workers import clocks
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend, ConsumerInfo
 from aviso_workers.backends.buckets import open_existing
 from aviso_workers.errors import (
     BackendError,
+    NotFoundError,
     UndecodableError,
     UnreadableStreamError,
 )
@@ -59,6 +61,7 @@ __all__ = [
     "remove_notes",
     "rename",
     "stored",
+    "time",
     "versions_key",
 ]
 
@@ -160,6 +163,16 @@ async def entries(backend: Backend) -> list[Entry]:
     """
     kept = await _existing(backend)
     return await kept.entries() if kept is not None else []
+
+
+async def time(backend: Backend) -> datetime:
+    """Return the time by the clock of the server that leads the bucket, which the store times of records are by; our
+    own where there is no bucket. Raises `BackendError`.
+    """
+    try:
+        return (await backend.stream_info(f"KV_{BUCKET}")).time
+    except NotFoundError:
+        return clocks.utc_now(backend.clock)
 
 
 async def entry(backend: Backend, key: str) -> Entry | None:

@@ -72,7 +72,7 @@ class AppDeclarations(Struct, frozen=True, kw_only=True):
     """What an app declares."""
 
     time: Time
-    """When the worker started that recorded it, by its own clock."""
+    """When the worker recorded it that started, by the server's clock."""
     version: str
     """Of aviso-workers."""
     modules: tuple[str, ...]
@@ -91,7 +91,7 @@ class AppDeclarations(Struct, frozen=True, kw_only=True):
 
 
 class Deploy(Struct, frozen=True, kw_only=True):
-    """What workers of an app have started with. Times are by their clocks."""
+    """What workers of an app have started with. Times are by the server's clock."""
 
     time: Time
     """When the first of them started."""
@@ -129,6 +129,7 @@ async def record(
         known = _read(await consumer_records.entry(backend, _key(app)), AppDeclarations)
         if known is None or structs.replace(found, time=known.time) != known:
             bucket = await consumer_records.bucket(backend)
+            found = structs.replace(found, time=await bucket.time())
             # The deploy first, so that a worker that is killed in between leaves both to the next one.
             await key_value.compare_and_set(
                 bucket, f"{app}/{DEPLOYS}", read=_read_deploys, change=lambda kept: _noted(kept, known, found)

@@ -11,7 +11,7 @@ Nothing depends on these records. Where the bucket cannot be written, the next f
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Literal
 
 from msgspec import Struct, structs
@@ -23,10 +23,12 @@ from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import consumer_records
 from aviso_workers.state.kept import Kept
 
-__all__ = ["KEPT", "Kind", "LastFailure", "Retrying", "parsed", "remove_others", "stored"]
+__all__ = ["KEPT", "Kind", "LastFailure", "Retrying", "parsed", "remove_others", "shifted", "stored"]
 
 Kind = Literal["agents", "timers", "tasks"]
 WRITE_SECONDS = 5.0
+SLOW_WRITE = timedelta(seconds=2)
+"""A write takes less: what was stored so much before or after it was written was written by a clock that is wrong."""
 KEPT = (
     Kept(
         bucket=consumer_records.BUCKET,
@@ -68,7 +70,7 @@ class LastFailure(Struct, frozen=True, kw_only=True):
     until: datetime
     """When it is over, if it does not fail again."""
     written: datetime
-    """When this was recorded, by the clock of the worker that did."""
+    """When this was recorded, by the server's clock; in a record of an older version, by that of the worker."""
     times: int
     """How often it has failed since then, in all workers."""
     retrying: tuple[Retrying, ...] = ()
@@ -88,16 +90,9 @@ async def stored(backend: Backend) -> dict[tuple[str, str, str], LastFailure]:
 
 
 def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], LastFailure]:
-    """Return the records among the entries of the bucket, by app, kind and name; `until` and the times of retries are
-    by the server's clock.
-    """
-    found = {}
-    for named, entry in consumer_records.notes(entries, consumer_records.FAILURE):
-        if last := read(entry):
-            ahead = entry.time - last.written  # the clock of the worker that wrote it may be wrong
-            waiting = tuple(structs.replace(each, again_at=each.again_at + ahead) for each in last.retrying)
-            found[named] = structs.replace(last, until=last.until + ahead, retrying=waiting)
-    return found
+    """Return the records among the entries of the bucket, by app, kind and name."""
+    noted = consumer_records.notes(entries, consumer_records.FAILURE)
+    return {named: last for named, entry in noted if (last := read(entry))}
 
 
 async def remove_others(backend: Backend, *, app: str, timers: Iterable[str], tasks: Iterable[str]) -> None:
@@ -113,7 +108,23 @@ def key_of(app: str, kind: str, name: str) -> str:
 
 
 def read(entry: Entry | None) -> LastFailure | None:
+    """Return the record of an entry with its times by the server's clock: that of who wrote it may be wrong."""
     try:
-        return read_json(entry.value, LastFailure) if entry is not None else None
+        last = read_json(entry.value, LastFailure) if entry is not None else None
     except UndecodableError:
         return None  # another record, or none of ours
+    if entry is None or last is None or abs(ahead := entry.time - last.written) < SLOW_WRITE:
+        return last
+    return shifted(last, ahead)
+
+
+def shifted(last: LastFailure, by: timedelta) -> LastFailure:
+    """Return the record with its times by a clock that is ahead by so much."""
+    return structs.replace(
+        last,
+        since=last.since + by,
+        last=last.last + by,
+        until=last.until + by,
+        written=last.written + by,
+        retrying=tuple(structs.replace(each, again_at=each.again_at + by) for each in last.retrying),
+    )

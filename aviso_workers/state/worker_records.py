@@ -7,7 +7,7 @@ All apps have them in one bucket, which forgets what is not put again. A worker 
 from __future__ import annotations
 
 from contextlib import suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from msgspec import Struct, structs
 
@@ -56,7 +56,9 @@ class WorkerRecord(Struct, frozen=True, kw_only=True):
     version: str
     """Of aviso-workers."""
     started: Time
-    """By its own clock."""
+    """By the server's clock, as `stored` returns it, where the worker has said its age; else by its own."""
+    age_seconds: float | None = None
+    """How long before it was put the worker has started; None in a record of a version that did not say it."""
     said: datetime | None = None
     """When it was put, by the server's clock, as `stored` returns it."""
     rss: int | None = None
@@ -71,5 +73,7 @@ async def stored(backend: Backend) -> dict[str, list[WorkerRecord]]:
         for entry in sorted(await bucket.entries(), key=lambda each: each.key):
             with suppress(UndecodableError):  # of a version that writes another one, or not ours
                 record = structs.replace(read_json(entry.value, WorkerRecord), said=entry.time)
+                if record.age_seconds is not None:
+                    record = structs.replace(record, started=entry.time - timedelta(seconds=record.age_seconds))
                 found.setdefault(entry.key.partition(".")[0], []).append(record)
     return found

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from contextlib import AsyncExitStack
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import anyio
@@ -15,13 +16,14 @@ import pytest
 from msgspec import structs
 
 from aviso_workers import App, Backoff, Notification, Notify
+from aviso_workers.backends import Backend
 from aviso_workers.config import Config
 from aviso_workers.console import overview, serve, web
 from aviso_workers.console.pages import PAGES
 from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.jetstream.specs import ConsumerSpec
-from aviso_workers.ops import agent_control, agent_report
+from aviso_workers.ops import agent_control, agent_report, timer_control
 from aviso_workers.server import NatsServer
 from aviso_workers.sessions import worker_recorder
 from aviso_workers.state import consumer_records, declarations, worker_records
@@ -239,6 +241,25 @@ async def test_the_page_of_an_app_lists_its_workers_also_where_it_has_no_agent(
         assert " MB – " in await shown(client, "/apps/only-tasks", here)
         await shown(client, "/apps/field-index", here, " MB 0 of 3 ")
         await shown(client, "/apps", "– – look 1", "field-index", " – 1")
+
+
+async def test_ages_are_by_the_servers_clock(
+    console: Served, running: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart = timedelta(hours=1)
+
+    async def of_another_clock(backend: Backend) -> datetime:
+        return datetime.now(UTC) + apart
+
+    monkeypatch.setattr(consumer_records, "time", of_another_clock)
+    bucket = await consumer_records.bucket(console.admin)
+    await timer_control.pause(console.admin, "field-index", "report", until=await bucket.time() + 2 * apart)
+    async with console.client() as client:
+        page = await shown(client, "/agents/field-index/index", f"{socket.gethostname()}:{os.getpid()}", "1.0 h ago")
+        assert "has not answered for" not in page, "no clock says that"
+        await shown(client, "/timers", "paused until")
+        apart = timedelta(hours=3)
+        await shown(client, "/timers", "field-index/report", without="paused until")
 
 
 async def test_of_a_singleton_it_is_shown_which_worker_works(

@@ -108,6 +108,8 @@ class Sample(Struct, frozen=True, kw_only=True):
 class _UnsampledFacts(Struct, frozen=True, kw_only=True):
     """The facts that are requested once, and not with each sample."""
 
+    now: datetime
+    """By the server's clock where that is known, as the times of records are."""
     dead_letters: Mapping[tuple[str, ...], int]
     """Dead letters that are kept, by app and agent."""
     records: Mapping[tuple[str, str], ConsumerRecord]
@@ -140,7 +142,6 @@ class _UnsampledFacts(Struct, frozen=True, kw_only=True):
 class Facts(_UnsampledFacts, frozen=True, kw_only=True):
     """The facts that checks judge. Streams and consumers are those of the account that we connect to."""
 
-    now: datetime
     scope: Scope
     config: Config
     server: ConnectedServer
@@ -217,7 +218,6 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
         unknown["backups"] = "the directory of backups is not known: give --backups DIRECTORY"
     return Facts(
         **structs.asdict(once),
-        now=datetime.now(UTC),
         scope=scope,
         config=config,
         server=server,
@@ -264,6 +264,7 @@ async def _unsampled_facts(
         is_strict = _Later(tasks, lambda: monitoring_port.is_strict(admin))
     kept, (servers, unreachable, looks) = recorded.result, monitored.result
     return _UnsampledFacts(
+        now=kept.time if kept else datetime.now(UTC),
         dead_letters=dead_letters.result or {},
         records=kept.consumers if kept else {},
         functions=kept.functions if kept else {},
@@ -339,15 +340,13 @@ class _Requests:
 
         async def list_streams() -> None:
             nonlocal may_list
-            if away:
-                return
             try:
                 listed.extend(await self._admin.streams())
             except DeniedError:
                 may_list = False
                 raise
 
-        await self._all("streams", [list_names, list_streams], within=LISTING_SECONDS)
+        await self._all("streams", [list_names, *([] if away else [list_streams])], within=LISTING_SECONDS)
         if away:
             asked = [partial(self._stream, name) for name in names if name not in away]
             listed = [each for each in await self._all("streams", asked, within=LISTING_SECONDS) if each]
