@@ -36,6 +36,9 @@ SKEW = timedelta(seconds=1)
 """The servers that store a notification and its outputs may have different clocks."""
 
 
+Output = tuple[str, tuple[str, str] | None, str]
+
+
 class Fate(Struct, frozen=True, kw_only=True):
     """What has become of the notification at one agent."""
 
@@ -69,8 +72,11 @@ class Trail(Struct, frozen=True, kw_only=True):
     """Why it cannot be read; empty where it can."""
     origin: PublishedBy
     fates: list[Fate]
-    outputs: list[tuple[str, tuple[str, str], str]]
-    """What agents published while they handled it: name such as `MARS@4712`, app and name of the agent, subject."""
+    outputs: list[Output]
+    """What agents published while they handled it: name such as `MARS@4712`, app and name of the agent, subject. The
+    agent is None of what has a message id of its author's own, and the trace of this one: another notification of the
+    trace may have led to it.
+    """
     unsure: list[str]
     """Why there may be more of these, in sentences."""
     denied: str
@@ -116,7 +122,7 @@ async def trail(admin: Admin, overview: Overview, name: str) -> Trail:
 
 async def _outputs(
     admin: Admin, overview: Overview, message: StoredMessage, readers: Collection[tuple[str, str]]
-) -> tuple[list[tuple[str, tuple[str, str], str]], list[str]]:
+) -> tuple[list[Output], list[str]]:
     """Return `outputs` and `unsure` of the trail: the streams are read that the code of the agents names."""
     documents: dict[str, Mapping[str, Any]] = {app: {} for app, _ in sorted(readers)}
     with noted(denied := Denials(), "documents"):
@@ -124,7 +130,12 @@ async def _outputs(
     sent = [each for app, agent in readers for each in asyncapi.operations(documents[app], "send", agent)]
     unknown = [] if denied.text() else [app for app, found in documents.items() if "operations" not in found]
     unsure = [f"What the agents of {app} publish is not recorded." for app in unknown]
-    outputs, cause, looked_at = [], f"{message.stream}@{message.sequence}", 0
+    outputs, cause, looked_at = (
+        list[Output](),
+        f"{message.stream}@{message.sequence}",
+        0,
+    )
+    trace_id = _origin(message.headers, overview).trace_id
     since = datetime.fromisoformat(message.time) - SKEW
     with anyio.move_on_after(SCAN_SECONDS) as scan:
         for base in sorted({each["channel"]["$ref"].rpartition("/")[2] for each in sent}):
@@ -137,9 +148,10 @@ async def _outputs(
                 )
                 async with aclosing(of_base):
                     async for each in of_base:
-                        origin = _origin(each.headers or {}, overview)
-                        if origin.agent and origin.cause == cause:
-                            outputs.append((f"{stream}@{each.sequence}", origin.agent, each.subject))
+                        origin, name = _origin(each.headers or {}, overview), f"{stream}@{each.sequence}"
+                        of_trace = trace_id and origin.trace_id == trace_id and not origin.publisher and name != cause
+                        if (origin.agent and origin.cause == cause) or of_trace:
+                            outputs.append((name, origin.agent, each.subject))
                         looked_at += 1
                         if looked_at == MAX_SCANNED:
                             scan.cancel()

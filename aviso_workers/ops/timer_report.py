@@ -83,5 +83,6 @@ def run_text(run: Run, *, void: bool) -> str:
         how = "which has not recorded its end"
     if run.worker:
         return printable(f"taken by {run.worker}, {how}")
-    none = f"no worker has taken it within {VOID_SECONDS:g} s, and none will: none runs the timer, or it is too old to"
+    why = "none runs the timer, or it cannot record that, or it is too old to"
+    none = f"no worker has taken it within {VOID_SECONDS:g} s, and none will: {why}"
     return none if void else "no worker has taken it yet"

@@ -329,14 +329,16 @@ class Session:
 
     async def _record_declared(self, app: Any) -> None:
         schema = self._config.notification_schema
-        await declarations.record(self.backend, app=self._app, declared=app, schema=schema, agents=app.agents)
         timers, tasks = ([each.name for each in declared] for declared in (app.timers, app.tasks))
-        with suppress(BackendError):
-            await failure_records.remove_others(self.backend, app=self._app, timers=timers, tasks=tasks)
-        await self.backend.clock.sleep(DOCUMENT_SECONDS)
-        from aviso_workers.state import asyncapi
+        while True:
+            await declarations.record(self.backend, app=self._app, declared=app, schema=schema, agents=app.agents)
+            with suppress(BackendError):
+                await failure_records.remove_others(self.backend, app=self._app, timers=timers, tasks=tasks)
+            await self.backend.clock.sleep(DOCUMENT_SECONDS)
+            from aviso_workers.state import asyncapi
 
-        await asyncapi.record(self.backend, self._config, app)
+            await asyncapi.record(self.backend, self._config, app)
+            await declarations.lost(self.backend, app=self._app)
 
     async def _record_failures(self) -> None:
         with self._events.heard_by(self._last_failures.observe, Ticked, TaskFailed, WindowDone):

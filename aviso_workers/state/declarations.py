@@ -48,6 +48,7 @@ __all__ = [
     "deploys",
     "document_key",
     "event_types",
+    "lost",
     "policy",
     "record",
     "remove",
@@ -58,6 +59,8 @@ T = TypeVar("T")
 END, DEPLOYS = "declared", "deploys"
 MAX_DEPLOYS, MAX_CHANGES = 10, 20
 """How many are kept, and how many changes of one are told."""
+LOOK_SECONDS = 300.0
+"""How often a worker looks whether what its app declares is still recorded."""
 KEPT = (
     Kept(
         bucket=consumer_records.BUCKET,
@@ -146,6 +149,15 @@ def parsed(entries: Iterable[Entry]) -> dict[str, AppDeclarations]:
     """Return what apps declare, among the entries of the bucket, by app."""
     found = [(each.key.split("/"), _read(each, AppDeclarations)) for each in entries]
     return {key[0]: declared for key, declared in found if declared and len(key) == 2 and key[1] == END}
+
+
+async def lost(backend: Backend, *, app: str) -> None:
+    """Return when the record of an app is gone, as where somebody has deleted the bucket."""
+    while True:
+        await backend.clock.sleep(LOOK_SECONDS)
+        with suppress(BackendError):
+            if await consumer_records.entry(backend, _key(app)) is None:
+                return
 
 
 async def remove(backend: Backend, *, app: str) -> None:

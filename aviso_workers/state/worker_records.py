@@ -70,7 +70,10 @@ async def stored(backend: Backend) -> dict[str, list[WorkerRecord]]:
     """Return the workers that live, by app. Raises `BackendError`."""
     found: dict[str, list[WorkerRecord]] = {}
     if bucket := await open_existing(backend, BUCKET, ttl_seconds=TTL_SECONDS, own=True):
+        now = await bucket.time()
         for entry in sorted(await bucket.entries(), key=lambda each: each.key):
+            if (now - entry.time).total_seconds() > TTL_SECONDS:
+                continue  # of a worker that was killed, in a bucket that somebody else has made, without an age
             with suppress(UndecodableError):  # of a version that writes another one, or not ours
                 record = structs.replace(read_json(entry.value, WorkerRecord), said=entry.time)
                 if record.age_seconds is not None:

@@ -149,6 +149,25 @@ async def test_outputs_and_causes_lead_to_each_other(
     assert "1 notifications since then were looked at, and there may be more." in cut
 
 
+async def test_an_output_with_a_message_id_of_its_author_is_found_by_its_trace(
+    console: Served, catalogue: App, nats_server: NatsServer
+) -> None:
+    headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+    indexed = {"expver": "0001", "step": 9}
+    async with harness(catalogue, server=nats_server.url) as t, console.client() as client:
+        await catalogue.notify_many(
+            [
+                Notify("mars", mars(step=9), FIELD, headers=headers),
+                Notify("indexed", indexed, message_id="mine", headers=headers),
+                Notify("indexed", {**indexed, "step": 10}, message_id="another"),
+            ]
+        )
+        await t.settle()
+        await shown(client, PAGE, "AsyncAPI document as a worker")
+        page = await shown(client, "/notification?name=mars@1", "INDEXED@1 not known, in the same trace indexed.")
+    assert "INDEXED@2" not in page
+
+
 async def test_outputs_that_are_not_recorded_are_said_to_be_unknown(
     console: Served, app: App, running: Harness
 ) -> None:

@@ -16,6 +16,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Backoff, Notification
+from aviso_workers.state import declarations, worker_records
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
@@ -233,3 +234,41 @@ async def test_other_code_of_the_same_declarations_is_a_deploy(
         await deployed(t, 1)
         await t.deploy(app_of("second = 'longer'"))
         assert (await deployed(t, 2))[-1] == ["code of shop_agents changed"]
+
+
+async def test_what_an_app_declares_is_recorded_again_where_somebody_has_deleted_it(
+    app: App, url: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(declarations, "LOOK_SECONDS", 0.2)
+
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    async with harness(app, server=url) as t:
+        bucket = await app.key_value(BUCKET)
+        for key in ("contract/asyncapi", "contract/declared"):
+            with anyio.fail_after(PATIENCE_SECONDS):
+                while await bucket.get(key) is None:
+                    await t.advance(0.1)
+        for key in ("contract/asyncapi", "contract/declared"):
+            await bucket.delete(key)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while await bucket.get("contract/asyncapi") is None:
+                await t.advance(0.1)
+        assert await bucket.get("contract/declared") is not None
+
+
+async def test_a_worker_that_says_nothing_more_is_not_listed_in_a_bucket_without_an_age(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_records, "TTL_SECONDS", 0.2)
+    record = {"host": "h", "process": 1, "member": "", "version": "1", "started": "2026-11-20T00:00:00Z", "agents": {}}
+    async with app:
+        bucket = await app.key_value(OF_WORKERS)  # as somebody else has made it
+        await bucket.put("contract.h.1.a", json.dumps(record).encode())
+        assert [*await worker_records.stored(app.session.backend)] == ["contract"]
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while True:
+                if not await worker_records.stored(app.session.backend):
+                    break
+                await anyio.sleep(0.05)
