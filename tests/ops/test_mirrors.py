@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -177,7 +178,8 @@ async def test_a_mirror_is_judged_by_when_it_heard_of_its_origin(sites: Sites, m
     sites.hub.lose()
     await sites.until(lambda info: info["mirror"]["active"] > 0.6e9)
     link = await sites.link()
-    assert (link.lag, link.trouble) == (0, "last contact with its origin 1 s ago, so its lag is not known")
+    assert link.lag == 0
+    assert re.fullmatch(r"last contact with its origin \d+ s ago, so its lag is not known", link.trouble)
 
 
 async def test_a_mirror_of_nothing_has_never_heard_of_it(sites: Sites) -> None:

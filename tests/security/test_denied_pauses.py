@@ -36,4 +36,5 @@ async def test_a_worker_without_the_right_runs_its_timers(tmp_path: Path) -> Non
         with anyio.fail_after(PATIENCE_SECONDS):
             async with app:
                 await app._work(stop)
-    assert ticks[-1].time - ticks[-4].time == timedelta(seconds=3)
+    took = ticks[-1].time - ticks[-4].time
+    assert timedelta(seconds=3) <= took < timedelta(seconds=10), "a busy machine leaves out a tick or two"

@@ -15,7 +15,7 @@ import pytest
 
 from tests.stories.conftest import Publish, RunWorker
 from tests.stories.processes import Proxy, Record, Server, Worker, cluster, until, until_jetstream
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import LONG_SECONDS, PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -302,7 +302,7 @@ class TestTheConsumer:
         )
         await client.close()
 
-        worker = run_worker()
+        worker = run_worker(ack_wait_seconds=LONG_SECONDS)
         await worker.ready()
         await until(lambda: len(record.numbers("done")) == 20, what=lambda: worker.log)
         await anyio.sleep(2.5)
