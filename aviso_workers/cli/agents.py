@@ -44,7 +44,7 @@ from aviso_workers.errors import BackendError, ConfigError, DeclarationError, No
 from aviso_workers.ops import agent_inventory, agent_report, parked
 from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import AgentProgress, AgentRow
-from aviso_workers.ops.denials import Denials, noted
+from aviso_workers.ops.denials import Denials, asked
 from aviso_workers.ops.parked import Parked
 from aviso_workers.state import declarations
 from aviso_workers.state.failure_records import Retrying
@@ -113,7 +113,11 @@ class _Asked(Struct, frozen=True):
         self, server: OpenedServer, recorded: Recorded, before: Iterable[AgentProgress] = ()
     ) -> list[AgentProgress]:
         """Return the report. What an earlier one, `before`, has found unanswered is not waited for again."""
-        away, admin, config = {each.stream for each in before if each.unanswered}, server.admin, server.config
+        away, admin, config = (
+            {each.stream for each in before if each.unanswered and not each.denied},
+            server.admin,
+            server.config,
+        )
         if self.app is not None:
             return await agent_report.of_app(
                 admin, config, self.app, recorded=recorded, unavailable=away, denied=self.denied
@@ -131,9 +135,10 @@ class _Asked(Struct, frozen=True):
 
     async def unlisted(self, server: OpenedServer, recorded: Recorded) -> str:
         """Return which agents cannot be listed, and what to do, as text; empty where there are none."""
-        found: list[str] = []
-        with noted(self.denied, "streams"):
-            found = [] if self.name else await agent_inventory.elsewhere(server.admin, server.config, recorded)
+        if self.name:
+            return ""
+        listing = agent_inventory.elsewhere(server.admin, server.config, recorded)
+        found = await asked(self.denied, "streams", listing, [])
         if not found:
             return ""
         return (

@@ -50,7 +50,7 @@ async def list_consumers(
 
     Example: aviso-workers consumers ls MARS
     """
-    take = partial(reports.take_consumers, stream=stream) if stream else reports.take
+    take = partial(reports.take, stream=stream or "")
     now, before = await snapshots(server, seconds, take)
     rows = reports.consumers(now, before)
     print_rows(CONSUMERS, map(_consumer_row, rows), rows, none="no consumers", as_json=as_json)

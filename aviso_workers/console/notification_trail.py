@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import aclosing
 from datetime import datetime, timedelta
-from typing import Any
 
 import anyio
 from msgspec import Struct, structs
@@ -23,7 +22,7 @@ from aviso_workers.console.overview import AgentView, Overview
 from aviso_workers.errors import AvisoWorkersError
 from aviso_workers.jetstream.subjects import matcher
 from aviso_workers.ops import aviso_admin, inventory
-from aviso_workers.ops.denials import Denials, noted
+from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.ops.inventory import StoredMessage
 from aviso_workers.state import asyncapi
 
@@ -101,9 +100,10 @@ async def trail(admin: Admin, overview: Overview, name: str) -> Trail:
         unreadable = str(error)
     readers = [view for view in overview.agents if view.progress.stream == message.stream]
     dead: dict[tuple[str, str], str] = {}
-    with noted(denied := Denials(), "dead letters"):
-        if any(view.progress.dead_letters != 0 for view in readers):
-            dead = await dead_letters.of_notification(admin, overview.config, message.stream, message.sequence)
+    denied = Denials()
+    if any(view.progress.dead_letters != 0 for view in readers):
+        dead_ones = dead_letters.of_notification(admin, overview.config, message.stream, message.sequence)
+        dead = await asked(denied, "dead letters", dead_ones, {})
     fates = [_fate(view, message, dead, denied.text()) for view in readers]
     agents = [(view.progress.app, view.progress.agent) for view in readers]
     outputs, unsure = await _outputs(admin, overview, message, agents)
@@ -116,7 +116,7 @@ async def trail(admin: Admin, overview: Overview, name: str) -> Trail:
         fates=fates,
         outputs=outputs,
         unsure=unsure,
-        denied=overview.denied.text("records", f"agents of {message.stream}"),
+        denied=overview.snapshot.denied.text("records", f"agents of {message.stream}"),
     )
 
 
@@ -124,9 +124,9 @@ async def _outputs(
     admin: Admin, overview: Overview, message: StoredMessage, readers: Collection[tuple[str, str]]
 ) -> tuple[list[Output], list[str]]:
     """Return `outputs` and `unsure` of the trail: the streams are read that the code of the agents names."""
-    documents: dict[str, Mapping[str, Any]] = {app: {} for app, _ in sorted(readers)}
-    with noted(denied := Denials(), "documents"):
-        documents = {app: await asyncapi.stored(admin, app) or {} for app in documents}
+    denied, apps = Denials(), sorted({app for app, _ in readers})
+    stored = {app: await asked(denied, app, asyncapi.stored(admin, app), None) for app in apps}
+    documents = {app: found or {} for app, found in stored.items()}
     sent = [each for app, agent in readers for each in asyncapi.operations(documents[app], "send", agent)]
     unknown = [] if denied.text() else [app for app, found in documents.items() if "operations" not in found]
     unsure = [f"What the agents of {app} publish is not recorded." for app in unknown]

@@ -20,11 +20,10 @@ from aviso_workers.errors import BackendError, RefusedError, UnavailableError, d
 from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, parked, reports
 from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import AgentProgress, AgentRow
-from aviso_workers.ops.denials import Denials, noted
+from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.ops.parked import Parked
 from aviso_workers.ops.reports import ServerSnapshot, StreamRow
 from aviso_workers.state import worker_records
-from aviso_workers.state.declarations import AppDeclarations
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 from aviso_workers.state.worker_records import AtWork, WorkerRecord
 
@@ -131,11 +130,6 @@ class Overview(Struct, frozen=True, kw_only=True):
     failing: list[AgentRow]
     """Timers and tasks that fail."""
     streams: list[StreamRow]
-    unavailable: list[str]
-    """Streams and consumers for which no server answers."""
-    recorded: Recorded
-    apps: dict[str, AppDeclarations]
-    """What the apps have declared when a worker of them started last."""
     workers: dict[str, list[WorkerRecord]]
     """Those that live, by app, as far as they have recorded themselves."""
     differing: list[str]
@@ -145,12 +139,6 @@ class Overview(Struct, frozen=True, kw_only=True):
     rates: Rates
     """Those of the last hour, where the configuration names a Prometheus."""
     snapshot: ServerSnapshot
-    progress: list[AgentProgress]
-
-    @property
-    def denied(self) -> Denials:
-        """What the server denies our user of all of this."""
-        return self.snapshot.denied
 
 
 class Watcher:
@@ -246,7 +234,7 @@ class Watcher:
             config=config,
             agents=self._views(
                 progress,
-                before.progress if before else [],
+                [view.progress for view in before.agents] if before else [],
                 seconds,
                 snapshot,
                 workers,
@@ -254,15 +242,11 @@ class Watcher:
             ),
             failing=agent_report.failing(recorded),
             streams=reports.streams(snapshot, before.snapshot if before else snapshot),
-            unavailable=snapshot.unavailable,
-            recorded=recorded,
-            apps=recorded.apps,
             workers=workers,
             differing=differing,
             new_dead_letters=await self._new_dead_letters(snapshot),
             rates=await self._newest_rates(),
             snapshot=snapshot,
-            progress=progress,
         )
 
     async def _workers(self, denied: Denials) -> dict[str, list[WorkerRecord]]:
@@ -314,11 +298,10 @@ class Watcher:
     async def _new_dead_letters(self, snapshot: ServerSnapshot) -> int | None:
         if DEAD_LETTERS not in snapshot.streams:
             return None if snapshot.denied.subjects("streams") else 0
-        found = snapshot.streams[DEAD_LETTERS]
-        with noted(snapshot.denied, "dead letters"):
-            since = found.time - timedelta(days=1)
-            return await self._admin.count(DEAD_LETTERS, filter_subjects=(), start_time=since) if found.messages else 0
-        return None
+        if not (found := snapshot.streams[DEAD_LETTERS]).messages:
+            return 0
+        count = self._admin.count(DEAD_LETTERS, filter_subjects=(), start_time=found.time - timedelta(days=1))
+        return await asked(snapshot.denied, "dead letters", count, None)
 
     async def _dead_letters_of_a_day(
         self, snapshot: ServerSnapshot, progress: Iterable[AgentProgress]
@@ -362,10 +345,9 @@ def _without_consumer(
         for agent, event_type in declared_ones.agents.items():
             if (app, agent) not in ran and event_type in config.notification_schema:
                 stream = aviso_admin.stream_of(config, event_type)
-                unlisted = denied.text(f"agents of {stream}")
-                found.append(
-                    AgentProgress(app=app, agent=agent, stream=stream, events=None, retries=None, denied=unlisted)
-                )
+                said = denied.text(f"agents of {stream}")
+                each = AgentProgress(app=app, agent=agent, stream=stream, events=None, retries=None, denied=said)
+                found.append(structs.replace(each, unanswered=bool(said)))
     for (stream, consumer), record in recorded.consumers.items():
         of = agent_inventory.agent_of(consumer)
         if of is None or record.removed or stream == RETRIES or (*of, stream) in listed:
@@ -435,7 +417,7 @@ def _deliveries(progress: AgentProgress) -> int:
 def state_of(now: AgentProgress, before: AgentProgress | None = None) -> tuple[str, str]:
     """Return the state of an agent in a word or two, and what is to be said of it."""
     trouble = now.trouble_since(before)
-    if now.unanswered or (trouble and trouble == now.denied):
+    if now.unanswered:
         return "unknown", trouble
     if now.events is None:
         if trouble:
@@ -445,10 +427,8 @@ def state_of(now: AgentProgress, before: AgentProgress | None = None) -> tuple[s
         return ("halted" if now.outage.halted else "outage"), now.waiting
     if trouble:
         return "stuck", trouble
-    if now.parked:
-        return "parked", parked.waiting_text(now.parked)
-    if now.handed_back:
-        return "handed back", now.handed_back
+    if now.parked or now.handed_back:
+        return ("parked", parked.waiting_text(now.parked)) if now.parked else ("handed back", now.handed_back)
     if now.paused_until:
         return "paused", f"until {now.paused_until}"
     if now.failing and not _has_recovered(now):

@@ -20,13 +20,11 @@ from aviso_workers.ops import doctor as doctor_
 from aviso_workers.ops import stream_policy
 from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import failing_text
-from aviso_workers.ops.denials import Denials, noted
+from aviso_workers.ops.denials import Denials, asked
 from aviso_workers.ops.doctor import output
 from aviso_workers.ops.reports import StreamRow
 from aviso_workers.ops.timer_report import paused_text, run_text
 from aviso_workers.state import asyncapi, lease_records, timer_records
-from aviso_workers.state.audit_records import RecordedAction
-from aviso_workers.state.timer_records import Claim
 from aviso_workers.state.timer_requests import Run
 
 __all__ = ["PAGES", "Page", "Question"]
@@ -77,7 +75,7 @@ async def now(question: Question) -> Page:
         overview = await question.overview()
     except BackendError as error:
         return Page("now.html", "Now", {"overview": None, "down": str(error), "stale": ""}, live=True, status=503)
-    denied = overview.denied.text()
+    denied = overview.snapshot.denied.text()
     troubled = sorted(filter(is_trouble, overview.agents), key=_by_state)
     streams = [(row.stream, why) for row in overview.streams if (why := row.trouble or _full(overview, row))]
     stale = stale_text(overview, question.watcher)
@@ -106,7 +104,7 @@ def _full(overview: Overview, row: StreamRow) -> str:
 
 def _sentence(overview: Overview, troubled: list[AgentView], streams: int) -> str:
     """Return the health of everything in one sentence."""
-    denied = overview.denied.subjects()
+    denied = overview.snapshot.denied.subjects()
     if not overview.agents and not denied:
         return "No agent is known here."
     said = [
@@ -116,7 +114,7 @@ def _sentence(overview: Overview, troubled: list[AgentView], streams: int) -> st
             overview.new_dead_letters or 0, "dead letter of the last day waits", "dead letters of the last day wait"
         ),
         _counted(streams, "stream has trouble", "streams have trouble"),
-        _counted(len(overview.unavailable), "stream or consumer is away", "streams and consumers are away"),
+        _counted(len(overview.snapshot.unavailable), "stream or consumer is away", "streams and consumers are away"),
         f"nothing is known of what {', '.join(denied)} would tell" if denied else "",
     ]
     found = ", ".join(filter(None, said))
@@ -160,7 +158,7 @@ async def agents(question: Question) -> Page:
     values = {
         "overview": overview,
         "stale": stale_text(overview, question.watcher),
-        "denied": overview.denied.text(),
+        "denied": overview.snapshot.denied.text(),
         "agents": sorted(found, key=ORDERS.get(order, _by_state)),
         "failing": [row for row in overview.failing if app in ("", row.app)] if not text and not state else [],
         "order": order,
@@ -176,19 +174,15 @@ async def agent(question: Question) -> Page:
     overview = await question.overview()
     app, name = question.path["app"], question.path["agent"]
     views = [view for view in overview.agents if (view.progress.app, view.progress.agent) == (app, name)]
-    if not views and (said := overview.denied.text()):
-        return _missing(f"{app}/{name}", said)
     if not views:
+        overview.snapshot.denied.require()
         raise NotFoundError(f"no agent {name} of app {app} reads one of the known streams")
-    declared = overview.apps.get(app)
-    actions: list[RecordedAction] = []
-    with noted(denied := Denials(), "actions"):
-        newest = await question.actions.audit.newest(SHOWN_ACTIONS)
-        actions = [each for each in newest if each.record.of == f"{app}/{name}"][:5]
+    declared = overview.snapshot.recorded.apps.get(app)
+    newest = await asked(denied := Denials(), "actions", question.actions.audit.newest(SHOWN_ACTIONS), [])
     values = {
         "overview": overview,
         "stale": stale_text(overview, question.watcher),
-        "denied": overview.denied.text(),
+        "denied": overview.snapshot.denied.text(),
         "denied_actions": denied.text(),
         "app": app,
         "agent": name,
@@ -197,23 +191,18 @@ async def agent(question: Question) -> Page:
         "declared": declared,
         "workers": [(worker, [at_work]) for view in views for worker, at_work in view.workers],
         "asked": any(view.progress.events and view.progress.events.num_waiting for view in views),
-        "deploys": overview.recorded.deploys.get(app, ()),
+        "deploys": overview.snapshot.recorded.deploys.get(app, ()),
         "retrying": [(view.progress.stream, each) for view in views for each in view.progress.retrying],
         "parked": [each for view in views for each in view.parked],
         "versions": [
             (key[2], each)
-            for key, registered in overview.recorded.versions.items()
+            for key, registered in overview.snapshot.recorded.versions.items()
             if key[:2] == (app, name)
             for each in registered
         ],
-        "actions": actions,
+        "actions": [each for each in newest if each.record.of == f"{app}/{name}"][:5],
     }
     return Page("agent.html", f"{app}/{name}", values, live=True)
-
-
-def _missing(title: str, denied: str) -> Page:
-    """Return a page of which nothing may be read."""
-    return Page("missing.html", title, {"denied": denied})
 
 
 async def all_dead_letters(question: Question) -> Page:
@@ -232,10 +221,8 @@ async def dead_letter(question: Question) -> Page:
     """One dead letter."""
     overview = await question.overview()
     sequence = _number(question, "sequence")
-    with noted(denied := Denials(), "dead letters"):
-        found = await dead_letters.get(question.actions.admin, overview.config, sequence)
-        return Page("dead_letter.html", f"Dead letter {found.sequence}", {"found": found})
-    return _missing(f"Dead letter {sequence}", denied.text())
+    found = await dead_letters.get(question.actions.admin, overview.config, sequence)
+    return Page("dead_letter.html", f"Dead letter {found.sequence}", {"found": found})
 
 
 async def job(question: Question) -> Page:
@@ -248,15 +235,13 @@ async def job(question: Question) -> Page:
 async def notification(question: Question) -> Page:
     """One notification and what has become of it at each agent, or the newest ones with values of an identifier."""
     name, trail, found = question.asked("name"), None, None
-    with noted(denied := Denials(), "notification"):
-        if name:
-            admin, overview = question.actions.admin, await question.overview()
-            if "@" in name.split()[0]:
-                trail = await notification_trail.trail(admin, overview, name)
-            else:
-                found = await notification_search.search(admin, overview.config, name)
-        return Page("notification.html", name or "One notification", {"trail": trail, "found": found})
-    return _missing(name, denied.text())
+    if name:
+        admin, overview = question.actions.admin, await question.overview()
+        if "@" in name.split()[0]:
+            trail = await notification_trail.trail(admin, overview, name)
+        else:
+            found = await notification_search.search(admin, overview.config, name)
+    return Page("notification.html", name or "One notification", {"trail": trail, "found": found})
 
 
 class _TimerRow(Struct, frozen=True, kw_only=True):
@@ -279,17 +264,14 @@ async def timers(question: Question) -> Page:
     overview = await question.overview()
     admin = question.actions.admin
     rows = []
-    for app, declared in sorted(overview.apps.items()):
+    for app, declared in sorted(overview.snapshot.recorded.apps.items()):
         if not declared.timers:
             continue
-        leader, claims, denied = "", dict[str, Claim](), Denials()
-        with noted(denied, "leader"):
-            leader = await lease_records.leader(admin, app)
-        with noted(denied, "claims"):
-            claims = await timer_records.claims(admin, app)
+        leader = await asked(denied := Denials(), "leader", lease_records.leader(admin, app), "")
+        claims = await asked(denied, "claims", timer_records.claims(admin, app), {})
         for name, schedule in declared.timers.items():
-            claim, pause = claims.get(name), overview.recorded.pauses.get((app, name))
-            run = overview.recorded.runs.get((app, name))
+            claim, pause = claims.get(name), overview.snapshot.recorded.pauses.get((app, name))
+            run = overview.snapshot.recorded.runs.get((app, name))
             rows.append(
                 _TimerRow(
                     app=app,
@@ -298,7 +280,7 @@ async def timers(question: Question) -> Page:
                     leader=leader,
                     last=claim.time if claim and claim.token else None,
                     paused=paused_text(pause) if pause else "",
-                    failing=_failing(overview.recorded, app, name, overview.time),
+                    failing=_failing(overview.snapshot.recorded, app, name, overview.time),
                     run=run,
                     run_text=run_text(run, void=not run.is_open(overview.time)) if run else "",
                     denied=denied.text(),
@@ -308,7 +290,7 @@ async def timers(question: Question) -> Page:
         "overview": overview,
         "timers": rows,
         "stale": stale_text(overview, question.watcher),
-        "denied": overview.denied.text("records"),
+        "denied": overview.snapshot.denied.text("records"),
     }
     return Page("timers.html", "Timers", values, live=True)
 
@@ -325,10 +307,10 @@ async def streams(question: Question) -> Page:
     shown = [row for row in overview.streams if everything or not row.stream.startswith("KV_")]
     values = {
         "streams": shown,
-        "denied": overview.denied.text("streams", "consumers"),
+        "denied": overview.snapshot.denied.text("streams", "consumers"),
         "left_out": len(overview.streams) - len(shown),
         "differing": stream_policy.differences(overview.config, overview.snapshot.streams) if shown else {},
-        "unavailable": overview.unavailable,
+        "unavailable": overview.snapshot.unavailable,
         "stale": stale_text(overview, question.watcher),
     }
     return Page("streams.html", "Streams", values, live=True)
@@ -337,16 +319,18 @@ async def streams(question: Question) -> Page:
 async def spark(question: Question) -> Page:
     """The Spark applications that notifications tell of."""
     overview = await question.overview()
-    with noted(denied := Denials(), "spark"):
-        runs, stream = await spark_applications.newest(question.actions.admin, overview.config)
-        return Page("spark.html", "Spark", {"runs": runs, "stream": stream})
-    return _missing("Spark", denied.text())
+    runs, stream = await spark_applications.newest(question.actions.admin, overview.config)
+    return Page("spark.html", "Spark", {"runs": runs, "stream": stream})
 
 
 async def apps(question: Question) -> Page:
     """What the apps have declared when a worker of them started last."""
     overview = await question.overview()
-    values = {"apps": sorted(overview.apps.items()), "overview": overview, "denied": overview.denied.text("records")}
+    values = {
+        "apps": sorted(overview.snapshot.recorded.apps.items()),
+        "overview": overview,
+        "denied": overview.snapshot.denied.text("records"),
+    }
     return Page("apps.html", "Apps", values)
 
 
@@ -354,13 +338,10 @@ async def app(question: Question) -> Page:
     """What an app has declared, and what would become of a notification."""
     overview = await question.overview()
     name, admin, schema = question.path["app"], question.actions.admin, overview.config.notification_schema
-    if (declared := overview.apps.get(name)) is None:
-        if said := overview.denied.text("records"):
-            return _missing(f"App {name}", said)
+    if (declared := overview.snapshot.recorded.apps.get(name)) is None:
+        overview.snapshot.denied.require("records")
         raise NotFoundError(f"no worker has recorded what an app {name} declares")
-    found = None
-    with noted(denied := Denials(), "document"):
-        found = await asyncapi.stored(admin, name)
+    found = await asked(denied := Denials(), "document", asyncapi.stored(admin, name), None)
     if found and asyncapi.LEFT_OUT not in found and question.asked("as") == "asyncapi":
         return Page("", "asyncapi.json", found)
     channels = (found or {}).get("channels", {}).values()
@@ -375,7 +356,7 @@ async def app(question: Question) -> Page:
         "event_types": [(each, topic_of(each, schema[each]), schema[each].identifier) for each in sorted(names)],
         "form": question.form,
         "trial": await trial(admin, overview, question.form) if question.form else None,
-        "deploys": overview.recorded.deploys.get(name, ()),
+        "deploys": overview.snapshot.recorded.deploys.get(name, ()),
     }
     return Page("app.html", f"App {name}", values)
 
@@ -390,9 +371,7 @@ async def doctor(question: Question) -> Page:
 
 async def audit(question: Question) -> Page:
     """What users have done."""
-    found: list[RecordedAction] = []
-    with noted(denied := Denials(), "actions"):
-        found = await question.actions.audit.newest(SHOWN_ACTIONS)
+    found = await asked(denied := Denials(), "actions", question.actions.audit.newest(SHOWN_ACTIONS), [])
     who, of = question.asked("who"), question.asked("of")
     shown = [each for each in found if who in ("", each.record.who) and of in each.record.of]
     return Page("audit.html", "Audit", {"actions": shown, "most": SHOWN_ACTIONS, "denied": denied.text()})

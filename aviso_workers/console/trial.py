@@ -18,7 +18,7 @@ from aviso_workers.console.overview import Overview
 from aviso_workers.engine.publisher import encode
 from aviso_workers.errors import AvisoWorkersError, InvalidIdentifierError
 from aviso_workers.jetstream.subjects import matcher
-from aviso_workers.ops.denials import Denials, noted
+from aviso_workers.ops.denials import Denials, asked
 from aviso_workers.state import asyncapi
 
 __all__ = ["Trial", "trial"]
@@ -45,19 +45,17 @@ async def trial(admin: Admin, overview: Overview, form: Mapping[str, str]) -> Tr
         return Trial(refused=str(error))
     bases = {each: topic_of(each, found).base for each, found in overview.config.notification_schema.items()}
     agents, denied = [], Denials()
-    for app, declared in sorted(overview.apps.items()):
+    for app, declared in sorted(overview.snapshot.recorded.apps.items()):
         readers = [agent for agent, read in declared.agents.items() if bases.get(read) == bases[name]]
-        document: Mapping[str, Any] = {}
-        with noted(denied, app):
-            document = (await asyncapi.stored(admin, app) or {}) if readers else {}
+        document = await asked(denied, app, asyncapi.stored(admin, app), None) if readers else None
         for agent in readers:
             why_not = "; ".join(_why_not(overview, app, agent, message))
-            agents.append((app, agent, why_not, denied.text(app) or _fit(document, agent, message.data)))
+            agents.append((app, agent, why_not, denied.text(app) or _fit(document or {}, agent, message.data)))
     return Trial(message=message, agents=agents)
 
 
 def _why_not(overview: Overview, app: str, agent: str, message: Message) -> Iterator[str]:
-    declared = overview.apps[app]
+    declared = overview.snapshot.recorded.apps[app]
     name, text = declared.agents[agent], declared.policies.get(agent, {}).get("where", "everything")
     event_type = overview.config.notification_schema[name]
     try:

@@ -18,9 +18,8 @@ from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config, streams
 from aviso_workers.declare import agents as agents_
 from aviso_workers.errors import NotFoundError, UndecodableError
-from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.ops import inventory, parked
-from aviso_workers.ops.denials import Denials, noted
+from aviso_workers.ops.denials import Denials, asked
 from aviso_workers.ops.parked import Parked
 from aviso_workers.state import (
     consumer_records,
@@ -120,10 +119,8 @@ async def recorded(admin: Admin, *, denied: Denials | None = None) -> Recorded:
     """Return what workers have recorded. What our user may not read of what is parked is left out. Raises
     `BackendError`; with `denied`, what the server denies is noted there, as `records` and as `parked.everywhere` does.
     """
-    entries, time = list[Entry](), clocks.utc_now(admin.clock)
-    with noted(denied, "records"):
-        entries = await consumer_records.entries(admin)
-        time = await consumer_records.time(admin)
+    entries = await asked(denied, "records", consumer_records.entries(admin), [])
+    time = await asked(denied, "records", consumer_records.time(admin), clocks.utc_now(admin.clock))
     registered = versions.parsed(entries)
     functions = {
         (stream, agents_.durable_name(owner, agent)): tuple(sorted({each.version.function for each in found} - {""}))

@@ -24,7 +24,7 @@ from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.ops import agent_control, agent_inventory, aviso_admin, parked, stuck
 from aviso_workers.ops.agent_inventory import Recorded
-from aviso_workers.ops.denials import Denials, noted
+from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.ops.parked import Parked
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import WRITE_SECONDS, LastFailure, Retrying
@@ -68,7 +68,7 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
     outage: OutageRecord | None = None
     """The outage for whose end it waits; None where there is none."""
     unanswered: bool = False
-    """Whether no server answers for its stream or its consumer: then nothing but its record is known."""
+    """Whether no server tells of its stream or its consumer: then nothing but its record is known."""
     parked: tuple[Parked, ...] = ()
     """What waits for a person, the oldest first."""
     recorded_at: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -96,9 +96,12 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
     def trouble_since(self, before: AgentProgress | None) -> str:
         """Return the reason, as `trouble`, judged by an earlier snapshot as well."""
         if self.unanswered:
-            return f"no server answers for {self.stream} or its consumer, so nothing is known of how it is now"
+            return (
+                self.denied
+                or f"no server answers for {self.stream} or its consumer, so nothing is known of how it is now"
+            )
         if self.events is None:
-            return self.denied if self.behind is None else "its consumer is gone"
+            return "" if self.behind is None else "its consumer is gone"
         if self.retries is not None and self.retries.paused != self.events.paused:
             paused = "its notifications" if self.events.paused else "its retries"
             return f"partly paused: only {paused}; pause or resume it again"
@@ -166,7 +169,7 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
         """The reason why the agent has no consumer, where that is as it should be; empty where it has one, or has lost
         it.
         """
-        if self.events is not None or self.behind is not None or self.unanswered or self.denied:
+        if self.events is not None or self.behind is not None or self.unanswered:
             return ""
         return agent_inventory.why_none(self.record)
 
@@ -234,9 +237,7 @@ class _Snapshot(Struct, kw_only=True):
     dead_letters: dict[tuple[str, ...], int] | None = None
     """By app and agent; None where our user may not ask for them."""
     unanswered: set[tuple[str, str, str]] = set()
-    """Those that have run, and for which no server answers, by app, agent and stream."""
-    unlisted: set[tuple[str, str, str]] = set()
-    """Those that have run, and of whose stream our user may not list all consumers, by app, agent and stream."""
+    """Those that have run, and of which no server tells everything, by app, agent and stream."""
 
     async def take(self, streams: Collection[str]) -> None:
         """Look at these streams, the retries and the dead letters. What is away is waited for side by side."""
@@ -253,10 +254,8 @@ class _Snapshot(Struct, kw_only=True):
             of = agent_inventory.agent_of(consumer)
             if of is None or record.removed or stream not in streams:
                 continue
-            if self.away & {stream, f"{stream} > {consumer}"}:
+            if self.away & {stream, f"{stream} > {consumer}"} or self._denied(f"agents of {stream}"):
                 self.unanswered.add((*of, stream))
-            if self._denied(f"agents of {stream}"):
-                self.unlisted.add((*of, stream))
 
     async def _look_at(self, stream: str, silent: set[str]) -> None:
         try:
@@ -277,13 +276,13 @@ class _Snapshot(Struct, kw_only=True):
         async with task_group() as both:
             if RETRIES not in self.away:
                 both.start_soon(self._look_at_retries)
-            with noted(self.denied, "dead letters"):
-                known = DEAD_LETTERS not in self.away
-                self.dead_letters = await agent_inventory.dead_letters(self.admin) if known else {}
+            self.dead_letters = {}
+            if DEAD_LETTERS not in self.away:
+                count = agent_inventory.dead_letters(self.admin)
+                self.dead_letters = await asked(self.denied, "dead letters", count, None)
 
     async def _look_at_retries(self) -> None:
-        with noted(self.denied, "retries"):
-            self.retries = await agent_inventory.agents(self.admin, RETRIES)
+        self.retries = await asked(self.denied, "retries", agent_inventory.agents(self.admin, RETRIES), {})
 
     def _denied(self, *parts: str) -> str:
         return self.denied.text(*parts) if self.denied is not None else ""
@@ -292,6 +291,7 @@ class _Snapshot(Struct, kw_only=True):
         events, retries = self.consumers.get((app, agent, stream)), self.retries.get((app, agent))
         of_retries = ("retries",) if events else (f"agents of {stream}",)
         of_parked = ("parked", f"parked of {app}") if any(each and each.lag for each in (events, retries)) else ()
+        denied, behind = self._denied("records", *of_retries, *of_parked), self.behind.get((app, agent, stream))
         return AgentProgress(
             app=app,
             agent=agent,
@@ -299,13 +299,13 @@ class _Snapshot(Struct, kw_only=True):
             events=events,
             retries=retries,
             record=self.recorded.consumers.get((stream, agents.durable_name(app, agent))),
-            behind=self.behind.get((app, agent, stream)),
+            behind=behind,
             dead_letters=None if self.dead_letters is None else self.dead_letters.get((app, agent), 0),
-            denied=self._denied("records", *of_retries, *of_parked),
+            denied=denied,
             functions=self.recorded.functions.get((stream, agents.durable_name(app, agent)), ()),
             failure=self.recorded.failures.get((app, "agents", agent)),
             outage=self.recorded.outages.get((app, agent)),
-            unanswered=(app, agent, stream) in self.unanswered,
+            unanswered=not events and behind is None and (bool(denied) or (app, agent, stream) in self.unanswered),
             recorded_at=self.recorded.time,
             parked=tuple(
                 each
@@ -348,7 +348,7 @@ async def of_deployment(
     streams = {aviso_admin.stream_of(config, name) for name in config.notification_schema}
     recorded = recorded or await agent_inventory.recorded(admin, denied=denied)
     snapshot = await _snapshot(admin, sorted(streams), recorded, {*unavailable}, denied)
-    known = {*snapshot.consumers, *snapshot.behind, *snapshot.unanswered, *snapshot.unlisted}
+    known = {*snapshot.consumers, *snapshot.behind, *snapshot.unanswered}
     return [snapshot.progress(*key) for key in sorted(known, key=lambda key: (key[2], key))]
 
 

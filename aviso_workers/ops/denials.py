@@ -1,42 +1,41 @@
-"""What the server denies our user of a report: the rest is shown, and each place says of what is missing the same
-sentence.
-"""
+"""What the server denies our user of a report: the rest is shown, and each place says the same of what is missing."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from aviso_workers.errors import DeniedError
 
-__all__ = ["Denials", "noted", "text_of"]
+__all__ = ["Denials", "asked", "noted", "text_of"]
 
+T = TypeVar("T")
 OWN_NAME = re.compile(r"(?<=\.CONSUMER\.MSG\.NEXT\.)([^.]+)\..+")
 """In the subject of a pull: the consumer, which a reader makes for itself."""
 NO_ANSWERS = "violation for subscription to"
 
 
 class Denials:
-    """The subjects that were denied while a report was made, by the part of the report that each is needed for."""
+    """What was denied while a report was made, by the part of the report and the subject."""
 
     def __init__(self) -> None:
-        self._subjects: dict[str, set[str]] = {}
-
-    def add(self, part: str, error: DeniedError) -> None:
-        """Note what was denied of a part."""
-        self._subjects.setdefault(part, set()).add(_subject(error))
+        self.errors: dict[tuple[str, str], DeniedError] = {}
 
     def subjects(self, *parts: str) -> list[str]:
         """Return the subjects that were denied of these parts; without any, of all."""
-        return sorted({subject for part in parts or self._subjects for subject in self._subjects.get(part, ())})
+        return sorted({subject for part, subject in self.errors if not parts or part in parts})
 
     def text(self, *parts: str) -> str:
-        """Return in a sentence, without its full stop, what was denied of these parts or of all, and the cure; empty
-        where nothing was.
-        """
-        subjects = self.subjects(*parts)
-        return _sentence(subjects) if subjects else ""
+        """Return in a sentence without its full stop what was denied of these parts, and the cure; else nothing."""
+        return _sentence(subjects) if (subjects := self.subjects(*parts)) else ""
+
+    def require(self, *parts: str) -> None:
+        """Raise the first `DeniedError` of these parts, if there is one."""
+        for (part, _), error in self.errors.items():
+            if not parts or part in parts:
+                raise error
 
 
 def text_of(error: DeniedError) -> str:
@@ -63,4 +62,11 @@ def noted(denied: Denials | None, part: str) -> Iterator[None]:
     except DeniedError as error:
         if denied is None or NO_ANSWERS in str(error):
             raise
-        denied.add(part, error)
+        denied.errors[part, _subject(error)] = error
+
+
+async def asked(denied: Denials | None, part: str, request: Awaitable[T], otherwise: T) -> T:
+    """Return the answer to a request, or what is said `otherwise` where the server denies it, which is `noted`."""
+    with noted(denied, part):
+        return await request
+    return otherwise

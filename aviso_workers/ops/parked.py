@@ -17,7 +17,7 @@ from aviso_workers.backends import Admin
 from aviso_workers.backends.buckets import open_existing
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.key_value import KeyValue
-from aviso_workers.ops.denials import Denials, noted
+from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.state import consumer_records, failure_counts
 from aviso_workers.state.failure_counts import ParkedRecord
 
@@ -65,9 +65,7 @@ async def everywhere(admin: Admin, denied: Denials) -> dict[tuple[str, str, str]
     app as `parked of <app>`. Raises `BackendError`.
     """
     found: dict[tuple[str, str, str], tuple[Parked, ...]] = {}
-    names: list[str] = []
-    with noted(denied, "parked"):
-        names = await admin.stream_names()
+    names = await asked(denied, "parked", admin.stream_names(), [])
     for app in filter(None, map(failure_counts.app_of, names)):
         with noted(denied, f"parked of {app}"):
             for each in await of_agent(admin, app) if await _has_parked(admin, app) else ():

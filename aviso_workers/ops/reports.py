@@ -34,7 +34,6 @@ __all__ = [
     "servers",
     "streams",
     "take",
-    "take_consumers",
 ]
 
 
@@ -127,50 +126,33 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
         return self.lag / -self.rate if self.rate < 0 else None
 
 
-async def take(admin: Admin) -> ServerSnapshot:
-    """Take a snapshot of all streams and their consumers. Raises `BackendError`; what is denied is left out."""
-    denied = Denials()
-    listed = await inventory.streams(admin, denied=denied)
-    streams, unavailable = {each.name: each for each in listed.found}, listed.unavailable
+async def take(admin: Admin, *, stream: str = "") -> ServerSnapshot:
+    """Take a snapshot of all streams and their consumers, or of the consumers of one `stream`. What is denied is left
+    out. Raises `BackendError`, and `NotFoundError` where there is no such stream.
+    """
+    denied, listed = Denials(), Listing[StreamInfo](found=[], unavailable=[])
+    if not stream:
+        listed = await inventory.streams(admin, denied=denied)
+    streams, away = {each.name: each for each in listed.found}, listed.unavailable
     consumers: dict[tuple[str, str], ConsumerInfo] = {}
-    for name in [name for name, found in streams.items() if found.consumers]:
+    for name in [stream] if stream else [name for name, found in streams.items() if found.consumers]:
         try:
             found = await inventory.consumers(admin, name, denied=denied)
         except NotFoundError:
+            if stream:
+                raise
             streams.pop(name)  # it was deleted meanwhile
             continue
-        consumers |= _by_name(name, found)
-        unavailable = [*unavailable, *_unavailable(name, found)]
+        consumers |= {(name, each.name): each for each in found.found}
+        away = [*away, *(f"{name} > {consumer}" for consumer in found.unavailable)]
     return ServerSnapshot(
         at=anyio.current_time(),
         streams=streams,
-        unavailable=unavailable,
+        unavailable=away,
         consumers=consumers,
         recorded=await agent_inventory.recorded(admin, denied=denied),
         denied=denied,
     )
-
-
-async def take_consumers(admin: Admin, stream: str) -> ServerSnapshot:
-    """Take a snapshot of the consumers of one stream. Raises `NotFoundError` and as `take` does."""
-    denied = Denials()
-    found = await inventory.consumers(admin, stream, denied=denied)
-    return ServerSnapshot(
-        at=anyio.current_time(),
-        streams={},
-        unavailable=_unavailable(stream, found),
-        consumers=_by_name(stream, found),
-        recorded=await agent_inventory.recorded(admin, denied=denied),
-        denied=denied,
-    )
-
-
-def _by_name(stream: str, listed: Listing[ConsumerInfo]) -> dict[tuple[str, str], ConsumerInfo]:
-    return {(stream, each.name): each for each in listed.found}
-
-
-def _unavailable(stream: str, listed: Listing[ConsumerInfo]) -> list[str]:
-    return [f"{stream} > {consumer}" for consumer in listed.unavailable]
 
 
 def streams(now: ServerSnapshot, before: ServerSnapshot) -> list[StreamRow]:

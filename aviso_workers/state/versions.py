@@ -26,7 +26,7 @@ from aviso_workers.jetstream.metadata import MAX_NOTED, Version
 from aviso_workers.state import consumer_records
 from aviso_workers.state.kept import Kept
 
-__all__ = ["KEPT", "Registered", "Versions", "including", "parsed", "stored", "with_heartbeat", "without_narrowing"]
+__all__ = ["KEPT", "Registered", "Versions", "including", "parsed", "with_heartbeat", "without_narrowing"]
 
 MAX_HEARD = 2**32
 """More often than a version says that it lives."""
@@ -124,11 +124,6 @@ def with_heartbeat(versions: Iterable[Registered], own: Version) -> tuple[Regist
 def without_narrowing(versions: Iterable[Registered], ended: Collection[int]) -> tuple[Registered, ...]:
     """Return the versions without a `narrowing` of these numbers."""
     return tuple(structs.replace(each, narrowing=0) if each.narrowing in ended else each for each in versions)
-
-
-async def stored(backend: Backend) -> dict[tuple[str, str, str], tuple[Registered, ...]]:
-    """Return the registered versions of all agents, by app, agent and stream. Raises `BackendError`."""
-    return parsed(await consumer_records.entries(backend))
 
 
 def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], tuple[Registered, ...]]:

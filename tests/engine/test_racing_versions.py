@@ -24,7 +24,7 @@ from aviso_workers.engine.shared_filters import GONE_SECONDS, SharedFilter
 from aviso_workers.errors import BackendError, UnavailableError
 from aviso_workers.events import Events, FilterHides
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-from aviso_workers.state import versions
+from aviso_workers.state import consumer_records, versions
 from aviso_workers.state.versions import Versions
 from tests.engine.conftest import A_LONG_TIME
 
@@ -330,7 +330,7 @@ async def test_what_a_worker_has_announced_that_died_is_ended_by_another_one(
         if other:
             tasks.start_soon(deployment.worker, other, backend)
         await backend.clock.sleep(2 * GONE_SECONDS)
-        (registered,) = (await versions.stored(backend)).values()
+        (registered,) = versions.parsed(await consumer_records.entries(backend)).values()
         assert [each.narrowing for each in registered] == [0] * len(registered)
         assert {*(await backend.consumer_info("MARS", DURABLE)).config.filters} == {"mars.>" if other else "mars.od.>"}
         assert bool(deployment.hidden) == bool(other), "nobody lacks anything that is alone"

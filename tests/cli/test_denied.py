@@ -1,0 +1,76 @@
+"""Commands of a user who lacks a right: they show the rest, name the subject that is denied, and exit with 1."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from aviso_workers import App, Notification
+from aviso_workers.server import NatsServer
+from tests.cli.conftest import Run
+from tests.commands import Command
+
+DENIED = [
+    "$JS.API.STREAM.LIST",
+    "$JS.API.STREAM.NAMES",
+    "$JS.API.CONSUMER.LIST.MARS",
+    "$JS.API.STREAM.INFO.KV_aviso_workers_consumers",
+    "$JS.API.STREAM.INFO.aviso_workers_dead_letters",
+]
+
+
+@pytest.fixture
+def config_of(tmp_path: Path, write_config: Callable[..., Path]) -> Iterator[Callable[[str], Path]]:
+    """The configuration of a user who is denied a subject, on a server where an agent has run."""
+    users = [{"user": "everything", "password": "x"}]
+    users += [
+        {"user": f"user{number}", "password": "x", "permissions": {"publish": {"deny": subject}}}  # type: ignore[dict-item]
+        for number, subject in enumerate(DENIED)
+    ]
+    settings = f"authorization: {json.dumps({'users': users})}\n"
+    with NatsServer.start(store_dir=tmp_path / "js", config=settings) as server:
+
+        def of(user: str) -> Path:
+            return write_config(server.url, name=f"{user}.yaml", user=user, password="x")
+
+        app = App("field", config=of("everything"))
+
+        @app.agent("mars")
+        async def index(notification: Notification) -> None: ...
+
+        async def work() -> None:
+            async with app.running():
+                await app.notify("mars", {"class": "od", "step": 1})
+
+        anyio.run(work)
+        yield lambda subject: of(f"user{DENIED.index(subject)}")
+
+
+@pytest.mark.parametrize(
+    ("subject", "command", "shown", "denied"),
+    [
+        ("$JS.API.CONSUMER.LIST.MARS", "agents ls", "not known, since the server denies our user", True),
+        ("$JS.API.STREAM.INFO.KV_aviso_workers_consumers", "agents ls", "index", True),
+        ("$JS.API.STREAM.INFO.aviso_workers_dead_letters", "agents ls", "index", True),
+        ("$JS.API.STREAM.LIST", "agents ls", "idle", False),
+        ("$JS.API.CONSUMER.LIST.MARS", "consumers ls", "aviso_workers_retries", True),
+        ("$JS.API.CONSUMER.LIST.MARS", "report streams", "MARS", True),
+        ("$JS.API.STREAM.NAMES", "report streams", "MARS", True),
+    ],
+)
+def test_the_rest_is_shown(
+    run: Run, config_of: Callable[[str], Path], subject: str, command: str, shown: str, denied: bool
+) -> None:
+    ran = run(*command.split(), "--seconds", "0.1", "--json", "-c", config_of(subject))
+    assert shown in ran.out
+    said = f"not known, since the server denies our user {subject}: give it the role operator"
+    assert (ran.code, said in ran.err) == (int(denied), denied), ran.err
+
+
+def test_top_shows_the_rest(start: Callable[..., Command], config_of: Callable[[str], Path]) -> None:
+    top = start("top", "--seconds", "0.1", "-c", config_of("$JS.API.STREAM.LIST"))
+    assert any("the server denies our user $JS.API.STREAM.LIST" in line for line in top.lines(3))
