@@ -113,11 +113,8 @@ class _Asked(Struct, frozen=True):
         self, server: OpenedServer, recorded: Recorded, before: Iterable[AgentProgress] = ()
     ) -> list[AgentProgress]:
         """Return the report. What an earlier one, `before`, has found unanswered is not waited for again."""
-        away, admin, config = (
-            {each.stream for each in before if each.unanswered and not each.denied},
-            server.admin,
-            server.config,
-        )
+        away = {each.stream for each in before if each.unanswered and not each.denied}
+        admin, config = server.admin, server.config
         if self.app is not None:
             return await agent_report.of_app(
                 admin, config, self.app, recorded=recorded, unavailable=away, denied=self.denied
