@@ -1,6 +1,11 @@
-"""How long tests wait for what must come."""
+"""How long tests wait for what must come, and how a server comes to stand still."""
 
 from __future__ import annotations
+
+import os
+import signal
+
+from aviso_workers.server import NatsServer
 
 PATIENCE_SECONDS = 120.0
 """How long a test waits for what must come. What comes ends the wait, so that the bound costs nothing; it is generous
@@ -12,3 +17,9 @@ asks for timeouts of many minutes where something is not to wait for them."""
 
 LONG_SECONDS = 600.0
 """A timeout or a piece of work that no test waits for."""
+
+
+def stand_still(server: NatsServer) -> None:
+    """Stop the process of a server until it is sent SIGCONT. The signal takes its time, in which a server answers."""
+    server.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, server.process.pid, os.WSTOPPED | os.WNOWAIT)

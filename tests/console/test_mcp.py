@@ -18,6 +18,7 @@ from aviso_workers.console import mcp, overview, web
 from aviso_workers.server import NatsServer
 from aviso_workers.testing import Harness
 from tests.console.conftest import OPERATOR, READER, USERS, Served, publish, served, shown, with_console
+from tests.waits import stand_still
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -92,6 +93,7 @@ async def prepared(console: Served, app: App) -> None:
     async with console.client() as browser:
         await shown(browser, "/dead-letters", "1 of 1 dead letters.")
         await shown(browser, "/agents/field-index/parks", "parked")
+        await shown(browser, "/", "1 dead letter of the last day waits")
 
 
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
@@ -232,7 +234,7 @@ async def test_it_says_in_time_that_the_server_does_not_answer(
     assert overview.PATIENCE_SECONDS < web.MCP_SECONDS <= 10
     assert (await called(console, "dead_letters"))[1] is False
     monkeypatch.setattr(web, "MCP_SECONDS", 0.5)
-    os.kill(nats_server.process.pid, signal.SIGSTOP)
+    stand_still(nats_server)
     try:
         text, is_error = await called(console, "dead_letters")
     finally:

@@ -31,7 +31,7 @@ from aviso_workers.testing import Harness, harness
 from aviso_workers.version import __version__
 from tests.console.conftest import READER, Served, confirmed, publish, served, shown, text_of
 from tests.contract.settings import mars
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, stand_still
 
 pytestmark = pytest.mark.anyio
 
@@ -519,7 +519,7 @@ async def test_an_agent_whose_stream_no_server_answers_for_is_unknown(
 
 
 async def test_a_console_of_a_server_that_is_away_says_so(console: Served, nats_server: NatsServer) -> None:
-    nats_server.process.send_signal(signal.SIGSTOP)
+    stand_still(nats_server)
     try:
         async with console.client() as client:
             with anyio.fail_after(PATIENCE_SECONDS):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import AsyncGenerator
@@ -20,7 +19,7 @@ from aviso_workers.backends.jetstream import connection as module
 from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.errors import DeniedError, UnavailableError
 from aviso_workers.server import NatsServer
-from tests.waits import LONG_SECONDS, PROMPT_SECONDS
+from tests.waits import LONG_SECONDS, PROMPT_SECONDS, stand_still
 
 pytestmark = pytest.mark.anyio
 
@@ -33,11 +32,6 @@ async def connection(nats_server: NatsServer) -> AsyncGenerator[NatsConnection, 
     yield connection
     nats_server.process.send_signal(signal.SIGCONT)
     await connection.close()
-
-
-def stand_still(server: NatsServer) -> None:
-    server.process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, server.process.pid, os.WSTOPPED | os.WNOWAIT)  # a signal takes its time
 
 
 async def test_a_server_that_answers_has_what_was_sent_before(connection: NatsConnection) -> None:

@@ -3,7 +3,6 @@ them when the server dies."""
 
 from __future__ import annotations
 
-import os
 import signal
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
@@ -22,7 +21,7 @@ from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.server import NatsServer
 from tests.conftest import WriteConfig
 from tests.presence import present
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, stand_still
 
 pytestmark = pytest.mark.anyio
 
@@ -49,12 +48,6 @@ def messages(count: int, *, name: str = "message") -> list[Outgoing]:
 def answers(backend: JetStreamBackend) -> int:
     """How many messages the server has sent us so far."""
     return int(backend._connection.nc.stats["in_msgs"])
-
-
-def stop(server: NatsServer) -> None:
-    """Return when it stands still."""
-    server.process.send_signal(signal.SIGSTOP)
-    os.waitpid(server.process.pid, os.WUNTRACED)
 
 
 @pytest.mark.covers("003-03")
@@ -133,7 +126,7 @@ async def test_what_a_silent_server_may_have_stored_is_unknown(
     backend: JetStreamBackend, nats_server: NatsServer
 ) -> None:
     await backend.create_stream(MARS)
-    stop(nats_server)
+    stand_still(nats_server)
 
     results = await backend.publish_many(messages(20), timeout_seconds=0.1)
 
@@ -147,7 +140,7 @@ async def test_a_chunk_that_a_silent_server_may_have_stored_is_unknown(
     backend: JetStreamBackend, nats_server: NatsServer
 ) -> None:
     await backend.create_stream(MARS)
-    stop(nats_server)
+    stand_still(nats_server)
 
     chunk = OutgoingChunk(
         subjects=["mars.od"] * 20, data=[b""] * 20, headers=[None] * 20, message_ids=[str(n) for n in range(20)]
@@ -162,7 +155,7 @@ async def test_what_was_under_way_when_the_server_died_is_unknown_at_once(
     backend: JetStreamBackend, nats_server: NatsServer
 ) -> None:
     await backend.create_stream(MARS)
-    stop(nats_server)
+    stand_still(nats_server)
     results: list[Any] = []
 
     async def publish() -> None:

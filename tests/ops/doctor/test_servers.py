@@ -38,7 +38,7 @@ from tests.ops.doctor.conftest import (
     served,
     write,
 )
-from tests.waits import PATIENCE_SECONDS, PROMPT_SECONDS
+from tests.waits import PATIENCE_SECONDS, PROMPT_SECONDS, stand_still
 
 ACCOUNTS = """
 accounts {
@@ -435,7 +435,7 @@ def test_monitoring_ports_that_accept_and_say_nothing_are_waited_for_side_by_sid
 async def test_a_server_that_hangs_is_told_of_within_seconds(nats_server: NatsServer, tmp_path: Path) -> None:
     loaded = write(tmp_path / "config.yaml", nats_server.url)
     async with App("the-doctor", config=loaded) as app:
-        nats_server.process.send_signal(signal.SIGSTOP)
+        stand_still(nats_server)
         try:
             with anyio.fail_after(PROMPT_SECONDS), pytest.raises(UnavailableError, match="does not answer"):
                 await facts.gather(app.session.admin, app.config, Scope())
