@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import anyio
 import pytest
 
 from aviso_workers import App, Backoff, Notification, Notify, Reject
@@ -13,6 +14,7 @@ from aviso_workers.errors import InvalidNotificationError
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import harness
 from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -71,7 +73,9 @@ async def test_each_try_and_the_dead_letter_that_is_tried_again_have_them(app: A
 async def test_what_is_delivered_later_has_them(app: App, url: str | None) -> None:
     async with harness(app, server=url) as t:
         await app.notify("plain", IDENTIFIER, deliver_after=0.5, headers=HEADERS)
-        await t.advance(2)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not t.published:
+                await t.advance(0.1)
         [found] = [one async for one in app.replay("plain")]
         assert own(found.headers) == HEADERS
 
